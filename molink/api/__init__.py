@@ -1,0 +1,1 @@
+"""The local chat endpoint: OpenAI's routes, metrics and the chat page."""

@@ -1,0 +1,73 @@
+"""What the endpoint needs from the swarm, as a protocol; the daemon implements it."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from molink.wire.data import FinishReason, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that a pipeline serves.
+
+    ``folder`` is a local folder with at least config, tokenizer and chat template (never weights
+    that only other peers have). ``context`` is in tokens.
+    """
+
+    name: str
+    folder: Path
+    context: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Token ids in, token ids out. ``max_tokens`` counts generated tokens."""
+
+    model: str
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One token of the answer. ``top`` pairs ids with logprobs, most likely first.
+
+    ``finish`` is set on the last one; a stop id is reported as a token with ``finish="stop"``.
+    ``cached`` is the number of prompt tokens found in the prefix cache (first token only).
+    """
+
+    position: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    finish: FinishReason | None
+    cached: int = 0
+
+
+class Backend(Protocol):
+    """Everything behind the endpoint. All methods are called on the endpoint's own event loop."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """Models that can be asked for now, ready or not."""
+        ...
+
+    def ready(self, model: str | None = None) -> bool:
+        """Whether a pipeline can serve ``model`` (any model if ``None``) right now."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        """Stream an answer; closing the generator (``aclose``) cancels the request.
+
+        Raises (from the generator):
+            ModelNotFound, ContextTooLong, Overloaded, Unavailable.
+        """
+        ...
+
+    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges (name → value) of this daemon's workers and links."""
+        ...

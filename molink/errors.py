@@ -1,0 +1,122 @@
+"""Every error that molink raises on purpose.
+
+::
+
+    MolinkError                  message says what happened, where, and what to do next
+    ├── UsageError               a command or a setting that can't work (exit code 2)
+    │   ├── TokenError           a join token that is malformed, expired or of another swarm
+    │   └── PortInUse            no free port; names the option
+    ├── ModelError               a model folder that can't be served
+    │   ├── ModelNotFound        no such model (HTTP 404)
+    │   ├── UnsupportedModel     architecture or feature we don't implement
+    │   └── BrokenModel          a file missing, truncated or inconsistent; names it
+    ├── RequestError             a client's request that can't be served; names the field
+    │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
+    ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
+    ├── Unavailable              no pipeline can serve now (HTTP 503)
+    ├── WireError                bytes that are no valid message
+    │   └── MessageTooLarge      a header or payload over its bound
+    ├── NotAuthorized            a peer that may not do this
+    ├── WorkerError              a stage process that failed to start or died
+    └── InvariantError           our own state is inconsistent; carries the transition log
+"""
+
+from collections.abc import Iterable
+
+
+class MolinkError(Exception):
+    """Base of all; ``str()`` is fit to be shown to a person."""
+
+    #: Process exit code of a command that ends with this error.
+    exit_code = 1
+
+
+class UsageError(MolinkError):
+    """A command line or a setting that can't work."""
+
+    exit_code = 2
+
+
+class TokenError(UsageError):
+    """A join token that is malformed, expired or of another swarm."""
+
+    exit_code = 3
+
+
+class PortInUse(UsageError):
+    """No free port where one was asked for."""
+
+    exit_code = 4
+
+
+class ModelError(MolinkError):
+    """A model that can't be served."""
+
+    exit_code = 5
+
+
+class ModelNotFound(ModelError):
+    """There is no model of that name."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture, or a feature of it, is not implemented."""
+
+
+class BrokenModel(ModelError):
+    """A file of the model folder is missing, truncated or inconsistent."""
+
+
+class RequestError(MolinkError):
+    """A client's request that can't be served.
+
+    ``param`` names the offending field of the request, as OpenAI's error envelope does.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(RequestError):
+    """The prompt, or the prompt and what may be generated, exceed the context."""
+
+
+class Overloaded(MolinkError):
+    """Queues are full; try again after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(MolinkError):
+    """No pipeline can serve this now."""
+
+    exit_code = 6
+
+
+class WireError(MolinkError):
+    """Bytes from the network that are no valid message."""
+
+
+class MessageTooLarge(WireError):
+    """A header or a payload over its bound."""
+
+
+class NotAuthorized(MolinkError):
+    """A peer asked for something that it may not do."""
+
+    exit_code = 7
+
+
+class WorkerError(MolinkError):
+    """A stage process failed to start, or died."""
+
+
+class InvariantError(MolinkError):
+    """Our own state is inconsistent. ``story`` holds the last transitions, oldest first."""
+
+    def __init__(self, message: str, story: Iterable[str] = ()) -> None:
+        self.story = tuple(story)
+        super().__init__("\n  ".join([message, *self.story]))

@@ -1,0 +1,1 @@
+"""The scheduler beside stage 0: admission, batches, KV blocks, ticks. Plain objects, no I/O."""

@@ -1,0 +1,1 @@
+"""Transmission from one stage to the next: policies, numbering, acknowledgement, heartbeats."""

@@ -1,0 +1,1 @@
+"""The model on torch: weights, layers, attention over paged KV, sampling."""

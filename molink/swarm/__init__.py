@@ -1,0 +1,1 @@
+"""The control plane: membership, invitations, placement and the coordinator process."""

@@ -1,0 +1,1 @@
+"""What travels between processes: messages, their codec, keys and authenticated sockets."""

@@ -1,0 +1,47 @@
+"""The base of every message: a frozen, tagged ``msgspec`` struct.
+
+A message is declared by subclassing :class:`Message` (maps, for control traffic, where keys may be
+added later) or :class:`LeanMessage` (arrays, for the data plane, where bytes count). ``msgspec``
+checks types and bounds while it decodes, so a handler never sees a field of the wrong type.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+#: Element types a payload may have, with their size in bytes.
+DTYPE_SIZES: dict[str, int] = {"u8": 1, "i32": 4, "f32": 4, "f16": 2, "bf16": 2}
+
+DType = Literal["u8", "i32", "f32", "f16", "bf16"]
+
+#: Counters that rise for ever: ticks, sequence numbers, positions.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+#: Ids of blocks, tokens, requests within a pipeline.
+Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+#: A short piece of text: a name, an id, an address.
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+#: A sentence for a person.
+Sentence = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A control message: a tagged map. Declare subclasses ``frozen=True, kw_only=True``."""
+
+
+class LeanMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A data-plane message: a tagged array. Subclasses are ``frozen=True`` and only ever append fields."""
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True):
+    """What the one payload frame holds: row-major elements of ``dtype`` in ``shape``."""
+
+    dtype: DType
+    shape: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=2)]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the frame in bytes that this header promises."""
+        elements = 1
+        for extent in self.shape:
+            elements *= extent
+        return elements * DTYPE_SIZES[self.dtype]

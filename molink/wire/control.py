@@ -1,0 +1,359 @@
+"""Messages of the control plane: peers with their coordinator, peers with peers, CLI with daemon.
+
+A *peer id* is :func:`molink.wire.keys.peer_id` of the peer's public CURVE key; the ZAP handler sets
+it as the ``User-Id`` of every message, so no message has to say who sent it. Requests carry a
+``ref`` that the reply repeats.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from molink.wire.base import Count, Index, Message, Payload, Sentence, Text
+
+Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
+PublicKey = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+LayerRange = tuple[Index, Index]
+
+
+class Failure(Message, frozen=True, kw_only=True, tag="failure"):
+    """The answer to a request that can't be met; ``code`` is the error's class name."""
+
+    ref: Count
+    code: Text
+    message: Sentence
+
+
+class Done(Message, frozen=True, kw_only=True, tag="done"):
+    """The answer to a request that needs no other."""
+
+    ref: Count
+
+
+# --- joining: sent with the invitation's key, the only message such a key may send -----------
+
+
+class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
+    """A PC that holds an invitation asks to be a member under its own key."""
+
+    ref: Count
+    public_key: PublicKey
+    name: Text
+    version: Text
+
+
+class Joined(Message, frozen=True, kw_only=True, tag="joined"):
+    """The coordinator has made the sender of :class:`JoinRequest` a member."""
+
+    ref: Count
+    swarm: Text
+    peer: Text
+
+
+# --- peer → coordinator ----------------------------------------------------------------------
+
+
+class Device(Message, frozen=True, kw_only=True):
+    """One device as the daemon measured it; ``kind`` is ``cpu`` or ``cuda``.
+
+    ``memory`` is what stages may use, in bytes (after the user's budget); ``read_rate`` the
+    measured bytes/s at which a decode step streams weights (0 = not measured yet).
+    """
+
+    kind: Literal["cpu", "cuda"]
+    index: Index = 0
+    name: Text
+    memory: Count
+    read_rate: float = 0.0
+
+
+class WorkerState(Message, frozen=True, kw_only=True):
+    """One worker process of a peer."""
+
+    pid: Index
+    pipeline: Text
+    stage: Index
+    layers: LayerRange
+    state: Literal["fetching", "loading", "loaded", "ready", "failed"]
+
+
+class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
+    """What a peer is and has; the first message of a session, then each second (heartbeat)."""
+
+    name: Text
+    version: Text
+    addresses: Addresses
+    control_port: Port
+    endpoint: Text
+    daemon_pid: Index
+    #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
+    stage: Text
+    device: Device
+    #: Names of models of which this peer can serve every file to others.
+    models: tuple[Text, ...]
+    workers: Annotated[tuple[WorkerState, ...], msgspec.Meta(max_length=8)] = ()
+
+
+class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
+    """The worker of an assignment holds its weights and listens on ``port``.
+
+    ``max_blocks`` KV blocks fit its pool; ``decode_s`` is its measured time of a one-token decode
+    step in seconds.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+    port: Port
+    max_blocks: Index
+    decode_s: float
+
+
+class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
+    """The stage has allocated its pool and stands in the ring of ``epoch``."""
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+
+
+class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
+    """The worker of an assignment failed or died, or its next stage made no progress."""
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+    reason: Sentence
+
+
+class ModelFacts(Message, frozen=True, kw_only=True):
+    """What placement has to know of a model, in bytes and tokens."""
+
+    name: Text
+    layers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    layer_bytes: Count
+    #: Embedding (first stage) and final norm + output head (last stage).
+    first_bytes: Count
+    last_bytes: Count
+    #: KV cache of one token in one layer.
+    kv_bytes: Count
+    context: Count
+
+
+class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
+    """Desired state, from a member that holds the model: serve it.
+
+    ``min_peers`` is how many peers with a stage have to be there before the first placement.
+    ``micro_batches`` 0 leaves the number to molink.
+    """
+
+    ref: Count
+    model: ModelFacts
+    min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
+    dtype: Literal["auto", "f32", "bf16", "f16"] = "auto"
+    micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+
+
+class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
+    """Ask for a join token that is valid for ``ttl`` seconds (0 = for ever)."""
+
+    ref: Count
+    ttl: float = 86400.0
+
+
+class Invite(Message, frozen=True, kw_only=True, tag="invitation"):
+    """A join token to paste."""
+
+    ref: Count
+    token: Annotated[str, msgspec.Meta(max_length=2048)]
+
+
+class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave"):
+    """The sender leaves the swarm for good."""
+
+    ref: Count
+
+
+# --- coordinator → peers ---------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """Answers the first report of a session."""
+
+    swarm: Text
+    peer: Text
+
+
+class Member(Message, frozen=True, kw_only=True, tag="member"):
+    """A peer of the swarm, announced to all others one by one; also when its addresses change."""
+
+    peer: Text
+    name: Text
+    public_key: PublicKey
+    addresses: Addresses
+    control_port: Port
+    models: tuple[Text, ...] = ()
+
+
+class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
+    """A peer left or was revoked: drop what it sends from now on."""
+
+    peer: Text
+
+
+class Assign(Message, frozen=True, kw_only=True, tag="assign"):
+    """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
+
+    ``sources`` are peers that hold the model's files. A worker of the same pipeline with the same
+    layers keeps its weights and only changes epoch.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+    stages: Index
+    layers: LayerRange
+    model: Text
+    sources: tuple[Text, ...]
+    dtype: Literal["auto", "f32", "bf16", "f16"]
+
+
+class StageAddress(Message, frozen=True, kw_only=True):
+    """Where a stage's worker listens."""
+
+    peer: Text
+    public_key: PublicKey
+    addresses: Addresses
+    port: Port
+
+
+class Form(Message, frozen=True, kw_only=True, tag="form"):
+    """All stages have loaded: allocate ``blocks`` KV blocks and take your place in the ring."""
+
+    pipeline: Text
+    epoch: Count
+    ring: Annotated[tuple[StageAddress, ...], msgspec.Meta(min_length=1, max_length=16)]
+    blocks: Index
+    micro_batches: Index
+
+
+class Unassign(Message, frozen=True, kw_only=True, tag="unassign"):
+    """Stop the worker of that pipeline."""
+
+    pipeline: Text
+
+
+class Route(Message, frozen=True, kw_only=True, tag="route"):
+    """Where requests for ``model`` go; sent to every peer whenever it changes."""
+
+    pipeline: Text
+    epoch: Count
+    model: Text
+    ready: bool
+    head: StageAddress | None
+    context: Count
+    #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
+    sources: tuple[Text, ...] = ()
+
+
+class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
+    """That pipeline is no more."""
+
+    pipeline: Text
+
+
+# --- peer ↔ peer: model files ----------------------------------------------------------------
+
+
+class FilesRequest(Message, frozen=True, kw_only=True, tag="files"):
+    """Which files make up a model? Answered by :class:`FileList`."""
+
+    ref: Count
+    model: Text
+
+
+class FileEntry(Message, frozen=True, kw_only=True):
+    """A file of a model folder: a plain name without separators, and its size in bytes."""
+
+    name: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+    size: Count
+
+
+class FileList(Message, frozen=True, kw_only=True, tag="file-list"):
+    """The files of a model, split over messages; ``more`` says that another follows."""
+
+    ref: Count
+    files: tuple[FileEntry, ...]
+    more: bool = False
+
+
+class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
+    """Read ``length`` bytes at ``offset`` of a model's file."""
+
+    ref: Count
+    model: Text
+    file: Text
+    offset: Count
+    length: Annotated[int, msgspec.Meta(ge=1, le=192 * 1024)]
+
+
+class ReadReply(Message, frozen=True, kw_only=True, tag="data"):
+    """Bytes of a file (payload ``u8 [n]``)."""
+
+    ref: Count
+    payload: Payload
+
+
+# --- command line → its own daemon (or coordinator), under the peer's own key ----------------
+
+
+class StatusRequest(Message, frozen=True, kw_only=True, tag="status"):
+    """Ask a daemon, or the coordinator, for the state of the swarm."""
+
+    ref: Count
+
+
+class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):
+    """``molink status --json`` as UTF-8 (payload ``u8 [n]``)."""
+
+    ref: Count
+    payload: Payload
+
+
+class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):
+    """The command line asks its own daemon to stop; ``leave`` also forgets the swarm."""
+
+    ref: Count
+    leave: bool = False
+
+
+ControlMessage = (
+    Failure
+    | Done
+    | JoinRequest
+    | Joined
+    | PeerReport
+    | StageLoaded
+    | StageReady
+    | StageFailed
+    | ServeModel
+    | InviteRequest
+    | Invite
+    | LeaveRequest
+    | Welcome
+    | Member
+    | MemberGone
+    | Assign
+    | Form
+    | Unassign
+    | Route
+    | RouteGone
+    | FilesRequest
+    | FileList
+    | ReadRequest
+    | ReadReply
+    | StatusRequest
+    | StatusReply
+    | ShutdownRequest
+)

@@ -1,0 +1,1 @@
+"""The stage process: receive, order, fuse, run, send."""

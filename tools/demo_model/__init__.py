@@ -1,0 +1,1 @@
+"""The bundled toy chat model: its corpus, its training and its evaluation."""

@@ -1,0 +1,46 @@
+"""A topic: many ways to ask one thing, the answers to it, and questions kept for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Slots = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    """A follow-up that makes sense only right after the topic: "Why?", "Tell me more"."""
+
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One thing that can be asked. All texts may hold ``{slot}`` fields.
+
+    `held_out` questions are never trained on: they measure whether the model understands a
+    wording it has not seen. Each keyword must occur in the answer to them; ``a|b`` takes either.
+    """
+
+    name: str
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+    slots: tuple[Slots, ...] = ({},)
+    #: Elliptical questions that ask the same of other slots: "And of {country}?"
+    follow_ups: tuple[str, ...] = ()
+    then: tuple[Then, ...] = ()
+    held_out: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    #: Relative frequency among all topics.
+    weight: float = 1.0
+
+
+def rows(names: str, table: str) -> tuple[Slots, ...]:
+    """Slots from a small text table: one row per line, columns split at ``|``."""
+    keys = names.split()
+    return tuple(
+        dict(zip(keys, (cell.strip() for cell in line.split("|")), strict=True))
+        for line in table.strip().splitlines()
+    )
