@@ -17,6 +17,7 @@
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
     ├── NotAuthorized            a peer that may not do this
+    ├── StateError               a state folder that can't be used; names the file
     ├── WorkerError              a stage process that failed to start or died
     └── InvariantError           our own state is inconsistent; carries the transition log
 """
@@ -108,6 +109,12 @@ class NotAuthorized(MolinkError):
     """A peer asked for something that it may not do."""
 
     exit_code = 7
+
+
+class StateError(MolinkError):
+    """Saved state that can't be used: damaged, newer than this molink, or in use by another."""
+
+    exit_code = 8
 
 
 class WorkerError(MolinkError):

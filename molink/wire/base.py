@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class LeanMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A data-plane message: a tagged array. Subclasses are ``frozen=True`` and only ever append fields."""
+    """A data-plane message: a tagged array, ``frozen=True``; fields may be appended only."""
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):

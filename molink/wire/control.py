@@ -12,7 +12,8 @@ import msgspec
 from molink.wire.base import Count, Index, Message, Payload, Sentence, Text
 
 Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
-PublicKey = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+#: A CURVE key in Z85.
+PublicKey = Annotated[str, msgspec.Meta(max_length=40, pattern=r"^[!-~]{40}$")]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 LayerRange = tuple[Index, Index]
 
@@ -69,13 +70,18 @@ class Device(Message, frozen=True, kw_only=True):
 
 
 class WorkerState(Message, frozen=True, kw_only=True):
-    """One worker process of a peer."""
+    """One worker process of a peer.
+
+    ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or Form (``ready``) that the
+    worker has carried out: a restarted coordinator adopts a running pipeline by it.
+    """
 
     pid: Index
     pipeline: Text
     stage: Index
     layers: LayerRange
     state: Literal["fetching", "loading", "loaded", "ready", "failed"]
+    epoch: Count = 0
 
 
 class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
@@ -119,16 +125,23 @@ class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
 
 
 class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
-    """The worker of an assignment failed or died, or its next stage made no progress."""
+    """The worker of an assignment failed or died, or its next stage made no progress.
+
+    ``next_lost`` says that it was the latter: the next stage is to blame, not this one.
+    """
 
     pipeline: Text
     epoch: Count
     stage: Index
     reason: Sentence
+    next_lost: bool = False
 
 
 class ModelFacts(Message, frozen=True, kw_only=True):
-    """What placement has to know of a model, in bytes and tokens."""
+    """What placement has to know of a model, in bytes (as stored) and tokens.
+
+    ``element_bytes`` is the size of a stored weight; another dtype scales the byte counts.
+    """
 
     name: Text
     layers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -139,6 +152,7 @@ class ModelFacts(Message, frozen=True, kw_only=True):
     #: KV cache of one token in one layer.
     kv_bytes: Count
     context: Count
+    element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
@@ -173,6 +187,13 @@ class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave"):
     """The sender leaves the swarm for good."""
 
     ref: Count
+
+
+class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
+    """Shut a peer out for good, or end an invitation (``invite:…``); only an owner may."""
+
+    ref: Count
+    target: Text
 
 
 # --- coordinator → peers ---------------------------------------------------------------------
@@ -274,10 +295,14 @@ class FilesRequest(Message, frozen=True, kw_only=True, tag="files"):
 
 
 class FileEntry(Message, frozen=True, kw_only=True):
-    """A file of a model folder: a plain name without separators, and its size in bytes."""
+    """A file of a model folder: a plain name without separators, and its size in bytes.
+
+    ``digest`` tells copies with the same content from others (a hash of samples of it).
+    """
 
     name: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     size: Count
+    digest: Text = ""
 
 
 class FileList(Message, frozen=True, kw_only=True, tag="file-list"):
@@ -341,6 +366,7 @@ ControlMessage = (
     | InviteRequest
     | Invite
     | LeaveRequest
+    | RevokeRequest
     | Welcome
     | Member
     | MemberGone

@@ -14,6 +14,8 @@ from molink.wire.base import Count, Index, LeanMessage, Payload, Sentence, Text
 
 #: Rows groups of one volume, bounded so that its header stays under 4 KB.
 MAX_GROUPS = 128
+#: Volumes of one kind (prefill or decode) that a head may have in flight.
+MAX_MICRO_BATCHES = 64
 #: Entries of a logit bias, bounded for the same reason.
 MAX_LOGIT_BIAS = 256
 MAX_TOP_LOGPROBS = 20
@@ -128,11 +130,16 @@ class Release(LeanMessage, frozen=True, tag="release"):
 
     Rows of it that arrive later are dropped. When this message has gone round the ring, every
     stage has completed it and the head may reuse the request's blocks.
+
+    ``also`` lists the other ticks with rows of the request that had not come back when it was
+    released. They are named one by one because the last may be dropped, and so complete, at a stage
+    where an earlier one is still on its way.
     """
 
     tick: Tick
     request: RequestId
     after: Tick
+    also: Annotated[tuple[Tick, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)] = ()
 
 
 class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
@@ -264,6 +271,7 @@ class Credit(LeanMessage, frozen=True, tag="credit"):
 
 
 FinishReason = Literal["stop", "length"]
+RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
 
 
 class Token(LeanMessage, frozen=True, tag="token"):
@@ -290,7 +298,7 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
 
     epoch: Epoch
     key: Text
-    reason: Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
+    reason: RejectReason
     message: Sentence
     retry_after: float = 0.0
 

@@ -1,8 +1,9 @@
-"""What the model knows about molink, as topics."""
+# ruff: noqa: E501  (tables of sentences: one to a line reads better)
+"""What molink is and how it behaves, as topics."""
 
 from __future__ import annotations
 
-from tools.demo_model.topic import Then, Topic, rows
+from tools.demo_model.topic import Then, Topic, plain, rows
 
 WHAT = (
     "molink pools the PCs you already own into one LLM server. Each PC holds a stage, which is some"
@@ -40,7 +41,7 @@ PRIVACY = (
     " of a swarm can read prompts and can alter answers."
 )
 
-_TERMS = rows(
+_MEANINGS = rows(
     "term meaning",
     """
 a stage|A stage is a contiguous range of the layers of the model. Each GPU or CPU in the swarm holds one stage.
@@ -74,317 +75,115 @@ quantization|Quantization stores the weights with fewer bits, so that a larger m
 """,
 )
 
-_COMMANDS = rows(
-    "command purpose does",
-    """
-molink up|start a swarm|starts the coordinator, a peer and the endpoint on this PC and prints the join command
-molink join|join a swarm|adds this PC to a swarm: run molink join TOKEN --stage auto
-molink demo|try it out|starts three peers on this PC with the bundled toy model
-molink status|see the state of the swarm|shows the peers, the pipelines and their stages
-molink top|watch the swarm live|shows a live view of the swarm in the terminal
-molink chat|chat in the terminal|opens a chat with the model in the terminal
-molink run|run a model|loads a model and serves it
-molink pull|download a model|downloads a model into the store
-molink list|list the models|lists the models
-molink stop|stop a model|stops a model
-molink apply|apply a swarm file|brings the swarm to the state that a swarm file describes
-molink drain|drain a peer|lets a peer finish its work and gives it no more
-molink leave|leave the swarm|takes this PC out of the swarm
-molink approve|approve a new PC|lets a PC that asked to join into the swarm
-molink revoke|remove a PC from the swarm|takes away the access of a peer
-molink plan|plan the placement|predicts the placement and the speed without starting anything
-molink simulate|simulate a swarm|plays a trace in virtual time
-molink bench|measure the speed|measures how fast serving, a stage or a link is
-molink doctor|find problems|checks this PC and says what to fix
-molink service|start molink at boot|installs molink as a service of the system
-molink logs|read the logs|shows the logs
-""",
+_BARE = tuple(
+    {**slots, "bare": slots["term"].removeprefix("a ").removeprefix("an ").removeprefix("the ")}
+    for slots in _MEANINGS
 )
 
-
-def _what() -> list[Topic]:
-    return [
-        Topic(
-            "what_is_molink",
-            (
-                "What is molink?",
-                "What's molink?",
-                "Tell me about molink.",
-                "What does molink do?",
-                "Explain molink.",
-                "Explain molink to me.",
-                "What is molink for?",
-                "What is this molink thing?",
-                "Describe molink.",
-                "I have never heard of molink. What is it?",
-                "Can you tell me what molink is?",
-                "molink?",
-                "So what is molink exactly?",
-                "What is molink good for?",
-            ),
-            (WHAT,),
-            then=(
-                Then(
-                    (
-                        "Tell me more.",
-                        "More details?",
-                        "Tell me more about it.",
-                        "How does it work?",
-                        "Explain in more detail.",
-                        "Go on.",
-                        "And how does that work?",
-                    ),
-                    (DETAIL,),
+_WHAT = (
+    Topic(
+        "what_is_molink",
+        (
+            "What is molink?",
+            "What's molink?",
+            "Tell me about molink.",
+            "What does molink do?",
+            "Explain molink.",
+            "Explain molink to me.",
+            "What is molink for?",
+            "What is this molink thing?",
+            "Describe molink.",
+            "I have never heard of molink. What is it?",
+            "Can you tell me what molink is?",
+            "molink?",
+            "So what is molink exactly?",
+            "What is molink good for?",
+        ),
+        (WHAT,),
+        then=(
+            Then(
+                (
+                    "Tell me more.",
+                    "More details?",
+                    "Tell me more about it.",
+                    "How does it work?",
+                    "Explain in more detail.",
+                    "Go on.",
+                    "And how does that work?",
                 ),
+                (DETAIL,),
             ),
-            held_out=(
-                "Please explain to me what molink is.",
-                "I want to know what molink does.",
-                "Can you describe molink for me?",
-            ),
-            keywords=("PCs", "stage|layers", "pipeline|server"),
-            weight=6,
         ),
-        Topic(
-            "molink_detail",
-            (
-                "Explain how molink works in detail.",
-                "How does molink work?",
-                "Explain in detail how molink works.",
-                "How does molink work in detail?",
-                "Tell me in detail how molink works.",
-                "Give me a long explanation of molink.",
-                "Tell me everything about molink.",
-                "Explain how molink works.",
-                "Describe in detail how molink works.",
-            ),
-            (DETAIL,),
-            held_out=("Can you explain in detail how molink works?", "Describe how molink works."),
-            keywords=("stage", "pipeline", "tail"),
-            weight=2.5,
+        held_out=(
+            "Please explain to me what molink is.",
+            "I want to know what molink does.",
+            "Can you describe molink for me?",
         ),
-    ]
+        keywords=("PCs", "stage|layers", "pipeline|server"),
+        weight=3,
+    ),
+    Topic(
+        "molink_detail",
+        (
+            "Explain how molink works in detail.",
+            "How does molink work?",
+            "Explain in detail how molink works.",
+            "How does molink work in detail?",
+            "Tell me in detail how molink works.",
+            "Give me a long explanation of molink.",
+            "Tell me everything about molink.",
+            "Explain how molink works.",
+            "Describe in detail how molink works.",
+        ),
+        (DETAIL,),
+        held_out=("Can you explain in detail how molink works?", "Describe how molink works."),
+        keywords=("stage", "pipeline", "tail"),
+        weight=0.8,
+    ),
+)
 
+_TERMS = (
+    Topic(
+        "term",
+        (
+            "What is {term}?",
+            "What's {term}?",
+            "What does {term} mean?",
+            "Explain {term}.",
+            "Explain what {term} is.",
+            "What do you mean by {term}?",
+            "Tell me what {term} is.",
+            "What is {term} in molink?",
+            "Define {term}.",
+            "What does {term} do?",
+            "Can you tell me what {term} is?",
+            "I do not understand what {term} is.",
+            "I do not know {term}. What is it?",
+            "Explain it: what is {term}?",
+            "Explain to me what {term} is.",
+            "What is {bare}?",
+            "What does {bare} mean?",
+            "What does the word {bare} mean?",
+            "{bare}?",
+            "What is the {bare} in molink?",
+            "What is meant by {bare}?",
+        ),
+        ("{meaning}",),
+        _BARE,
+        ("And {term}?", "What about {term}?", "And what is {term}?"),
+        held_out=(
+            "Can you explain to me what {term} is?",
+            "I do not know what {term} is. Explain it.",
+        ),
+        keywords=("{meaning}",),
+        weight=8,
+    ),
+)
 
-def _use() -> list[Topic]:
-    return [
-        Topic(
-            "add_pc",
-            (
-                "How do I add a PC?",
-                "How can I add a PC to the swarm?",
-                "How do I add another PC?",
-                "How do I join a swarm?",
-                "How does another computer join?",
-                "How do I add my second computer?",
-                "What do I type to add a PC?",
-                "I have another PC. How do I add it?",
-                "How do I join?",
-                "How can I connect a new PC?",
-                "Which command adds a PC?",
-                "Add a PC to molink?",
-                "How do I add a new machine?",
-            ),
-            (
-                "On the new PC run: molink join TOKEN --stage auto. The token is printed by molink up"
-                " on the first PC. With --stage auto molink picks the layers itself.",
-            ),
-            then=(
-                Then(
-                    ("Where do I get the token?", "What is the token?", "Which token?"),
-                    ("molink up prints the token on the first PC. Paste it on the new one.",),
-                ),
-                Then(
-                    ("What does --stage auto mean?", "What is --stage auto?"),
-                    (
-                        "With --stage auto molink measures the PC and picks its layers. You can also"
-                        " give a range like 0:12, or none.",
-                    ),
-                ),
-            ),
-            held_out=(
-                "How can I add another computer to the swarm?",
-                "What do I type to join a swarm?",
-                "I want to add my new PC. How?",
-            ),
-            keywords=("molink join",),
-            weight=3.5,
-        ),
-        Topic(
-            "start",
-            (
-                "How do I start molink?",
-                "How do I start?",
-                "How can I start a swarm?",
-                "How do I begin with molink?",
-                "How do I use molink?",
-                "How do I run molink?",
-                "How do I set up molink?",
-                "What is the first step?",
-                "Which command starts molink?",
-                "How do I get started?",
-                "How do I create a swarm?",
-            ),
-            (
-                "Run molink up on the first PC: it starts the coordinator, a peer and the endpoint and"
-                " prints the join command for the others. To try it on one PC, run molink demo.",
-            ),
-            then=(
-                Then(
-                    ("And then?", "What next?", "What do I do next?"),
-                    ("Then run molink join TOKEN --stage auto on each other PC.",),
-                ),
-            ),
-            held_out=("What do I type to start molink?", "How can I get started with molink?"),
-            keywords=("molink up",),
-            weight=3,
-        ),
-        Topic(
-            "try_demo",
-            (
-                "How do I try molink?",
-                "Can I try it on one PC?",
-                "Is there a demo?",
-                "How do I start the demo?",
-                "I only have one PC. Can I try molink?",
-                "What is the demo?",
-            ),
-            (
-                "Run molink demo: it starts three peers on this PC with the bundled toy model. That is"
-                " me.",
-            ),
-            held_out=("How can I try the demo on one PC?",),
-            keywords=("molink demo",),
-            weight=1.2,
-        ),
-        Topic(
-            "status",
-            (
-                "How do I see the status?",
-                "How can I see the state of the swarm?",
-                "How do I see which PCs are there?",
-                "How do I check the swarm?",
-                "Which command shows the status?",
-                "How do I know if it works?",
-                "How can I watch the swarm?",
-                "How do I see all peers?",
-                "Show me the status of the swarm.",
-            ),
-            ("Run molink status to see the peers and pipelines, or molink top for a live view.",),
-            held_out=("How can I check the status of the swarm?", "How do I see the peers?"),
-            keywords=("molink status",),
-            weight=2,
-        ),
-        Topic(
-            "command",
-            (
-                "What does {command} do?",
-                "What is {command}?",
-                "What is {command} for?",
-                "Explain {command}.",
-                "Tell me about {command}.",
-                "When do I use {command}?",
-                "{command}?",
-            ),
-            ("{command} {does}.",),
-            _COMMANDS,
-            ("And {command}?", "What about {command}?"),
-            held_out=("Can you explain what {command} does?",),
-            keywords=("{does}",),
-            weight=4,
-        ),
-        Topic(
-            "command_for",
-            (
-                "Which command do I use to {purpose}?",
-                "What command do I need to {purpose}?",
-                "What do I run to {purpose}?",
-                "What is the command to {purpose}?",
-                "I want to {purpose}. Which command?",
-            ),
-            ("Use {command}: it {does}.",),
-            _COMMANDS,
-            ("And to {purpose}?",),
-            held_out=("Tell me the command to {purpose}.",),
-            keywords=("{command}",),
-            weight=3,
-        ),
-        Topic(
-            "commands",
-            (
-                "Which commands are there?",
-                "What commands does molink have?",
-                "List the commands of molink.",
-                "List the commands.",
-                "What can I do with molink?",
-            ),
-            (
-                "The main commands are molink up, molink join, molink demo, molink chat, molink status"
-                " and molink top. There are also run, pull, list, stop, apply, drain, leave, approve,"
-                " revoke, plan, simulate, bench, doctor, service and logs.",
-            ),
-            held_out=("Tell me the commands of molink.",),
-            keywords=("molink join", "molink status"),
-        ),
-    ]
-
-
-def _terms() -> list[Topic]:
-    return [
-        Topic(
-            "term",
-            (
-                "What is {term}?",
-                "What's {term}?",
-                "What does {term} mean?",
-                "Explain {term}.",
-                "Explain what {term} is.",
-                "What do you mean by {term}?",
-                "Tell me what {term} is.",
-                "What is {term} in molink?",
-                "Define {term}.",
-                "What does {term} do?",
-                "Can you tell me what {term} is?",
-            ),
-            ("{meaning}",),
-            _TERMS,
-            ("And {term}?", "What about {term}?", "And what is {term}?"),
-            held_out=(
-                "Can you explain to me what {term} is?",
-                "I do not know what {term} is. Explain it.",
-            ),
-            keywords=("{meaning}",),
-            weight=8,
-        ),
-    ]
-
-
-def _static(
-    name: str,
-    questions: str,
-    answer: str,
-    held_out: str = "",
-    keywords: tuple[str, ...] = (),
-    then: tuple[Then, ...] = (),
-    weight: float = 1.0,
-) -> Topic:
-    """A topic without slots; its questions are written one per line."""
-    return Topic(
-        name,
-        tuple(questions.strip().splitlines()),
-        (answer,),
-        then=then,
-        held_out=tuple(held_out.strip().splitlines()),
-        keywords=keywords,
-        weight=weight,
-    )
-
-
-def _behaviour() -> list[Topic]:
-    return [
-        _static(
-            "dies",
-            """What happens when a PC dies?
+_BEHAVIOUR = (
+    plain(
+        "dies",
+        """What happens when a PC dies?
 What happens if a PC dies?
 What happens if a PC is switched off?
 What if one of the PCs dies?
@@ -392,46 +191,52 @@ What happens when a peer dies?
 What happens if a peer crashes?
 What if a PC goes away in the middle of an answer?
 What if I turn off a PC?
+What happens if I switch off a PC?
+What happens if my laptop is turned off?
+What happens if I shut down a computer?
+What if one PC is turned off?
+What happens when one of the computers crashes?
+What happens when one computer is gone?
 What happens when a stage dies?
 What happens if I turn one PC off?
 Can a PC fail?
 A PC died. What happens now?
 What happens if a computer crashes?""",
-            DIES,
-            """What if one PC is switched off in the middle of an answer?
+        DIES,
+        """What if one PC is switched off in the middle of an answer?
 What happens when a computer dies?
 What happens if I switch off one of the PCs?""",
-            ("stage", "stream|token"),
-            (
-                Then(
-                    ("Are tokens lost?", "Do I lose my answer?", "Is anything lost?"),
-                    ("No. The prompt and the tokens so far are replayed, and the stream goes on.",),
-                ),
-                Then(
-                    ("And without a spare?", "What if there is no spare?"),
-                    (
-                        "Without enough PCs the requests are held for some time. After that you get an"
-                        " error.",
-                    ),
+        ("stage", "stream|token"),
+        (
+            Then(
+                ("Are tokens lost?", "Do I lose my answer?", "Is anything lost?"),
+                ("No. The prompt and the tokens so far are replayed, and the stream goes on.",),
+            ),
+            Then(
+                ("And without a spare?", "What if there is no spare?"),
+                (
+                    "Without enough PCs the requests are held for some time. After that you get an"
+                    " error.",
                 ),
             ),
-            3,
         ),
-        _static(
-            "coordinator_dies",
-            """What happens when the coordinator dies?
+        3,
+    ),
+    plain(
+        "coordinator_dies",
+        """What happens when the coordinator dies?
 What if the coordinator dies?
 What happens if the coordinator is killed?
 What if the coordinator crashes?
 Is the coordinator needed?""",
-            "The streams go on, because no token passes through the coordinator. When it starts"
-            " again it finds everything, or another PC takes over with molink up --take-over.",
-            "What happens if the coordinator crashes?",
-            ("streams", "take"),
-        ),
-        _static(
-            "decode_first",
-            """Why does decode go first?
+        "The streams go on, because no token passes through the coordinator. When it starts"
+        " again it finds everything, or another PC takes over with molink up --take-over.",
+        "What happens if the coordinator crashes?",
+        ("streams", "take"),
+    ),
+    plain(
+        "decode_first",
+        """Why does decode go first?
 Why is decode sent first?
 Why decode first?
 Why does decode go before prefill?
@@ -440,14 +245,14 @@ What is sent first, decode or prefill?
 Which goes first, decode or prefill?
 Explain why decode goes first.
 Why do you send decode data first?""",
-            WHY_DECODE,
-            "Can you explain why decode data goes first?\nWhy does decode data go before prefill data?",
-            ("small|wait", "prefill"),
-            weight=2,
-        ),
-        _static(
-            "privacy",
-            """Is molink private?
+        WHY_DECODE,
+        "Can you explain why decode data goes first?\nWhy does decode data go before prefill data?",
+        ("small|wait", "prefill"),
+        weight=2,
+    ),
+    plain(
+        "privacy",
+        """Is molink private?
 Is it private?
 Can others read my prompts?
 Who can read my prompts?
@@ -459,14 +264,14 @@ What about privacy?
 Can members of the swarm read prompts?
 Is the traffic encrypted?
 Who sees my prompts?""",
-            PRIVACY,
-            "Who can read what I write?\nCan other members read my prompts?\nIs my data private?",
-            ("read prompts",),
-            weight=2.5,
-        ),
-        _static(
-            "platforms",
-            """Does molink run on Windows?
+        PRIVACY,
+        "Who can read what I write?\nCan other members read my prompts?\nIs my data private?",
+        ("read prompts",),
+        weight=2.5,
+    ),
+    plain(
+        "platforms",
+        """Does molink run on Windows?
 Does it run on Windows?
 Does molink run on Linux?
 Which systems does molink support?
@@ -474,53 +279,55 @@ Can I use Windows?
 Can I use Linux?
 Do I need Linux?
 Does it need WSL?""",
-            "molink runs on Windows and on Linux, without WSL. You can mix both in one swarm.",
-            "Can molink run on Windows?",
-            ("Windows", "Linux"),
-        ),
-        _static(
-            "gpu_needed",
-            """Do I need a GPU?
+        "molink runs on Windows and on Linux, without WSL. You can mix both in one swarm.",
+        "Can molink run on Windows?",
+        ("Windows", "Linux"),
+    ),
+    plain(
+        "gpu_needed",
+        """Do I need a GPU?
 Does molink need a GPU?
 Can I use molink without a GPU?
 Does it work on a CPU?
 Do all PCs need the same GPU?
 Which GPU do I need?
 Can I mix GPUs?""",
-            "A GPU makes it fast, but a CPU works too. The PCs may have different GPUs: molink gives"
-            " each one as many layers as it can hold.",
-            "Can I use it without a GPU?",
-            ("CPU",),
-        ),
-        _static(
-            "network",
-            """What network do I need?
+        "A GPU makes it fast, but a CPU works too. The PCs may have different GPUs: molink gives"
+        " each one as many layers as it can hold.",
+        "Can I use it without a GPU?",
+        ("CPU",),
+    ),
+    plain(
+        "network",
+        """What network do I need?
 How fast must the network be?
+How fast should my network be?
+How much network speed do I need?
 Does molink work over the internet?
 Can I use molink with friends over the internet?
 Do the PCs have to be in one room?
 Does it work over wifi?""",
-            "molink is made for ordinary networks: 100 Mbps to 1 Gbps, at home, in an office or with"
-            " friends over the internet.",
-            "How fast must my network be?",
-            ("Mbps",),
-        ),
-        _static(
-            "models",
-            """Which models can molink run?
+        "molink is made for ordinary networks: 100 Mbps to 1 Gbps, at home, in an office or with"
+        " friends over the internet.",
+        "How fast must my network be?",
+        ("Mbps",),
+    ),
+    plain(
+        "models",
+        """Which models can molink run?
 What models does molink support?
 Which models work with molink?
 Can molink run Llama?
 Can molink run Qwen?
 Can it run large models?""",
-            "molink runs models of the Llama family: Llama, Mistral, Qwen, Phi-3 and Mixtral. A model"
-            " that is too large for one PC can be spread over several.",
-            "What models can molink run?",
-            ("Llama",),
-        ),
-        _static(
-            "api",
-            """How do I use it from Python?
+        "molink runs models of the Llama family: Llama, Mistral, Qwen, Phi-3 and Mixtral. A model"
+        " that is too large for one PC can be spread over several.",
+        "What models can molink run?",
+        ("Llama",),
+    ),
+    plain(
+        "api",
+        """How do I use it from Python?
 How can my program use molink?
 What is the API?
 Is there an API?
@@ -528,84 +335,87 @@ Can I use the OpenAI client?
 Which port does molink use?
 What is the address of the endpoint?
 How do I connect my program?""",
-            "Point any OpenAI client at http://127.0.0.1:5465/v1 on your own PC. Every PC of the swarm"
-            " offers the same endpoint.",
-            "How can I use molink from Python?",
-            ("5465",),
-            weight=1.3,
-        ),
-        _static(
-            "licence",
-            """Is molink free?
+        "Point any OpenAI client at http://127.0.0.1:5465/v1 on your own PC. Every PC of the swarm"
+        " offers the same endpoint.",
+        "How can I use molink from Python?",
+        ("5465",),
+        weight=1.3,
+    ),
+    plain(
+        "licence",
+        """Is molink free?
+Do I pay for it?
+Do I have to buy molink?
+Must I pay?
 What does molink cost?
 Is molink open source?
 Which licence does molink have?
 What is the license of molink?
 How much does it cost?""",
-            "molink is free and open source, under the Apache 2.0 licence.",
-            "Do I have to pay for molink?",
-            ("free",),
-        ),
-        _static(
-            "why_molink",
-            """Why should I use molink?
+        "molink is free and open source, under the Apache 2.0 licence.",
+        "Do I have to pay for molink?",
+        ("free",),
+    ),
+    plain(
+        "why_molink",
+        """Why should I use molink?
 Why do I need molink?
 Why not use one PC?
 What is the advantage of molink?
 Why use several PCs?""",
-            "Because a large model does not fit on one PC. With molink your PCs hold it together, you"
-            " need no cloud, and the swarm goes on when a PC is switched off.",
-            "Why would I use several PCs?",
-            ("model",),
-        ),
-        _static(
-            "speed",
-            """Is molink fast?
+        "Because a large model does not fit on one PC. With molink your PCs hold it together, you"
+        " need no cloud, and the swarm goes on when a PC is switched off.",
+        "Why would I use several PCs?",
+        ("model",),
+    ),
+    plain(
+        "speed",
+        """Is molink fast?
 How fast is molink?
 How can I make it faster?
 Why is it slow?
 What makes it slow?""",
-            "The speed depends on the GPUs and on the network between them. Run molink bench to"
-            " measure it, and molink plan to predict it.",
-            "What can I do to make molink faster?",
-            ("molink bench",),
-        ),
-        _static(
-            "layers_choice",
-            """Who decides which PC holds which layers?
+        "The speed depends on the GPUs and on the network between them. Run molink bench to"
+        " measure it, and molink plan to predict it.",
+        "What can I do to make molink faster?",
+        ("molink bench",),
+    ),
+    plain(
+        "layers_choice",
+        """Who decides which PC holds which layers?
 How are the layers placed?
 Who places the stages?
 How does molink choose the stages?
 Can I choose the layers myself?""",
-            "The coordinator places the stages: it measures the memory and the speed of each PC and"
-            " of the links. You can also choose yourself, for example with --stage 0:12.",
-            "How does molink place the layers?",
-            ("coordinator",),
-        ),
-        _static(
-            "head_tail_difference",
-            """What is the difference between head and tail?
+        "The coordinator places the stages: it measures the memory and the speed of each PC and"
+        " of the links. You can also choose yourself, for example with --stage 0:12.",
+        "How does molink place the layers?",
+        ("coordinator",),
+    ),
+    plain(
+        "head_tail_difference",
+        """What is the difference between head and tail?
 What is the difference between the head and the tail?
 Head or tail, what is the difference?""",
-            "The head is next to the first stage and forms the batches. The tail is the last stage and"
-            " samples the next token.",
-            "Can you explain the difference between head and tail?",
-            ("first", "last"),
-            weight=0.7,
-        ),
-        _static(
-            "prefill_decode_difference",
-            """What is the difference between prefill and decode?
+        "The head is next to the first stage and forms the batches. The tail is the last stage and"
+        " samples the next token.",
+        "Can you explain the difference between head and tail?",
+        ("first", "last"),
+        weight=0.7,
+    ),
+    plain(
+        "prefill_decode_difference",
+        """What is the difference between prefill and decode?
 Prefill or decode, what is the difference?
 What is the difference between decode and prefill?""",
-            "Prefill reads the whole prompt at once. Decode then makes the answer one token at a time.",
-            "Can you explain the difference between prefill and decode?",
-            ("prompt", "token"),
-            weight=0.7,
-        ),
-    ]
+        "Prefill reads the whole prompt at once. Decode then makes the answer one token at a time.",
+        "Can you explain the difference between prefill and decode?",
+        ("prompt", "token"),
+        weight=0.7,
+    ),
+)
 
 
 def topics() -> list[Topic]:
-    """All topics about molink."""
-    return [*_what(), *_use(), *_terms(), *_behaviour()]
+    """All topics about molink itself."""
+    return [*_WHAT, *_TERMS, *_BEHAVIOUR]

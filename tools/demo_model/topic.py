@@ -44,3 +44,24 @@ def rows(names: str, table: str) -> tuple[Slots, ...]:
         dict(zip(keys, (cell.strip() for cell in line.split("|")), strict=True))
         for line in table.strip().splitlines()
     )
+
+
+def plain(
+    name: str,
+    questions: str,
+    answers: str | tuple[str, ...],
+    held_out: str = "",
+    keywords: tuple[str, ...] = (),
+    then: tuple[Then, ...] = (),
+    weight: float = 1.0,
+) -> Topic:
+    """A topic without slots; its questions are written one per line."""
+    return Topic(
+        name,
+        tuple(questions.strip().splitlines()),
+        (answers,) if isinstance(answers, str) else answers,
+        then=then,
+        held_out=tuple(held_out.strip().splitlines()),
+        keywords=keywords,
+        weight=weight,
+    )

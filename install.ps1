@@ -1,0 +1,296 @@
+# Installs molink into .venv of this clone; with options, shows it at work or checks it.
+# Runs in Windows PowerShell 5.1 and in PowerShell 7. Options are read by hand, so that --demo and
+# -Demo both work.
+$ErrorActionPreference = 'Stop'
+$ProgressPreference = 'SilentlyContinue'
+
+$Torch = '2.13.0'
+# The default index has CPU builds for Windows; CUDA builds are in PyTorch's own.
+$CudaIndex = 'https://download.pytorch.org/whl/cu130'
+$CpuIndex = 'https://download.pytorch.org/whl/cpu'
+# Free disk space in MB that an installation takes with each build of torch, downloads included.
+$NeedCpu = 3000
+$NeedCuda = 8000
+$NeedUpdate = 500
+
+$Usage = @'
+Usage: powershell -ExecutionPolicy Bypass -File install.ps1 [options]
+
+Makes .venv in this clone and installs molink into it. Run it again at any time: what is in
+place is kept.
+
+  --demo          then start three peers on this PC with the bundled model (Ctrl-C ends them)
+  --ask TEXT      with --demo: print the answer to TEXT and exit
+  --test          then install what the checks need and run all of them
+  --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
+  --python PATH   which Python (default: the first that is 3.11 or newer)
+  --help          this text
+'@
+
+$Venv = Join-Path $PSScriptRoot '.venv'
+$VenvPython = Join-Path $Venv 'Scripts\python.exe'
+$Log = Join-Path $Venv 'install.log'
+
+function Say([string] $Text) {
+    Write-Host ''
+    Write-Host "== $Text"
+}
+
+function Die([string[]] $Lines) {
+    Write-Host ''
+    Write-Host "install.ps1: $($Lines[0])" -ForegroundColor Red
+    $Lines | Select-Object -Skip 1 | ForEach-Object { Write-Host "  $_" }
+    exit 1
+}
+
+function Read-Options([string[]] $Words) {
+    $options = @{ Demo = $false; Ask = $null; Test = $false; Flavour = ''; Python = ''; Help = $false }
+    for ($i = 0; $i -lt $Words.Count; $i++) {
+        $name = $Words[$i] -replace '^--?', ''
+        switch ($name) {
+            'demo' { $options.Demo = $true }
+            'test' { $options.Test = $true }
+            'help' { $options.Help = $true }
+            { $_ -in 'cpu', 'cuda' } {
+                if ($options.Flavour -and $options.Flavour -ne $name) {
+                    Die '--cpu and --cuda exclude each other'
+                }
+                $options.Flavour = $name.ToLowerInvariant()
+            }
+            { $_ -in 'ask', 'python' } {
+                if ($i + 1 -ge $Words.Count) { Die "--$name needs a value", 'see install.ps1 --help' }
+                $i++
+                $options[$name] = $Words[$i]
+            }
+            default { Die "unknown option $($Words[$i])", 'see install.ps1 --help' }
+        }
+    }
+    if ($null -ne $options.Ask -and -not $options.Demo) { Die '--ask goes with --demo' }
+    return $options
+}
+
+# Runs a program quietly and returns its output; $null if it fails or is not there.
+function Get-Output([string[]] $Command, [string[]] $Arguments) {
+    $ErrorActionPreference = 'SilentlyContinue'
+    $program = $Command[0]
+    $all = @($Command | Select-Object -Skip 1) + $Arguments
+    try { $output = & $program @all 2>$null } catch { return $null }
+    if ($LASTEXITCODE -ne 0) { return $null }
+    return ($output -join "`n").Trim()
+}
+
+# No double quotes in these: Windows PowerShell drops them on the way to a program.
+function Get-PythonVersion([string[]] $Command) {
+    return Get-Output $Command @('-c', 'import platform; print(platform.python_version())')
+}
+
+function Test-NewEnough([string] $Version) {
+    return $Version -match '^3\.(\d+)\.' -and [int] $Matches[1] -ge 11
+}
+
+function Find-Python([string] $Named) {
+    $hint = 'install one from https://www.python.org/downloads/ (or: winget install Python.Python.3.13)'
+    if ($Named) {
+        $version = Get-PythonVersion @($Named)
+        if (-not $version) { Die "--python ${Named}: that is no Python" }
+        if (-not (Test-NewEnough $version)) {
+            Die "Python is too old: $Named is $version, molink needs 3.11 or newer", $hint
+        }
+        return , @($Named)
+    }
+    $found = @()
+    # `py` is the launcher that python.org's installer brings; a bare `python` may be the Store's stub.
+    $candidates = @(@('py', '-3.13'), @('py', '-3.12'), @('py', '-3.11'), @('py', '-3.14'),
+        @('py', '-3'), @('python'), @('python3'))
+    foreach ($candidate in $candidates) {
+        $version = Get-PythonVersion $candidate
+        if (-not $version) { continue }
+        if (Test-NewEnough $version) { return , $candidate }
+        $found += "$($candidate -join ' ') is $version"
+    }
+    if ($found) {
+        Die "Python is too old: $($found -join ', '); molink needs 3.11 or newer", $hint
+    }
+    Die 'there is no Python on the PATH; molink needs 3.11 or newer', $hint
+}
+
+# An explicit choice is remembered; otherwise the machine decides.
+function Get-Flavour([string] $Chosen) {
+    if ($Chosen) { return $Chosen }
+    $kept = Join-Path $Venv '.molink-flavour'
+    if (Test-Path $kept) { return (Get-Content $kept -TotalCount 1).Trim() }
+    if (Get-Output @('nvidia-smi') @('-L')) { return 'cuda' }
+    return 'cpu'
+}
+
+function Get-InstalledTorch {
+    if (-not (Test-Path $VenvPython)) { return $null }
+    return Get-Output @($VenvPython) @(
+        '-c', "from importlib.metadata import version; print(version('torch'))")
+}
+
+function Get-FreeMegabytes {
+    try {
+        $root = [System.IO.Path]::GetPathRoot($PSScriptRoot)
+        return [long] ((New-Object System.IO.DriveInfo $root).AvailableFreeSpace / 1mb)
+    } catch { return $null }
+}
+
+function Test-Disk([string] $Flavour) {
+    $need = $NeedCpu
+    if ($Flavour -eq 'cuda') { $need = $NeedCuda }
+    if (Get-InstalledTorch) { $need = $NeedUpdate }
+    $free = Get-FreeMegabytes
+    if ($null -ne $free -and $free -lt $need) {
+        Die "the disk is too full: $free MB free for $PSScriptRoot, about $need MB needed",
+            'free some space, or clone molink onto another disk'
+    }
+}
+
+function Stop-WithReason([string] $What) {
+    $free = Get-FreeMegabytes
+    $noSpace = (Test-Path $Log) -and
+        (Select-String -Path $Log -Pattern 'No space left|Errno 28|WinError 112' -Quiet)
+    if ($noSpace -or ($null -ne $free -and $free -lt 100)) {
+        Die "the disk is full (${What}): $free MB are free", 'free some space and run this again'
+    }
+    if (Test-Path $Log) {
+        Write-Host ''
+        Write-Host "The last lines of ${Log}:"
+        # Without the indented lines, which are the frames of a traceback.
+        Get-Content $Log | Where-Object { $_ -notmatch '^\S+  ' } | Select-Object -Last 8 |
+            ForEach-Object { Write-Host $_ }
+    }
+    Die "$What failed",
+        'is the network there, and HTTPS_PROXY set if it needs one? Run this again to go on.',
+        "torch $Torch has builds for Python 3.11 to 3.14: name another with --python PATH."
+}
+
+# Runs the venv's Python on the console; whether it succeeded is in $LASTEXITCODE.
+function Invoke-Python([string[]] $Arguments) {
+    $ErrorActionPreference = 'Continue'
+    & $VenvPython @Arguments
+}
+
+function Install-Package([string] $What, [string[]] $Arguments) {
+    if (Test-Path $Log) { Remove-Item $Log }
+    $pip = @('-m', 'pip', 'install', '--disable-pip-version-check', '--no-input', '--log', $Log)
+    Invoke-Python ($pip + $Arguments)
+    if ($LASTEXITCODE -ne 0) { Stop-WithReason $What }
+}
+
+function Initialize-Venv([string] $Named, [string] $Flavour) {
+    $mark = Join-Path $Venv '.molink-clone'
+    $command = $null
+    if ($Named) { $command = Find-Python $Named }
+    if (Test-Path $Venv) {
+        $version = $null
+        if (Test-Path $VenvPython) { $version = Get-PythonVersion @($VenvPython) }
+        $usable = (Test-NewEnough $version) -and (Get-Output @($VenvPython) @('-m', 'pip', '--version'))
+        # Scripts in a venv hold its path: a moved clone needs a new one.
+        if ((Test-Path $mark) -and (Get-Content $mark -TotalCount 1) -ne $PSScriptRoot) { $usable = $false }
+        if ($command -and (Get-PythonVersion $command) -ne $version) { $usable = $false }
+        if ($usable) { return }
+        Say "The .venv here can't be used (moved, broken or of another Python): making it anew"
+    }
+    if (-not $command) { $command = Find-Python '' }
+    if ($null -eq (Get-Output $command @('-c', 'import venv, ensurepip'))) {
+        Die "$($command -join ' ') lacks the venv module", 'install Python from python.org, then run this again'
+    }
+    Test-Disk $Flavour
+    Say "Making .venv with $($command -join ' ') ($(Get-PythonVersion $command))"
+    if (Test-Path $Venv) { Remove-Item -Recurse -Force $Venv }
+    if ($null -eq (Get-Output $command @('-m', 'venv', $Venv))) { Stop-WithReason 'making .venv' }
+    Set-Content -Path $mark -Value $PSScriptRoot -Encoding UTF8
+}
+
+function Install-Torch([string] $Flavour) {
+    $have = Get-InstalledTorch
+    if ($have -like "$Torch*" -and ($Flavour -eq 'cpu' -or $have -notlike '*+cpu')) { return }
+    Say "Installing torch $Torch ($Flavour build); this is the large one"
+    $index = $CpuIndex
+    if ($Flavour -eq 'cuda') { $index = $CudaIndex }
+    $reach = 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()'
+    if ($null -ne (Get-Output @($VenvPython) @('-c', $reach, "$index/torch/"))) {
+        # Only torch itself comes from there; --no-deps lets a CPU build be replaced by a CUDA build.
+        Install-Package 'installing torch' @(
+            '--force-reinstall', '--no-deps', "torch==$Torch", '--index-url', $index)
+    } elseif ($Flavour -eq 'cuda') {
+        Die "$index can't be reached, and only it has CUDA builds of torch for Windows",
+            'check the network connection, or install the CPU build with --cpu'
+    } else {
+        Write-Host "$index can't be reached: taking the build of the default index"
+    }
+    Install-Package 'installing torch' @("torch==$Torch")
+}
+
+# What .venv holds once this script has succeeded with the same files and options.
+function Get-State([string] $Extra, [string] $Flavour) {
+    $project = (Get-FileHash -Algorithm SHA256 (Join-Path $PSScriptRoot 'pyproject.toml')).Hash
+    return "$project $Torch $Flavour $Extra"
+}
+
+function Test-Installed([string] $Extra, [string] $Flavour) {
+    $stamp = Join-Path $Venv ".molink-$Extra"
+    return (Test-Path $stamp) -and
+        (Get-Content $stamp -TotalCount 1) -eq (Get-State $Extra $Flavour)
+}
+
+function Install-Molink([string] $Extra, [string] $Flavour) {
+    if (Test-Installed $Extra $Flavour) { return }
+    if ($Extra -eq 'base' -and (Test-Installed 'test' $Flavour)) { return }
+    Test-Disk $Flavour
+    Install-Torch $Flavour
+    Say 'Installing molink'
+    $target = '.'
+    if ($Extra -ne 'base') { $target = ".[$Extra]" }
+    Install-Package 'installing molink' @('-e', $target, "torch==$Torch")
+    if ($Flavour -eq 'cuda') {
+        $cuda = Get-Output @($VenvPython) @('-c', 'import torch; print(torch.cuda.is_available())')
+        if ($cuda -ne 'True') {
+            Write-Host 'torch sees no CUDA device: is the NVIDIA driver recent enough? The stages here will use the CPU.'
+        }
+    }
+    Set-Content -Path (Join-Path $Venv ".molink-$Extra") -Value (Get-State $Extra $Flavour) -Encoding UTF8
+}
+
+function Invoke-Check([string] $Name, [string[]] $Arguments) {
+    Say $Name
+    Invoke-Python $Arguments
+    if ($LASTEXITCODE -ne 0) { Die "the check failed: $Name" }
+}
+
+function Invoke-Checks {
+    Invoke-Check 'ruff check' @('-m', 'ruff', 'check', '.')
+    Invoke-Check 'ruff format --check' @('-m', 'ruff', 'format', '--check', '.')
+    Invoke-Check 'mypy' @('-m', 'mypy')
+    Invoke-Check 'lint-imports' @(
+        '-c', 'from importlinter.cli import lint_imports_command; lint_imports_command()')
+    Invoke-Check 'pytest' @('-m', 'pytest', '--color=no')
+}
+
+$options = Read-Options $args
+if ($options.Help) {
+    Write-Host $Usage
+    exit 0
+}
+Set-Location $PSScriptRoot
+$env:PYTHONUTF8 = '1'
+$flavour = Get-Flavour $options.Flavour
+Initialize-Venv $options.Python $flavour
+if ($options.Flavour) {
+    Set-Content -Path (Join-Path $Venv '.molink-flavour') -Value $flavour -Encoding UTF8
+}
+$extra = 'base'
+if ($options.Test) { $extra = 'test' }
+Install-Molink $extra $flavour
+if ($options.Test) { Invoke-Checks }
+if ($options.Demo) {
+    $demo = @('-m', 'molink', 'demo')
+    if ($null -ne $options.Ask) { $demo += @('--ask', $options.Ask) }
+    & $VenvPython @demo
+    exit $LASTEXITCODE
+}
+if (-not $options.Test) {
+    Say 'molink is installed: try .venv\Scripts\molink demo, or .venv\Scripts\molink up'
+}

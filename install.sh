@@ -1,0 +1,255 @@
+#!/usr/bin/env bash
+# Installs molink into .venv of this clone; with options, shows it at work or checks it.
+set -euo pipefail
+
+TORCH=2.13.0
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+# Free disk space in MB that an installation takes with each build of torch, downloads included.
+NEED_CPU=3000
+NEED_CUDA=8000
+NEED_UPDATE=500
+
+usage() {
+  cat <<'TXT'
+Usage: ./install.sh [options]
+
+Makes .venv in this clone and installs molink into it. Run it again at any time: what is in
+place is kept.
+
+  --demo          then start three peers on this PC with the bundled model (Ctrl-C ends them)
+  --ask TEXT      with --demo: print the answer to TEXT and exit
+  --test          then install what the checks need and run all of them
+  --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
+  --python PATH   which Python (default: the first on the PATH that is 3.11 or newer)
+  --help          this text
+TXT
+}
+
+say() { printf '\n== %s\n' "$*"; }
+
+die() {
+  printf '\ninstall.sh: %s\n' "$1" >&2
+  shift
+  while [ $# -gt 0 ]; do
+    printf '  %s\n' "$1" >&2
+    shift
+  done
+  exit 1
+}
+
+parse() {
+  demo='' ask='' asked='' checks='' flavour='' python=''
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --demo) demo=1 ;;
+      --test) checks=1 ;;
+      --cpu | --cuda)
+        [ -z "$flavour" ] || [ "$flavour" = "${1#--}" ] || die "--cpu and --cuda exclude each other"
+        flavour=${1#--}
+        ;;
+      --ask | --python)
+        [ $# -ge 2 ] || die "$1 needs a value" "see ./install.sh --help"
+        if [ "$1" = --ask ]; then ask=$2 asked=1; else python=$2; fi
+        shift
+        ;;
+      --help | -h)
+        usage
+        exit 0
+        ;;
+      *) die "unknown option $1" "see ./install.sh --help" ;;
+    esac
+    shift
+  done
+  [ -z "$asked" ] || [ -n "$demo" ] || die "--ask goes with --demo"
+  case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
+}
+
+# Prints "3.11.7" and the like; nothing for a command that is no Python.
+version_of() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+  local candidate version found='' hint
+  hint="install one (Debian, Ubuntu: sudo apt install python3 python3-venv; macOS: python.org),"
+  if [ -n "$python" ]; then
+    version=$(version_of "$python")
+    [ -n "$version" ] || die "--python $python: that is no Python"
+    is_new_enough "$python" || die "Python is too old: $python is $version, molink needs 3.11 or newer"
+    return
+  fi
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+    version=$(version_of "$candidate")
+    [ -n "$version" ] || continue
+    if is_new_enough "$candidate"; then
+      python=$candidate
+      return
+    fi
+    found="$found $candidate is $version,"
+  done
+  [ -z "$found" ] ||
+    die "Python is too old:$found molink needs 3.11 or newer" "$hint" "or name one with --python PATH"
+  die "there is no Python on the PATH; molink needs 3.11 or newer" "$hint" "or name one with --python PATH"
+}
+
+# An explicit choice is remembered; otherwise the machine decides.
+pick_flavour() {
+  [ -z "$flavour" ] || return 0
+  flavour=$(cat .venv/.molink-flavour 2>/dev/null || true)
+  [ -z "$flavour" ] || return 0
+  flavour=cpu
+  if nvidia-smi -L >/dev/null 2>&1; then flavour=cuda; fi
+}
+
+installed_torch() {
+  .venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true
+}
+
+free_mb() { df -Pk . | awk 'NR == 2 { print int($4 / 1024) }'; }
+
+check_disk() {
+  local need=$NEED_CPU free
+  [ "$flavour" = cpu ] || need=$NEED_CUDA
+  [ -z "$(installed_torch)" ] || need=$NEED_UPDATE
+  free=$(free_mb)
+  case $free in '' | *[!0-9]*) return 0 ;; esac
+  [ "$free" -ge "$need" ] ||
+    die "the disk is too full: $free MB free in $PWD, about $need MB needed" \
+      "free some space, or clone molink onto another disk"
+}
+
+make_venv() {
+  local usable=''
+  [ -z "$python" ] || find_python
+  if [ -d .venv ]; then
+    if is_new_enough .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1; then usable=1; fi
+    # Scripts in a venv hold its path: a moved clone needs a new one.
+    [ "$(cat .venv/.molink-clone 2>/dev/null || pwd)" = "$(pwd)" ] || usable=''
+    [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of .venv/bin/python)" ] || usable=''
+    [ -z "$usable" ] || return 0
+    say "The .venv here can't be used (moved, broken or of another Python): making it anew"
+  fi
+  [ -n "$python" ] || find_python
+  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    die "$python ($(version_of "$python")) lacks the venv module" \
+      "Debian, Ubuntu: sudo apt install python3-venv, then run this again"
+  check_disk
+  say "Making .venv with $python ($(version_of "$python"))"
+  rm -rf .venv
+  "$python" -m venv .venv || {
+    rm -rf .venv
+    explain_failure "making .venv"
+  }
+  pwd >.venv/.molink-clone
+}
+
+# pip_install WHAT ARGUMENTS...: installs, with pip's own progress; explains a failure.
+pip_install() {
+  local what=$1
+  shift
+  rm -f "$log"
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input --log "$log" "$@" </dev/null ||
+    explain_failure "$what"
+}
+
+explain_failure() {
+  local free
+  free=$(free_mb)
+  if [ "${free:-9999}" -lt 100 ] || grep -q -e 'No space left' -e 'Errno 28' "$log" 2>/dev/null; then
+    die "the disk is full ($1): ${free:-?} MB are free" "free some space and run this again"
+  fi
+  if [ -s "$log" ]; then
+    printf '\nThe last lines of %s:\n' "$log" >&2
+    # Without the indented lines, which are the frames of a traceback.
+    grep -v -E '^[^ ]+  ' "$log" | tail -n 8 | cut -c 1-300 >&2
+  fi
+  die "$1 failed" \
+    "is the network there, and HTTPS_PROXY set if it needs one? Run this again to go on." \
+    "torch $TORCH has builds for Python 3.11 to 3.14: name another with --python PATH."
+}
+
+is_reachable() {
+  .venv/bin/python -c '
+import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=5).close()' "$1" 2>/dev/null
+}
+
+install_torch() {
+  local source=()
+  case "$flavour $(installed_torch)" in
+    "cuda $TORCH+cpu") ;;
+    "cuda $TORCH"* | "cpu $TORCH"*) return 0 ;;
+  esac
+  say "Installing torch $TORCH ($flavour build); this is the large one"
+  if [ "$(uname -s)" = Linux ] && [ "$flavour" = cpu ]; then
+    if is_reachable "$CPU_INDEX/torch/"; then
+      source=(--index-url "$CPU_INDEX")
+    else
+      echo "$CPU_INDEX can't be reached: taking the default index's build (it may be the larger CUDA one)"
+    fi
+  elif [ -n "$(installed_torch)" ]; then
+    pip_install "removing the CPU build of torch" --force-reinstall --no-deps "torch==$TORCH"
+  fi
+  pip_install "installing torch" ${source[@]+"${source[@]}"} "torch==$TORCH"
+}
+
+# What .venv holds once this script has succeeded with the same files and options.
+state() {
+  .venv/bin/python - "$TORCH" "$flavour" "$PWD" "$1" <<'PY'
+import hashlib, pathlib, sys
+
+options = "\n".join(sys.argv[1:]).encode()
+print(hashlib.sha256(pathlib.Path("pyproject.toml").read_bytes() + options).hexdigest())
+PY
+}
+
+is_installed() { [ "$(cat ".venv/.molink-$1" 2>/dev/null || true)" = "$(state "$1")" ]; }
+
+install() {
+  local extra=$1 target=.
+  if is_installed "$extra" || { [ "$extra" = base ] && is_installed test; }; then return 0; fi
+  check_disk
+  install_torch
+  say "Installing molink"
+  [ "$extra" = base ] || target=".[$extra]"
+  pip_install "installing molink" -e "$target" "torch==$TORCH"
+  if [ "$flavour" = cuda ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "torch sees no CUDA device: is the NVIDIA driver recent enough? The stages here will use the CPU."
+  fi
+  state "$extra" >".venv/.molink-$extra"
+}
+
+check() {
+  local name=$1
+  shift
+  say "$name"
+  .venv/bin/python "$@" </dev/null || die "the check failed: $name"
+}
+
+run_checks() {
+  check "ruff check" -m ruff check .
+  check "ruff format --check" -m ruff format --check .
+  check "mypy" -m mypy
+  check "lint-imports" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+  check "pytest" -m pytest --color=no
+}
+
+main() {
+  parse "$@"
+  cd "$(dirname "$0")"
+  case $(uname -s) in MINGW* | MSYS* | CYGWIN*) die "on Windows run install.ps1 in PowerShell" ;; esac
+  local explicit=$flavour
+  log=.venv/install.log
+  pick_flavour
+  make_venv
+  [ -z "$explicit" ] || echo "$explicit" >.venv/.molink-flavour
+  if [ -n "$checks" ]; then install test; else install base; fi
+  if [ -n "$checks" ]; then run_checks; fi
+  if [ -n "$asked" ]; then exec .venv/bin/python -m molink demo --ask "$ask"; fi
+  if [ -n "$demo" ]; then exec .venv/bin/python -m molink demo; fi
+  if [ -z "$checks" ]; then
+    say "molink is installed: try .venv/bin/molink demo, or .venv/bin/molink up"
+  fi
+}
+
+main "$@"

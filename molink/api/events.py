@@ -1,0 +1,101 @@
+"""Server-sent events: one stream to one client, cheap per event, bounded in memory."""
+
+import asyncio
+from collections.abc import Awaitable
+
+from aiohttp import web
+
+#: Bytes that may wait for the network before producers have to wait too.
+HIGH_WATER = 64 * 1024
+
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class EventStream:
+    """An event stream that begins with its first event.
+
+    Until then nothing has been sent, so an error can still be an ordinary HTTP answer. What is
+    pushed within one round of the event loop leaves in one write.
+    """
+
+    def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
+        self._request = request
+        self._stall_timeout = stall_timeout_s
+        self._buffer = bytearray()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._writer: asyncio.Task[None] | None = None
+        self._ended = False
+        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response.content_type = "text/event-stream"
+        self.response.charset = "utf-8"
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been sent."""
+        return self._writer is not None
+
+    def push(self, event: bytes) -> None:
+        """Send ``event``, a whole ``data: …`` block; wait with :meth:`room` before the next."""
+        self._buffer += event
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
+        self._wake.set()
+        if len(self._buffer) >= HIGH_WATER:
+            self._room.clear()
+
+    async def room(self) -> None:
+        """Wait until the client has taken enough.
+
+        Raises:
+            ConnectionError: it has gone, or taken nothing for too long.
+        """
+        if not self._room.is_set():
+            await self._patiently(self._room.wait())
+        if self._writer is not None and self._writer.done():
+            self._writer.result()
+
+    async def finish(self) -> web.StreamResponse:
+        """Send what is left and end the stream.
+
+        Raises:
+            ConnectionError: the client has gone.
+        """
+        self._ended = True
+        self._wake.set()
+        if self._writer is not None:
+            await self._patiently(self._writer)
+        return self.response
+
+    async def abandon(self) -> None:
+        """Stop writing, for a client that has gone or takes nothing; its connection is cut."""
+        if self._writer is None:
+            return
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        self._writer.cancel()
+        await asyncio.wait([self._writer])
+        if not self._writer.cancelled():
+            self._writer.exception()  # known already: the client has gone
+
+    async def _write(self) -> None:
+        try:
+            await self.response.prepare(self._request)
+            while self._buffer or not self._ended:
+                if not self._buffer:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                data, self._buffer = self._buffer, bytearray()
+                self._room.set()
+                await self.response.write(data)
+            await self.response.write_eof()
+        finally:
+            self._room.set()
+
+    async def _patiently(self, waiting: Awaitable[object]) -> None:
+        try:
+            await asyncio.wait_for(waiting, self._stall_timeout)
+        except TimeoutError:
+            raise ConnectionResetError("the client takes nothing") from None

@@ -1,0 +1,114 @@
+"""Errors as clients see them: OpenAI's envelope ``{"error": {message, type, param, code}}``."""
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from molink.errors import (
+    ContextTooLong,
+    ModelNotFound,
+    MolinkError,
+    NotAuthorized,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+#: Status and OpenAI type and code of what aiohttp itself raises.
+_HTTP: dict[int, tuple[str, str]] = {
+    404: (_INVALID, "unknown_url"),
+    405: (_INVALID, "method_not_allowed"),
+    413: (_INVALID, "request_too_large"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error's HTTP status and the fields of its envelope."""
+
+    status: int
+    message: str
+    type: str = _INVALID
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    def body(self) -> bytes:
+        """The envelope as JSON."""
+        fields = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": fields})
+
+    def response(self) -> web.Response:
+        """The envelope as an answer."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        answer = web.Response(
+            status=self.status,
+            body=self.body(),
+            headers=headers,
+            content_type="application/json",
+        )
+        if self.status in (408, 413):
+            answer.force_close()  # what is left of the body is not worth reading
+        return answer
+
+
+class ProblemError(Exception):
+    """An error that has no place in :mod:`molink.errors`, being HTTP's own."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def problem_of(error: BaseException) -> Problem | None:
+    """The problem that ``error`` means to a client; ``None`` if it is one we didn't foresee."""
+    match error:
+        case ProblemError():
+            return error.problem
+        case web.HTTPException():
+            kind, code = _HTTP.get(error.status, (_INVALID, "http_error"))
+            return Problem(error.status, f"{error.status}: {error.reason}", kind, None, code)
+        case MolinkError():
+            return _of_ours(error)
+    return None
+
+
+def internal() -> Problem:
+    """What a client is told of an error that we didn't foresee; the log has the rest."""
+    return Problem(
+        500, "internal error of the endpoint; its log says more", _SERVER, None, "internal"
+    )
+
+
+def _of_ours(error: MolinkError) -> Problem:
+    text = str(error)
+    match error:
+        case ContextTooLong():
+            return Problem(400, text, param=error.param, code="context_length_exceeded")
+        case RequestError():
+            return Problem(400, text, param=error.param, code="invalid_value")
+        case ModelNotFound():
+            return Problem(404, text, param="model", code="model_not_found")
+        case Overloaded():
+            return Problem(
+                429, text, "rate_limit_error", None, "overloaded", retry_after=error.retry_after
+            )
+        case Unavailable():
+            return Problem(503, text, _SERVER, None, "unavailable", retry_after=1.0)
+        case NotAuthorized():
+            return Problem(403, text, "permission_error", None, "forbidden")
+    return Problem(500, text, _SERVER, None, type(error).__name__)

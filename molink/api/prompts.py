@@ -1,0 +1,124 @@
+"""From what a client sends to token ids. Everything here may take long: run it in a thread."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from molink.api.schema import ChatBody, ChatMessage, CompletionBody
+from molink.errors import RequestError
+from molink.text.tokenizer import Tokenizer
+
+#: Variables of templates that a client can't set: they carry the conversation itself.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids of one prompt; ``text`` only where the answer has to echo it."""
+
+    ids: tuple[int, ...]
+    text: str = ""
+
+
+def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
+    """The prompt of a conversation, by the model's chat template.
+
+    Raises:
+        RequestError: a part that isn't text, no template, or messages that it refuses.
+    """
+    if body.echo:
+        raise RequestError("`echo` is not supported for conversations", "echo")
+    template = tokenizer.template
+    if template is None:
+        raise RequestError(
+            f"the model {body.model!r} has no chat template; use /v1/completions", "messages"
+        )
+    messages = [
+        _plain_message(message, index, template.knows_developer)
+        for index, message in enumerate(body.messages)
+    ]
+    options = dict(body.chat_template_kwargs or {})
+    for name in _RESERVED.intersection(options):
+        raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    ids = tokenizer.encode(template.render(messages, options), special=False)
+    return Prompt(_not_empty(ids, "messages"))
+
+
+def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of a completion: a text, ids, or a list of either.
+
+    Raises:
+        RequestError: the prompt is empty, of a wrong type, or has ids that don't exist.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str) or _all_ids(prompt):
+        return [_completion_prompt(prompt, "prompt", body, tokenizer)]
+    return [
+        _completion_prompt(item, f"prompt[{index}]", body, tokenizer)
+        for index, item in enumerate(prompt)
+    ]
+
+
+def _completion_prompt(
+    prompt: Any, field: str, body: CompletionBody, tokenizer: Tokenizer
+) -> Prompt:
+    if isinstance(prompt, str):
+        ids: Sequence[int] = tokenizer.encode(prompt)
+        return Prompt(_not_empty(ids, field), prompt if body.echo else "")
+    if not isinstance(prompt, list) or not _all_ids(prompt):
+        raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
+    for token in prompt:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise RequestError(
+                f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
+            )
+    text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
+    return Prompt(_not_empty(prompt, field), text)
+
+
+def _all_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _not_empty(ids: Sequence[int], field: str) -> tuple[int, ...]:
+    if not ids:
+        raise RequestError(f"`{field}`: the prompt is empty", field)
+    return tuple(ids)
+
+
+def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> dict[str, Any]:
+    """The message as templates expect it: a plain object with its content as one text."""
+    content = message.content
+    if isinstance(content, list):
+        content = _joined_text(message, index)
+    if content is None and not message.tool_calls:
+        field = f"messages[{index}].content"
+        raise RequestError(f"`{field}`: required, but missing", field)
+    role = message.role
+    plain: dict[str, Any] = {
+        "role": "system" if role == "developer" and not knows_developer else role,
+        "content": content or "",
+    }
+    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _joined_text(message: ChatMessage, index: int) -> str:
+    """Text parts joined by line ends, as vLLM does for templates that take a plain text."""
+    assert isinstance(message.content, list)
+    texts = []
+    for place, part in enumerate(message.content):
+        field = f"messages[{index}].content[{place}]"
+        if part.type != "text":
+            raise RequestError(
+                f"`{field}.type`: {part.type[:32]!r} is not supported, only 'text'", f"{field}.type"
+            )
+        if part.text is None:
+            raise RequestError(f"`{field}.text`: required, but missing", f"{field}.text")
+        texts.append(part.text)
+    return "\n".join(texts)

@@ -1,0 +1,84 @@
+"""Connections to the endpoint: how many there may be, and how long one may say nothing."""
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from molink.api.problem import Problem
+from molink.api.settings import ApiSettings
+
+#: Quiet unless someone sets it to ``INFO``.
+_ACCESS_LOG = logging.getLogger("molink.api.access")
+
+
+class EndpointProtocol(web.RequestHandler):
+    """A connection that is closed if its first request doesn't come in time.
+
+    aiohttp bounds the pauses between requests (keep-alive) but not the wait for the first one.
+    """
+
+    __slots__ = ("_header_timeout", "_header_timer")
+
+    def __init__(
+        self, manager: web.Server, *, loop: asyncio.AbstractEventLoop, settings: ApiSettings
+    ) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            access_log=_ACCESS_LOG,
+            keepalive_timeout=settings.keepalive_s,
+            lingering_time=min(10.0, settings.body_timeout_s),
+        )
+        self._header_timeout = settings.header_timeout_s
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the wait for a request."""
+        super().connection_made(transport)
+        loop = asyncio.get_running_loop()
+        self._header_timer = loop.call_later(self._header_timeout, self.force_close)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client has gone."""
+        self.request_began()
+        super().connection_lost(exc)
+
+    def request_began(self) -> None:
+        """A request's headers are complete."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class Refusal(asyncio.Protocol):
+    """A connection beyond the limit: told so and closed."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Answer without reading."""
+        assert isinstance(transport, asyncio.Transport)
+        text = "too many connections to the endpoint; close some, or try again"
+        body = Problem(503, text, "server_error", None, "too_many_connections").body()
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+        )
+        transport.write(head.encode() + body)
+        transport.close()
+
+
+class ConnectionFactory:
+    """Makes the protocol of each new connection; at most ``settings.max_connections`` real ones."""
+
+    def __init__(
+        self, server: web.Server, settings: ApiSettings, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._server = server
+        self._settings = settings
+        self._loop = loop
+
+    def __call__(self) -> asyncio.Protocol:
+        """The protocol of a connection that has just been accepted."""
+        if len(self._server.connections) >= self._settings.max_connections:
+            return Refusal()
+        return EndpointProtocol(self._server, loop=self._loop, settings=self._settings)

@@ -1,0 +1,1 @@
+"""Load for any OpenAI-style endpoint, and what it measures there."""

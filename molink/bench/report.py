@@ -1,0 +1,119 @@
+"""What a run measured, as figures."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from molink.bench.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Seconds; ``None`` where nothing was measured."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Summary":
+        """Mean and percentiles of ``values``."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls(None, None, None, None)
+        return cls(
+            sum(ordered) / len(ordered),
+            percentile(ordered, 50),
+            percentile(ordered, 90),
+            percentile(ordered, 99),
+        )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The percentile of a sorted, non-empty sequence, linear between its neighbours."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of one run; its fields are the keys of ``--json``."""
+
+    policy: str
+    completed: int
+    failed: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_s: Summary
+    tpot_s: Summary
+    itl_s: Summary
+    latency_s: Summary
+    input_tokens: int
+    output_tokens: int
+    #: The run was cut short; the figures are of what had completed by then.
+    interrupted: bool = False
+    first_error: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values to be dumped."""
+        return asdict(self)
+
+
+def summarize(
+    samples: Sequence[Sample], duration: float, *, policy: str, interrupted: bool = False
+) -> Report:
+    """Figures of a run that took ``duration`` seconds from its first request to its last answer."""
+    done = [sample for sample in samples if sample.error is None]
+    output_tokens = sum(sample.output_tokens for sample in done)
+    errors = [sample.error for sample in samples if sample.error is not None]
+    return Report(
+        policy=policy,
+        completed=len(done),
+        failed=len(errors),
+        duration_s=duration,
+        requests_per_s=len(done) / duration if duration > 0 else 0.0,
+        output_tokens_per_s=output_tokens / duration if duration > 0 else 0.0,
+        ttft_s=Summary.of(sample.ttft for sample in done),
+        tpot_s=Summary.of(sample.tpot for sample in done if sample.tpot is not None),
+        itl_s=Summary.of(gap for sample in done for gap in sample.itl),
+        latency_s=Summary.of(sample.latency for sample in done),
+        input_tokens=sum(sample.input_tokens for sample in done),
+        output_tokens=output_tokens,
+        interrupted=interrupted,
+        first_error=errors[0] if errors else None,
+    )
+
+
+#: Rows of the table: what a measure is called, and where it is.
+_ROWS: tuple[tuple[str, Callable[[Report], Summary]], ...] = (
+    ("time to first token (TTFT)", lambda report: report.ttft_s),
+    ("time per output token (TPOT)", lambda report: report.tpot_s),
+    ("inter-token latency (ITL)", lambda report: report.itl_s),
+    ("latency of a request", lambda report: report.latency_s),
+)
+
+
+def table(report: Report) -> Table:
+    """The report for a person: milliseconds per measure, throughput below."""
+    view = Table(
+        caption=(
+            f"{report.completed} completed, {report.failed} failed in {report.duration_s:.1f} s · "
+            f"{report.requests_per_s:.2f} requests/s · "
+            f"{report.output_tokens_per_s:.1f} output tokens/s"
+        ),
+        caption_justify="left",
+        caption_style="",
+    )
+    view.add_column("ms")
+    for name in ("mean", "p50", "p90", "p99"):
+        view.add_column(name, justify="right")
+    for label, pick in _ROWS:
+        summary = pick(report)
+        values = (summary.mean, summary.p50, summary.p90, summary.p99)
+        view.add_row(label, *("–" if value is None else f"{value * 1000:.1f}" for value in values))
+    return view

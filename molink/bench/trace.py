@@ -1,0 +1,103 @@
+"""Traces of real services: sizes and arrival times of requests.
+
+Two formats are read, told apart by their first character:
+
+- Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens`` with dates such as
+  ``2023-11-16 18:15:46.6805900``
+- Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from molink.errors import UsageError
+
+AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a trace: ``at`` in seconds after the trace's first; sizes in tokens."""
+
+    at: float
+    input_tokens: int
+    output_tokens: int
+
+
+class _AzureRow(msgspec.Struct, frozen=True):
+    timestamp: str
+    context: Tokens
+    generated: Tokens
+
+
+class _MooncakeRow(msgspec.Struct, frozen=True):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+    input_length: Tokens
+    output_length: Tokens
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """All requests of a trace file in order of arrival.
+
+    Raises:
+        UsageError: the file can't be read, is empty, or has a bad row (named by its number; the
+            file's first line is row 1).
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"can't read the trace {path}: {error}") from error
+    parse = _mooncake if lines and lines[0].lstrip().startswith("{") else _azure
+    rows = sorted(parse(path, lines), key=lambda row: row.at)
+    if not rows:
+        raise UsageError(f"the trace {path} has no requests")
+    return [TraceRow(r.at - rows[0].at, r.input_tokens, r.output_tokens) for r in rows]
+
+
+def _azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:
+    for number, fields in enumerate(csv.reader(lines), start=1):
+        if number == 1:
+            if fields != AZURE_HEADER:
+                raise UsageError(
+                    f"{path}, row 1: neither the header {','.join(AZURE_HEADER)} nor a JSON object"
+                )
+            continue
+        if not fields:
+            continue
+        try:
+            if len(fields) != len(AZURE_HEADER):
+                raise ValueError(f"{len(fields)} fields instead of {len(AZURE_HEADER)}")
+            row = msgspec.convert(
+                dict(zip(("timestamp", "context", "generated"), fields, strict=True)),
+                _AzureRow,
+                strict=False,
+            )
+            moment = datetime.fromisoformat(row.timestamp)
+        except ValueError as error:
+            raise _bad_row(path, number, error) from error
+        seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        yield TraceRow(seconds, row.context, row.generated)
+
+
+def _mooncake(path: Path, lines: list[str]) -> Iterator[TraceRow]:
+    decoder = msgspec.json.Decoder(_MooncakeRow)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = decoder.decode(line)
+        except ValueError as error:
+            raise _bad_row(path, number, error) from error
+        yield TraceRow(row.timestamp / 1000, row.input_length, row.output_length)
+
+
+def _bad_row(path: Path, number: int, error: Exception) -> UsageError:
+    return UsageError(f"{path}, row {number}: {error}")

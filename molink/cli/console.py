@@ -1,0 +1,46 @@
+"""What a daemon in the foreground says on its terminal."""
+
+from rich.console import Console
+
+from molink.peer.launch import (
+    AnyEvent,
+    Invitation,
+    Listening,
+    ModelReady,
+    Serving,
+    StageNow,
+    Trouble,
+)
+
+
+class DaemonConsole:
+    """Prints a daemon's events for a person."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def show(self, event: AnyEvent) -> None:
+        """Print one event."""
+        match event:
+            case Serving():
+                self._line(f"Serving [bold]{event.model}[/bold] from {event.path}")
+            case Listening():
+                self._listening(event)
+            case Invitation():
+                self._line("\nTo add another PC, run there:\n")
+                self._console.print(f"  molink join {event.token}\n", markup=False)
+            case StageNow():
+                self._line(f"This PC: {event.text}")
+            case ModelReady(ready=True):
+                self._line(f"[green]{event.model} is ready.[/green]")
+            case ModelReady():
+                self._line(f"[yellow]{event.model} can't be served at the moment.[/yellow]")
+            case Trouble():
+                self._console.print(f"molink: {event.text}", style="red", markup=False)
+
+    def _listening(self, event: Listening) -> None:
+        self._line(f"{event.name} is in swarm {event.swarm}; Ctrl-C stops it.")
+        self._line(f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text)

@@ -1,0 +1,115 @@
+"""``molink demo``: a whole swarm on this PC, with progress, until Ctrl-C or one answer."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.status import Status
+
+from molink.peer.demo import DemoSwarm
+from molink.peer.home import Home
+from molink.peer.launch import AnyEvent, Ended, ModelReady, Serving, StageNow, Trouble
+from molink.peer.platform import on_terminate
+from molink.peer.settings import Dtype
+
+_SAMPLE = {"messages": [{"role": "user", "content": "What is molink?"}], "stream": True}
+
+
+class DemoConsole:
+    """Progress of a demo, on standard error: standard output is for the answer."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status: Status | None = None
+        self._stages: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def starting(self, peers: int) -> Iterator[None]:
+        """A spinner on a terminal, plain lines elsewhere."""
+        text = f"Starting {peers} peers on this PC"
+        if not self._console.is_terminal:
+            self._console.print(f"{text} …")
+            yield
+            return
+        with self._console.status(f"{text} …") as self._status:
+            yield
+        self._status = None
+
+    def show(self, number: int, event: AnyEvent) -> None:
+        """Print what a person cares for in a daemon's event."""
+        match event:
+            case Serving():
+                self._line(f"Model {event.model}")
+            case StageNow() if self._stages.get(number) != event.text:
+                self._stages[number] = event.text
+                self._progress(f"peer {number}: {event.text}")
+            case ModelReady(ready=True):
+                self._line(f"peer {number}: {self._stages.get(number, 'no stage')}: can answer")
+            case ModelReady():
+                self._line(f"peer {number}: {event.model} can't be served at the moment")
+            case Trouble() | Ended():
+                self._line(f"peer {number}: {event.text}")
+
+    def ready(self, swarm: DemoSwarm) -> None:
+        """How to use it."""
+        urls = [f"{peer.endpoint}/v1" for peer in swarm.peers]
+        self._line("\nThe swarm is ready. Every peer answers at its own endpoint:\n")
+        for url in urls:
+            self._line(f"  {url}")
+        self._line("\nTry:\n")
+        self._line(
+            f"  curl -N {urls[0]}/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{json.dumps(_SAMPLE)}'\n"
+        )
+        self._line(f"or `molink chat`, or {swarm.peers[0].endpoint}/ in a browser. Ctrl-C ends it.")
+
+    def _progress(self, text: str) -> None:
+        if self._status is None:
+            self._line(text)
+        else:
+            self._status.update(text)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
+def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: str | None) -> int:
+    """Run the demo; returns the exit code.
+
+    Raises:
+        MolinkError: it can't start; says why.
+        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+    """
+    console = DemoConsole()
+
+    async def run() -> int:
+        swarm = DemoSwarm(home, peers, dtype, model, console.show)
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(stopped.set)
+
+        undo = on_terminate(stop)
+        try:
+            with console.starting(peers):
+                await swarm.start()
+            if question is not None:
+                return await asyncio.to_thread(_ask, swarm.peers[-1].endpoint, question)
+            console.ready(swarm)
+            await stopped.wait()
+            return 0
+        finally:
+            await swarm.close()
+            undo()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        return runner.run(run())
+
+
+def _ask(endpoint: str, question: str) -> int:
+    from molink.cli.chat import run_chat
+
+    return run_chat(endpoint, question, None, None)

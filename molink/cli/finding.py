@@ -1,0 +1,126 @@
+"""Finding a running daemon, and talking to it under this peer's own key."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molink.errors import Unavailable
+from molink.peer.addresses import dial
+from molink.peer.demo import demo_homes, first_peer
+from molink.peer.home import Home
+from molink.peer.runfile import RunFile, read_run_file
+from molink.wire.control import (
+    ControlMessage,
+    Done,
+    Invite,
+    InviteRequest,
+    LeaveRequest,
+    ShutdownRequest,
+    StatusRequest,
+)
+
+_NOT_RUNNING = "no molink runs here: start one with `molink up`, `molink join` or `molink demo`"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A running daemon. ``endpoints`` are all that are known on this PC, its own first."""
+
+    home: Home
+    note: RunFile
+    demo: bool = False
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Roots of the endpoints on this PC."""
+        return self.note.demo or (self.note.endpoint,)
+
+
+def find_daemon(home: Home) -> Found | None:
+    """The daemon of ``home``, or of a demo under it if there is none."""
+    note = read_run_file(home.run_file)
+    if note is not None:
+        return Found(home, note)
+    for demo in demo_homes(home):
+        note = read_run_file(demo.run_file)
+        if note is not None:
+            return Found(first_peer(demo), note, demo=True)
+    return None
+
+
+def need_daemon(home: Path | None) -> Found:
+    """As :func:`find_daemon`.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    found = find_daemon(Home.find(home))
+    if found is None:
+        raise Unavailable(_NOT_RUNNING)
+    return found
+
+
+def fetch_status(found: Found) -> dict[str, Any]:
+    """``molink status --json`` of the daemon's swarm."""
+    _, payload = ask(found, StatusRequest(ref=0))
+    status: dict[str, Any] = json.loads(payload)
+    return status
+
+
+def fetch_invite(found: Found, ttl: float) -> str:
+    """A new join token."""
+    reply, _ = ask(found, InviteRequest(ref=0, ttl=ttl))
+    assert isinstance(reply, Invite)
+    return reply.token
+
+
+def shut_down(found: Found, *, leave: bool) -> None:
+    """End the daemon; it leaves the swarm for good if ``leave``."""
+    reply, _ = ask(found, ShutdownRequest(ref=0, leave=leave))
+    assert isinstance(reply, Done)
+
+
+def ask(found: Found, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+    """Send one request to a daemon and return its reply.
+
+    Raises:
+        MolinkError: the daemon's refusal, or it doesn't answer.
+    """
+    keys = found.home.keys()
+    addresses = dial([found.note.control_host], found.note.control_port)
+    return request(found.home, keys.public, addresses, message, "the molink daemon on this PC")
+
+
+def leave_without_daemon(home: Home, key: str, addresses: Sequence[str]) -> None:
+    """Tell a coordinator that the peer of ``home`` leaves."""
+    message = LeaveRequest(ref=0)
+    request(home, key, list(addresses), message, "the swarm's coordinator")
+
+
+def request(
+    home: Home, server_key: str, addresses: Sequence[str], message: ControlMessage, name: str
+) -> tuple[ControlMessage, bytes]:
+    """One request to the server that holds ``server_key``, under the key of ``home``."""
+    import zmq.asyncio
+
+    from molink.wire.client import Client
+    from molink.wire.codec import control_codec
+
+    async def exchange() -> tuple[ControlMessage, bytes]:
+        context = zmq.asyncio.Context()
+        client: Client[ControlMessage] = Client(
+            context, home.keys(), control_codec(), server_key, addresses, name=name
+        )
+        client.start()
+        try:
+            reply, payload = await client.request(message, timeout=15.0)
+            return reply, b"" if payload is None else bytes(payload)
+        finally:
+            await client.close()
+            context.destroy(linger=0)
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        return runner.run(exchange())

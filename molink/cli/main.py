@@ -1,0 +1,91 @@
+"""The command ``molink``: finds the verb, runs it, and turns errors into one clear line."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+import molink
+from molink.cli import here, running
+from molink.cli.bench_group import add_bench
+from molink.errors import MolinkError
+
+#: Exit code after Ctrl-C, as shells count it.
+INTERRUPTED = 130
+
+_HELP = "Pool the PCs you already own into one LLM server."
+
+
+def build(arguments: Sequence[str]) -> typer.Typer:
+    """The command line; groups that take long to import only if ``arguments`` name them."""
+    app = typer.Typer(
+        name="molink", help=_HELP, add_completion=False, pretty_exceptions_enable=False
+    )
+    app.callback(invoke_without_command=True)(_root)
+    commands: list[Callable[..., None]] = [
+        running.up,
+        running.join,
+        running.demo,
+        here.chat,
+        here.status,
+        here.invite,
+        here.leave,
+        running.coordinator,
+    ]
+    for command in commands:
+        app.command()(_interruptible(command))
+    add_bench(app, arguments)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"molink {molink.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line of this process and exit with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    try:
+        build(arguments)(args=list(arguments), prog_name="molink")
+    except MolinkError as error:
+        print(f"molink: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with Ctrl-C as an ordinary end, under the exit code that shells expect."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    return guarded
+
+
+if __name__ == "__main__":
+    main()

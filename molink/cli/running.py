@@ -1,0 +1,161 @@
+"""Verbs that run until Ctrl-C: ``up``, ``join``, ``demo``, ``coordinator``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from molink.cli.here import HomeOption
+from molink.errors import UsageError
+
+DtypeChoice = Literal["auto", "f32", "bf16", "f16"]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Folder, Hugging Face name or molink-demo.  [default: the one served last]"),
+]
+StageOption = Annotated[
+    str | None, typer.Option(help="Layers to hold here: auto, none or A:B.  [default: auto]")
+]
+NameOption = Annotated[str | None, typer.Option(help="This PC's name in the swarm.")]
+HostOption = Annotated[
+    str | None,
+    typer.Option(help="Address for other PCs to reach this one at.  [default: all interfaces]"),
+]
+AdvertiseOption = Annotated[
+    str | None, typer.Option(help="Addresses to tell to others, comma separated.")
+]
+EndpointHostOption = Annotated[
+    str | None, typer.Option(help="Address of the chat endpoint.  [default: 127.0.0.1]")
+]
+EndpointPortOption = Annotated[
+    int | None, typer.Option("--endpoint-port", "--port", help="[default: 5465]")
+]
+ControlPortOption = Annotated[int | None, typer.Option(help="[default: 5467]")]
+WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  [default: 5468-5479]")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.")]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Memory that the stage may use, such as 6GB.")
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="Compute threads on the CPU.")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
+]
+
+
+def up(
+    model: ModelOption = None,
+    stage: StageOption = None,
+    name: NameOption = None,
+    host: HostOption = None,
+    advertise: AdvertiseOption = None,
+    endpoint_host: EndpointHostOption = None,
+    endpoint_port: EndpointPortOption = None,
+    coordinator_port: Annotated[int | None, typer.Option(help="[default: 5466]")] = None,
+    control_port: ControlPortOption = None,
+    worker_ports: WorkerPortsOption = None,
+    device: DeviceOption = None,
+    memory: MemoryOption = None,
+    threads: ThreadsOption = None,
+    dtype: Annotated[DtypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
+    min_peers: Annotated[
+        int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
+    ] = None,
+    api_key: KeyOption = None,
+    home: HomeOption = None,
+) -> None:
+    """Start a swarm on this PC: coordinator, a stage, and the chat endpoint."""
+    options = dict(locals())
+    _run("up", home, options, model=options.pop("model"))
+
+
+def join(
+    token: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="MOLINK_TOKEN",
+            help="What `molink up` printed; - reads it from standard input; none returns to the "
+            "swarm joined before.",
+        ),
+    ] = None,
+    stage: StageOption = None,
+    name: NameOption = None,
+    host: HostOption = None,
+    advertise: AdvertiseOption = None,
+    endpoint_host: EndpointHostOption = None,
+    endpoint_port: EndpointPortOption = None,
+    control_port: ControlPortOption = None,
+    worker_ports: WorkerPortsOption = None,
+    device: DeviceOption = None,
+    memory: MemoryOption = None,
+    threads: ThreadsOption = None,
+    api_key: KeyOption = None,
+    home: HomeOption = None,
+) -> None:
+    """Add this PC to a swarm, with the token that was printed where it was started."""
+    options = dict(locals())
+    token = options.pop("token")
+    if token == "-":
+        token = sys.stdin.readline().strip()
+    _run("join", home, options, token=token)
+
+
+def demo(
+    ask: Annotated[
+        str | None, typer.Option(help="Print the answer to one question, then end.")
+    ] = None,
+    peers: Annotated[int, typer.Option(min=1, max=8, help="How many daemons to run.")] = 3,
+    dtype: Annotated[DtypeChoice, typer.Option(help="Compute in.")] = "auto",
+    model: Annotated[str | None, typer.Option(help="[default: the bundled demo model]")] = None,
+    home: HomeOption = None,
+) -> None:
+    """Run a whole swarm on this PC with the bundled model, until Ctrl-C."""
+    from molink.cli.demonstration import run_demo
+    from molink.peer.home import Home
+
+    raise typer.Exit(run_demo(Home.find(home), peers, dtype, model, ask))
+
+
+def coordinator(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 5466,
+    home: HomeOption = None,
+) -> None:
+    """Run a coordinator alone, without a stage or an endpoint."""
+    from molink.peer.addresses import advertised
+    from molink.peer.home import Home
+
+    place = Home.find(home).create()
+    command = [sys.executable, "-m", "molink.swarm", "--state", str(place.coordinator)]
+    command += ["--host", host, "--port", str(port)]
+    for address in advertised(host):
+        command += ["--address", address]
+    raise typer.Exit(subprocess.call(command))
+
+
+def _run(
+    role: Literal["up", "join"],
+    home: Path | None,
+    options: dict[str, Any],
+    *,
+    model: str | None = None,
+    token: str | None = None,
+) -> None:
+    from molink.cli.console import DaemonConsole
+    from molink.peer.home import Home
+    from molink.peer.launch import Launch
+    from molink.peer.process import log_to_file, run_daemon
+    from molink.peer.settings import load_settings
+
+    place = Home.find(home)
+    options.pop("home")
+    settings = load_settings(place, options, os.environ)
+    if role == "join" and token is not None and not token.strip():
+        raise UsageError("the token is empty: paste what `molink up` printed")
+    log_to_file(place.root, settings.log_level)
+    launch = Launch(home=place.root, settings=settings, role=role, model=model, token=token)
+    run_daemon(launch, DaemonConsole().show)

@@ -1,0 +1,76 @@
+"""Whether a request is taken at all."""
+
+import math
+
+from molink.errors import ContextTooLong, Overloaded, RequestError
+from molink.head.limits import HeadLimits
+from molink.head.request import HeadRequest
+
+#: Bounds of ``Retry-After``, in seconds.
+RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+#: Weight of the latest interval between two departures.
+_SMOOTHING = 0.2
+
+
+class Admission:
+    """Refuses what can never be served, and what can't be queued now."""
+
+    def __init__(self, limits: HeadLimits) -> None:
+        self._limits = limits
+        self._interval: float | None = None
+        self._last: float | None = None
+
+    def check(self, request: HeadRequest, waiting: int, running: int) -> None:
+        """Pass, or say why not; ``waiting`` and ``running`` count the jobs there are.
+
+        Raises:
+            RequestError: a field is out of range.
+            ContextTooLong: it can never fit into the context, or into the KV blocks.
+            Overloaded: the queue is full.
+        """
+        self._check_fields(request)
+        self._check_fits(request)
+        limits = self._limits
+        # Requests that only wait for the next micro-batch do not fill the queue.
+        if waiting >= limits.max_waiting + max(0, limits.max_running - running):
+            raise Overloaded(
+                f"{running} requests are running and {waiting} waiting; try again later",
+                self.retry_after,
+            )
+
+    def departed(self, now: float) -> None:
+        """A request has ended: a place is free."""
+        if self._last is not None:
+            interval = max(0.0, now - self._last)
+            before = interval if self._interval is None else self._interval
+            self._interval = before + _SMOOTHING * (interval - before)
+        self._last = now
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until a place in the queue is likely to be free."""
+        wait = RETRY_LEAST if self._interval is None else self._interval
+        return float(min(RETRY_MOST, max(RETRY_LEAST, math.ceil(wait))))
+
+    def _check_fields(self, request: HeadRequest) -> None:
+        if not request.tokens:
+            raise RequestError("the prompt is empty", "prompt")
+        if not 1 <= request.prompt_tokens <= len(request.tokens):
+            raise RequestError(
+                f"{request.prompt_tokens} prompt tokens in a request of {len(request.tokens)}",
+                "prompt",
+            )
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}, not 1 or more", "max_tokens")
+        if request.window < 1:
+            raise RequestError(f"window is {request.window}, not 1 or more", "window")
+
+    def _check_fits(self, request: HeadRequest) -> None:
+        limits, tokens = self._limits, len(request.tokens)
+        wanted = f"{tokens} tokens and up to {request.max_tokens} more"
+        field = "prompt" if tokens >= limits.max_context else "max_tokens"
+        if tokens + request.max_tokens > limits.max_context:
+            raise ContextTooLong(f"{wanted} exceed the context of {limits.max_context}", field)
+        if limits.blocks_for(tokens + request.max_tokens - 1) > limits.blocks:
+            room = limits.blocks * limits.block_size
+            raise ContextTooLong(f"{wanted} exceed the pipeline's KV cache of {room} tokens", field)

@@ -1,0 +1,192 @@
+"""Iteration-level scheduling: what goes into the next micro-batch."""
+
+import math
+
+from molink.head.batch import Batch, HeadControl, HeadVolume, VolumeBuilder
+from molink.head.blocks import BlockAllocator
+from molink.head.job import Job
+from molink.head.ledger import Ledger
+from molink.head.limits import HeadLimits
+from molink.head.roster import Leaving, Roster
+from molink.wire.base import Payload
+from molink.wire.data import Admit, History, Release
+
+#: Ids per History message: 240 kB, below the longest message.
+HISTORY_IDS = 60_000
+#: Tokens that each running job should be able to grow by before a new one takes the last blocks;
+#: with less, the new one would soon be preempted again and its prefill be lost.
+GROWTH_TOKENS = 16
+
+
+class Batcher:
+    """Composes micro-batches out of a roster, blocks and ticks.
+
+    Decode rows: jobs whose token has come back, spread over the ``K`` micro-batches. Prefill rows:
+    chunks of jobs in order of admission, then of waiting ones as far as slots and blocks allow.
+    A job gets the blocks of its known tokens when it is admitted and grows one by one from then on.
+    A decode row that gets no block preempts younger jobs; while one is *starved* nobody is admitted
+    and nobody younger goes on prefilling, so the oldest job always makes progress.
+    """
+
+    def __init__(
+        self, limits: HeadLimits, roster: Roster, blocks: BlockAllocator, ledger: Ledger
+    ) -> None:
+        self._limits = limits
+        self._roster = roster
+        self._blocks = blocks
+        self._ledger = ledger
+        #: Jobs that lacked a block when decode rows were last composed.
+        self._starved: list[Job] = []
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.prefill_rows = 0
+
+    def compose(self, now: float) -> Batch | None:
+        """The next micro-batch, or ``None`` if there is nothing to send."""
+        decode, prefill = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
+        admitted: list[Job] = []
+        if not self._ledger.wide:
+            if self._ledger.volumes(prefill=False) < self._limits.micro_batches:
+                self._add_decode(decode, now)
+            if self._ledger.volumes(prefill=True) < self._limits.micro_batches:
+                self._add_prefill(prefill, admitted, now)
+        control = [self._release(leaving) for leaving in self._roster.take_leaving()]
+        for job in admitted:
+            control += self._admission(job)
+        volumes = tuple(self._issue(builder) for builder in (decode, prefill) if len(builder))
+        return Batch(tuple(control), volumes) if control or volumes else None
+
+    def _issue(self, builder: VolumeBuilder) -> HeadVolume:
+        volume = builder.build(self._ledger.issue())
+        self._ledger.sent(volume.header)
+        return volume
+
+    # --- decode --------------------------------------------------------------------------------
+
+    def _add_decode(self, builder: VolumeBuilder, now: float) -> None:
+        quota = max(1, math.ceil(self._roster.decoding() / self._limits.micro_batches))
+        self._starved = []
+        for job in self._roster.policy.rank(self._roster.runnable(), now):
+            if len(builder) == quota or builder.room < 1:
+                return
+            if job.state != "decode":
+                continue
+            grown = self._grow(job)
+            if grown is None:
+                self._starved.append(job)
+                self._make_room(job, now)
+            else:
+                self._add_rows(builder, job, 1)
+
+    def _grow(self, job: Job) -> int | None:
+        """See to it that the job's last token has a block; how many it got, ``None`` if none."""
+        lacking = self._limits.blocks_for(len(job.tokens)) - len(job.blocks)
+        if lacking <= 0:
+            return 0
+        blocks = self._blocks.allocate(lacking)
+        if blocks is None:
+            return None
+        job.blocks += blocks
+        return lacking
+
+    def _make_room(self, job: Job, now: float) -> None:
+        """Preempt until as many blocks as there are starved jobs are on their way back."""
+        while self._coming < len(self._still_starved()):
+            victim = self._roster.victim(job.id)
+            if victim is None:
+                return
+            self._preempt(victim, now)
+
+    def _preempt(self, job: Job, now: float) -> None:
+        self._roster.preempt(job, now)
+        self.preemptions += 1
+
+    @property
+    def _coming(self) -> int:
+        """Blocks on their way back."""
+        return self._blocks.retired + self._roster.leaving_blocks
+
+    def _still_starved(self) -> list[int]:
+        return [job.id for job in self._starved if self._roster.of_id(job.id) is job]
+
+    # --- prefill -------------------------------------------------------------------------------
+
+    def _add_prefill(self, builder: VolumeBuilder, admitted: list[Job], now: float) -> None:
+        left = self._limits.chunk_tokens
+        starved = self._still_starved()
+        oldest = min(starved, default=None)
+        for job in self._roster.prefilling():
+            if left < 1 or builder.room < 1 or (oldest is not None and job.id > oldest):
+                break
+            left -= self._add_chunk(builder, job, left)
+        while left > 0 and builder.room >= 1 and not starved:
+            new = self._admit(now)
+            if new is None:
+                return
+            admitted.append(new)
+            left -= self._add_chunk(builder, new, left)
+
+    def _add_chunk(self, builder: VolumeBuilder, job: Job, most: int) -> int:
+        """Add up to ``most`` prefill rows of a job; how many it got."""
+        in_header = (job.announced + builder.room) * self._limits.block_size - job.issued
+        count = min(most, len(job.tokens) - job.issued, in_header)
+        self._add_rows(builder, job, count)
+        self.prefill_rows += count
+        return count
+
+    def _admit(self, now: float) -> Job | None:
+        job = self._roster.first_waiting()
+        if job is None:
+            return None
+        if not self._admissible(job):
+            self._evict_stalled(now)
+            return None
+        blocks = self._blocks.allocate(self._limits.blocks_for(len(job.tokens)))
+        if blocks is None:
+            return None
+        self._roster.admit(job, blocks)
+        if job.admissions == 1:
+            self.prompt_tokens += job.request.prompt_tokens
+        return job
+
+    def _admissible(self, job: Job) -> bool:
+        running = self._roster.admitted
+        if running >= self._limits.max_running:
+            return False
+        need = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
+        reserve = math.ceil(running * GROWTH_TOKENS / self._limits.block_size)
+        return self._blocks.free >= need + reserve
+
+    def _evict_stalled(self, now: float) -> None:
+        """Nobody who is admitted can go on before his client does: make place for one who can."""
+        if self._roster.admitted and not self._coming and self._roster.all_stalled():
+            victim = self._roster.victim(-1)
+            if victim is not None:
+                self._preempt(victim, now)
+
+    # --- into messages -------------------------------------------------------------------------
+
+    def _add_rows(self, builder: VolumeBuilder, job: Job, count: int) -> None:
+        upto = self._limits.blocks_for(job.issued + count)
+        blocks = job.blocks[job.announced : max(upto, job.announced)]
+        builder.add(job, count, blocks, self._blocks.released_at(blocks))
+        self._roster.issued(job)
+
+    def _release(self, leaving: Leaving) -> HeadControl:
+        tick = self._ledger.issue()
+        self._blocks.retire(tick, leaving.blocks)
+        self._ledger.released(tick, leaving.trip)
+        return HeadControl(Release(tick, leaving.id, leaving.last, leaving.also))
+
+    def _admission(self, job: Job) -> list[HeadControl]:
+        request = job.request
+        job.last = self._ledger.issue()
+        admit = Admit(job.last, job.id, request.sampling, request.prompt_tokens)
+        control = [HeadControl(admit)]
+        if request.sampling.needs_history:
+            for first in range(0, len(job.tokens), HISTORY_IDS):
+                ids = tuple(job.tokens[first : first + HISTORY_IDS])
+                job.last = self._ledger.issue()
+                body = History(job.last, job.id, first, Payload("i32", (len(ids),)))
+                control.append(HeadControl(body, ids))
+        return control

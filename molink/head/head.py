@@ -1,0 +1,270 @@
+"""The head of a pipeline: its requests, from submission to the last token."""
+
+from collections.abc import Mapping
+
+from molink.errors import InvariantError, RequestError
+from molink.head.admission import Admission
+from molink.head.batch import Batch
+from molink.head.batcher import Batcher
+from molink.head.blocks import BlockAllocator
+from molink.head.fcfs import Fcfs
+from molink.head.job import Job
+from molink.head.ledger import Ledger
+from molink.head.limits import HeadLimits
+from molink.head.policy import Policy
+from molink.head.request import Emission, HeadRequest
+from molink.head.roster import Roster
+from molink.head.story import Story
+from molink.wire.data import Choice, FinishReason, Rejected, Rows, Sampled, Token, TopLogprobs
+
+#: Alternatives that came with sampled tokens, by (request id, position).
+Tops = Mapping[tuple[int, int], TopLogprobs]
+
+
+class Head:
+    """Schedules the requests of one pipeline during one epoch. Sans-IO; a new epoch, a new head.
+
+    ``next`` is to be called whenever stage 0 can take a micro-batch and after every event while it
+    is idle; what it returns goes to stage 0's scoreboard in order. What comes out of the tail goes
+    to ``sampled``, ``tombstone`` and ``released``. ``now`` is in seconds of any monotonic clock.
+    """
+
+    def __init__(self, limits: HeadLimits, epoch: int, policy: Policy | None = None) -> None:
+        self.limits = limits
+        self.epoch = epoch
+        self._blocks = BlockAllocator(limits.blocks)
+        self._roster = Roster(policy if policy is not None else Fcfs())
+        self._ledger = Ledger()
+        self._batcher = Batcher(limits, self._roster, self._blocks, self._ledger)
+        self._admission = Admission(limits)
+        self._story = Story()
+        self._counts = dict.fromkeys(
+            ("requests", "tokens", "finished", "cancelled", "failed", "volumes", "iterations"), 0
+        )
+        #: Messages about ticks that are not in flight: stages that misbehave.
+        self.strays = 0
+
+    # --- from daemons --------------------------------------------------------------------------
+
+    def submit(self, request: HeadRequest, now: float) -> None:
+        """Take a request into the queue.
+
+        Raises:
+            RequestError: a field is out of range, or the owner's key is in use.
+            ContextTooLong: it can never fit into the context, or into the KV blocks.
+            Overloaded: the queue is full; carries ``retry_after``.
+        """
+        if self._roster.find(request.owner, request.key) is not None:
+            raise RequestError(f"a request {request.key!r} of this daemon is already being served")
+        self._admission.check(request, len(self._roster.policy), self._roster.admitted)
+        self._roster.enqueue(Job.of(request), now)
+        self._counts["requests"] += 1
+        self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
+
+    def cancel(self, owner: str, key: str, now: float) -> None:
+        """Stop a request; one that is over already is no error."""
+        job = self._roster.find(owner, key)
+        if job is not None:
+            self._cancel(job, now)
+
+    def cancel_owner(self, owner: str, now: float) -> None:
+        """Stop all requests of a daemon that has gone."""
+        for job in self._roster.owned_by(owner):
+            self._cancel(job, now)
+
+    def credit(self, owner: str, key: str, position: int, now: float) -> None:
+        """The client has taken all tokens below ``position``; the latest such word counts."""
+        job = self._roster.find(owner, key)
+        if job is not None:
+            job.credited = max(job.credited, min(position, len(job.tokens)))
+
+    # --- to and from the stages ----------------------------------------------------------------
+
+    def next(self, now: float) -> Batch | None:
+        """The next micro-batch for stage 0: at most one decode and one prefill volume.
+
+        Releases of requests that were cancelled or have ended since the last call are always in it,
+        however many volumes are in flight.
+        """
+        batch = self._batcher.compose(now)
+        if batch is None:
+            return None
+        for control in batch.control:
+            self._story.add(now, "issue", control.body)
+        for volume in batch.volumes:
+            header = volume.header
+            self._story.add(now, "issue", header.tick, header.prefill, len(header.rows))
+        self._counts["volumes"] += len(batch.volumes)
+        self._counts["iterations"] += bool(batch.volumes)
+        return batch
+
+    def sampled(self, message: Sampled, tops: Tops, now: float) -> list[Emission]:
+        """A volume has gone round; returns what its requests' daemons are to be told.
+
+        A request that is neither in ``choices`` nor in ``failed`` although its rows were to be
+        sampled counts as failed: nothing waits for a token that will not come.
+        """
+        rows_back = self._back(message.tick, now)
+        choices = {choice.request: choice for choice in message.choices}
+        failed = set(message.failed)
+        emissions = []
+        for rows in rows_back:
+            job = self._roster.of_id(rows.request)
+            if job is None:
+                continue
+            job.flight.discard(message.tick)
+            choice = choices.get(rows.request)
+            if rows.request in failed:
+                reason = "a stage could not compute this request (its logits were unusable)"
+                emissions.append(self._fail(job, reason, now))
+            elif rows.sample and (choice is None or choice.position != len(job.tokens)):
+                emissions.append(self._fail(job, "the last stage did not sample its token", now))
+            elif rows.sample and choice is not None:
+                emissions.append(self._take(job, choice, tops, now))
+        return emissions
+
+    def tombstone(self, tick: int, now: float) -> list[Emission]:
+        """A volume has gone round with all of its rows dropped.
+
+        Its requests should be over; one that is not has been dropped by mistake and has failed.
+        """
+        emissions = []
+        for rows in self._back(tick, now):
+            job = self._roster.of_id(rows.request)
+            if job is not None:
+                emissions.append(self._fail(job, "a stage dropped rows of this request", now))
+        return emissions
+
+    def released(self, tick: int, now: float) -> None:
+        """A release has gone round: its blocks can be used again."""
+        if not self._ledger.went_round(tick):
+            self._stray("release", tick, now)
+            return
+        freed = self._blocks.reclaim(tick)
+        self._story.add(now, "released", tick, freed)
+
+    # --- reports -------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[tuple[str, str]]:
+        """Owner and key of every request, to be told when the epoch ends."""
+        return [(job.request.owner, job.request.key) for job in self._roster]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here and all blocks are free."""
+        return not len(self._roster) and self._blocks.free == self._blocks.total
+
+    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters of this epoch and gauges, by name.
+
+        ``head_cancel_iterations_*`` is how many iterations of the ring began between a cancel of an
+        admitted request and the moment when its blocks were free, the first one included.
+        """
+        batcher, blocks, ledger = self._batcher, self._blocks, self._ledger
+        counters = {f"head_{name}_total": float(count) for name, count in self._counts.items()}
+        counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
+        counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
+        counters["head_preemptions_total"] = float(batcher.preemptions)
+        counters["head_strays_total"] = float(self.strays)
+        gauges = {
+            "head_blocks": blocks.total,
+            "head_blocks_used": blocks.total - blocks.free,
+            "head_blocks_releasing": blocks.retired,
+            "head_blocks_free": blocks.free,
+            "head_running": self._roster.admitted,
+            "head_waiting": len(self._roster.policy),
+            "head_decode_in_flight": ledger.volumes(prefill=False),
+            "head_prefill_in_flight": ledger.volumes(prefill=True),
+            "head_cancel_iterations_last": ledger.cancel_iterations_last,
+            "head_cancel_iterations_max": ledger.cancel_iterations_max,
+        }
+        return counters, {name: float(value) for name, value in gauges.items()}
+
+    def validate(self) -> None:
+        """Check all invariants.
+
+        Raises:
+            InvariantError: one is broken; carries the last transitions.
+        """
+        try:
+            self._blocks.validate()
+            self._ledger.validate()
+            self._roster.validate()
+            self._validate_jobs()
+        except InvariantError as error:
+            raise InvariantError(str(error), self._story.lines()) from error
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _back(self, tick: int, now: float) -> tuple[Rows, ...]:
+        rows = self._ledger.returned(tick)
+        if rows is None:
+            self._stray("volume", tick, now)
+            return ()
+        self._story.add(now, "back", tick, len(rows))
+        return rows
+
+    def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
+        """A token of a live request: keep it and pass it on."""
+        self._counts["tokens"] += 1
+        job.tokens.append(choice.token)
+        finish = self._finish(job)
+        if finish is None:
+            self._roster.came_back(job)
+        else:
+            self._counts["finished"] += 1
+            self._remove(job, finish, now)
+        top = tops.get((choice.request, choice.position))
+        pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
+        request = job.request
+        token = Token(
+            self.epoch, request.key, choice.position, choice.token, choice.logprob, pairs, finish
+        )
+        return Emission(request.owner, token)
+
+    def _finish(self, job: Job) -> FinishReason | None:
+        if job.tokens[-1] in job.request.stop_ids:
+            return "stop"
+        spent = job.generated >= job.request.max_tokens
+        return "length" if spent or len(job.tokens) >= self.limits.max_context else None
+
+    def _cancel(self, job: Job, now: float) -> None:
+        self._counts["cancelled"] += 1
+        trip = self._ledger.cancelled() if job.state != "waiting" else None
+        self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
+        self._roster.remove(job, trip)
+        self._admission.departed(now)
+
+    def _fail(self, job: Job, reason: str, now: float) -> Emission:
+        self._counts["failed"] += 1
+        self._remove(job, "failed", now)
+        request = job.request
+        return Emission(request.owner, Rejected(self.epoch, request.key, "failed", reason))
+
+    def _remove(self, job: Job, why: str, now: float) -> None:
+        self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
+        self._roster.remove(job)
+        self._admission.departed(now)
+
+    def _stray(self, kind: str, tick: int, now: float) -> None:
+        self.strays += 1
+        self._story.add(now, "stray", kind, tick)
+
+    def _validate_jobs(self) -> None:
+        """Blocks, rows in flight and emission windows of each job."""
+        held = self._roster.leaving_blocks
+        for job in self._roster:
+            held += len(job.blocks)
+            if len(job.tokens) - job.credited > job.request.window:
+                raise InvariantError(f"request {job.id} is ahead of its window")
+            if job.state == "waiting":
+                if job.blocks or job.flight:
+                    raise InvariantError(f"job {job.request.key} waits with blocks or rows")
+                continue
+            if len(job.blocks) < self.limits.blocks_for(job.issued):
+                raise InvariantError(f"request {job.id} has rows issued beyond its blocks")
+            if job.flight != self._ledger.flying(job.id):
+                raise InvariantError(f"request {job.id} does not know its rows in flight")
+        if held != self._blocks.held:
+            raise InvariantError(f"{self._blocks.held} blocks are held, {held} in block tables")

@@ -1,0 +1,65 @@
+"""A request while a head serves it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from molink.head.request import HeadRequest
+
+#: ``waiting`` holds no blocks; ``prefill`` has rows of known tokens still to be issued; ``decode``
+#: has issued them all, and has either a row in flight or a token to go on from; ``gone`` is over.
+JobState = Literal["waiting", "prefill", "decode", "gone"]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request and how far it has got.
+
+    The attributes below ``credited`` belong to one admission and begin anew with each: a preempted
+    job keeps its tokens only.
+    """
+
+    request: HeadRequest
+    #: All tokens so far; those beyond ``request.tokens`` have been emitted.
+    tokens: list[int]
+    #: The client has taken all tokens below this position.
+    credited: int
+    state: JobState = "waiting"
+    admissions: int = 0
+    #: The request id that stages know it by; meaningless while waiting.
+    id: int = -1
+    #: Tokens whose rows have been issued; a decoding job's last token is issued as a row later.
+    issued: int = 0
+    blocks: list[int] = field(default_factory=list)
+    #: How many of ``blocks`` the stages have been told of.
+    announced: int = 0
+    #: Latest tick that admits it or has rows of it.
+    last: int = 0
+    #: Ticks with rows of it that have not come back.
+    flight: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, request: HeadRequest) -> "Job":
+        """A job that waits."""
+        return cls(request, list(request.tokens), len(request.tokens))
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled for it by this head."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the client has to take tokens before more may be sampled."""
+        return len(self.tokens) - self.credited >= self.request.window
+
+    @property
+    def kv_end(self) -> int:
+        """Most tokens whose KV it can ever need: the last one sampled is never run."""
+        return len(self.request.tokens) + self.request.max_tokens - 1
+
+    def begin(self, request_id: int, blocks: list[int]) -> None:
+        """It is admitted, with blocks for all its tokens."""
+        self.state, self.id, self.blocks = "prefill", request_id, blocks
+        self.admissions += 1
+        self.issued = self.announced = self.last = 0
+        self.flight = set()

@@ -1,0 +1,110 @@
+"""Ticks: who got which, and which have not come back."""
+
+from dataclasses import dataclass
+
+from molink.errors import InvariantError
+from molink.wire.data import Rows, Volume
+
+#: Ticks that may be issued beyond the oldest one in flight; stages' memory of ticks is bounded.
+MAX_SPAN = 1 << 15
+
+
+@dataclass(slots=True, eq=False)
+class Trip:
+    """Counts iterations of the ring from a moment on: volumes issued one after another's return."""
+
+    mark: int
+    iterations: int = 1
+
+
+class Ledger:
+    """Issues ticks, from 1 on, and keeps those of volumes and releases until they return."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        #: In order of tick.
+        self._volumes: dict[int, Volume] = {}
+        self._releases: dict[int, Trip | None] = {}
+        self._trips: list[Trip] = []
+        self._counts = {True: 0, False: 0}
+        self.cancel_iterations_last = 0
+        self.cancel_iterations_max = 0
+
+    def issue(self) -> int:
+        """The next tick."""
+        self.last += 1
+        return self.last
+
+    def volumes(self, *, prefill: bool) -> int:
+        """Volumes of that kind in flight."""
+        return self._counts[prefill]
+
+    @property
+    def releases(self) -> int:
+        """Releases that have not gone round."""
+        return len(self._releases)
+
+    @property
+    def wide(self) -> bool:
+        """Whether the oldest tick in flight is so old that nothing new may be issued."""
+        oldest = min(next(iter(self._volumes), self.last), next(iter(self._releases), self.last))
+        return self.last - oldest >= MAX_SPAN
+
+    def sent(self, volume: Volume) -> None:
+        """A volume goes out under a tick of this ledger."""
+        self._volumes[volume.tick] = volume
+        self._counts[volume.prefill] += 1
+
+    def returned(self, tick: int) -> tuple[Rows, ...] | None:
+        """A volume is back; its rows, or ``None`` if no such volume is in flight."""
+        volume = self._volumes.pop(tick, None)
+        if volume is None:
+            return None
+        self._counts[volume.prefill] -= 1
+        for trip in self._trips:
+            if tick > trip.mark:
+                trip.iterations += 1
+                trip.mark = self.last
+        return volume.rows
+
+    def cancelled(self) -> Trip:
+        """Begin to count the iterations that a cancel takes."""
+        trip = Trip(self.last)
+        self._trips.append(trip)
+        return trip
+
+    def released(self, tick: int, trip: Trip | None) -> None:
+        """A release goes out; ``trip`` if it is that of a cancel."""
+        self._releases[tick] = trip
+
+    def went_round(self, tick: int) -> bool:
+        """A release is back; ``False`` if no such release is on its way."""
+        if tick not in self._releases:
+            return False
+        trip = self._releases.pop(tick)
+        if trip is not None:
+            self._trips.remove(trip)
+            self.cancel_iterations_last = trip.iterations
+            self.cancel_iterations_max = max(self.cancel_iterations_max, trip.iterations)
+        return True
+
+    def flying(self, request: int) -> set[int]:
+        """Ticks in flight with rows of ``request``."""
+        return {
+            tick
+            for tick, volume in self._volumes.items()
+            if any(rows.request == request for rows in volume.rows)
+        }
+
+    def validate(self) -> None:
+        """Counts agree with what is in flight, and nothing is from the future.
+
+        Raises:
+            InvariantError: they don't.
+        """
+        for prefill, count in self._counts.items():
+            there = sum(1 for volume in self._volumes.values() if volume.prefill is prefill)
+            if there != count:
+                raise InvariantError(f"{there} volumes (prefill: {prefill}) in flight, not {count}")
+        if max([*self._volumes, *self._releases], default=0) > self.last:
+            raise InvariantError(f"a tick beyond the last one issued, {self.last}, is in flight")

@@ -1,0 +1,44 @@
+"""The bounds that a head works within."""
+
+from dataclasses import dataclass
+
+from molink.errors import UsageError
+from molink.wire.data import MAX_MICRO_BATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLimits:
+    """Bounds of one pipeline's head.
+
+    ``blocks`` KV blocks of ``block_size`` tokens at every stage; ``micro_batches`` (``K``) bounds
+    decode volumes and, apart from them, prefill volumes in flight; ``chunk_tokens`` rows of a
+    prefill volume; ``max_running`` requests that hold blocks and ``max_waiting`` that queue;
+    ``max_context`` tokens of a request, prompt and answer together.
+    """
+
+    blocks: int
+    block_size: int
+    micro_batches: int
+    chunk_tokens: int = 512
+    max_running: int = 64
+    max_waiting: int = 256
+    max_context: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "blocks": (1, 1 << 31),
+            "block_size": (1, 1 << 16),
+            "micro_batches": (1, MAX_MICRO_BATCHES),
+            "chunk_tokens": (1, 1 << 16),
+            "max_running": (1, 1 << 16),
+            "max_waiting": (0, 1 << 20),
+            "max_context": (1, 1 << 24),
+        }
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise UsageError(f"{name} must be from {least} to {most}, not {value}")
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold the KV of ``tokens`` tokens."""
+        return -(-tokens // self.block_size)

@@ -1,0 +1,33 @@
+"""What a daemon asks of a head, and what the head answers."""
+
+from dataclasses import dataclass
+
+from molink.wire.data import Rejected, Sampling, Token
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRequest:
+    """A request as a daemon submits it.
+
+    ``owner`` is the daemon and ``key`` its own id of the request. ``tokens`` are the prompt and, if
+    the request is resubmitted, what was generated in an earlier epoch; the first ``prompt_tokens``
+    of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``window`` is how
+    many emitted tokens may be uncredited before decoding pauses.
+    """
+
+    owner: str
+    key: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+    window: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A message for the daemon ``owner``."""
+
+    owner: str
+    message: Token | Rejected

@@ -1,0 +1,183 @@
+"""All jobs of a head, by what can be done with them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from molink.errors import InvariantError
+from molink.head.job import Job
+from molink.head.ledger import Trip
+from molink.head.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An admission that is over and whose release has still to be issued."""
+
+    id: int
+    blocks: tuple[int, ...]
+    last: int
+    also: tuple[int, ...]
+    trip: Trip | None
+
+
+class Roster:
+    """Keeps jobs in exactly one place each: waiting in the policy, admitted, or gone."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._jobs: dict[tuple[str, str], Job] = {}
+        #: By request id, which rises with each admission.
+        self._admitted: dict[int, Job] = {}
+        #: Admitted jobs with known tokens whose rows have still to be issued, oldest first.
+        self._prefilling: dict[int, Job] = {}
+        #: Decoding jobs with nothing in flight, in the order in which their tokens came back.
+        self._idle: dict[int, Job] = {}
+        self._leaving: list[Leaving] = []
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    @property
+    def admitted(self) -> int:
+        """How many jobs are admitted."""
+        return len(self._admitted)
+
+    @property
+    def leaving_blocks(self) -> int:
+        """Blocks whose release has still to be issued."""
+        return sum(len(leaving.blocks) for leaving in self._leaving)
+
+    def find(self, owner: str, key: str) -> Job | None:
+        """The job of a daemon's request."""
+        return self._jobs.get((owner, key))
+
+    def of_id(self, request_id: int) -> Job | None:
+        """The job that stages know as ``request_id``, unless that admission is over."""
+        return self._admitted.get(request_id)
+
+    def owned_by(self, owner: str) -> list[Job]:
+        """All jobs of a daemon."""
+        return [job for (name, _), job in self._jobs.items() if name == owner]
+
+    def decoding(self) -> int:
+        """Jobs that take part in decoding: those that wait for their client do not count."""
+        return sum(job.state == "decode" and not job.stalled for job in self._admitted.values())
+
+    def runnable(self) -> list[Job]:
+        """Jobs that could take a decode step now."""
+        return [job for job in self._idle.values() if not job.stalled]
+
+    def prefilling(self) -> list[Job]:
+        """Jobs with rows of known tokens to be issued, oldest first."""
+        return list(self._prefilling.values())
+
+    def first_waiting(self) -> Job | None:
+        """The job to be admitted next; those that wait for their client are passed over."""
+        return next((job for job in self.policy.waiting() if not job.stalled), None)
+
+    def all_stalled(self) -> bool:
+        """Whether every admitted job waits for its client."""
+        return all(job.stalled and job.id in self._idle for job in self._admitted.values())
+
+    def victim(self, younger_than: int) -> Job | None:
+        """Whom to preempt: one that waits for its client, else the latest admitted.
+
+        Only jobs with nothing in flight, and (unless they wait for their client) only those
+        admitted after request id ``younger_than``, so that the oldest always goes on.
+        """
+        latest = None
+        for job in reversed(self._admitted.values()):
+            if job.flight or (job.state == "decode" and job.id not in self._idle):
+                continue
+            if job.stalled:
+                return job
+            if latest is None and job.id > younger_than:
+                latest = job
+        return latest
+
+    def enqueue(self, job: Job, now: float) -> None:
+        """A new job waits."""
+        self._jobs[job.request.owner, job.request.key] = job
+        self.policy.push(job, now)
+
+    def admit(self, job: Job, blocks: list[int]) -> None:
+        """A waiting job gets blocks for all its tokens and a request id."""
+        self.policy.discard(job)
+        job.begin(self._next_id, blocks)
+        self._next_id += 1
+        self._admitted[job.id] = self._prefilling[job.id] = job
+
+    def issued(self, job: Job) -> None:
+        """The latest rows of ``job`` have gone into a volume."""
+        self._idle.pop(job.id, None)
+        if job.issued == len(job.tokens):
+            self._prefilling.pop(job.id, None)
+            job.state = "decode"
+
+    def came_back(self, job: Job) -> None:
+        """A sampled token has come back: the job can go on."""
+        self._idle[job.id] = job
+
+    def preempt(self, job: Job, now: float) -> None:
+        """Take an admitted job's blocks; it waits with its tokens so far."""
+        self._depart(job, None)
+        job.state = "waiting"
+        self.policy.push_back(job, now)
+
+    def remove(self, job: Job, trip: Trip | None = None) -> None:
+        """The job is over, at whatever point it is."""
+        del self._jobs[job.request.owner, job.request.key]
+        if job.state == "waiting":
+            self.policy.discard(job)
+        else:
+            self._depart(job, trip)
+        job.state = "gone"
+
+    def take_leaving(self) -> list[Leaving]:
+        """The admissions whose release is to be issued now."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def _depart(self, job: Job, trip: Trip | None) -> None:
+        del self._admitted[job.id]
+        self._prefilling.pop(job.id, None)
+        self._idle.pop(job.id, None)
+        also = tuple(sorted(job.flight - {job.last}))
+        self._leaving.append(Leaving(job.id, tuple(job.blocks), job.last, also, trip))
+        job.blocks = []
+        job.flight = set()
+
+    def validate(self) -> None:
+        """Every job is where its state says.
+
+        Raises:
+            InvariantError: one is not.
+        """
+        waiting = list(self.policy.waiting())
+        if len(waiting) != len(set(waiting)) or len(waiting) != len(self.policy):
+            raise InvariantError("the policy holds a job twice")
+        for job in self:
+            inside = self._admitted.get(job.id) is job
+            if (job.state == "waiting") != (job in waiting) or inside == (job in waiting):
+                raise InvariantError(f"job {job.request.key} is {job.state} but not kept as such")
+            if inside:
+                self._validate_admitted(job)
+        if len(waiting) + len(self._admitted) != len(self._jobs):
+            raise InvariantError("a job is kept that nobody owns")
+        if not self._idle.keys() | self._prefilling.keys() <= self._admitted.keys():
+            raise InvariantError("a job that is over could still be run")
+
+    def _validate_admitted(self, job: Job) -> None:
+        prefilling = job.state == "prefill"
+        if prefilling != (job.id in self._prefilling) or prefilling != (
+            job.issued < len(job.tokens) and job.id not in self._idle
+        ):
+            raise InvariantError(f"request {job.id} is in {job.state} with {job.issued} issued")
+        if job.state == "decode" and (job.id in self._idle) == bool(job.flight):
+            raise InvariantError(f"request {job.id} is idle with rows in flight, or neither")
+        if job.announced > len(job.blocks):
+            raise InvariantError(f"request {job.id} announced blocks that it doesn't have")

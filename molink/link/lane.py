@@ -1,0 +1,113 @@
+"""The sending end of one lane: numbers, and what to send again after a reconnect."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from molink.wire.codec import Buffer
+from molink.wire.data import Ack, Frame, Lane, RingBody
+
+#: What a message is counted as beside its payload, in bytes.
+HEADER_COST = 128
+
+
+def size_of(payload: Buffer | None) -> int:
+    """What a message with ``payload`` costs in memory, in bytes."""
+    return HEADER_COST + (0 if payload is None else memoryview(payload).nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send on a lane."""
+
+    lane: Lane
+    message: Frame
+    payload: Buffer | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message in bytes (its header is estimated)."""
+        return size_of(self.payload)
+
+
+class OutLane:
+    """Frames of one (epoch, lane), from their numbering to their acknowledgement."""
+
+    def __init__(self, epoch: int, lane: Lane) -> None:
+        self.lane = lane
+        self._epoch = epoch
+        #: Frames not acknowledged yet: numbers ``base … next - 1``, without gaps.
+        self._kept: deque[tuple[Outgoing, float]] = deque()
+        #: How many of them, oldest first, have been sent on this connection.
+        self._sent = 0
+        #: The number above which a frame has never been sent on any connection.
+        self._fresh = 0
+        self.base = 0
+        self.next = 0
+        #: Bytes not acknowledged yet.
+        self.nbytes = 0
+        self.connected = False
+        self.resent = 0
+        #: When the lane last got on: an acknowledgement, or something sent into an empty lane.
+        self.progress_at = 0.0
+
+    def append(self, body: RingBody, payload: Buffer | None, now: float) -> None:
+        """Number a message and keep it until it is acknowledged."""
+        out = Outgoing(self.lane, Frame(self._epoch, self.lane, self.next, body), payload)
+        self._kept.append((out, now))
+        self.next += 1
+        self.nbytes += out.nbytes
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is to be sent on this connection (again)."""
+        return self.connected and self._sent < len(self._kept)
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many frames were sent on this connection and not acknowledged."""
+        return self._sent
+
+    def take(self, now: float) -> Outgoing:
+        """The next frame to send."""
+        if self._sent == 0:
+            self.progress_at = now
+        out, _ = self._kept[self._sent]
+        self._kept[self._sent] = (out, now)
+        self._sent += 1
+        seq = out.message.seq
+        if seq < self._fresh:
+            self.resent += 1
+        self._fresh = max(self._fresh, seq + 1)
+        return out
+
+    def acknowledge(self, ack: Ack, now: float) -> tuple[int, float] | None:
+        """Let go of what has arrived.
+
+        Returns:
+            How many bytes that was and the seconds since the newest of it was sent;
+            ``None`` if the acknowledgement says nothing new, or what can't be.
+        """
+        if not self.base < ack.next <= self._fresh:
+            return None
+        freed, sent_at = 0, now
+        while self.base < ack.next:
+            out, sent_at = self._kept.popleft()
+            freed += out.nbytes
+            self.base += 1
+            self._sent = max(0, self._sent - 1)
+        self.nbytes -= freed
+        self.progress_at = now
+        return freed, now - sent_at
+
+    def rewind(self) -> None:
+        """Send everything that was not acknowledged again."""
+        self._sent = 0
+
+    def valid(self) -> bool:
+        """Whether numbers and sizes agree."""
+        numbers = [out.message.seq for out, _ in self._kept]
+        return (
+            numbers == list(range(self.base, self.next))
+            and self.nbytes == sum(out.nbytes for out, _ in self._kept)
+            and 0 <= self._sent <= len(self._kept)
+        )

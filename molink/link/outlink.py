@@ -1,0 +1,308 @@
+"""One outgoing link: two connections to the next stage and the timers, around a LinkSender.
+
+All callbacks and methods belong to the event loop's thread. What to send, when, and whether the
+next stage is dead is decided by :mod:`molink.link.sender` and :mod:`molink.link.heartbeat`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from molink.errors import MolinkError
+from molink.link.heartbeat import BeatClock, Liveness, RoundTrip
+from molink.link.lane import Outgoing
+from molink.link.policy import Event, LinkEstimate
+from molink.link.sender import BOTH_LANES, LinkSender
+from molink.wire.codec import Buffer
+from molink.wire.data import Ack, Beat, DataMessage, Lane, LinkHello, RingBody, Volume
+
+#: Until a hello is repeated that the next stage hasn't answered: it may not be that far yet.
+HELLO_INTERVAL = 0.25
+#: How often the next stage's life is looked at.
+_LOOK_INTERVAL = 0.5
+_LEAST_PAUSE = 0.001
+
+
+class Channel(Protocol):
+    """A connection to the next stage; :class:`molink.wire.client.Client` is one."""
+
+    @property
+    def congested(self) -> bool:
+        """Whether messages wait for the socket."""
+
+    def start(self) -> None:
+        """Begin to connect."""
+
+    def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
+        """Send; raises :class:`MolinkError` if that can't be."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelEvents:
+    """What a channel calls its link with."""
+
+    on_message: Callable[[DataMessage, memoryview | None], None]
+    on_connect: Callable[[], None]
+    on_disconnect: Callable[[], None]
+    on_drained: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a stage tells its neighbours of itself.
+
+    ``completed`` is the last tick its compute thread has completed, ``queued`` how many volumes
+    wait for it or are being run, ``busy`` whether any request lives.
+    """
+
+    completed: int
+    queued: int
+    busy: bool
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """What happened on a link so far."""
+
+    connects: int = 0
+    sent_frames: int = 0
+    sent_bytes: int = 0
+    resent: int = 0
+    stale_acks: int = 0
+    queued_bytes: int = 0
+    unacknowledged_bytes: int = 0
+    rtt: float = 0.0
+    least_rtt: float = 0.0
+
+
+@dataclass(slots=True)
+class _Connection:
+    channel: Channel
+    connected: bool = False
+    #: Whether the next stage has answered our hello on this connection.
+    welcome: bool = False
+    hello_at: float = field(default=0.0)
+
+
+class OutLink:
+    """Sends what its stage produces to the next stage, for one epoch."""
+
+    def __init__(
+        self,
+        connect: Callable[[Lane, ChannelEvents], Channel],
+        sender: LinkSender,
+        pipeline: str,
+        from_stage: int,
+        progress: Callable[[], Progress],
+        on_dead: Callable[[str], None],
+    ) -> None:
+        """``connect`` makes a lane's connection. ``on_dead`` is told, once, why the next is dead.
+
+        ``progress`` says how this stage itself gets on.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._sender = sender
+        self._pipeline = pipeline
+        self._from_stage = from_stage
+        self._progress = progress
+        self._on_dead = on_dead
+        self._connections = {lane: _Connection(connect(lane, self._events(lane))) for lane in Lane}
+        now = self._loop.time()
+        self._beats = BeatClock(now)
+        self.liveness = Liveness(now)
+        self._round_trip = RoundTrip()
+        self._connects = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pumping: asyncio.Handle | None = None
+        self._dead = False
+        self._closed = False
+
+    # --- life --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to connect."""
+        for connection in self._connections.values():
+            connection.channel.start()
+        self._pump()
+
+    async def close(self) -> None:
+        """Disconnect; what has not been acknowledged is dropped."""
+        self._closed = True
+        for handle in (self._timer, self._pumping):
+            if handle is not None:
+                handle.cancel()
+        for connection in self._connections.values():
+            await connection.channel.close()
+
+    # --- sending -----------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether the stage should pause: the next one doesn't take what it produces."""
+        return self._sender.full
+
+    def control(self, body: RingBody, payload: Buffer | None = None) -> None:
+        """As :meth:`LinkSender.control`."""
+        self._sender.control(body, payload)
+        self._pump()
+
+    def volume(self, header: Volume, rows: Buffer) -> None:
+        """As :meth:`LinkSender.volume`."""
+        self._sender.volume(header, rows, self._loop.time())
+        self._pump()
+
+    def handle(self, event: Event) -> None:
+        """Tell the policy what the executor did."""
+        self._sender.handle(event, self._loop.time())
+        self._pump()
+
+    def _pump(self) -> None:
+        """Send what may be sent now, a batch at a time, and set the timer for what comes next."""
+        if self._closed:
+            return
+        now = self._loop.time()
+        self._greet(now)
+        batch = self._sender.poll(now, self._ready())
+        for out in batch:
+            self._send(out)
+        self._beat(now)
+        self._look(now)
+        if batch and self._pumping is None:
+            self._pumping = self._loop.call_soon(self._pump_more)
+        self._set_timer(now)
+
+    def _pump_more(self) -> None:
+        self._pumping = None
+        self._pump()
+
+    def _ready(self) -> list[Lane]:
+        return [
+            lane
+            for lane in BOTH_LANES
+            if self._connections[lane].welcome and not self._connections[lane].channel.congested
+        ]
+
+    def _send(self, out: Outgoing) -> None:
+        self._say(out.lane, out.message, out.payload)
+
+    def _say(self, lane: Lane, message: DataMessage, payload: Buffer | None = None) -> None:
+        try:
+            self._connections[lane].channel.send(message, payload)
+        except MolinkError:
+            # The connection has just broken: what counts is kept, and sent again on the next.
+            self._disconnected(lane)
+
+    def _set_timer(self, now: float) -> None:
+        wakes = [now + _LOOK_INTERVAL, self._beats.next_at(self._progress().busy)]
+        if self._sender.wake_at is not None:
+            wakes.append(self._sender.wake_at)
+        for each in self._connections.values():
+            if each.connected and not each.welcome:
+                wakes.append(each.hello_at + HELLO_INTERVAL)
+        at = max(min(wakes), now + _LEAST_PAUSE)
+        # One that is set for earlier looks again then.
+        if self._timer is None or at < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(at, self._pump_again)
+
+    def _pump_again(self) -> None:
+        self._timer = None
+        self._pump()
+
+    # --- connections -------------------------------------------------------------------------
+
+    def _events(self, lane: Lane) -> ChannelEvents:
+        return ChannelEvents(
+            on_message=lambda message, _: self._message(lane, message),
+            on_connect=lambda: self._connected(lane),
+            on_disconnect=lambda: self._disconnected(lane),
+            on_drained=self._pump,
+        )
+
+    def _connected(self, lane: Lane) -> None:
+        connection = self._connections[lane]
+        connection.connected = True
+        connection.welcome = False
+        connection.hello_at = self._loop.time() - HELLO_INTERVAL
+        self._connects += 1
+        self._pump()
+
+    def _disconnected(self, lane: Lane) -> None:
+        connection = self._connections[lane]
+        connection.connected = connection.welcome = False
+        self._sender.disconnected(lane, self._loop.time())
+
+    def _greet(self, now: float) -> None:
+        """Say which link this is wherever the next stage doesn't know it yet."""
+        for lane, each in self._connections.items():
+            if each.connected and not each.welcome and now >= each.hello_at + HELLO_INTERVAL:
+                each.hello_at = now
+                hello = LinkHello(self._pipeline, self._sender.epoch, self._from_stage, lane)
+                self._say(lane, hello)
+
+    def _message(self, lane: Lane, message: DataMessage) -> None:
+        now = self._loop.time()
+        if isinstance(message, Ack):
+            self._acknowledged(lane, message, now)
+        elif isinstance(message, Beat) and message.epoch == self._sender.epoch:
+            self.liveness.beat(message.completed, message.queued, now)
+            self._round_trip.measured(now - message.echo)
+            estimate = LinkEstimate(self._round_trip.smooth, self._round_trip.least)
+            self._sender.handle(estimate, now)
+        self._pump()
+
+    def _acknowledged(self, lane: Lane, ack: Ack, now: float) -> None:
+        connection = self._connections[lane]
+        if ack.epoch != self._sender.epoch or ack.lane is not lane:
+            return
+        if ack.next < self._sender.base(lane):
+            self._die(f"it lost its place: frame {ack.next} of {lane.name} has come before")
+            return
+        if not connection.welcome:
+            connection.welcome = True
+            if ack.next > self._sender.base(lane):
+                self._sender.ack(ack, now)
+            self._sender.reconnected(lane, now)
+        else:
+            self._sender.ack(ack, now)
+
+    # --- signs of life -----------------------------------------------------------------------
+
+    def _beat(self, now: float) -> None:
+        progress = self._progress()
+        if not self._connections[Lane.DECODE].welcome or now < self._beats.next_at(progress.busy):
+            return
+        self._beats.beat(now)
+        beat = Beat(self._sender.epoch, progress.completed, progress.queued, sent_at=now)
+        self._say(Lane.DECODE, beat)
+
+    def _look(self, now: float) -> None:
+        reason = self.liveness.death(now)
+        if reason is not None:
+            self._die(reason)
+
+    def _die(self, reason: str) -> None:
+        if not self._dead:
+            self._dead = True
+            self._on_dead(reason)
+
+    @property
+    def stats(self) -> LinkStats:
+        """What happened so far."""
+        sender = self._sender
+        return LinkStats(
+            connects=self._connects,
+            sent_frames=sender.sent_frames,
+            sent_bytes=sender.sent_bytes,
+            resent=sender.resent,
+            stale_acks=sender.stale_acks,
+            queued_bytes=sender.queued_bytes,
+            unacknowledged_bytes=sender.unacknowledged_bytes,
+            rtt=self._round_trip.smooth,
+            least_rtt=self._round_trip.least,
+        )

@@ -1,0 +1,80 @@
+"""Under which addresses other PCs can reach this one."""
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+MAX_ADDRESSES = 8
+LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this PC can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether binding to ``host`` means every interface."""
+    return host in ("0.0.0.0", "::", "*", "")
+
+
+def from_here(host: str) -> str:
+    """The address under which this PC itself reaches sockets that are bound to ``host``."""
+    return LOOPBACK if is_wildcard(host) else host
+
+
+def advertised(host: str, explicit: Sequence[str] = ()) -> tuple[str, ...]:
+    """Addresses to tell to others, best first, for sockets that are bound to ``host``."""
+    if explicit:
+        return tuple(explicit)[:MAX_ADDRESSES]
+    if not is_wildcard(host):
+        return (host,)
+    return rank(_interface_addresses(), _outgoing_address())
+
+
+def rank(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:
+    """The address of the default route first, loopback only if there is no other."""
+    usable: list[str] = [outgoing] if outgoing else []
+    for text in found:
+        address = ipaddress.ip_address(text)
+        if address.is_loopback or address.is_link_local or text in usable:
+            continue
+        usable.append(text)
+    return tuple(usable[:MAX_ADDRESSES]) or (LOOPBACK,)
+
+
+def _interface_addresses() -> list[str]:
+    states = psutil.net_if_stats()
+    return [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        if name not in states or states[name].isup
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+
+
+def _outgoing_address() -> str | None:
+    """The local address that the default route uses; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if is_loopback(address) or address == "0.0.0.0" else address
+
+
+def dial(addresses: Sequence[str], port: int) -> tuple[str, ...]:
+    """ZeroMQ endpoints for addresses as peers announce them."""
+    return tuple(
+        f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        for address in addresses
+    )

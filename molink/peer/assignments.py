@@ -1,0 +1,209 @@
+"""Carries out what :mod:`molink.peer.keeper` decides: fetches, workers, news to the coordinator."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from molink.errors import MolinkError
+from molink.model.folder import ModelFolder
+from molink.peer.device import Measured, worker_threads
+from molink.peer.keeper import (
+    Decision,
+    Fetch,
+    FromStage,
+    Keeper,
+    StartWorker,
+    StopWorker,
+    Tell,
+    TellWorker,
+)
+from molink.peer.roster import Roster
+from molink.peer.settings import Settings
+from molink.peer.store import Progress, Store
+from molink.peer.supervisor import Supervisor
+from molink.wire.control import (
+    Assign,
+    ControlMessage,
+    Form,
+    ModelFacts,
+    Unassign,
+    WorkerState,
+)
+from molink.wire.keys import KeyPair
+from molink.wire.pipe import Start
+
+log = logging.getLogger(__name__)
+
+#: A KV pool has room for this many tokens even where the budget says otherwise.
+MIN_KV_TOKENS = 2048
+_ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+class Assignments:
+    """The stages of this peer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        keys: KeyPair,
+        store: Store,
+        roster: Roster,
+        logs: Path,
+        tell: Callable[[ControlMessage], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """``on_change`` is called whenever :meth:`states` may have changed."""
+        self._settings = settings
+        self._keys = keys
+        self._store = store
+        self._roster = roster
+        self._tell = tell
+        self._on_change = on_change
+        self._keeper = Keeper()
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._progress: dict[int, Progress] = {}
+        self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
+        self.supervisor = Supervisor(logs, self._worker_said, self._worker_exited)
+
+    def measured(self, device: Measured) -> None:
+        """The device is known: stages may be started on it."""
+        self._measured.set_result(device)
+
+    def handle(self, message: Assign | Form | Unassign) -> None:
+        """Take an order of the coordinator."""
+        match message:
+            case Assign():
+                self._carry_out(self._keeper.assign(message))
+            case Form():
+                self._carry_out(self._keeper.form(message))
+            case Unassign():
+                self._carry_out(self._keeper.unassign(message.pipeline))
+
+    def repeat(self) -> None:
+        """Tell the coordinator again what it may have missed."""
+        self._carry_out([*self._keeper.repeat()])
+
+    def members_changed(self) -> None:
+        """Tell the workers who may talk to them."""
+        self.supervisor.tell_all(self._roster.keys())
+
+    def states(self) -> tuple[WorkerState, ...]:
+        """All stages of this peer."""
+        return self._keeper.states()
+
+    def describe(self) -> str:
+        """All stages, and how far transfers are, in one line for a person."""
+        under_way = [f"{p}" for p in self._progress.values() if p.total]
+        return " ".join([self._keeper.describe(), *under_way])
+
+    async def close(self) -> None:
+        """End transfers and workers."""
+        tasks = list(self._fetches.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.supervisor.close()
+        self._measured.cancel()
+
+    # --- carrying out ---
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Fetch():
+                    task = asyncio.get_running_loop().create_task(self._fetch(decision))
+                    self._fetches[decision.generation] = task
+                case StartWorker():
+                    self._start(decision)
+                case TellWorker(generation, message):
+                    self.supervisor.tell(generation, message)
+                case StopWorker(generation):
+                    fetch = self._fetches.get(generation)
+                    if fetch is not None:
+                        fetch.cancel()
+                    self.supervisor.stop(generation)
+                case Tell(message):
+                    self._tell(message)
+        if decisions:
+            self._on_change()
+
+    async def _fetch(self, decision: Fetch) -> None:
+        generation, assign = decision.generation, decision.assign
+        progress = self._progress[generation] = Progress()
+        try:
+            folder = await self._store.stage(assign.model, assign.layers, assign.sources, progress)
+            start = await self._prepare(assign, folder)
+        except MolinkError as error:
+            log.warning("stage %d of %s: %s", assign.stage, assign.model, error)
+            self._carry_out(self._keeper.failed(generation, str(error)))
+        except Exception as error:
+            log.exception("stage %d of %s", assign.stage, assign.model)
+            self._carry_out(self._keeper.failed(generation, f"internal error: {error!r}"))
+        else:
+            self._carry_out(self._keeper.fetched(generation, start))
+        finally:
+            del self._fetches[generation], self._progress[generation]
+
+    async def _prepare(self, assign: Assign, folder: Path) -> Start:
+        opened = await asyncio.to_thread(ModelFolder.open, folder, assign.layers)
+        measured = await asyncio.shield(self._measured)
+        settings = self._settings
+        first, last = settings.worker_ports
+        return Start(
+            pipeline=assign.pipeline,
+            stage=assign.stage,
+            stages=assign.stages,
+            layers=assign.layers,
+            model_dir=str(folder),
+            dtype=assign.dtype,
+            device=measured.name,
+            threads=worker_threads(settings) if measured.name == "cpu" else 0,
+            public_key=self._keys.public,
+            secret_key=self._keys.secret,
+            bind=settings.host,
+            ports=(first, last + 1),
+            kv_bytes=kv_budget(opened, assign, measured, settings.max_running),
+            block_size=settings.block_size,
+            max_context=opened.config.context,
+            chunk_tokens=settings.chunk_tokens,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+        )
+
+    def _start(self, decision: StartWorker) -> None:
+        generation = decision.generation
+        try:
+            pid = self.supervisor.start(generation, decision.start, self._roster.keys())
+        except OSError as error:
+            reason = f"can't start a worker: {error}"
+            self._carry_out(self._keeper.failed(generation, reason))
+        else:
+            self._keeper.started(generation, pid)
+
+    def _worker_said(self, generation: int, message: FromStage) -> None:
+        self._carry_out(self._keeper.worker_said(generation, message))
+
+    def _worker_exited(self, generation: int, reason: str) -> None:
+        self._carry_out(self._keeper.failed(generation, reason))
+
+
+def kv_budget(folder: ModelFolder, assign: Assign, measured: Measured, requests: int) -> int:
+    """Bytes for the KV pool of a stage: what its weights leave, and no more than can be used.
+
+    ``requests`` is how many may run at once; each has the model's context at most.
+    """
+    element = _ELEMENT_BYTES.get(assign.dtype, 0)
+    if not element:
+        element = _ELEMENT_BYTES[folder.config.dtype]
+        if measured.device.kind == "cpu" and not measured.bf16:
+            element = 4
+    facts: ModelFacts = folder.facts(assign.model)
+    first, last = assign.layers
+    stored = (last - first) * facts.layer_bytes
+    stored += facts.first_bytes * (first == 0) + facts.last_bytes * (last == facts.layers)
+    weights = stored * element // facts.element_bytes
+    token = facts.kv_bytes * element // facts.element_bytes * (last - first)
+    most = token * facts.context * requests
+    least = token * min(facts.context, MIN_KV_TOKENS)
+    return min(most, max(least, measured.device.memory - weights))

@@ -1,0 +1,80 @@
+"""The models that the endpoint can offer: those with a route, once their tokenizer is here."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from molink.api.backend import ServedModel
+from molink.errors import MolinkError
+from molink.model.config import ModelConfig
+from molink.peer.store import Store
+from molink.wire.control import Route
+
+log = logging.getLogger(__name__)
+
+#: Pauses between attempts to get a model's metadata, in seconds; the last one repeats.
+BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Catalogue:
+    """Gets the metadata of every model with a route, for as long as it takes."""
+
+    def __init__(self, store: Store, on_change: Callable[[Sequence[ServedModel]], None]) -> None:
+        self._store = store
+        self._on_change = on_change
+        self._routes: dict[str, Route] = {}
+        self._served: dict[str, ServedModel] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def update(self, route: Route) -> None:
+        """A pipeline serves ``route.model``."""
+        self._routes[route.pipeline] = route
+        if route.model not in self._served and route.model not in self._tasks:
+            task = asyncio.get_running_loop().create_task(self._get(route.model))
+            self._tasks[route.model] = task
+
+    def remove(self, pipeline: str) -> None:
+        """A pipeline is no more; its model goes with the last of them."""
+        route = self._routes.pop(pipeline, None)
+        if route is None or self._route(route.model) is not None:
+            return
+        task = self._tasks.pop(route.model, None)
+        if task is not None:
+            task.cancel()
+        if self._served.pop(route.model, None) is not None:
+            self._on_change(tuple(self._served.values()))
+
+    async def close(self) -> None:
+        """End transfers."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _route(self, model: str) -> Route | None:
+        return next((route for route in self._routes.values() if route.model == model), None)
+
+    async def _get(self, model: str) -> None:
+        attempt = 0
+        try:
+            while (route := self._route(model)) is not None:
+                try:
+                    served = await self._load(route)
+                except (MolinkError, OSError) as error:
+                    log.warning("no tokenizer of %s yet: %s", model, error)
+                    await asyncio.sleep(BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)])
+                    attempt += 1
+                    continue
+                self._served[model] = served
+                self._on_change(tuple(self._served.values()))
+                return
+        finally:
+            if self._tasks.get(model) is asyncio.current_task():
+                del self._tasks[model]
+
+    async def _load(self, route: Route) -> ServedModel:
+        folder = await self._store.metadata(route.model, route.sources)
+        config = await asyncio.to_thread(ModelConfig.load, folder)
+        context = route.context or config.context
+        return ServedModel(route.model, folder, context, int(time.time()))

@@ -1,0 +1,140 @@
+"""What this PC's device can do, measured in a process of its own and remembered.
+
+Torch is never imported here: the measurement is :mod:`molink.stage.probe`, run once for each
+device, torch version and thread count.
+"""
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from molink.errors import WorkerError
+from molink.peer.platform import child_options, cores
+from molink.peer.settings import Settings
+from molink.wire.control import Device
+from molink.wire.secrets import write_secret
+
+log = logging.getLogger(__name__)
+
+PROBE_COMMAND = (sys.executable, "-m", "molink.stage.probe")
+_TIMEOUT_S = 300.0
+#: Part of the memory that stages may use where the user hasn't said: a CPU shares it with all else.
+_CPU_SHARE = 0.5
+_CUDA_SHARE = 0.9
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """What :mod:`molink.stage.probe` prints; memory in bytes, ``read_rate`` in bytes/s."""
+
+    kind: Literal["cpu", "cuda"]
+    index: int
+    name: str
+    total: int
+    free: int
+    read_rate: float
+    bf16: bool
+    threads: int
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The device as the coordinator gets it, and whether it computes in bf16 natively."""
+
+    device: Device
+    bf16: bool
+
+    @property
+    def name(self) -> str:
+        """As torch calls it."""
+        return "cpu" if self.device.kind == "cpu" else f"cuda:{self.device.index}"
+
+
+class _Cache(msgspec.Struct, frozen=True, kw_only=True):
+    key: str
+    probe: Probe
+
+
+def worker_threads(settings: Settings) -> int:
+    """Compute threads of one stage on this PC's CPU, at least 1."""
+    return settings.threads or max(1, cores() // settings.stages_here)
+
+
+async def measure_device(
+    settings: Settings, cache: Path, command: Sequence[str] = PROBE_COMMAND
+) -> Measured:
+    """This PC's device, with the memory that stages may use.
+
+    Raises:
+        WorkerError: the measurement failed; the message has its last line.
+    """
+    threads = worker_threads(settings)
+    mbytes = 256 if settings.stages_here == 1 else 32
+    key = f"{settings.device} {threads} threads {mbytes} MB torch {_torch_version()}"
+    probe = _read_cache(cache, key)
+    if probe is None:
+        arguments = ["--device", settings.device, "--threads", str(threads)]
+        arguments += ["--mbytes", str(mbytes)]
+        probe = await asyncio.to_thread(_run_probe, [*command, *arguments])
+        body = msgspec.json.encode(_Cache(key=key, probe=probe))
+        write_secret(cache, body.decode("utf-8"))
+    device = Device(
+        kind=probe.kind,
+        index=probe.index,
+        name=probe.name[:256],
+        memory=budget(settings, probe),
+        read_rate=probe.read_rate,
+    )
+    return Measured(device, probe.bf16)
+
+
+def budget(settings: Settings, probe: Probe) -> int:
+    """Bytes of the device that one stage of this daemon may use."""
+    if settings.memory:
+        return min(settings.memory, probe.total)
+    share = _CPU_SHARE if probe.kind == "cpu" else _CUDA_SHARE
+    return int(probe.total * share) // settings.stages_here
+
+
+def _read_cache(path: Path, key: str) -> Probe | None:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_Cache)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found.probe if found.key == key else None
+
+
+def _run_probe(command: Sequence[str]) -> Probe:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            **child_options(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WorkerError(f"can't measure the device: {error}") from error
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    if done.returncode:
+        raise WorkerError(f"can't measure the device: {lines[-1] if lines else 'no message'}")
+    try:
+        return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Probe)
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise WorkerError(f"the measurement of the device is unreadable: {error}") from error
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "none"

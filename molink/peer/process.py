@@ -1,0 +1,109 @@
+"""Runs a daemon as (part of) a process: event loop, signals, log, and how it ends."""
+
+import asyncio
+import logging
+import logging.handlers
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from molink.errors import MolinkError, UsageError
+from molink.peer.daemon import Daemon
+from molink.peer.home import Home
+from molink.peer.launch import Announce, AnyEvent, Ended, Launch
+from molink.peer.platform import on_terminate
+
+#: Longest order on standard input, in bytes.
+_MAX_ORDER = 1 << 20
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def run_daemon(
+    launch: Launch,
+    announce: Announce,
+    watch: Callable[[Callable[[], None]], None] | None = None,
+) -> None:
+    """Run until Ctrl-C, a termination or an order to stop; everything has ended then.
+
+    ``watch`` is given a function, callable from any thread, that ends the daemon.
+
+    Raises:
+        MolinkError: it can't start.
+        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+    """
+
+    async def run() -> None:
+        daemon = Daemon(launch, announce)
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(daemon.stop)
+
+        if watch is not None:
+            watch(stop)
+        undo = on_terminate(stop)
+        try:
+            await daemon.run()
+        finally:
+            undo()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(run())
+
+
+def log_to_file(home: Path, level: str) -> logging.Handler:
+    """Write the log to the home's bounded ``daemon.log``; warnings go to the terminal too."""
+    folder = Home(home).create().logs
+    handler = logging.handlers.RotatingFileHandler(
+        folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"
+    )
+    handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    return handler
+
+
+def main() -> None:
+    """A daemon as a child process: its order on standard input, events on standard output.
+
+    It ends at the end of its standard input, so that it never outlives who started it.
+    """
+    try:
+        launch = _read_order()
+        logging.basicConfig(
+            stream=sys.stderr, level=launch.settings.log_level.upper(), format=_LOG_FORMAT
+        )
+        run_daemon(launch, _print_event, _watch_input)
+    except MolinkError as error:
+        _print_event(Ended(code=error.exit_code, text=str(error)))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _read_order() -> Launch:
+    order = sys.stdin.buffer.readline(_MAX_ORDER)
+    try:
+        return msgspec.json.decode(order, type=Launch)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"standard input holds no order for a daemon: {error}") from None
+
+
+def _watch_input(stop: Callable[[], None]) -> None:
+    def wait() -> None:
+        # Not sys.stdin: a thread that holds its lock would spoil the interpreter's exit.
+        while os.read(0, 4096):
+            pass
+        stop()
+
+    threading.Thread(target=wait, name="molink-input", daemon=True).start()
+
+
+def _print_event(event: AnyEvent) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()

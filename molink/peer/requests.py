@@ -1,0 +1,214 @@
+"""The endpoint's backend: requests in, tokens out, whatever happens to the pipelines meanwhile.
+
+The endpoint runs on an event loop of its own; everything here but the methods of ``Backend`` runs
+on the daemon's.
+"""
+
+import array
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from molink.api.backend import GeneratedToken, GenerationRequest, ServedModel
+from molink.errors import ModelNotFound, MolinkError
+from molink.peer.feed import Feed
+from molink.peer.heads import Heads
+from molink.peer.stream import Act, Emit, Fail, Send, SendSubmit, Stream, StreamLimits, Target
+from molink.wire.base import Payload
+from molink.wire.data import Cancel, DataMessage, Prompt, Rejected, Token
+
+log = logging.getLogger(__name__)
+
+#: Prompt ids per message; they are 4 bytes each and a payload has at most 256 KiB.
+PROMPT_PART = 32768
+
+
+@dataclass(slots=True)
+class _Active:
+    stream: Stream
+    feed: Feed
+    target: Target | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class Requests:
+    """All requests of this peer's endpoint. Implements :class:`molink.api.backend.Backend`."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        limits: StreamLimits,
+        metrics: Callable[[], tuple[dict[str, float], dict[str, float]]],
+    ) -> None:
+        self._heads = heads
+        self._limits = limits
+        self._more_metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._active: dict[str, _Active] = {}
+        #: Keys have to differ from those of this peer's earlier daemons.
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        # Replaced, never changed: the endpoint's thread reads them.
+        self._models: tuple[ServedModel, ...] = ()
+        self._ready: frozenset[str] = frozenset()
+        self._counters: Counter[str] = Counter()
+
+    # --- Backend: called on the endpoint's loop ---
+
+    def models(self) -> Sequence[ServedModel]:
+        """Models whose tokenizer is here."""
+        return self._models
+
+    def ready(self, model: str | None = None) -> bool:
+        """Whether a pipeline can take a request now."""
+        served = {served.name for served in self._models} & self._ready
+        return bool(served) if model is None else model in served
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        """Stream an answer; see :class:`molink.api.backend.Backend`."""
+        if request.model not in {served.name for served in self._models}:
+            raise ModelNotFound(f"no model {request.model!r}; see /v1/models")
+        key = f"{self._prefix}-{next(self._numbers)}"
+        feed = Feed()
+        self._call(self._open, key, request, feed)
+        try:
+            while True:
+                items = await feed.take()
+                for item in items:
+                    if isinstance(item, MolinkError):
+                        raise item
+                    yield item
+                    if item.finish is not None:
+                        return
+                self._call(self._taken, key, len(items))
+        finally:
+            self._call(self._close, key)
+
+    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges of this daemon and its workers."""
+        counters, gauges = self._more_metrics()
+        own = {f"daemon_requests_{name}": float(n) for name, n in self._counters.items()}
+        return {**counters, **own}, {**gauges, "daemon_requests_active": len(self._active)}
+
+    def _call(self, work: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the daemon's loop has been closed
+            self._loop.call_soon_threadsafe(work, *args)
+
+    # --- from the daemon ---
+
+    def serve(self, models: Sequence[ServedModel]) -> None:
+        """The models that can be asked for from now on."""
+        self._models = tuple(models)
+        self._ready = frozenset(m.name for m in models if self._heads.targets(m.name))
+
+    def heads_changed(self, model: str) -> None:
+        """The usable heads of a model may have changed."""
+        targets = self._heads.targets(model)
+        self._ready = self._ready | {model} if targets else self._ready - {model}
+        for active in list(self._active.values()):
+            if active.stream.request.model == model:
+                self._choose(active, targets)
+
+    def message(self, pipeline: str, message: DataMessage) -> None:
+        """A head sends."""
+        if not isinstance(message, Token | Rejected):
+            return
+        active = self._active.get(message.key.rpartition(".")[0])
+        if active is None or active.target is None or active.target.pipeline != pipeline:
+            return
+        now = self._loop.time()
+        if isinstance(message, Token):
+            self._carry_out(active, active.stream.token(message, now))
+        else:
+            self._counters[f"rejected_{message.reason}"] += 1
+            self._carry_out(active, active.stream.rejected(message, now))
+
+    def close(self) -> None:
+        """Cancel everything."""
+        for key in list(self._active):
+            self._close(key)
+
+    # --- one request ---
+
+    def _open(self, key: str, request: GenerationRequest, feed: Feed) -> None:
+        stream = Stream(key, request, self._limits, self._loop.time())
+        active = self._active[key] = _Active(stream, feed)
+        self._counters["started"] += 1
+        self._choose(active, self._heads.targets(request.model))
+
+    def _taken(self, key: str, count: int) -> None:
+        active = self._active.get(key)
+        if active is not None:
+            self._carry_out(active, active.stream.taken(count))
+
+    def _close(self, key: str) -> None:
+        active = self._active.pop(key, None)
+        if active is None:
+            return
+        if active.stream.state != "done":
+            self._counters["cancelled"] += 1
+        self._carry_out(active, active.stream.cancel())
+
+    def _choose(self, active: _Active, targets: Sequence[Target]) -> None:
+        """Stay with the pipeline that serves the request, else take the least busy one."""
+        if active.target not in targets:
+            load = Counter(other.target for other in self._active.values())
+            active.target = min(targets, key=lambda target: load[target], default=None)
+        self._carry_out(active, active.stream.head(active.target, self._loop.time()))
+
+    def _wake(self, active: _Active) -> None:
+        self._carry_out(active, active.stream.wake(self._loop.time()))
+
+    def _carry_out(self, active: _Active, acts: list[Act]) -> None:
+        for act in acts:
+            match act:
+                case Emit(token):
+                    active.feed.put(token)
+                case Fail(error):
+                    self._counters["failed"] += 1
+                    active.feed.put(error)
+                case Send(target, message):
+                    self._heads.send(target, message)
+                case SendSubmit():
+                    self._submit(active, act)
+        self._set_timer(active)
+
+    def _set_timer(self, active: _Active) -> None:
+        if active.timer is not None:
+            active.timer.cancel()
+            active.timer = None
+        when = active.stream.next_wake
+        if when is not None:
+            active.timer = self._loop.call_at(when, self._wake, active)
+
+    def _submit(self, active: _Active, act: SendSubmit) -> None:
+        self._counters["submitted"] += 1
+        messages: list[tuple[DataMessage, bytes | None]]
+        messages = [(act.submit, None), *prompt_parts(act.submit.key, act.ids)]
+        if all(self._heads.send(act.target, message, part) for message, part in messages):
+            return
+        # The head takes no more now: forget the half that it may have, and try again later.
+        self._heads.send(act.target, Cancel(act.submit.key))
+        refused = Rejected(
+            epoch=act.target.epoch,
+            key=act.submit.key,
+            reason="overloaded",
+            message="the connection to the pipeline is congested",
+            retry_after=1.0,
+        )
+        self._loop.call_soon(self.message, act.target.pipeline, refused)
+
+
+def prompt_parts(key: str, ids: Sequence[int]) -> Iterator[tuple[Prompt, bytes]]:
+    """Ids of a prompt (little-endian int32) in messages of at most :data:`PROMPT_PART`."""
+    for first in range(0, len(ids), PROMPT_PART):
+        part = array.array("i", ids[first : first + PROMPT_PART])
+        if sys.byteorder == "big":
+            part.byteswap()
+        yield Prompt(key, first, Payload("i32", (len(part),))), part.tobytes()

@@ -1,0 +1,88 @@
+"""Reading model files from another peer, over its control socket."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import zmq.asyncio
+
+from molink.errors import Unavailable, WireError
+from molink.peer.addresses import dial
+from molink.peer.fetchplan import Piece
+from molink.peer.roster import Roster
+from molink.wire.client import Client
+from molink.wire.codec import control_codec
+from molink.wire.control import (
+    ControlMessage,
+    FileEntry,
+    FileList,
+    FilesRequest,
+    ReadReply,
+    ReadRequest,
+)
+from molink.wire.keys import KeyPair
+
+_CONNECT_S = 15.0
+_READ_S = 60.0
+
+
+class PeerSource:
+    """One peer as the source of model files."""
+
+    def __init__(self, client: Client[ControlMessage]) -> None:
+        self._client = client
+
+    async def files(self, model: str) -> Sequence[FileEntry]:
+        """The files of a model."""
+        replies = await self._client.request_all(
+            FilesRequest(ref=0, model=model), timeout=_CONNECT_S
+        )
+        entries: list[FileEntry] = []
+        for reply, _ in replies:
+            if not isinstance(reply, FileList):
+                raise WireError(f"a {type(reply).__name__} is no list of files")
+            entries += reply.files
+        return entries
+
+    async def read(self, model: str, piece: Piece) -> bytes:
+        """Bytes of one of them."""
+        request = ReadRequest(
+            ref=0, model=model, file=piece.file, offset=piece.offset, length=piece.length
+        )
+        reply, payload = await self._client.request(request, timeout=_READ_S)
+        if not isinstance(reply, ReadReply) or payload is None:
+            raise WireError(f"a {type(reply).__name__} is no part of a file")
+        return bytes(payload)
+
+
+class Sources:
+    """Connects to peers by their id."""
+
+    def __init__(self, context: zmq.asyncio.Context, keys: KeyPair, roster: Roster) -> None:
+        self._context = context
+        self._keys = keys
+        self._roster = roster
+        self._codec = control_codec()
+
+    @asynccontextmanager
+    async def connect(self, peer: str) -> AsyncIterator[PeerSource]:
+        """A connection to ``peer``, closed at the end.
+
+        Raises:
+            Unavailable: it is no member, or was never there.
+        """
+        member = self._roster.get(peer)
+        if member is None or not member.addresses:
+            raise Unavailable(f"peer {peer} is not there")
+        client: Client[ControlMessage] = Client(
+            self._context,
+            self._keys,
+            self._codec,
+            member.public_key,
+            dial(member.addresses, member.control_port),
+            name=member.name,
+        )
+        client.start()
+        try:
+            yield PeerSource(client)
+        finally:
+            await client.close()

@@ -1,0 +1,56 @@
+"""The state of the swarm as one peer sees it, for when the coordinator can't be asked."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from molink.peer.membership import Membership
+from molink.wire.control import PeerReport, Route
+
+
+def local_status(
+    membership: Membership,
+    me: str,
+    report: PeerReport,
+    routes: Sequence[Route],
+    reason: str,
+) -> bytes:
+    """``molink status --json`` (UTF-8) of this peer alone; ``reason`` says why no more."""
+    peer = {
+        "id": me,
+        "name": report.name,
+        "address": report.addresses[0] if report.addresses else "",
+        "endpoint": report.endpoint,
+        "state": "here",
+        "device": device_text(report),
+        "daemon_pid": report.daemon_pid,
+        "workers": [
+            {
+                "pid": worker.pid,
+                "pipeline": worker.pipeline,
+                "stage": worker.stage,
+                "layers": list(worker.layers),
+                "state": worker.state,
+            }
+            for worker in report.workers
+        ],
+    }
+    status: dict[str, Any] = {
+        "swarm": membership.swarm,
+        "coordinator": {"addresses": list(membership.addresses), "state": "unreachable"},
+        "model": routes[0].model if routes else None,
+        "peers": [peer],
+        "pipelines": [
+            {"id": route.pipeline, "epoch": route.epoch, "ready": route.ready, "stages": []}
+            for route in routes
+        ],
+        "trouble": reason,
+    }
+    return json.dumps(status).encode("utf-8")
+
+
+def device_text(report: PeerReport) -> str:
+    """A device in a few words."""
+    device = report.device
+    index = f" {device.index}" if device.kind == "cuda" else ""
+    return f"{device.kind}{index}: {device.name}"

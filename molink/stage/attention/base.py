@@ -1,0 +1,55 @@
+"""What an attention backend has to do, and the metadata that all layers of a forward share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from molink.stage.base import SequenceRows
+from molink.stage.pool import KVPool
+
+BackendName = Literal["auto", "gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a backend has to know of the model. ``groups`` is query heads per key-value head."""
+
+    kv_heads: int
+    groups: int
+    head_dim: int
+
+
+class LayerAttention(Protocol):
+    """Attention of one forward, prepared once and then run by every layer."""
+
+    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+        """Attend with rows ``heads`` (``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v).
+
+        Keys and values of these rows are in ``pool`` already; so are those before them. Returns
+        ``[T, groups * kv_heads * head_dim]``.
+        """
+        ...
+
+
+class Attention(Protocol):
+    """A backend. It keeps no state between forwards."""
+
+    def prepare(
+        self,
+        sequences: Sequence[SequenceRows],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerAttention:
+        """Make indices and masks for a forward over ``sequences``."""
+        ...
+
+
+def create_attention(name: BackendName, shape: AttentionShape) -> Attention:
+    """The backend called ``name``; ``auto`` takes the best one that works here."""
+    from molink.stage.attention.gather import GatherAttention
+
+    return GatherAttention(shape)

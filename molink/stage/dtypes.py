@@ -1,0 +1,43 @@
+"""Element types by the names of the wire, and which one a device computes in."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+
+from molink.model.config import WeightDType
+
+DTypeChoice = Literal["auto", "f32", "bf16", "f16"]
+
+TORCH_DTYPES: dict[WeightDType, torch.dtype] = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
+
+
+def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device) -> WeightDType:
+    """What to compute in: as asked, else what suits the stored weights and the device.
+
+    On CUDA that is the model's own type. A CPU takes bf16 for 16-bit models where it has
+    instructions for it and fp32 otherwise (fp16 is slower than fp32 there).
+    """
+    if wanted != "auto":
+        return wanted
+    if device.type != "cpu":
+        return stored
+    return "bf16" if stored != "f32" and cpu_has_bf16() else "f32"
+
+
+def choose_travel(wanted: DTypeChoice, stored: WeightDType) -> WeightDType:
+    """What rows travel in: the same at every stage of a pipeline, whatever each computes in."""
+    return stored if wanted == "auto" else wanted
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX)."""
+    # Absent from older versions of torch: then nothing is known, and fp32 always works.
+    known: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
+    capabilities = known()
+    names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")
+    return any(capabilities.get(name) for name in names)

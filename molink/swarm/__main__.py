@@ -1,0 +1,7 @@
+"""``python -m molink.swarm``: the coordinator process."""
+
+import sys
+
+from molink.swarm.process import main
+
+sys.exit(main())

@@ -1,0 +1,97 @@
+"""What happens to the control plane, and what it decides to do about it."""
+
+from dataclasses import dataclass
+
+from molink.swarm.records import Desired, MemberRecord, PipelineRecord
+from molink.wire.control import (
+    Assign,
+    Form,
+    Member,
+    MemberGone,
+    PeerReport,
+    Route,
+    RouteGone,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+    Unassign,
+    Welcome,
+)
+
+# --- events ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAdded:
+    """A peer has become a member (again), or has another name."""
+
+    member: MemberRecord
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRemoved:
+    """A peer left, or was revoked."""
+
+    peer: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A peer's report. ``fresh``: it came over a connection that wasn't known before."""
+
+    peer: str
+    report: PeerReport
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageSaid:
+    """A peer reports on its assignment."""
+
+    peer: str
+    message: StageLoaded | StageReady | StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Another desired state."""
+
+    desired: Desired
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = MemberAdded | MemberRemoved | Reported | StageSaid | Serve | Tick
+
+# --- decisions, to be carried out in the order given --------------------------------------------
+
+Instruction = Welcome | Member | MemberGone | Assign | Form | Unassign | Route | RouteGone
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell a live peer."""
+
+    peer: str
+    message: Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write this to the state before going on."""
+
+    pipeline: PipelineRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Remember what the others are told of a member."""
+
+    member: Member
+
+
+Decision = Send | Commit | Announce

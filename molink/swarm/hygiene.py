@@ -1,0 +1,57 @@
+"""Members' own words are shown to people and dialled by other PCs: only clean ones pass."""
+
+import math
+import re
+
+import msgspec
+import zmq
+
+from molink.errors import RequestError
+from molink.wire.control import PeerReport, StageLoaded
+
+_ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
+_MAX_NAME = 64
+
+
+def clean_name(name: str, otherwise: str) -> str:
+    """A name without anything that a terminal would obey."""
+    return "".join(c for c in name if c.isprintable()).strip()[:_MAX_NAME] or otherwise
+
+
+def clean_report(report: PeerReport, peer: str) -> PeerReport:
+    """A report with its texts cleaned and its measurements finite."""
+    device = report.device
+    rate = device.read_rate
+    return msgspec.structs.replace(
+        report,
+        name=clean_name(report.name, peer),
+        version=clean_name(report.version, "?"),
+        endpoint=clean_name(report.endpoint, ""),
+        addresses=tuple(a for a in report.addresses if _ADDRESS.match(a)),
+        device=msgspec.structs.replace(
+            device,
+            name=clean_name(device.name, device.kind),
+            read_rate=rate if math.isfinite(rate) and rate > 0 else 0.0,
+        ),
+    )
+
+
+def clean_loaded(message: StageLoaded) -> StageLoaded:
+    """A measurement that is finite."""
+    seconds = message.decode_s
+    good = math.isfinite(seconds) and seconds >= 0
+    return msgspec.structs.replace(message, decode_s=seconds if good else 0.0)
+
+
+def check_key(public_key: str) -> str:
+    """The key, if it is one.
+
+    Raises:
+        RequestError: it isn't Z85.
+    """
+    try:
+        zmq.curve_public(public_key.encode("ascii"))  # checks length and alphabet
+        return public_key
+    except (ValueError, zmq.ZMQError):
+        pass
+    raise RequestError("this is no CURVE public key", param="public_key")

@@ -1,0 +1,66 @@
+"""The messages that say what a stage has to do, and where requests go."""
+
+from molink.swarm.formation import Formation
+from molink.swarm.records import Desired, PipelineRecord, StageRecord
+from molink.swarm.roster import Roster
+from molink.wire.control import Assign, Form, Route, StageAddress
+
+MAX_SOURCES = 8
+
+
+def instruction(
+    formation: Formation, stage: int, desired: Desired, roster: Roster
+) -> Assign | Form | None:
+    """What a stage's peer should be told now; ``None`` if it has done all it can."""
+    record = formation.record
+    if formation.state == "loading" and stage not in formation.loaded:
+        return Assign(
+            pipeline=record.id,
+            epoch=record.epoch,
+            stage=stage,
+            stages=len(record.stages),
+            layers=record.stages[stage].layers,
+            model=record.model,
+            sources=sources(desired, roster),
+            dtype=desired.dtype,
+        )
+    if formation.state == "linking" and stage not in formation.ready:
+        return Form(
+            pipeline=record.id,
+            epoch=record.epoch,
+            ring=tuple(address(one, roster) for one in record.stages),
+            blocks=record.blocks,
+            micro_batches=record.micro_batches,
+        )
+    return None
+
+
+def route(
+    pipeline: str, epoch: int, ready: PipelineRecord | None, desired: Desired, roster: Roster
+) -> Route:
+    """Where requests go: to the first stage of ``ready``, or nowhere for the moment."""
+    return Route(
+        pipeline=pipeline,
+        epoch=epoch,
+        model=desired.facts.name,
+        ready=ready is not None,
+        head=None if ready is None else address(ready.stages[0], roster),
+        context=desired.facts.context,
+        sources=sources(desired, roster),
+    )
+
+
+def sources(desired: Desired, roster: Roster) -> tuple[str, ...]:
+    """Peers to fetch the model's files from."""
+    return roster.holders(desired.facts.name)[:MAX_SOURCES] or (desired.source,)
+
+
+def address(stage: StageRecord, roster: Roster) -> StageAddress:
+    """Where the worker of a member's stage listens."""
+    member = roster.members[stage.peer]
+    return StageAddress(
+        peer=stage.peer,
+        public_key=member.public_key,
+        addresses=member.announced.addresses if member.announced is not None else (),
+        port=stage.port,
+    )

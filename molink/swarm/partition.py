@@ -1,0 +1,256 @@
+"""How many layers each peer takes of one unbroken range: exact, for peers in any order.
+
+All layers weigh the same, so the order of the peers matters only at the model's ends: the first
+stage also holds the embedding, the last one the output head, which it reads at every step too.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from molink.wire.control import ModelFacts
+
+#: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
+KV_TOKENS = 2048
+#: Ways to spread peers over gaps that are tried one by one.
+MAX_SPREADS = 256
+_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes that a model takes in the dtype in which it will run."""
+
+    layer_weights: int
+    layer_kv: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, facts: ModelFacts, dtype: str = "auto") -> "Costs":
+        """Scale what is stored to ``dtype`` (``auto``: as stored)."""
+        element = _DTYPE_BYTES.get(dtype, facts.element_bytes)
+
+        def scaled(stored: int) -> int:
+            return -(-stored * element // facts.element_bytes)
+
+        return cls(
+            layer_weights=scaled(facts.layer_bytes),
+            layer_kv=scaled(facts.kv_bytes) * min(facts.context, KV_TOKENS),
+            first=scaled(facts.first_bytes),
+            last=scaled(facts.last_bytes),
+        )
+
+    def memory(self, layers: int, *, opens: bool, closes: bool) -> int:
+        """Bytes that a stage of ``layers`` layers holds, with its least KV pool."""
+        ends = self.first * opens + self.last * closes
+        return layers * (self.layer_weights + self.layer_kv) + ends
+
+    def seconds(self, layers: int, rate: float, *, closes: bool) -> float:
+        """Time of a decode step: each weight is read once. An embedding row costs nothing."""
+        return (layers * self.layer_weights + self.last * closes) / rate
+
+    def capacity(self, memory: int, *, opens: bool, closes: bool) -> int:
+        """Most layers that fit ``memory`` bytes; negative if not even the ends do."""
+        free = memory - self.memory(0, opens=opens, closes=closes)
+        layer = self.layer_weights + self.layer_kv
+        return free // layer if layer else (1 << 30 if free >= 0 else -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A peer that can take any layers: usable bytes, and bytes/s at which it reads weights."""
+
+    peer: str
+    memory: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Layers ``first:last`` to be shared out among peers."""
+
+    first: int
+    last: int
+    opens: bool
+    closes: bool
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Peers in ring order with their number of layers.
+
+    ``slowest`` is the longest stage time, or the floor that was given; ``total`` is the sum.
+    """
+
+    slowest: float
+    total: float
+    shares: tuple[tuple[Runner, int], ...]
+
+
+def share_out(
+    gaps: Sequence[Gap], runners: Sequence[Runner], costs: Costs, floor: float = 0.0
+) -> list[Split] | None:
+    """Spread *all* ``runners`` over ``gaps`` and split each: the best of all ways to do so.
+
+    With more than :data:`MAX_SPREADS` ways, one of them: gaps are filled greedily.
+    """
+    best: tuple[float, float] | None = None
+    result: list[Split] | None = None
+    for choice in _spreads(gaps, runners, costs):
+        groups = [
+            [runner for runner, at in zip(runners, choice, strict=True) if at == i]
+            for i in range(len(gaps))
+        ]
+        splits = _split_all(gaps, groups, costs, floor)
+        if splits is None:
+            continue
+        cost = (splits[0].slowest, sum(found.total for found in splits))
+        if best is None or cost < best:
+            best, result = cost, splits
+    return result
+
+
+def _spreads(
+    gaps: Sequence[Gap], runners: Sequence[Runner], costs: Costs
+) -> Iterator[tuple[int, ...]]:
+    """Ways to spread: the gap of each runner."""
+    if len(gaps) ** len(runners) <= MAX_SPREADS:
+        yield from itertools.product(range(len(gaps)), repeat=len(runners))
+    else:
+        yield _greedy(gaps, runners, costs)
+
+
+def _greedy(gaps: Sequence[Gap], runners: Sequence[Runner], costs: Costs) -> tuple[int, ...]:
+    """The largest runner to the gap that lacks most, again and again."""
+    lacking = [gap.layers for gap in gaps]
+    slots = [gap.layers for gap in gaps]
+    choice = [0] * len(runners)
+    for i in sorted(range(len(runners)), key=lambda i: (-runners[i].memory, i)):
+        at = max((g for g in range(len(gaps)) if slots[g]), key=lambda g: lacking[g])
+        choice[i] = at
+        slots[at] -= 1
+        lacking[at] -= costs.capacity(runners[i].memory, opens=False, closes=False)
+    return tuple(choice)
+
+
+def _split_all(
+    gaps: Sequence[Gap], groups: Sequence[Sequence[Runner]], costs: Costs, floor: float
+) -> list[Split] | None:
+    """Split each gap; the slowest stage of all is then the floor of each."""
+    if not all(0 < len(group) <= gap.layers for gap, group in zip(gaps, groups, strict=True)):
+        return None
+    splits: list[Split] = []
+    for _ in range(2):
+        found = [split(gap, group, costs, floor) for gap, group in zip(gaps, groups, strict=True)]
+        splits = [one for one in found if one is not None]
+        if len(splits) < len(gaps):
+            return None
+        floor = max(one.slowest for one in splits)
+    return splits
+
+
+def split(gap: Gap, runners: Sequence[Runner], costs: Costs, floor: float = 0.0) -> Split | None:
+    """Share ``gap`` out among *all* ``runners``: least slowest stage, then least total time.
+
+    A slowest stage below ``floor`` seconds is worth nothing: another stage takes that long anyway.
+    ``None`` if memory isn't enough. Ties go to the order of ``runners``.
+    """
+    best: Split | None = None
+    for order in _orders(gap, runners):
+        found = _share(gap, order, costs, floor)
+        if found is None:
+            continue
+        if best is None or (found.slowest, found.total) < (best.slowest, best.total):
+            best = found
+    return best
+
+
+def _orders(gap: Gap, runners: Sequence[Runner]) -> Iterator[list[Runner]]:
+    """The orders that differ: who opens and who closes the model."""
+    count = len(runners)
+    openers = range(count) if gap.opens else (None,)
+    closers = range(count - 1, -1, -1) if gap.closes else (None,)
+    for opener in openers:
+        for closer in closers:
+            if opener is not None and opener == closer and count > 1:
+                continue
+            middle = [r for i, r in enumerate(runners) if i not in (opener, closer)]
+            begin = [] if opener is None else [runners[opener]]
+            end = [] if closer is None or closer == opener else [runners[closer]]
+            yield [*begin, *middle, *end]
+
+
+def _share(gap: Gap, order: Sequence[Runner], costs: Costs, floor: float) -> Split | None:
+    tail = len(order) - 1
+    stages: list[_Line] = []
+    for i, runner in enumerate(order):
+        closes = gap.closes and i == tail
+        cap = costs.capacity(runner.memory, opens=gap.opens and i == 0, closes=closes)
+        stages.append(
+            _Line(
+                cap=cap,
+                fixed=costs.seconds(0, runner.rate, closes=closes),
+                each=costs.seconds(1, runner.rate, closes=False),
+            )
+        )
+    caps = [stage.cap for stage in stages]
+    if min(caps) < 1 or sum(caps) < gap.layers or len(order) > gap.layers:
+        return None
+    slowest = max(floor, _least_slowest(gap.layers, stages))
+    counts = _cheapest(gap.layers, stages, slowest)
+    total = sum(stage.seconds(count) for stage, count in zip(stages, counts, strict=True))
+    return Split(slowest, total, tuple(zip(order, counts, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A stage's time as a function of its layers, up to ``cap`` of them."""
+
+    cap: int
+    fixed: float
+    each: float
+
+    def seconds(self, layers: int) -> float:
+        return self.fixed + layers * self.each
+
+    def most_within(self, seconds: float) -> int:
+        """Most layers in at most ``seconds`` (exactly as :meth:`seconds` computes them)."""
+        if self.each == 0 or self.seconds(self.cap) <= seconds:
+            return self.cap
+        count = int((seconds - self.fixed) / self.each) + 1
+        while self.seconds(count) > seconds:
+            count -= 1
+        return min(self.cap, count)
+
+
+def _least_slowest(layers: int, stages: Sequence[_Line]) -> float:
+    """Hand out layers one by one to whoever is done soonest with it: no split is better."""
+    counts = [1] * len(stages)
+    heap = [(stage.seconds(2), i) for i, stage in enumerate(stages) if stage.cap > 1]
+    heapq.heapify(heap)
+    slowest = max(stage.seconds(1) for stage in stages)
+    for _ in range(layers - len(stages)):
+        seconds, i = heapq.heappop(heap)
+        slowest = max(slowest, seconds)
+        counts[i] += 1
+        if counts[i] < stages[i].cap:
+            heapq.heappush(heap, (stages[i].seconds(counts[i] + 1), i))
+    return slowest
+
+
+def _cheapest(layers: int, stages: Sequence[_Line], slowest: float) -> list[int]:
+    """At least one layer for each, the others to the quickest, none over ``slowest`` seconds."""
+    counts = [1] * len(stages)
+    left = layers - len(stages)
+    for i in sorted(range(len(stages)), key=lambda i: (stages[i].each, i)):
+        more = min(left, stages[i].most_within(slowest) - 1)
+        counts[i] += more
+        left -= more
+    return counts

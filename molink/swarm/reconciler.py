@@ -1,0 +1,355 @@
+"""Makes what is (peers, stages) what it should be (a model served by one ready pipeline).
+
+A plain object: events and ``now`` (monotonic seconds) in, decisions out, to be carried out in
+their order; an epoch is thus committed before it is announced. Each event ends with the same two
+steps: :meth:`Reconciler._advance` moves the formation on, :meth:`Reconciler._publish` tells every
+peer what it doesn't know yet.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from molink.errors import InvariantError
+from molink.swarm import instructions
+from molink.swarm.events import (
+    Commit,
+    Decision,
+    Event,
+    Instruction,
+    MemberAdded,
+    MemberRemoved,
+    Reported,
+    Send,
+    Serve,
+    StageSaid,
+    Tick,
+)
+from molink.swarm.formation import Formation
+from molink.swarm.placement import Candidate, Placement, Unplaceable
+from molink.swarm.planner import Planner
+from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
+from molink.swarm.roster import Roster
+from molink.wire.control import PeerReport, StageFailed, StageLoaded, Unassign
+
+log = logging.getLogger(__name__)
+
+STORY_LENGTH = 200
+
+
+class Reconciler:
+    """The control plane's decisions about one model and its one pipeline."""
+
+    def __init__(
+        self,
+        swarm: str,
+        members: Iterable[MemberRecord],
+        now: float,
+        *,
+        desired: Desired | None = None,
+        pipeline: PipelineRecord | None = None,
+        last: tuple[int, int] = (0, 0),
+    ) -> None:
+        """``desired``, ``pipeline`` and ``last`` (pipeline number, epoch) as the state has them."""
+        self.roster = Roster(swarm, members)
+        self.planner = Planner(now, restored=pipeline is not None)
+        self.desired = desired
+        #: The current epoch, if it is being formed or ready.
+        self.formation: Formation | None = None
+        #: Why no pipeline is ready, or why a change was not followed; for a person.
+        self.reason = "no model was asked for" if desired is None else "waiting for peers"
+        #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
+        number, self.epoch = last
+        #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
+        self.pipeline = pipeline.id if pipeline else f"p{number + 1}"
+        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._out: list[Decision] = []
+        if desired is not None and pipeline is not None and pipeline.formed:
+            formation = Formation(pipeline, "adopting", now)
+            if all(peer in self.roster.members for peer in formation.peers):
+                self.formation = formation
+
+    # --- events ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Take an event; returns what to do, in order."""
+        match event:
+            case MemberAdded():
+                self.roster.add(event.member)
+                self._note(now, f"{event.member.name} ({event.member.peer}) is a member")
+            case MemberRemoved():
+                self._removed(event.peer, event.why, now)
+            case Reported():
+                self._reported(event, now)
+            case StageSaid():
+                self._stage_said(event, now)
+            case Serve():
+                self._serve(event.desired, now)
+            case Tick():
+                for peer in self.roster.silent(now):
+                    self._lost(peer, now)
+        self._advance(now)
+        self._publish()
+        decisions, self._out = self._out, []
+        return decisions
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The last transitions, oldest first."""
+        return tuple(self._story)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pipeline can serve."""
+        return self.formation is not None and self.formation.state == "ready"
+
+    def _removed(self, peer: str, why: str, now: float) -> None:
+        if peer not in self.roster.members:
+            return
+        name = self.roster.name(peer)
+        self._note(now, f"{name} ({peer}) {why}")
+        self._out += self.roster.remove(peer)
+        self.planner.backoff.forget(peer)
+        if self.formation is not None and peer in self.formation.peers:
+            self._break(f"{name} {why}", None, now)
+
+    def _lost(self, peer: str, now: float) -> None:
+        name = self.roster.name(peer)
+        self._note(now, f"{name} ({peer}) has not reported any more")
+        self.roster.drop(peer)
+        if self.formation is not None and peer in self.formation.peers:
+            self._break(f"{name} has not reported any more", None, now)
+
+    def _reported(self, event: Reported, now: float) -> None:
+        peer = event.peer
+        if peer not in self.roster.members:
+            return
+        if not self.roster.live(peer):
+            self._note(now, f"{event.report.name} ({peer}) is there")
+        self._out += self.roster.report(peer, event.report, event.fresh, now)
+        formation = self.formation
+        stage = formation.stage_of(peer) if formation is not None else None
+        self._stop_strays(peer, event.report, stage)
+        if formation is None or stage is None:
+            return
+        failure = formation.observe(peer, event.report, now)
+        if failure is not None:
+            blamed = None if formation.state == "adopting" else peer
+            self._break(f"{self.roster.name(peer)}: {failure}", blamed, now)
+        elif event.fresh or formation.unaware(stage, now):
+            self._instruct(formation, stage)
+
+    def _stop_strays(self, peer: str, report: PeerReport, stage: int | None) -> None:
+        """End workers that no pipeline needs; while none is formed their weights may be of use."""
+        for worker in report.workers:
+            ours = worker.pipeline == self.pipeline
+            if not (ours and (stage is not None or self.formation is None)):
+                self._send(peer, Unassign(pipeline=worker.pipeline))
+
+    def _stage_said(self, event: StageSaid, now: float) -> None:
+        formation, message = self.formation, event.message
+        if formation is None or not formation.concerns(event.peer, message):
+            return
+        if isinstance(message, StageFailed):
+            self._stage_failed(formation, message, now)
+        elif isinstance(message, StageLoaded):
+            if formation.state == "loading":
+                formation.loaded[message.stage] = message
+                self._note(now, f"stage {message.stage} of epoch {message.epoch} has loaded")
+        elif formation.state != "loading":
+            formation.ready.add(message.stage)
+
+    def _stage_failed(self, formation: Formation, message: StageFailed, now: float) -> None:
+        peers = formation.peers
+        peer = peers[message.stage]
+        text = f"stage {message.stage} on {self.roster.name(peer)}: {message.reason}"
+        if message.next_lost:
+            peer = peers[(message.stage + 1) % len(peers)]
+            text += f" (next is {self.roster.name(peer)})"
+        self._break(text, peer, now)
+
+    def _serve(self, desired: Desired, now: float) -> None:
+        old, self.desired = self.desired, desired
+        if old is not None and _content(old) == _content(desired):
+            if self.formation is None:
+                self.planner.again(self._candidates(now), now)  # ``min_peers`` may be another
+            return
+        self._note(now, f"serve {desired.facts.name} as {desired.dtype}")
+        if old is not None and (old.facts, old.dtype) != (desired.facts, desired.dtype):
+            self._abolish()
+        self._break("the model was just asked for", None, now)
+
+    def _abolish(self) -> None:
+        """End the pipeline; the next one has a new name, so that no worker is taken over."""
+        for peer in self.formation.peers if self.formation is not None else ():
+            self._send(peer, Unassign(pipeline=self.pipeline))
+        self._out += self.roster.end_route(self.pipeline)
+        self.pipeline = f"p{int(self.pipeline.removeprefix('p')) + 1}"
+        self.planner.restart()
+
+    def _break(self, reason: str, blamed: str | None, now: float) -> None:
+        """What was formed, or being formed, can't go on."""
+        self._note(now, f"not ready: {reason}")
+        if blamed is not None:
+            delay = self.planner.backoff.failed(blamed, reason, now)
+            if delay:
+                self._note(now, f"{self.roster.name(blamed)} is left out for {delay:.0f} s")
+        self.reason = reason
+        self.formation = None
+        self.planner.again(self._candidates(now), now)
+
+    # --- what follows ------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        if self.desired is None:
+            return
+        self._check_late(now)
+        if self.formation is None or self.formation.state != "adopting":
+            candidates = self._candidates(now)
+            if self.planner.due(candidates, now):
+                placed = self.planner.place(self.desired, candidates, self.roster, now)
+                self._follow(placed, now)
+        self._move_on(now)
+
+    def _check_late(self, now: float) -> None:
+        formation = self.formation
+        late = formation.overdue(now) if formation is not None else None
+        if formation is None or late is None:
+            return
+        peer = formation.peers[late[0]]
+        adopting = formation.state == "adopting"
+        # Part of the pipeline is there, so this is no first placement.
+        self.planner.placed |= adopting and bool(formation.ready)
+        self._break(f"{self.roster.name(peer)} {late[1]}", None if adopting else peer, now)
+
+    def _move_on(self, now: float) -> None:
+        """Take the formation to its next state if all stages are there."""
+        formation = self.formation
+        if formation is None:
+            return
+        if formation.state == "loading" and formation.all_loaded:
+            self._form(formation, now)
+        elif formation.state in ("linking", "adopting") and formation.all_ready:
+            if formation.state == "adopting":
+                self.planner.settle(self._candidates(now))
+                self.planner.placed = True
+            formation.state = "ready"
+            self.reason = ""
+            self._note(now, f"epoch {formation.record.epoch} is ready")
+
+    def _follow(self, placed: Placement | Unplaceable, now: float) -> None:
+        """Go over to a new placement. Without one what runs goes on, and what doesn't waits."""
+        if isinstance(placed, Unplaceable):
+            self.reason = placed.reason
+            self._note(now, f"not placed: {placed.reason}")
+            return
+        stages = tuple(StageRecord(stage.peer, stage.layers) for stage in placed.stages)
+        old = self.formation
+        if old is None or _layout(old.record.stages) != _layout(stages):
+            self._begin(stages, now)
+        elif self.ready:
+            self.reason = ""
+
+    def _begin(self, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Commit a placement as a new epoch and hand out its stages."""
+        assert self.desired is not None
+        old = self.formation
+        self.epoch += 1
+        record = PipelineRecord(self.pipeline, self.desired.facts.name, self.epoch, stages)
+        self.formation = Formation(record, "loading", now)
+        self.reason = "loading the model"
+        layout = ", ".join(
+            f"{self.roster.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
+            for stage in stages
+        )
+        self._note(now, f"epoch {record.epoch}: {layout}")
+        self._out.append(Commit(record))
+        for peer in old.peers if old is not None else ():
+            if peer not in self.formation.peers:
+                self._send(peer, Unassign(pipeline=record.id))
+        for stage in range(len(stages)):
+            self._instruct(self.formation, stage)
+
+    def _form(self, formation: Formation, now: float) -> None:
+        """All have loaded: tell them to form the ring."""
+        assert self.desired is not None
+        record = formation.record
+        loaded = [formation.loaded[stage] for stage in range(len(record.stages))]
+        blocks = min(message.max_blocks for message in loaded)
+        if blocks < 1:
+            peer = formation.peers[[message.max_blocks for message in loaded].index(blocks)]
+            self._break(f"{self.roster.name(peer)} has no memory left for KV", peer, now)
+            return
+        stages = tuple(
+            replace(stage, port=said.port, max_blocks=said.max_blocks, decode_s=said.decode_s)
+            for stage, said in zip(record.stages, loaded, strict=True)
+        )
+        # As many as there are stages keep each of them busy; more would only make each smaller,
+        # and every micro-batch reads all weights anew.
+        micro_batches = self.desired.micro_batches or len(stages)
+        record = replace(
+            record, stages=stages, formed=True, blocks=blocks, micro_batches=micro_batches
+        )
+        formation.linking(record, now)
+        self.reason = "forming the ring"
+        self._note(now, f"form epoch {record.epoch}: {blocks} blocks, K = {micro_batches}")
+        self._out.append(Commit(record))
+        for stage in range(len(stages)):
+            self._instruct(formation, stage)
+
+    def _instruct(self, formation: Formation, stage: int) -> None:
+        """Tell a stage's peer what it should be doing in this epoch."""
+        assert self.desired is not None
+        message = instructions.instruction(formation, stage, self.desired, self.roster)
+        if message is not None:
+            self._send(formation.peers[stage], message)
+
+    def _publish(self) -> None:
+        """Tell every peer that is there what it doesn't know yet."""
+        self._out += self.roster.publish_members()
+        formation = self.formation
+        if self.desired is None or (formation is not None and formation.state == "adopting"):
+            return  # what the peers know of a running pipeline stays true meanwhile
+        ready = formation.record if formation is not None and self.ready else None
+        route = instructions.route(self.pipeline, self.epoch, ready, self.desired, self.roster)
+        self._out += self.roster.publish_route(route)
+
+    # --- small things ------------------------------------------------------------------------
+
+    def _candidates(self, now: float) -> tuple[Candidate, ...]:
+        return self.planner.candidates(self.roster, self.formation, now)
+
+    def _send(self, peer: str, message: Instruction) -> None:
+        if self.roster.live(peer):
+            self._out.append(Send(peer, message))
+
+    def _note(self, now: float, text: str) -> None:
+        self._story.append(f"{now:.1f} {text}")
+        log.info("%s", text)
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises:
+            InvariantError: one doesn't hold.
+        """
+        if not set(self.roster.sessions) <= set(self.roster.members):
+            raise InvariantError("somebody is there who is no member", self._story)
+        formation = self.formation
+        if formation is None:
+            return
+        formation.validate()
+        if formation.record.epoch != self.epoch or formation.record.id != self.pipeline:
+            raise InvariantError("the formation is not the newest epoch", self._story)
+        if formation.state != "adopting" and not all(map(self.roster.live, formation.peers)):
+            raise InvariantError("a stage's peer is not there", self._story)
+
+
+def _content(desired: Desired) -> Desired:
+    """What of a desired state needs another pipeline, or epoch, if it changes."""
+    return replace(desired, source="", min_peers=1)
+
+
+def _layout(stages: Iterable[StageRecord]) -> list[tuple[str, tuple[int, int]]]:
+    return [(stage.peer, stage.layers) for stage in stages]

@@ -1,0 +1,79 @@
+"""What the coordinator knows for good: the rows of its state, as values."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from molink.wire.control import LayerRange, Member, ModelFacts
+
+#: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.
+Standing = Literal["member", "left", "revoked"]
+Dtype = Literal["auto", "f32", "bf16", "f16"]
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmRecord:
+    """The swarm itself. ``port`` is where the coordinator listened last (0 = nowhere yet)."""
+
+    id: str
+    name: str
+    public_key: str
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """A peer that has joined. An ``owner`` came in over the coordinator's own command line.
+
+    ``announced`` is what the others were last told of it.
+    """
+
+    peer: str
+    public_key: str
+    name: str
+    owner: bool = False
+    standing: Standing = "member"
+    announced: Member | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InvitationRecord:
+    """An invitation: the public half of its key, and until when it holds (0 = for ever)."""
+
+    id: str
+    public_key: str
+    expires: int
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """The model to be served; ``source`` is the peer that asked for it and holds its files."""
+
+    facts: ModelFacts
+    source: str
+    min_peers: int = 1
+    dtype: Dtype = "auto"
+    micro_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """A stage of an epoch. ``port``, ``max_blocks`` and ``decode_s`` are known once it loaded."""
+
+    peer: str
+    layers: LayerRange
+    port: int = 0
+    max_blocks: int = 0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    """A pipeline in its newest epoch. ``formed``: all stages loaded, and ``Form`` may be out."""
+
+    id: str
+    model: str
+    epoch: int
+    stages: tuple[StageRecord, ...]
+    formed: bool = False
+    blocks: int = 0
+    micro_batches: int = 0

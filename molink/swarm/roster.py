@@ -1,0 +1,147 @@
+"""Who is a member, who is there, and what each of those has been told of the others."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from molink.swarm.events import Announce, Decision, Instruction, Send
+from molink.swarm.records import MemberRecord
+from molink.wire.control import Member, MemberGone, PeerReport, Route, RouteGone, Welcome
+
+#: A peer that hasn't reported for this long, in seconds, is gone until it does again.
+SESSION_TIMEOUT = 5.0
+#: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
+MAX_ADDRESSES = 3
+
+
+@dataclass(slots=True)
+class Session:
+    """A peer that is there: its last report, when that came, and what it has been told."""
+
+    report: PeerReport
+    seen: float
+    members: dict[str, Member] = field(default_factory=dict)
+    routes: dict[str, Route] = field(default_factory=dict)
+
+
+class Roster:
+    """Members in the order of joining, and the sessions of those that are there.
+
+    What a peer has to know is compared with what it has been told, so a late joiner, a peer that
+    comes back and one that was there all along are the same case.
+    """
+
+    def __init__(self, swarm: str, members: Iterable[MemberRecord]) -> None:
+        self._swarm = swarm
+        #: Only those whose standing is ``member``.
+        self.members: dict[str, MemberRecord] = {
+            member.peer: member for member in members if member.standing == "member"
+        }
+        #: Keys are members.
+        self.sessions: dict[str, Session] = {}
+
+    def name(self, peer: str) -> str:
+        """What people call a peer."""
+        member = self.members.get(peer)
+        return member.name if member is not None else peer
+
+    def live(self, peer: str) -> bool:
+        """Whether the peer has a session."""
+        return peer in self.sessions
+
+    def add(self, member: MemberRecord) -> None:
+        """A peer has joined."""
+        known = self.members.get(member.peer)
+        if known is not None:
+            member = replace(member, announced=known.announced)
+        self.members[member.peer] = member
+
+    def remove(self, peer: str) -> list[Decision]:
+        """A peer is no member any more: everybody drops it."""
+        if self.members.pop(peer, None) is None:
+            return []
+        self.sessions.pop(peer, None)
+        for session in self.sessions.values():
+            session.members.pop(peer, None)
+        return self.broadcast(MemberGone(peer=peer))
+
+    def report(self, peer: str, report: PeerReport, fresh: bool, now: float) -> list[Decision]:
+        """Take a member's report; greets it if its session begins."""
+        decisions: list[Decision] = []
+        session = self.sessions.get(peer)
+        if session is None or fresh:
+            self.sessions[peer] = Session(report, now)
+            decisions.append(Send(peer, Welcome(swarm=self._swarm, peer=peer)))
+        else:
+            session.report, session.seen = report, now
+        member = self.members[peer]
+        told = Member(
+            peer=peer,
+            name=report.name,
+            public_key=member.public_key,
+            addresses=report.addresses[:MAX_ADDRESSES],
+            control_port=report.control_port,
+            models=report.models,
+        )
+        if told != member.announced:
+            self.members[peer] = replace(member, name=report.name, announced=told)
+            decisions.append(Announce(told))
+        return decisions
+
+    def silent(self, now: float) -> list[str]:
+        """Peers whose session has timed out."""
+        return [
+            peer for peer, session in self.sessions.items() if now - session.seen > SESSION_TIMEOUT
+        ]
+
+    def drop(self, peer: str) -> None:
+        """End a session; the peer stays a member."""
+        self.sessions.pop(peer, None)
+
+    def broadcast(self, message: Instruction) -> list[Decision]:
+        """Tell everybody who is there."""
+        return [Send(peer, message) for peer in self.sessions]
+
+    def publish_members(self) -> list[Decision]:
+        """Tell everybody what they don't know yet of the others."""
+        all_members = {peer: _describe(member) for peer, member in self.members.items()}
+        decisions: list[Decision] = []
+        for peer, session in self.sessions.items():
+            for other, member in all_members.items():
+                if other != peer and session.members.get(other) != member:
+                    session.members[other] = member
+                    decisions.append(Send(peer, member))
+        return decisions
+
+    def publish_route(self, route: Route) -> list[Decision]:
+        """Tell everybody a route that they don't know yet."""
+        decisions: list[Decision] = []
+        for peer, session in self.sessions.items():
+            if session.routes.get(route.pipeline) != route:
+                session.routes[route.pipeline] = route
+                decisions.append(Send(peer, route))
+        return decisions
+
+    def end_route(self, pipeline: str) -> list[Decision]:
+        """Tell everybody that a pipeline is no more."""
+        for session in self.sessions.values():
+            session.routes.pop(pipeline, None)
+        return self.broadcast(RouteGone(pipeline=pipeline))
+
+    def holders(self, model: str) -> tuple[str, ...]:
+        """Peers that are there and can serve every file of a model, in the order of joining."""
+        return tuple(
+            peer
+            for peer in self.members
+            if peer in self.sessions and model in self.sessions[peer].report.models
+        )
+
+
+def _describe(member: MemberRecord) -> Member:
+    """What others are told of a member; one that has never reported has no addresses yet."""
+    return member.announced or Member(
+        peer=member.peer,
+        name=member.name,
+        public_key=member.public_key,
+        addresses=(),
+        control_port=0,
+    )

@@ -1,0 +1,122 @@
+"""What ``molink status --json`` shows, built from the reconciler's view."""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from molink.swarm.formation import Formation
+from molink.swarm.reconciler import Reconciler
+from molink.swarm.records import MemberRecord, StageRecord
+from molink.swarm.roster import Session
+from molink.wire.control import Device
+
+#: Bound of the reply's payload, in bytes.
+MAX_BYTES = 192 * 1024
+_STORY = 20
+
+
+def build_status(
+    reconciler: Reconciler,
+    swarm: str,
+    addresses: Sequence[str],
+    pid: int,
+    blocked: Collection[str] = (),
+) -> dict[str, Any]:
+    """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
+
+    ``blocked`` are members that were cut off because they misbehaved.
+    """
+    roster, desired = reconciler.roster, reconciler.desired
+    peers = [_peer(member, roster.sessions.get(peer)) for peer, member in roster.members.items()]
+    return {
+        "swarm": swarm,
+        "coordinator": {"addresses": list(addresses), "state": "running", "pid": pid},
+        "model": desired.facts.name if desired is not None else None,
+        "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
+        "pipelines": [] if desired is None else [_pipeline(reconciler)],
+        "trouble": reconciler.reason,
+        "story": list(reconciler.story[-_STORY:]),
+    }
+
+
+def encode_status(status: dict[str, Any]) -> bytes:
+    """As UTF-8 of at most :data:`MAX_BYTES`; what is too much is left out and ``truncated``."""
+    text = json.dumps(status).encode("utf-8")
+    while len(text) > MAX_BYTES:
+        status = {
+            **status,
+            "story": [],
+            "peers": status["peers"][: len(status["peers"]) // 2],
+            "truncated": True,
+        }
+        text = json.dumps(status).encode("utf-8")
+    return text
+
+
+def _peer(member: MemberRecord, session: Session | None) -> dict[str, Any]:
+    told = member.announced
+    shown: dict[str, Any] = {
+        "id": member.peer,
+        "name": member.name,
+        "address": told.addresses[0] if told is not None and told.addresses else "",
+        "endpoint": "",
+        "state": "away",
+        "device": "",
+        "daemon_pid": 0,
+        "workers": [],
+    }
+    if session is not None:
+        report = session.report
+        shown |= {
+            "endpoint": report.endpoint,
+            "state": "here",
+            "device": _device(report.device),
+            "daemon_pid": report.daemon_pid,
+            "version": report.version,
+            "stage": report.stage,
+            "memory": report.device.memory,
+            "workers": [
+                {
+                    "pid": worker.pid,
+                    "pipeline": worker.pipeline,
+                    "stage": worker.stage,
+                    "layers": list(worker.layers),
+                    "state": worker.state,
+                }
+                for worker in report.workers
+            ],
+        }
+    return shown
+
+
+def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
+    formation = reconciler.formation
+    return {
+        "id": reconciler.pipeline,
+        "epoch": reconciler.epoch,
+        "ready": reconciler.ready,
+        "micro_batches": formation.record.micro_batches if formation is not None else 0,
+        "stages": [] if formation is None else _stages(reconciler, formation),
+        "blocks": formation.record.blocks if formation is not None else 0,
+        "state": formation.state if formation is not None else "waiting",
+        "reason": reconciler.reason,
+    }
+
+
+def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
+    def shown(stage: StageRecord) -> dict[str, Any]:
+        session = reconciler.roster.sessions.get(stage.peer)
+        return {
+            "peer": stage.peer,
+            "layers": list(stage.layers),
+            "device": _device(session.report.device) if session is not None else "",
+            "decode_s": stage.decode_s,
+        }
+
+    return [shown(stage) for stage in formation.record.stages]
+
+
+def _device(device: Device) -> str:
+    """A device in a few words."""
+    index = f" {device.index}" if device.kind == "cuda" else ""
+    return f"{device.kind}{index}: {device.name}"

@@ -1,0 +1,105 @@
+"""Token ids to text, one by one, never emitting half a character."""
+
+import codecs
+from typing import Protocol
+
+import tokenizers
+
+from molink.text.pieces import Pieces
+
+#: Tokens that a character may be spread over before its bytes count as invalid.
+MAX_HELD_TOKENS = 8
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one answer into text as they come."""
+
+    def add(self, token: int) -> str:
+        """The text that ``token`` completes; empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What an incomplete character leaves (U+FFFD), when no more tokens follow."""
+        ...
+
+
+class IncrementalDetokenizer:
+    """For decoders that :mod:`molink.text.pieces` knows: O(1) per token.
+
+    With ``continues`` the text goes on from a prompt, so a leading space stays; otherwise the
+    result is what ``tokenizers`` would decode from all tokens at once. Bytes that are no UTF-8
+    become U+FFFD as the Unicode standard recommends (``tokenizers`` replaces a whole run of
+    byte-fallback tokens if one of them is invalid, which can't be known in advance).
+    """
+
+    def __init__(
+        self, pieces: Pieces, skip: frozenset[int] = frozenset(), *, continues: bool = False
+    ) -> None:
+        self._pieces = pieces
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = not continues and bool(pieces.drop_in_first)
+        self._strip_left = 0 if continues else pieces.strip_count
+
+    def add(self, token: int) -> str:
+        """The text that ``token`` completes."""
+        if token in self._skip:
+            return ""
+        if self._first:
+            self._first = False
+            return self._utf8.decode(self._pieces.get_first(token))
+        text = self._utf8.decode(self._pieces.get(token))
+        return self._strip(text) if self._strip_left and text else text
+
+    def flush(self) -> str:
+        """U+FFFD if a character is incomplete, else nothing."""
+        text = self._utf8.decode(b"", final=True)
+        return self._strip(text) if self._strip_left else text
+
+    def _strip(self, text: str) -> str:
+        while self._strip_left and text.startswith(self._pieces.strip):
+            text = text[len(self._pieces.strip) :]
+            self._strip_left -= 1
+        if text:
+            self._strip_left = 0
+        return text
+
+
+class WindowDetokenizer:
+    """For any other decoder: decodes a short window of tokens with and without the new ones.
+
+    The window begins at the last token that was emitted with text, for the sake of decoders that
+    treat a first token differently.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._window: list[int] = []
+        self._emitted = 0
+
+    def add(self, token: int) -> str:
+        """The text that ``token`` completes."""
+        self._window.append(token)
+        held = len(self._window) - self._emitted
+        return self._emit(force=held > MAX_HELD_TOKENS)
+
+    def flush(self) -> str:
+        """The text of tokens that were held back."""
+        return self._emit(force=True)
+
+    def _emit(self, *, force: bool) -> str:
+        before = self._decode(self._window[: self._emitted])
+        after = self._decode(self._window)
+        if not force and after.endswith("\ufffd"):
+            return ""
+        if len(after) <= len(before):
+            if force:
+                self._emitted = len(self._window)
+            return ""
+        self._window = self._window[self._emitted :]
+        self._emitted = len(self._window)
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)

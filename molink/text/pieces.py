@@ -1,0 +1,120 @@
+"""What each token contributes to the text, as bytes, read off a tokenizer's decoder.
+
+Decoding token by token through ``tokenizers`` means decoding a window twice per token and guessing
+from U+FFFD whether a character is complete. The decoders of the model families that we serve are
+all "bytes of each token, one after the other" plus something at the very beginning, so we take
+those bytes once per token id and leave completeness to a UTF-8 decoder.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+Transform = Callable[[str], str | bytes]
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The bytes of every token of one tokenizer; filled as ids are first seen.
+
+    ``strip`` is a character of which up to ``strip_count`` are taken off the beginning of a text;
+    ``drop_in_first`` is a character that vanishes from the first token (SentencePiece's ``▁``).
+    """
+
+    vocabulary: tokenizers.Tokenizer
+    transform: Transform
+    strip: str = ""
+    strip_count: int = 0
+    drop_in_first: str = ""
+    _known: dict[int, bytes] = field(default_factory=dict)
+
+    def get(self, token: int) -> bytes:
+        """Bytes of ``token`` in the middle of a text; none for an id that doesn't exist."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._bytes(self.vocabulary.id_to_token(token))
+        return known
+
+    def get_first(self, token: int) -> bytes:
+        """Bytes of ``token`` at the beginning of a text."""
+        if not self.drop_in_first:
+            return self.get(token)
+        text = self.vocabulary.id_to_token(token)
+        return self._bytes(text.replace(self.drop_in_first, "") if text else text)
+
+    def _bytes(self, token: str | None) -> bytes:
+        if token is None:
+            return b""
+        piece = self.transform(token)
+        return piece if isinstance(piece, bytes) else piece.encode("utf-8", "replace")
+
+
+def create_pieces(tokenizer: tokenizers.Tokenizer) -> Pieces | None:
+    """Pieces of ``tokenizer``, or ``None`` if its decoder is none of the kinds we know."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder")
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return Pieces(tokenizer, _byte_level(_byte_level_table()))
+    if kinds == ["Metaspace"]:
+        mark = steps[0]["replacement"]
+        drop = "" if steps[0].get("prepend_scheme", "always") == "never" else mark
+        return Pieces(tokenizer, lambda token: token.replace(mark, " "), drop_in_first=drop)
+    return _sentencepiece(tokenizer, steps, kinds)
+
+
+def _sentencepiece(
+    tokenizer: tokenizers.Tokenizer, steps: Sequence[Mapping[str, Any]], kinds: Sequence[str]
+) -> Pieces | None:
+    """The chain that Llama, Mistral and Gemma use: ``Replace, ByteFallback, Fuse[, Strip]``."""
+    if kinds not in (
+        ["Replace", "ByteFallback", "Fuse"],
+        ["Replace", "ByteFallback", "Fuse", "Strip"],
+    ):
+        return None
+    pattern = steps[0]["pattern"].get("String")
+    if not pattern:
+        return None
+    transform = _byte_fallback(pattern, steps[0]["content"])
+    if len(steps) == 3:
+        return Pieces(tokenizer, transform)
+    strip = steps[3]
+    if strip["stop"]:
+        return None
+    return Pieces(tokenizer, transform, strip=strip["content"], strip_count=strip["start"])
+
+
+def _byte_fallback(pattern: str, content: str) -> Transform:
+    def transform(token: str) -> str | bytes:
+        token = token.replace(pattern, content)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token
+
+    return transform
+
+
+def _byte_level(table: Mapping[str, int]) -> Transform:
+    def transform(token: str) -> str | bytes:
+        try:
+            return bytes(table[char] for char in token)
+        except KeyError:  # an added token, which is in plain text
+            return token
+
+    return transform
+
+
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table

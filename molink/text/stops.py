@@ -1,0 +1,71 @@
+"""Stop strings across token borders: hold back only what may be the beginning of one."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Cuts a stream of text at the first stop string.
+
+    Text is emitted as soon as no stop string can begin in it. Which string ends the text doesn't
+    depend on how the text is split into pushes: it is the one whose last character comes first, and
+    of several that end there the longest. Cost is O(characters × stop strings), and next to
+    nothing for text that holds no stop string's first character.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
+        self._failures = tuple(_failure_links(stop) for stop in self._stops)
+        #: Characters of each stop string that the end of the text so far matches.
+        self._states = [0] * len(self._stops)
+        self._firsts = tuple({stop[0] for stop in self._stops})
+        self._held = ""
+        #: The stop string that was found, else ``None``; nothing is emitted after it.
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that can be emitted now that ``text`` follows."""
+        if not self._stops:
+            return text
+        if self.matched is not None:
+            return ""
+        if not self._held and not any(first in text for first in self._firsts):
+            return text
+        buffer = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            self._advance(char)
+            if self.matched is not None:
+                self._held = ""
+                return buffer[: end - len(self.matched)]
+        keep = max(self._states)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when no more text follows."""
+        held, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
+        return held
+
+    def _advance(self, char: str) -> None:
+        for index, stop in enumerate(self._stops):
+            state = self._states[index]
+            while state and stop[state] != char:
+                state = self._failures[index][state - 1]
+            if stop[state] == char:
+                state += 1
+            self._states[index] = state
+            if state == len(stop) and len(stop) > len(self.matched or ""):
+                self.matched = stop
+
+
+def _failure_links(pattern: str) -> tuple[int, ...]:
+    """Knuth–Morris–Pratt: length of the longest proper border of each prefix."""
+    links = [0] * len(pattern)
+    border = 0
+    for index in range(1, len(pattern)):
+        while border and pattern[border] != pattern[index]:
+            border = links[border - 1]
+        if pattern[border] == pattern[index]:
+            border += 1
+        links[index] = border
+    return tuple(links)

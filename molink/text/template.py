@@ -1,0 +1,120 @@
+"""Chat templates: a conversation to the text that a model was trained to continue."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from molink.errors import BrokenModel, RequestError
+from molink.text.budget import MAX_CPU_S, Budget, TemplateTooCostly
+from molink.text.sandbox import SandboxEnvironment
+
+#: Longest source of a template in characters; the longest of public models is about 30 000.
+MAX_SOURCE = 256 * 1024
+
+
+class ChatTemplate:
+    """A compiled chat template; ``render`` may be called from several threads.
+
+    ``special`` holds the special tokens that templates name (``bos_token``, ``eos_token``, …),
+    ``where`` is the file, for messages, and ``cpu_s`` the CPU time that a rendering may take.
+    """
+
+    def __init__(
+        self, source: str, special: Mapping[str, Any], where: str, *, cpu_s: float = MAX_CPU_S
+    ) -> None:
+        if len(source) > MAX_SOURCE:
+            raise BrokenModel(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
+        self._special = dict(special)
+        self._cpu_s = cpu_s
+        self._lock = threading.Lock()
+        self._environment = SandboxEnvironment()
+        #: Whether the template knows the role ``developer``; to others it is ``system``.
+        self.knows_developer = "developer" in source
+        try:
+            self._template = self._environment.compile_bounded(source)
+        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+            raise BrokenModel(f"{where}: the chat template is not valid: {error}") from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt for ``messages``, up to where the answer begins.
+
+        ``messages`` are plain JSON values; ``options`` are further variables of the template
+        (``enable_thinking``, …).
+
+        Raises:
+            RequestError: the template refuses the messages, fails or goes beyond its budget.
+        """
+        variables = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special,
+            **(options or {}),
+            "messages": list(messages),
+        }
+        with self._lock:
+            self._environment.budget = Budget(cpu_s=self._cpu_s)
+            try:
+                return self._template.render(variables)
+            except TemplateTooCostly as error:
+                raise RequestError(
+                    f"the model's chat template is unfit: {error}", "messages"
+                ) from None
+            except Exception as error:  # a template is a program: it may raise anything
+                reason = str(error) or type(error).__name__
+                raise RequestError(
+                    f"the model's chat template refuses these messages: {reason}", "messages"
+                ) from error
+
+
+def load_template(
+    folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]
+) -> ChatTemplate | None:
+    """The folder's chat template: ``chat_template.jinja``, or the one in its tokenizer config.
+
+    A config may hold several under names; the one called ``default`` counts. ``None`` if there is
+    none: such a model only completes text.
+
+    Raises:
+        BrokenModel: a template that can't be compiled.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return ChatTemplate(path.read_text(encoding="utf-8"), special, str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BrokenModel(f"{path}: {error}; fetch the file again") from error
+    where = str(folder / "tokenizer_config.json")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = _named_default(source, where)
+    if source is None:
+        source, where = _legacy_file(folder / "chat_template.json"), str(folder)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise BrokenModel(f"{where}: chat_template is neither a text nor a list of named ones")
+    return ChatTemplate(source, special, where)
+
+
+def _named_default(entries: list[Any], where: str) -> Any:
+    try:
+        templates = {entry["name"]: entry["template"] for entry in entries}
+    except (TypeError, KeyError):
+        raise BrokenModel(f"{where}: chat_template is a list without names") from None
+    return templates.get("default")
+
+
+def _legacy_file(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]).get("chat_template")
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path}: {error}; fetch the file again") from error

@@ -1,0 +1,150 @@
+"""A model's tokenizer, from the files of its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tokenizers
+
+from molink.errors import BrokenModel, RequestError
+from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
+from molink.text.generation import GenerationDefaults, TokenIds, as_ids
+from molink.text.pieces import create_pieces
+from molink.text.template import ChatTemplate, load_template
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+T = TypeVar("T")
+
+
+class _ModelFacts(msgspec.Struct):
+    """What prompts need to know of ``config.json``."""
+
+    vocab_size: int | None = None
+    eos_token_id: TokenIds = None
+
+
+class Tokenizer:
+    """Text to ids and back, and what the folder says about prompts and answers.
+
+    Safe to use from several threads. Attributes: ``vocab_size`` (ids a prompt may hold),
+    ``bos_id``, ``eos_ids`` (each ends an answer), ``special_ids``, ``defaults`` (sampling
+    parameters for requests that give none), ``template`` (``None`` for a base model).
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        defaults: GenerationDefaults,
+        template: ChatTemplate | None,
+        vocab_size: int = 0,
+    ) -> None:
+        self._backend = backend
+        self._pieces = create_pieces(backend)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = vocab_size or backend.get_vocab_size()
+        self.defaults = defaults
+        self.template = template
+        self._add_bos: bool | None = config.get("add_bos_token")
+        self.bos_id = self._id_of(config.get("bos_token"))
+        eos = self._id_of(config.get("eos_token"))
+        own = () if eos is None else (eos,)
+        self.eos_ids = tuple(dict.fromkeys((*own, *as_ids(defaults.eos_token_id))))
+
+    @classmethod
+    def open(cls, folder: Path) -> "Tokenizer":
+        """Load ``tokenizer.json`` and, where they exist, the configs beside it.
+
+        Raises:
+            BrokenModel: a file is missing or not what it should be; names it.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise BrokenModel(f"{path} is missing; only models with a tokenizer.json can be served")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise BrokenModel(f"{path}: {error}; fetch the file again") from error
+        backend.no_padding()
+        backend.no_truncation()
+        config = _read_object(folder / "tokenizer_config.json")
+        model = _read(folder / "config.json", _ModelFacts) or _ModelFacts()
+        special = _special_texts(_read_object(folder / "special_tokens_map.json"))
+        special.update(_special_texts(config))
+        defaults = GenerationDefaults.load(folder)
+        if defaults.eos_token_id is None and "eos_token" not in config:
+            defaults = msgspec.structs.replace(defaults, eos_token_id=model.eos_token_id)
+        template = load_template(folder, config, special)
+        return cls(backend, config, defaults, template, model.vocab_size or 0)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of ``text``; with ``special`` as a prompt of its own (a BOS where the model has one).
+
+        A rendered chat template names its special tokens itself: ``special=False``. May take
+        seconds for megabytes; the GIL is free meanwhile.
+
+        Raises:
+            RequestError: the text is no valid Unicode.
+        """
+        try:
+            # encode() would hold the GIL all the while, encode_batch() doesn't.
+            ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
+        except (TypeError, UnicodeError) as error:
+            raise RequestError("the text has characters that can't be encoded", None) from error
+        if not special or self.bos_id is None or self._add_bos is None:
+            return ids
+        has_bos = ids[:1] == [self.bos_id]
+        if self._add_bos and not has_bos:
+            return [self.bos_id, *ids]
+        if not self._add_bos and has_bos:
+            return self.encode(text, special=False)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of ``ids``."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token contributes; may be part of a character."""
+        if self._pieces is not None:
+            return self._pieces.get(token)
+        return self.decode([token], skip_special=False).encode("utf-8")
+
+    def detokenizer(self, *, skip_special: bool = True, continues: bool = False) -> Detokenizer:
+        """A fresh detokenizer for one answer; ``continues`` keeps a leading space of it."""
+        if self._pieces is None:
+            return WindowDetokenizer(self._backend, skip_special=skip_special)
+        skip = self.special_ids if skip_special else frozenset()
+        return IncrementalDetokenizer(self._pieces, skip, continues=continues)
+
+    def _id_of(self, token: Any) -> int | None:
+        text = token.get("content") if isinstance(token, dict) else token
+        return self._backend.token_to_id(text) if isinstance(text, str) else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return _read(path, dict[str, Any]) or {}
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path}: {error}; fetch the file again") from error
+
+
+def _special_texts(config: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, which configs write as a text or as an object."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found

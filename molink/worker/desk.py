@@ -1,0 +1,151 @@
+"""Where daemons hand requests to the head, and tokens go back to them."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from molink.errors import ContextTooLong, MolinkError, Overloaded
+from molink.head.head import Head
+from molink.head.request import Emission
+from molink.wire.codec import Buffer
+from molink.wire.data import (
+    Beat,
+    Cancel,
+    Credit,
+    DataMessage,
+    Prompt,
+    Rejected,
+    RejectReason,
+    Submit,
+)
+from molink.wire.server import Sender
+from molink.worker.intake import Intake
+
+DeskMessage = Submit | Prompt | Cancel | Credit
+
+
+class SendTo(Protocol):
+    """``Server.send``: whether the message is on its way to that connection."""
+
+    def __call__(
+        self, identity: bytes, message: DataMessage, payload: Buffer | None = None
+    ) -> bool: ...
+
+
+class Desk:
+    """Keeps which connection each request came from. One per epoch, beside its head.
+
+    A request whose daemon can't be reached any more is cancelled: the daemon, once back, resubmits
+    what it still wants.
+    """
+
+    def __init__(self, head: Head, pipeline: str, send: SendTo) -> None:
+        self._head = head
+        self._pipeline = pipeline
+        self._send = send
+        self._intake = Intake(head.limits.max_context)
+        self._connections: dict[tuple[str, str], bytes] = {}
+
+    def handle(
+        self, sender: Sender, message: DeskMessage, payload: memoryview | None, now: float
+    ) -> None:
+        """Take a message of a daemon; what can't be served is answered with ``Rejected``."""
+        owner, key = sender.user_id, message.key
+        match message:
+            case Submit():
+                self._cancel(owner, key, now)
+                self._connections[owner, key] = sender.identity
+                self._begin(owner, message)
+            case Prompt():
+                self._prompt(owner, message, payload, now)
+            case Cancel():
+                self._cancel(owner, key, now)
+            case Credit():
+                self._head.credit(owner, key, message.position, now)
+
+    def deliver(self, emissions: Iterable[Emission], now: float) -> None:
+        """Send tokens and rejections to their daemons."""
+        for emission in emissions:
+            message = emission.message
+            known = (emission.owner, message.key)
+            identity = self._connections.get(known)
+            if identity is None:
+                continue
+            over = isinstance(message, Rejected) or message.finish is not None
+            if over:
+                del self._connections[known]
+            if not self._send(identity, message) and not over:
+                self._cancel(*known, now)
+
+    def sweep(self, now: float) -> None:
+        """Find connections that are gone although nothing was to be sent to them."""
+        beat = Beat(self._head.epoch, 0, 0, now)
+        for identity in set(self._connections.values()):
+            if self._send(identity, beat):
+                continue
+            gone = [known for known, where in self._connections.items() if where == identity]
+            for known in gone:
+                self._cancel(*known, now)
+
+    def forget_owner(self, owner: str, now: float) -> None:
+        """A daemon is no member any more."""
+        self._head.cancel_owner(owner, now)
+        self._intake.cancel_owner(owner)
+        for known in [known for known in self._connections if known[0] == owner]:
+            del self._connections[known]
+
+    def close(self) -> None:
+        """The epoch is over: tell every daemon, so that it resubmits under the next one."""
+        for (_, key), identity in self._connections.items():
+            self._send(identity, _rejected(self._head.epoch, key, "epoch", "the ring is re-formed"))
+        self._connections.clear()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _begin(self, owner: str, message: Submit) -> None:
+        if (message.pipeline, message.epoch) != (self._pipeline, self._head.epoch):
+            here = f"this is {self._pipeline} in epoch {self._head.epoch}"
+            self._reject(owner, message.key, "epoch", here)
+            return
+        try:
+            self._intake.submit(owner, message)
+        except MolinkError as error:
+            self._refuse(owner, message.key, error)
+
+    def _prompt(self, owner: str, message: Prompt, payload: memoryview | None, now: float) -> None:
+        try:
+            if payload is None or message.payload.dtype != "i32":
+                raise MolinkError("a prompt part needs a payload of i32")
+            request = self._intake.prompt(owner, message, payload.cast("B").cast("i").tolist())
+            if request is not None:
+                self._head.submit(request, now)
+        except MolinkError as error:
+            self._refuse(owner, message.key, error)
+
+    def _refuse(self, owner: str, key: str, error: MolinkError) -> None:
+        if isinstance(error, Overloaded):
+            self._reject(owner, key, "overloaded", str(error), error.retry_after)
+        elif isinstance(error, ContextTooLong):
+            self._reject(owner, key, "too_long", str(error))
+        else:
+            self._reject(owner, key, "invalid", str(error))
+
+    def _reject(
+        self, owner: str, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
+    ) -> None:
+        identity = self._connections.pop((owner, key), None)
+        if identity is not None:
+            self._send(identity, _rejected(self._head.epoch, key, reason, message, retry_after))
+
+    def _cancel(self, owner: str, key: str, now: float) -> None:
+        self._intake.cancel(owner, key)
+        self._head.cancel(owner, key, now)
+        self._connections.pop((owner, key), None)
+
+
+def _rejected(
+    epoch: int, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
+) -> Rejected:
+    return Rejected(epoch, key, reason, message[:1024], retry_after)

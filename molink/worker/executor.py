@@ -1,0 +1,70 @@
+"""The compute thread of a worker."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from molink.stage.stage import Stage
+from molink.worker.requests import RequestTable
+from molink.worker.step import Segment, SegmentResult, failed_step, run_step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so."""
+
+    results: Sequence[SegmentResult]
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    requests: RequestTable
+    segments: Sequence[Segment]
+    done: Callable[[StepDone], None]
+
+
+class Executor:
+    """Runs steps one after another on a thread that owns the device.
+
+    ``done`` callbacks are called on that thread: they hand over to the event loop themselves. An
+    exception in a step (out of memory, say) fails the step's rows and nothing else.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        requests: RequestTable,
+        segments: Sequence[Segment],
+        done: Callable[[StepDone], None],
+    ) -> None:
+        """Queue a step."""
+        self._jobs.put(_Job(requests, segments, done))
+
+    def close(self) -> None:
+        """End after the steps that are queued."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            began = time.perf_counter()
+            error = None
+            try:
+                results = run_step(self._stage, job.requests, job.segments)
+            except Exception as caught:
+                log.exception("a step failed; its rows are reported as failed")
+                error = f"{type(caught).__name__}: {caught}"
+                results = failed_step(self._stage, job.requests, job.segments)
+            job.done(StepDone(results, time.perf_counter() - began, error))

@@ -1,0 +1,292 @@
+"""The tick scoreboard: what a stage may run, drop, forward and forget.
+
+One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
+its order; ticks say what has to come before what. At one stage a tick is *complete*
+
+- of an ``Admit`` or ``History``: when it arrives (they share a lane, so in the order of issue);
+- of a ``Volume``: when its rows have run, or at once when none of its rows is left to run;
+- of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
+- of a ``Release``: when all of ``after`` and ``also`` are complete.
+
+**Running.** A volume may run once the ``after`` ticks of all its remaining rows are complete. They
+include, directly or through earlier rows, the ticks that admit the request.
+
+**Dropping.** From the moment a request's ``Release`` arrives, its rows in volumes that wait or are
+still to come are dropped; rows that are running finish. A volume that loses all rows is *buried*:
+it completes, and a ``Tombstone`` goes on in its stead on the control lane. A volume that loses some
+goes on with the others. Later stages need not know that rows were dropped, since the tick completes
+there whichever way it arrives.
+
+**Forgetting.** The head's ``Release`` names every tick with rows of the request that had not come
+back; those that had are complete at every stage. Once all of the named ones are complete here, no
+row of the request can arrive any more, so the request is forgotten, and only then does the
+``Release`` go on. (``after`` alone would not do: the last tick can be buried upstream and overtake,
+on the control lane, an earlier volume of the same request on the bulk lane.) When it has gone
+round, no stage will touch the request's blocks again. Nothing is kept of forgotten requests: ids
+rise with admission, so an id at or below the highest one admitted that is not live is over.
+
+**Sharing.** Rows of one request may read blocks that another one writes, if their ``after`` covers
+those writes and the writer is not released before they have come back: dropped rows write nothing.
+
+**Misbehaviour** of other stages is counted, noted in the story, and never wedges this one. A
+message that makes no sense becomes a tombstone: its tick completes here and further on, and the
+head, which knows what it sent, fails the requests concerned. So for a volume with an ``after`` not
+before itself, the same request twice, or too many waiting; for rows whose ``after`` is complete but
+whose request was never admitted; for an ``Admit`` of an id that is not new and a ``History`` of a
+request that is not live. A tick that was seen already, or is absurdly far ahead, is ignored. A
+``Release`` of a request that is not live completes like any other; ticks in it that are not before
+it are left out. Misuse by our own shell (completing what was not taken) raises ``InvariantError``.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from molink.errors import InvariantError
+from molink.head.story import Story
+from molink.wire.data import Admit, History, Release, Rows, Tombstone, Volume
+from molink.worker.tickset import TickSet
+from molink.worker.work import Control, ControlBody, Ready, Work
+
+#: A tick further than this above the watermark is no honest message; the head keeps to half of it.
+MAX_SPAN = 1 << 16
+#: Volumes that may wait; the head has at most 128 in flight.
+MAX_WAITING = 1024
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A volume that has arrived; ``kept`` are indices of its row groups that remain."""
+
+    volume: Volume
+    data: object
+    kept: list[int]
+
+    def rows(self) -> Iterator[Rows]:
+        return (self.volume.rows[index] for index in self.kept)
+
+
+class Scoreboard:
+    """Orders one stage's work during one epoch; see the module for the rules."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        #: The tick whose rows were the latest to run: progress of the compute thread.
+        self.last_completed = 0
+        self._complete = TickSet()
+        #: Admitted and not known to be over.
+        self._live: set[int] = set()
+        self._highest_id = -1
+        self._waiting: dict[int, _Waiting] = {}
+        self._running: dict[int, Volume] = {}
+        #: Releases that wait, each with the ticks it waits for.
+        self._releases: dict[int, tuple[Release, set[int]]] = {}
+        self._outbox: list[Control] = []
+        self._story = Story()
+
+    def arrive(self, body: ControlBody | Volume, data: object, now: float) -> None:
+        """A message is here, whole; ``data`` is kept with it and handed out again.
+
+        Call ``complete((), now)`` afterwards: controls may have been completed by it.
+        """
+        if not self._is_new(body.tick, now):
+            return
+        self._story.add(now, "arrive", type(body).__name__, body.tick)
+        match body:
+            case Volume():
+                self._arrive_volume(body, data, now)
+            case Release():
+                self._arrive_release(body, now)
+            case Admit() if body.request <= self._highest_id:
+                self._refuse(body.tick, "stale_admits", now)
+            case History() if body.request not in self._live:
+                self._refuse(body.tick, "stray_histories", now)
+            case _:
+                if isinstance(body, Admit):
+                    self._highest_id = body.request
+                    self._live.add(body.request)
+                self._finish(body, data)
+        self._settle(now)
+
+    def take(self, now: float) -> Work | None:
+        """What may run now, lowest ticks first; ``None`` if nothing.
+
+        Calling it again before ``complete`` is allowed and gives further work.
+        """
+        parts: dict[bool, Ready] = {}
+        for tick in sorted(self._waiting):
+            waiting = self._waiting[tick]
+            kind = waiting.volume.prefill
+            if kind in parts or not self._is_ready(waiting):
+                continue
+            self._drop_unadmitted(waiting, now)
+            if waiting.kept:
+                del self._waiting[tick]
+                self._running[tick] = waiting.volume
+                parts[kind] = Ready.of(waiting.volume, waiting.data, waiting.kept)
+        self._settle(now)
+        if not parts:
+            return None
+        work = Work(parts.get(False), parts.get(True))
+        self._story.add(now, "take", *work.ticks)
+        return work
+
+    def complete(self, ticks: Iterable[int], now: float) -> list[Control]:
+        """The volumes ``ticks`` have run; returns the controls to be forwarded now, in order.
+
+        Raises:
+            InvariantError: one of them was not taken.
+        """
+        for tick in ticks:
+            if self._running.pop(tick, None) is None:
+                raise InvariantError(f"tick {tick} completed but not taken", self._story.lines())
+            self._complete.add(tick)
+            self.last_completed = tick
+            self._story.add(now, "complete", tick)
+        self._settle(now)
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    @property
+    def queued(self) -> int:
+        """Volumes that wait for the compute thread or are in it, not for anything else."""
+        ready = sum(1 for waiting in self._waiting.values() if self._is_ready(waiting))
+        return ready + len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Volumes that have arrived and were not taken, ready or not."""
+        return len(self._waiting)
+
+    def is_live(self, request: int) -> bool:
+        """Whether ``request`` was admitted and is not known to be over."""
+        return request in self._live
+
+    def validate(self) -> None:
+        """Check all invariants.
+
+        Raises:
+            InvariantError: one is broken; carries the last transitions.
+        """
+        for problem in self._problems():
+            raise InvariantError(problem, self._story.lines())
+
+    # --- arrivals ------------------------------------------------------------------------------
+
+    def _is_new(self, tick: int, now: float) -> bool:
+        if (
+            tick in self._complete
+            or tick in self._waiting
+            or tick in self._running
+            or tick in self._releases
+        ):
+            self._count("duplicates", tick, now)
+            return False
+        if tick > self._complete.watermark + MAX_SPAN:
+            self._count("far_ticks", tick, now)
+            return False
+        return True
+
+    def _arrive_volume(self, volume: Volume, data: object, now: float) -> None:
+        requests = {rows.request for rows in volume.rows}
+        if len(requests) < len(volume.rows) or any(
+            rows.after >= volume.tick for rows in volume.rows
+        ):
+            self._refuse(volume.tick, "bad_volumes", now)
+        elif len(self._waiting) >= MAX_WAITING:
+            self._refuse(volume.tick, "floods", now)
+        else:
+            waiting = _Waiting(volume, data, list(range(len(volume.rows))))
+            self._waiting[volume.tick] = waiting
+            self._drop_gone(waiting)
+
+    def _arrive_release(self, release: Release, now: float) -> None:
+        named = {release.after, *release.also}
+        earlier = {tick for tick in named if tick < release.tick}
+        if len(earlier) < len(named):
+            self._count("bad_releases", release.tick, now)
+        if release.request not in self._live:
+            self._count("stray_releases", release.tick, now)
+        self._live.discard(release.request)
+        self._releases[release.tick] = release, self._complete.missing(earlier)
+        for waiting in list(self._waiting.values()):
+            self._drop_gone(waiting)
+
+    # --- completion ----------------------------------------------------------------------------
+
+    def _finish(self, body: ControlBody, data: object) -> None:
+        """A control is complete and goes on."""
+        self._complete.add(body.tick)
+        self._outbox.append(Control(body, data))
+
+    def _refuse(self, tick: int, what: str, now: float) -> None:
+        """A message that makes no sense completes without effect, here and further on."""
+        self._count(what, tick, now)
+        self._finish(Tombstone(tick), None)
+
+    def _settle(self, now: float) -> None:
+        """Complete the releases that wait for nothing any more."""
+        settled = True
+        while settled and self._releases:
+            settled = False
+            for tick, (release, missing) in list(self._releases.items()):
+                missing.intersection_update(self._complete.missing(missing))
+                if not missing:
+                    del self._releases[tick]
+                    self._finish(release, None)
+                    self._story.add(now, "forget", release.request)
+                    settled = True
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def _is_ready(self, waiting: _Waiting) -> bool:
+        return all(rows.after in self._complete for rows in waiting.rows())
+
+    def _is_gone(self, request: int) -> bool:
+        return request <= self._highest_id and request not in self._live
+
+    def _drop_gone(self, waiting: _Waiting) -> None:
+        rows = waiting.volume.rows
+        kept = [index for index in waiting.kept if not self._is_gone(rows[index].request)]
+        self._keep(waiting, kept, "dropped_groups")
+
+    def _drop_unadmitted(self, waiting: _Waiting, now: float) -> None:
+        rows = waiting.volume.rows
+        kept = [index for index in waiting.kept if rows[index].request in self._live]
+        if len(kept) < len(waiting.kept):
+            self._story.add(now, "unadmitted", waiting.volume.tick)
+        self._keep(waiting, kept, "unadmitted_groups")
+
+    def _keep(self, waiting: _Waiting, kept: list[int], what: str) -> None:
+        """Drop all but ``kept``; bury the volume if nothing remains."""
+        dropped = len(waiting.kept) - len(kept)
+        if not dropped:
+            return
+        self.counts[what] += dropped
+        waiting.kept = kept
+        if not kept:
+            tick = waiting.volume.tick
+            del self._waiting[tick]
+            self.counts["buried_volumes"] += 1
+            self._finish(Tombstone(tick), None)
+
+    def _count(self, what: str, tick: int, now: float) -> None:
+        self.counts[what] += 1
+        self._story.add(now, what, tick)
+
+    def _problems(self) -> Iterator[str]:
+        places = [*self._waiting, *self._running, *self._releases]
+        if len(set(places)) < len(places):
+            yield "a tick is in two places"
+        done = [tick for tick in places if tick in self._complete]
+        if done:
+            yield f"ticks {done} are complete but still waited for"
+        if any(request > self._highest_id for request in self._live):
+            yield "a request is live that was never admitted"
+        for tick, waiting in self._waiting.items():
+            if not waiting.kept or any(self._is_gone(rows.request) for rows in waiting.rows()):
+                yield f"volume {tick} keeps rows of requests that are over, or none"
+        if any(not self._complete.missing(missing) for _, missing in self._releases.values()):
+            yield "a release waits for nothing"
+        if len(self._complete) > MAX_SPAN:
+            yield "ticks far above the watermark are remembered"

@@ -1,0 +1,544 @@
+"""Exact decisions of the head, without a ring: each test plays the stages by hand."""
+
+from itertools import count
+
+import pytest
+
+from molink.errors import ContextTooLong, InvariantError, Overloaded, RequestError
+from molink.head.batch import Batch
+from molink.head.head import Head
+from molink.head.limits import HeadLimits
+from molink.head.request import Emission, HeadRequest
+from molink.wire.data import (
+    Admit,
+    Choice,
+    History,
+    Rejected,
+    Release,
+    Rows,
+    Sampled,
+    Sampling,
+    Token,
+    TopLogprobs,
+    Volume,
+)
+
+PLAIN = Sampling()
+PENALTY = Sampling(presence_penalty=0.5)
+
+
+def limits(**changes: int) -> HeadLimits:
+    given = {"blocks": 64, "block_size": 4, "micro_batches": 2, "chunk_tokens": 8}
+    return HeadLimits(**{**given, **changes})
+
+
+def request(key: str, tokens: int, answer: int = 100, **changes) -> HeadRequest:
+    fields = {"prompt_tokens": tokens, "sampling": PLAIN, **changes}
+    return HeadRequest("daemon", key, tuple(range(tokens)), max_tokens=answer, **fields)
+
+
+def submit(head: Head, *requests: HeadRequest) -> None:
+    for each in requests:
+        head.submit(each, 0.0)
+
+
+def volumes(batch: Batch | None) -> list[Volume]:
+    return [] if batch is None else [volume.header for volume in batch.volumes]
+
+
+def controls(batch: Batch | None) -> list[Admit | History | Release]:
+    return [] if batch is None else [control.body for control in batch.control]
+
+
+def back(head: Head, volume: Volume, token: int = 50) -> list[Emission]:
+    """The volume comes home, each sampling row with ``token``."""
+    choices = tuple(
+        Choice(rows.request, rows.start + rows.count, token) for rows in volume.rows if rows.sample
+    )
+    emissions = head.sampled(Sampled(volume.tick, choices), {}, 0.0)
+    head.validate()
+    return emissions
+
+
+def step(head: Head, token: int = 50) -> list[Emission]:
+    """One micro-batch goes round, releases too."""
+    batch = head.next(0.0)
+    head.validate()
+    emissions = []
+    for volume in volumes(batch):
+        emissions += back(head, volume, token)
+    for control in controls(batch):
+        if isinstance(control, Release):
+            head.released(control.tick, 0.0)
+    head.validate()
+    return emissions
+
+
+# --- prefill -------------------------------------------------------------------------------------
+
+
+def test_prompt_in_chunks_that_do_not_wait_for_each_other():
+    head = Head(limits(), 1)
+    submit(head, request("a", 10))
+    first, second = head.next(0.0), head.next(0.0)
+    assert controls(first) == [Admit(1, 0, PLAIN, 10)]
+    assert volumes(first)[0].rows == (Rows(0, 0, 8, after=1, blocks=(0, 1)),)
+    assert first.volumes[0].tokens == list(range(8))
+    assert volumes(first)[0].prefill
+    assert volumes(second)[0].rows == (Rows(0, 8, 2, after=2, blocks=(2,), sample=True),)
+    assert head.next(0.0) is None
+
+
+def test_a_chunk_holds_several_prompts_in_order_of_arrival():
+    head = Head(limits(), 1)
+    submit(head, request("a", 3), request("b", 3), request("c", 5))
+    batch = head.next(0.0)
+    assert [type(body) for body in controls(batch)] == [Admit, Admit, Admit]
+    rows = volumes(batch)[0].rows
+    assert [(group.request, group.start, group.count, group.sample) for group in rows] == [
+        (0, 0, 3, True),
+        (1, 0, 3, True),
+        (2, 0, 2, False),
+    ]
+    assert [group.after for group in rows] == [1, 2, 3]
+    assert volumes(batch)[0].tick == 4
+
+
+def test_at_most_k_prefill_volumes_in_flight():
+    head = Head(limits(micro_batches=2), 1)
+    submit(head, request("a", 40))
+    sent = [volumes(head.next(0.0))[0] for _ in range(2)]
+    assert head.next(0.0) is None
+    back(head, sent[0])
+    assert len(volumes(head.next(0.0))) == 1
+
+
+def test_a_resubmitted_request_goes_on_where_it_was():
+    head = Head(limits(chunk_tokens=64), 1)
+    submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
+    batch = head.next(0.0)
+    assert controls(batch)[0] == Admit(1, 0, PENALTY, 6)
+    assert batch.control[1].tokens == tuple(range(9))
+    assert volumes(batch)[0].rows == (Rows(0, 0, 9, after=2, blocks=(0, 1, 2), sample=True),)
+    (emission,) = back(head, volumes(batch)[0])
+    assert emission.message == Token(1, "a", 9, 50, emission.message.logprob)
+    (emission,) = step(head)
+    assert (emission.message.position, emission.message.finish) == (10, "length")
+
+
+def test_history_only_for_penalties_and_in_parts():
+    head = Head(limits(blocks=1 << 16, chunk_tokens=4096), 1)
+    submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
+    batch = head.next(0.0)
+    parts = [control for control in batch.control if isinstance(control.body, History)]
+    assert [(part.body.tick, part.body.first, len(part.tokens)) for part in parts] == [
+        (2, 0, 60_000),
+        (3, 60_000, 60_000),
+        (4, 120_000, 10_000),
+    ]
+    assert all(part.body.payload.shape == (len(part.tokens),) for part in parts)
+    assert volumes(batch)[0].rows[0].after == 4
+
+
+def test_a_job_is_admitted_only_with_a_slot():
+    head = Head(limits(max_running=1), 1)
+    submit(head, request("a", 2, 1), request("b", 2, 1))
+    assert [body.request for body in controls(head.next(0.0))] == [0]
+    assert head.next(0.0) is None
+
+
+def test_a_job_is_admitted_only_with_blocks_to_spare():
+    # 16 blocks of 4; "a" takes 5 and should be able to grow by 4 more; "b" needs 8.
+    head = Head(limits(blocks=16, chunk_tokens=64), 1)
+    submit(head, request("a", 18, 2), request("b", 31, 2), request("c", 1, 2))
+    batch = head.next(0.0)
+    assert [body.request for body in controls(batch)] == [0]
+    back(head, volumes(batch)[0])
+    assert [emission.message.finish for emission in step(head)] == ["length"]
+    batch = head.next(0.0)
+    assert controls(batch) == [Release(4, 0, after=3), Admit(5, 1, PLAIN, 31)]
+    head.released(4, 0.0)
+    assert [body.request for body in controls(head.next(0.0))] == [2]
+
+
+# --- decode --------------------------------------------------------------------------------------
+
+
+def test_decoders_are_spread_over_the_micro_batches():
+    head = Head(limits(micro_batches=2, chunk_tokens=64), 1)
+    submit(head, *(request(f"r{i}", 2) for i in range(5)))
+    step(head)
+    sent = [volumes(head.next(0.0))[0] for _ in range(2)]
+    assert [len(volume.rows) for volume in sent] == [3, 2]
+    assert not any(volume.prefill for volume in sent)
+    assert head.next(0.0) is None
+    back(head, sent[1])
+    assert [rows.request for rows in volumes(head.next(0.0))[0].rows] == [3, 4]
+
+
+def test_at_most_k_decode_volumes_in_flight():
+    head = Head(limits(micro_batches=2, chunk_tokens=2), 1)
+    submit(head, *(request(f"r{i}", 2) for i in range(3)))
+    for _ in range(2):
+        batch = head.next(0.0)
+        back(head, volumes(batch)[-1])
+    assert head.stats()[1]["head_decode_in_flight"] == 1.0
+    back(head, volumes(head.next(0.0))[-1])
+    head.next(0.0)
+    assert head.stats()[1]["head_decode_in_flight"] == 2.0
+
+
+def test_decode_and_prefill_rows_travel_in_separate_volumes():
+    head = Head(limits(), 1)
+    submit(head, request("a", 4))
+    step(head, token=33)
+    submit(head, request("b", 4))
+    batch = head.next(0.0)
+    decode, prefill = batch.volumes
+    # The admission of b takes tick 3 and the volumes follow it.
+    assert decode.header.rows == (Rows(0, 4, 1, after=2, blocks=(1,), sample=True),)
+    assert decode.tokens == [33]
+    assert (decode.header.tick, prefill.header.tick) == (4, 5)
+    assert (decode.header.prefill, prefill.header.prefill) == (False, True)
+    assert prefill.header.rows == (Rows(1, 0, 4, after=3, blocks=(2,), sample=True),)
+
+
+def test_tokens_are_emitted_with_alternatives_and_stop():
+    head = Head(limits(), 4)
+    submit(head, request("a", 2, stop_ids=(9,)))
+    volume = volumes(head.next(0.0))[0]
+    sampled = Sampled(volume.tick, (Choice(0, 2, 9, -0.5),))
+    tops = {(0, 2): TopLogprobs(0, 2, (9, 8), (-0.5, -1.5))}
+    (emission,) = head.sampled(sampled, tops, 0.0)
+    top = ((9, -0.5), (8, -1.5))
+    assert emission == Emission("daemon", Token(4, "a", 2, 9, -0.5, top, "stop"))
+    assert controls(head.next(0.0)) == [Release(3, 0, after=2)]
+    head.released(3, 0.0)
+    assert head.idle
+
+
+def test_the_context_ends_a_request():
+    head = Head(limits(max_context=6), 1)
+    submit(head, request("a", 4, 2))
+    assert [step(head)[0].message.finish for _ in range(2)] == [None, "length"]
+
+
+def test_uncredited_tokens_pause_a_request():
+    head = Head(limits(), 1)
+    submit(head, request("a", 2, window=2))
+    assert [len(step(head)) for _ in range(4)] == [1, 1, 0, 0]
+    head.credit("daemon", "a", 3, 0.0)
+    assert [len(step(head)) for _ in range(3)] == [1, 0, 0]
+    head.credit("daemon", "a", 1, 0.0)  # an old word changes nothing
+    head.credit("daemon", "a", 999, 0.0)  # nor can what was not emitted be taken
+    assert [len(step(head)) for _ in range(3)] == [1, 1, 0]
+    head.credit("daemon", "unknown", 3, 0.0)
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+def tight(micro_batches: int) -> Head:
+    """Requests 0 and 1 decode with 16 tokens and one block each; one block of 16 is free."""
+    head = Head(limits(blocks=3, block_size=16, chunk_tokens=64, micro_batches=micro_batches), 1)
+    submit(head, request("old", 15, 34), request("young", 15, 34))
+    step(head)
+    assert head.stats()[1]["head_blocks_free"] == 1.0
+    return head
+
+
+def test_blocks_are_used_again_only_when_their_release_has_gone_round():
+    head = Head(limits(blocks=2, micro_batches=1), 1)
+    submit(head, request("a", 5, 1), request("b", 5, 1))
+    (emission,) = back(head, volumes(head.next(0.0))[0])
+    assert emission.message.finish == "length"
+    batch = head.next(0.0)
+    assert controls(batch) == [Release(3, 0, after=2)]
+    assert volumes(batch) == []
+    head.released(3, 0.0)
+    batch = head.next(0.0)
+    assert controls(batch) == [Admit(4, 1, PLAIN, 5)]
+    assert volumes(batch)[0].rows == (Rows(1, 0, 5, after=4, blocks=(0, 1), sample=True),)
+
+
+def test_the_youngest_is_preempted_and_goes_on_later():
+    head = tight(micro_batches=1)
+    texts: dict[str, list[int]] = {"old": [], "young": []}
+    token = count(100)
+    ended = []
+    while not head.idle:
+        batch = head.next(0.0)
+        head.validate()
+        for volume in volumes(batch):
+            for emission in back(head, volume, next(token)):
+                message = emission.message
+                assert message.position == 16 + len(texts[message.key])
+                texts[message.key].append(message.token)
+        for body in controls(batch):
+            if isinstance(body, Release):
+                ended.append((body.request, len(texts["young"])))
+                head.released(body.tick, 0.0)
+    # "young" is stuck at its 17th token when "old" needs the block it has; it comes back as 2.
+    assert ended == [(1, 1), (0, 1), (2, 33)]
+    assert len(texts["old"]) == 33
+    assert head.stats()[0]["head_preemptions_total"] == 1.0
+
+
+def test_a_preempted_request_returns_under_a_new_id_with_its_tokens():
+    head = tight(micro_batches=1)
+    submit(head, request("new", 1, 1))
+    while not head.stats()[0]["head_preemptions_total"]:
+        step(head, token=70)
+    head.cancel("daemon", "old", 0.0)
+    step(head)
+    batch = head.next(0.0)
+    assert [(admit.request, admit.prompt_tokens) for admit in controls(batch)] == [(2, 15)]
+    (volume,) = batch.volumes
+    assert volume.tokens == [*range(15), 50, 70]
+    (rows,) = volume.header.rows
+    assert (rows.start, rows.count, rows.sample) == (0, 17, True)
+    assert back(head, volume.header)[0].message.position == 17
+
+
+def test_a_request_never_preempts_an_older_one():
+    head = tight(micro_batches=2)
+    first, second = (volumes(head.next(0.0))[0] for _ in range(2))
+    back(head, first)
+    with_last_block = volumes(head.next(0.0))[0]
+    assert [len(rows.blocks) for rows in with_last_block.rows] == [1]
+    back(head, second)
+    assert head.next(0.0) is None
+    back(head, with_last_block)
+    # "young" has waited longer, and lacks a block; "old" runs.
+    batch = head.next(0.0)
+    assert controls(batch) == []
+    assert [rows.request for rows in volumes(batch)[0].rows] == [0]
+
+
+def test_rows_in_flight_are_never_preempted():
+    head = tight(micro_batches=2)
+    first, second = (volumes(head.next(0.0))[0] for _ in range(2))
+    back(head, second)
+    with_last_block = volumes(head.next(0.0))[0]
+    assert [rows.request for rows in with_last_block.rows] == [1]
+    back(head, first)
+    # "old" lacks a block, and "young" is in flight.
+    assert head.next(0.0) is None
+    back(head, with_last_block)
+    batch = head.next(0.0)
+    assert controls(batch) == [Release(7, 1, after=6)]
+    assert volumes(batch) == []
+    head.released(7, 0.0)
+    batch = head.next(0.0)
+    # Blocks come back with the tick that released them, and nobody is admitted in between.
+    assert volumes(batch)[0].rows[0].after == 7
+    assert [rows.request for rows in volumes(batch)[0].rows] == [0]
+
+
+def test_nobody_is_admitted_while_a_request_lacks_a_block():
+    head = tight(micro_batches=2)
+    first, second = (volumes(head.next(0.0))[0] for _ in range(2))
+    back(head, second)
+    with_last_block = volumes(head.next(0.0))[0]
+    back(head, first)
+    submit(head, request("new", 1, 1))
+    assert head.next(0.0) is None
+    back(head, with_last_block)
+    batch = head.next(0.0)
+    head.released(controls(batch)[0].tick, 0.0)
+    assert [volume.prefill for volume in volumes(head.next(0.0))] == [False]
+
+
+def test_who_waits_for_his_client_gives_way():
+    head = Head(limits(blocks=4, block_size=2, chunk_tokens=64, micro_batches=1), 1)
+    submit(head, request("slow", 5, 3, window=1))
+    step(head)
+    assert head.next(0.0) is None
+    submit(head, request("new", 5, 3))
+    assert controls(head.next(0.0)) == [Release(3, 0, after=2)]
+    head.released(3, 0.0)
+    batch = head.next(0.0)
+    assert [body.request for body in controls(batch)] == [1]
+    assert head._roster.find("daemon", "slow").state == "waiting"
+    head.credit("daemon", "slow", 6, 0.0)
+    head.cancel("daemon", "new", 0.0)
+    back(head, volumes(batch)[0])
+    positions = [emission.message.position for _ in range(3) for emission in step(head)]
+    assert positions == [6]
+
+
+# --- the end of a request ------------------------------------------------------------------------
+
+
+def test_cancelled_while_waiting_leaves_no_trace():
+    head = Head(limits(), 1)
+    submit(head, request("a", 4))
+    head.cancel("daemon", "a", 0.0)
+    head.cancel("daemon", "a", 0.0)
+    assert head.next(0.0) is None
+    assert head.idle
+
+
+def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored():
+    head = Head(limits(), 1)
+    submit(head, request("a", 20))
+    sent = [volumes(head.next(0.0))[0] for _ in range(2)]
+    head.cancel("daemon", "a", 0.0)
+    assert controls(head.next(0.0)) == [Release(4, 0, after=3, also=(2,))]
+    assert back(head, sent[0]) == []
+    assert head.tombstone(sent[1].tick, 0.0) == []
+    head.released(4, 0.0)
+    assert head.idle
+    assert head.strays == 0
+    assert head.stats()[1]["head_cancel_iterations_last"] == 1.0
+
+
+def test_a_daemon_that_disconnects_takes_its_requests_along():
+    head = Head(limits(), 1)
+    submit(head, request("a", 4), request("b", 4))
+    head.submit(HeadRequest("other", "a", (1,), 1, 5, PLAIN), 0.0)
+    step(head)
+    head.cancel_owner("daemon", 0.0)
+    assert head.live == [("other", "a")]
+    assert [body.request for body in controls(head.next(0.0))[:2]] == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["failed", "missing", "misplaced", "tombstone"])
+def test_rows_that_fail_end_their_request_only(how):
+    head = Head(limits(), 2)
+    submit(head, request("a", 2), request("b", 2))
+    (volume,) = volumes(head.next(0.0))
+    good = Choice(1, 2, 5)
+    sampled = {
+        "failed": Sampled(volume.tick, (good,), (0,)),
+        "missing": Sampled(volume.tick, (good,)),
+        "misplaced": Sampled(volume.tick, (Choice(0, 7, 5), good)),
+    }
+    if how == "tombstone":
+        emissions = head.tombstone(volume.tick, 0.0)
+        assert len(emissions) == 2
+    else:
+        emissions = head.sampled(sampled[how], {}, 0.0)
+        assert emissions[1].message.position == 2
+    rejected = emissions[0].message
+    assert isinstance(rejected, Rejected)
+    assert (rejected.epoch, rejected.key, rejected.reason) == (2, "a", "failed")
+    head.validate()
+    assert Release(4, 0, after=3) in controls(head.next(0.0))
+
+
+def test_what_is_not_in_flight_is_counted_and_ignored():
+    head = Head(limits(), 1)
+    assert head.sampled(Sampled(5), {}, 0.0) == []
+    assert head.tombstone(6, 0.0) == []
+    head.released(7, 0.0)
+    assert head.stats()[0]["head_strays_total"] == 3.0
+
+
+# --- admission -----------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_refused_with_a_time_to_retry():
+    head = Head(limits(max_running=1, max_waiting=1), 1)
+    submit(head, request("a", 2, 1), request("b", 2))
+    with pytest.raises(Overloaded, match="0 requests are running and 2 waiting") as caught:
+        submit(head, request("c", 2))
+    assert caught.value.retry_after == 1.0
+    step(head)
+    submit(head, request("c", 2))
+
+
+def test_time_to_retry_follows_departures():
+    head = Head(limits(max_running=1, max_waiting=0), 1)
+    for number in range(5):
+        head.submit(request(f"r{number}", 2), 10.0 * number)
+        head.cancel("daemon", f"r{number}", 10.0 * number)
+    submit(head, request("a", 2))
+    with pytest.raises(Overloaded) as caught:
+        submit(head, request("b", 2))
+    assert caught.value.retry_after == 10.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "answer", "message", "param"),
+    [
+        (90, 20, "90 tokens and up to 20 more exceed the context of 100", "max_tokens"),
+        (100, 1, "100 tokens and up to 1 more exceed the context of 100", "prompt"),
+        (30, 20, "30 tokens and up to 20 more exceed the pipeline's KV cache of 48 tokens", None),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_the_numbers(tokens, answer, message, param):
+    head = Head(limits(blocks=12, max_context=100), 1)
+    with pytest.raises(ContextTooLong, match=message) as caught:
+        submit(head, request("a", tokens, answer))
+    assert param is None or caught.value.param == param
+
+
+def test_the_largest_request_that_fits_is_served():
+    head = Head(limits(blocks=12, max_context=100), 1)
+    submit(head, request("a", 30, 19))
+    emitted = [emission for _ in range(40) for emission in step(head)]
+    assert len(emitted) == 19
+    assert head.idle
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"window": 0}],
+)
+def test_fields_out_of_range_are_refused(changes):
+    fields = {"tokens": 3, "prompt_tokens": 3, **changes}
+    with pytest.raises(RequestError):
+        submit(Head(limits(), 1), request("a", **fields))
+
+
+def test_a_key_in_use_is_refused():
+    head = Head(limits(), 1)
+    submit(head, request("a", 3))
+    with pytest.raises(RequestError, match="already"):
+        submit(head, request("a", 3))
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def test_stats():
+    head = Head(limits(blocks=10), 1)
+    submit(head, request("a", 5, 2), request("b", 3, 2))
+    step(head)
+    counters, gauges = head.stats()
+    assert counters == {
+        "head_requests_total": 2.0,
+        "head_tokens_total": 2.0,
+        "head_finished_total": 0.0,
+        "head_cancelled_total": 0.0,
+        "head_failed_total": 0.0,
+        "head_volumes_total": 1.0,
+        "head_iterations_total": 1.0,
+        "head_prompt_tokens_total": 8.0,
+        "head_prefill_rows_total": 8.0,
+        "head_preemptions_total": 0.0,
+        "head_strays_total": 0.0,
+    }
+    assert gauges == {
+        "head_blocks": 10.0,
+        "head_blocks_used": 3.0,
+        "head_blocks_releasing": 0.0,
+        "head_blocks_free": 7.0,
+        "head_running": 2.0,
+        "head_waiting": 0.0,
+        "head_decode_in_flight": 0.0,
+        "head_prefill_in_flight": 0.0,
+        "head_cancel_iterations_last": 0.0,
+        "head_cancel_iterations_max": 0.0,
+    }
+
+
+def test_a_broken_invariant_tells_the_story():
+    head = Head(limits(), 1)
+    submit(head, request("a", 5))
+    head.next(0.0)
+    head._roster.find("daemon", "a").blocks.pop()
+    with pytest.raises(InvariantError) as caught:
+        head.validate()
+    assert any("submit daemon a 5" in line for line in caught.value.story)

@@ -1,0 +1,27 @@
+import pytest
+
+from molink.errors import UsageError
+from molink.link.create import POLICY_NAMES, create_policy
+from molink.link.policy import Acknowledged, DecodeFinished, DecodeStarted, Produced, Send, Wait
+from molink.wire.data import Lane
+
+BOTH = (Lane.DECODE, Lane.BULK)
+
+
+def test_order_of_production() -> None:
+    fifo = create_policy("fifo")
+    fifo.handle(Produced(0, Lane.BULK, 500, 128), 0.0)
+    fifo.handle(DecodeStarted(4, 0.02), 0.0)
+    fifo.handle(Produced(1, Lane.DECODE, 4, 128), 0.0)
+    fifo.handle(DecodeFinished(4), 0.02)
+    assert fifo.decide(0.0, (Lane.DECODE,)) == Wait()
+    assert fifo.decide(0.0, BOTH) == Send(0, 500)
+    fifo.handle(Acknowledged(Lane.BULK, 64_000, 0.03), 0.1)
+    assert fifo.decide(0.0, (Lane.DECODE,)) == Send(1, 4)
+    assert fifo.decide(0.0, BOTH) == Wait(None)
+
+
+def test_policies_by_name() -> None:
+    assert [create_policy(name).name for name in POLICY_NAMES] == list(POLICY_NAMES)
+    with pytest.raises(UsageError, match="choose one of fifo"):
+        create_policy("lifo")

@@ -1,0 +1,169 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import InvariantError, WireError
+from molink.link.receiver import LinkReceiver, ReceiverLimits
+from molink.wire.base import Payload
+from molink.wire.codec import data_codec
+from molink.wire.data import Ack, Frame, History, Lane, Rows, Tombstone, Volume, VolumePart
+
+HIDDEN, ROW = 4, 8  # bf16
+
+
+def receiver(**limits: Any) -> LinkReceiver:
+    return LinkReceiver(5, HIDDEN, "bf16", ReceiverLimits(**limits))
+
+
+def rows(count: int) -> Payload:
+    return Payload("bf16", (count, HIDDEN))
+
+
+def volume(tick: int, total: int, carried: Payload) -> Volume:
+    return Volume(tick, True, (Rows(1, 0, total, 0),), carried)
+
+
+class Feed:
+    """Hands bodies to a receiver as the next frames of a lane."""
+
+    def __init__(self, made: LinkReceiver, lane: Lane = Lane.BULK) -> None:
+        self.made, self.lane, self.seq = made, lane, 0
+
+    def __call__(self, body: Any, payload: bytes | None = None) -> list[Any]:
+        frame = Frame(5, self.lane, self.seq, body)
+        self.seq += 1
+        return self.made.frame(frame, None if payload is None else memoryview(payload), 0.0)
+
+
+def test_a_volume_in_parts() -> None:
+    feed = Feed(receiver())
+    data = bytes(range(5 * ROW))
+    assert feed(volume(1, 5, rows(2)), data[: 2 * ROW]) == []
+    assert feed.made.assembling_bytes == 5 * ROW
+    assert feed(VolumePart(1, 2, rows(1)), data[2 * ROW : 3 * ROW]) == []
+    (arrival,) = feed(VolumePart(1, 3, rows(2)), data[3 * ROW :])
+    assert arrival.body == volume(1, 5, rows(5))
+    assert arrival.payload == data
+    assert feed.made.assembling_bytes == 0
+    assert feed.made.counters.volumes == 1
+    feed.made.validate()
+
+
+def test_parts_of_two_volumes_may_alternate() -> None:
+    feed = Feed(receiver())
+    feed(volume(1, 2, rows(1)), bytes(ROW))
+    feed(volume(2, 2, rows(1)), b"\1" * ROW)
+    assert feed(VolumePart(1, 1, rows(1)), bytes(ROW))[0].payload == bytes(2 * ROW)
+    assert feed(VolumePart(2, 1, rows(1)), b"\1" * ROW)[0].payload == b"\1" * 2 * ROW
+
+
+def test_payloads_can_be_changed_and_kept() -> None:
+    feed = Feed(receiver(), Lane.DECODE)
+    (arrival,) = feed(History(1, 2, 0, Payload("i32", (2,))), bytes(8))
+    assert isinstance(arrival.payload, bytearray)
+    (arrival,) = feed(volume(1, 1, rows(1)), bytes(ROW))
+    assert isinstance(arrival.payload, bytearray)
+    assert feed(Tombstone(1))[0].payload is None
+
+
+@pytest.mark.parametrize(
+    ("body", "payload", "fault"),
+    [
+        (volume(1, 1, Payload("f16", (1, HIDDEN))), bytes(ROW), "f16"),
+        (volume(1, 1, Payload("bf16", (1, 5))), bytes(10), r"\[1, 5\]"),
+        (volume(1, 1, Payload("bf16", (4,))), bytes(8), r"\[4\]"),
+        (volume(1, 1, rows(2)), bytes(2 * ROW), "has 2 rows where its header says 1"),
+        (volume(1, 1, rows(0)), b"", "not bf16"),
+        (volume(1, 1, rows(1)), bytes(7), "1 rows in 7 bytes"),
+        (volume(1, 65536, rows(1)), bytes(ROW), "more than may be assembled"),
+        (volume(9, 3, rows(1)), bytes(ROW), "volume 9 begins twice"),
+        (VolumePart(8, 0, rows(1)), bytes(ROW), "never began"),
+        (VolumePart(9, 0, rows(1)), bytes(ROW), "rows from 0, not 1"),
+        (VolumePart(9, 2, rows(1)), bytes(ROW), "rows from 2, not 1"),
+        (VolumePart(9, 1, rows(3)), bytes(3 * ROW), "rows from 1"),
+        (volume(1, 1, rows(1)), None, "without rows"),
+    ],
+)
+def test_garbage_is_counted_and_the_link_goes_on(body: Any, payload: Any, fault: str) -> None:
+    feed = Feed(receiver(assembly=1000))
+    feed(volume(9, 3, rows(1)), bytes(ROW))
+    assert feed(body, payload) == []
+    assert feed.made.counters.garbage == 1
+    with pytest.raises(WireError, match=fault):
+        raise WireError(feed.made.fault)
+    assert feed.made.assembling_bytes == 3 * ROW
+    assert feed(VolumePart(9, 1, rows(2)), bytes(2 * ROW))[0].body.tick == 9
+    feed.made.validate()
+
+
+def test_the_memory_of_all_volumes_is_bounded() -> None:
+    feed = Feed(receiver(assembly=10 * ROW))
+    feed(volume(1, 6, rows(1)), bytes(ROW))
+    feed(volume(2, 6, rows(1)), bytes(ROW))
+    assert feed.made.counters.garbage == 1
+    feed(VolumePart(1, 1, rows(5)), bytes(5 * ROW))
+    feed(volume(3, 6, rows(1)), bytes(ROW))
+    assert feed.made.counters.garbage == 1
+
+
+def test_acknowledgements_are_cumulative_and_in_time() -> None:
+    made = receiver(ack_every=3, ack_delay=0.005)
+    decode, bulk = Feed(made, Lane.DECODE), Feed(made, Lane.BULK)
+    assert made.acks(9.0) == []
+    assert made.wake_at is None
+    decode(Tombstone(1))
+    decode(Tombstone(2))
+    assert made.acks(0.004) == []
+    assert made.wake_at == 0.005
+    assert made.acks(0.005) == [Ack(5, Lane.DECODE, 2)]
+    assert made.acks(0.1) == []
+    for tick in range(3):
+        decode(Tombstone(tick))
+    bulk(Tombstone(1))
+    assert made.wake_at == 0.0
+    assert made.acks(0.0) == [Ack(5, Lane.DECODE, 5), Ack(5, Lane.BULK, 1)]
+
+
+def test_what_has_come_before_is_acknowledged_again() -> None:
+    made = receiver(ack_delay=0.005)
+    frame = Frame(5, Lane.DECODE, 0, Tombstone(1))
+    assert len(made.frame(frame, None, 0.0)) == 1
+    made.ack(Lane.DECODE)
+    assert made.frame(frame, None, 1.0) == []
+    assert made.acks(1.005) == [Ack(5, Lane.DECODE, 1)]
+    assert made.frame(Frame(5, Lane.DECODE, 3, Tombstone(1)), None, 1.0) == []
+    assert made.frame(Frame(4, Lane.DECODE, 1, Tombstone(1)), None, 1.0) == []
+    counters = made.counters
+    assert (counters.duplicates, counters.gaps, counters.old_epochs) == (1, 1, 1)
+
+
+def test_validate() -> None:
+    made = receiver()
+    made._assembly.nbytes = 1
+    with pytest.raises(InvariantError):
+        made.validate()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
+    made = receiver(assembly=100 * ROW)
+    codec = data_codec()
+    small = st.integers(0, 4)
+    shapes = st.lists(small, min_size=1, max_size=2).map(tuple)
+    payloads = st.builds(Payload, st.sampled_from(["bf16", "u8", "f32"]), shapes)
+    groups = st.builds(Rows, small, small, st.sampled_from([1, 2, 3, 65536]), small)
+    bodies = st.one_of(
+        st.builds(VolumePart, small, small, payloads),
+        st.builds(Tombstone, small),
+        st.builds(Volume, small, st.booleans(), st.lists(groups, min_size=1, max_size=3), payloads),
+    )
+    for seq in range(data.draw(st.integers(1, 10))):
+        frame = Frame(5, data.draw(st.sampled_from(Lane)), seq, data.draw(bodies))
+        payload = None if frame.payload is None else bytes(frame.payload.nbytes)
+        message, view = codec.decode([bytes(part) for part in codec.encode(frame, payload)])
+        made.frame(message, view, float(seq))
+        made.validate()
+        assert made.assembling_bytes <= 100 * ROW

@@ -1,0 +1,48 @@
+"""A valid model folder to damage, and safetensors files made by hand."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def pristine(make_model, tmp_path_factory) -> Path:
+    """A Qwen2 of three layers in several shards."""
+    return make_model(tmp_path_factory.mktemp("pristine"), "qwen2", 0, max_shard_size="100KB")
+
+
+@pytest.fixture
+def folder(pristine, tmp_path) -> Path:
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+@pytest.fixture
+def edit_json() -> Callable[..., None]:
+    """``edit_json(path, field=value)``; ``None`` removes the field."""
+
+    def edit(path: Path, **fields: object) -> None:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in fields.items():
+            raw.pop(name, None)
+            if value is not None:
+                raw[name] = value
+        path.write_text(json.dumps(raw), encoding="utf-8")
+
+    return edit
+
+
+@pytest.fixture
+def write_safetensors() -> Callable[..., Path]:
+    """``write_safetensors(path, header, nbytes)``: a file with any header and zeros after it."""
+
+    def write(path: Path, header: object, nbytes: int = 0) -> Path:
+        raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(nbytes))
+        return path
+
+    return write

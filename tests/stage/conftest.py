@@ -1,0 +1,118 @@
+"""A model split over stages in one process, and transformers beside it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from molink.model.folder import ModelFolder
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.stage import Stage
+
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The machine is shared with other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Ring:
+    """All stages of a model, passing their rows on directly."""
+
+    def __init__(self, folder: Path, splits: Sequence[int] = (), **options: Any) -> None:
+        opened = ModelFolder.open(folder)
+        bounds = [0, *splits, opened.config.layers]
+        device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
+        self.stages = [
+            Stage.load(opened, (first, last), device, dtype) for first, last in pairwise(bounds)
+        ]
+        for stage in self.stages:
+            stage.allocate(options.get("blocks", 64), options.get("block_size", BLOCK_SIZE))
+
+    def run(
+        self,
+        tokens: Sequence[int] | Tensor,
+        sequences: Sequence[SequenceRows],
+        logit_rows: Sequence[int] | None = None,
+    ) -> Tensor:
+        """One forward over all stages; logits of all rows unless told."""
+        ids = torch.as_tensor(tokens)
+        wanted = tuple(range(len(ids)) if logit_rows is None else logit_rows)
+        rows = ids
+        for stage in self.stages:
+            given = (ids, None) if stage.is_first else (None, rows)
+            rows = stage.forward(StageInput(*given, tuple(sequences), wanted))
+        return rows
+
+    def generate(
+        self, prompt: Sequence[int], count: int, blocks: Sequence[int], chunk: int = 1024
+    ) -> list[int]:
+        """Greedy tokens after a prompt that is prefilled in chunks."""
+        tokens, start = list(prompt), 0
+        while len(tokens) < len(prompt) + count:
+            rows = tokens[start : start + chunk]
+            logits = self.run(rows, [SequenceRows(start, len(rows), blocks)], [len(rows) - 1])
+            start += len(rows)
+            if start == len(tokens):
+                tokens.append(int(logits[0].argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def make_ring() -> Callable[..., Ring]:
+    """``make_ring(folder, splits=(2, 3), dtype="f32", device="cpu", blocks=64) -> Ring``."""
+    return Ring
+
+
+class Reference:
+    """The same model in transformers, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits ``[len(tokens), V]`` of one full forward."""
+        return self.model(torch.tensor([list(tokens)])).logits[0]
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy tokens with transformers' own cache."""
+        answer = self.model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return answer[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def make_reference() -> Callable[[Path], Reference]:
+    """``make_reference(folder) -> Reference``."""
+    return Reference
+
+
+@pytest.fixture
+def random_tokens() -> Callable[..., list[int]]:
+    """``random_tokens(count, seed=0)``."""
+
+    def make(count: int, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, 256, (count,), generator=generator).tolist()
+
+    return make

@@ -1,0 +1,147 @@
+"""Tokens are picked as asked, by noise that depends on seed and position alone."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from molink.stage.sampler import SampleRow, sample
+from molink.wire.data import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def logits_of(rows, vocabulary, seed=0, scale=3.0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def draw(logits, sampling, seeds):
+    """The token drawn from one row of logits under each of many seeds."""
+    rows = [
+        SampleRow(Sampling(**{**as_dict(sampling), "seed": seed}), position=7) for seed in seeds
+    ]
+    return [token.token for token in sample(logits.expand(len(rows), -1), rows)]
+
+
+def as_dict(sampling):
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie():
+    logits = torch.zeros(3, 50)
+    logits[0, [9, 30]] = 2.0
+    logits[1, 49] = 1.0
+    assert [t.token for t in sample(logits, [SampleRow(GREEDY, 0)] * 3)] == [9, 49, 0]
+
+
+def test_no_rows():
+    assert sample(torch.empty(0, 50), []) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite(bad, temperature):
+    logits = logits_of(3, 20)
+    logits[1, 4] = bad
+    sampling = Sampling(temperature=temperature, logprobs=2)
+    found = sample(logits, [SampleRow(sampling, 0)] * 3)
+    assert found[1] is None
+    assert found[0] is not None
+    assert found[2] is not None
+
+
+def test_the_logits_are_left_unchanged():
+    logits = logits_of(2, 40)
+    before = logits.clone()
+    sampling = Sampling(
+        temperature=0.5, top_p=0.8, repetition_penalty=1.3, logit_bias=((3, 5.0),), logprobs=3
+    )
+    sample(logits, [SampleRow(sampling, 1, [1, 2], [3])] * 2)
+    assert torch.equal(logits, before)
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    logits = logits_of(1, 300)
+    row = SampleRow(Sampling(seed=11), 5)
+    alone = sample(logits, [row])[0]
+    others = [SampleRow(Sampling(seed=3, top_k=5), 1), row, SampleRow(GREEDY, 1)]
+    among = sample(torch.cat([logits_of(1, 300, 1), logits, logits_of(1, 300, 2)]), others)[1]
+    assert among.token == alone.token
+    seeds = {sample(logits, [SampleRow(Sampling(seed=s), 5)])[0].token for s in range(30)}
+    places = {sample(logits, [SampleRow(Sampling(seed=11), p)])[0].token for p in range(30)}
+    assert len(seeds) > 3
+    assert len(places) > 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=5),
+        Sampling(top_p=0.7),
+        Sampling(min_p=0.1),
+        Sampling(temperature=1.5, top_k=12, top_p=0.8, min_p=0.02),
+    ],
+)
+def test_frequencies_follow_the_distribution(sampling):
+    logits, draws = logits_of(1, 40, scale=2.0), 4000
+    expected = reference_weights(logits[0], sampling)
+    counts = Counter(draw(logits, sampling, range(draws)))
+    assert set(counts) <= {i for i, p in enumerate(expected.tolist()) if p > 0}
+    # Chi-squared over all tokens: its mean is the number of tokens, its spread sqrt(2 x number).
+    kept = [(p * draws, counts[i]) for i, p in enumerate(expected.tolist()) if p > 0]
+    chi = sum((seen - mean) ** 2 / mean for mean, seen in kept)
+    assert chi < len(kept) + 5 * math.sqrt(2 * len(kept))
+
+
+def reference_weights(logits, sampling):
+    """Probabilities by transformers' own processors."""
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    scores, ids = logits[None].double(), torch.zeros(1, 1, dtype=torch.int64)
+    if sampling.temperature != 1.0:
+        scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+    return scores[0].softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature):
+    logits = logits_of(4, 100)
+    rows = [SampleRow(Sampling(temperature=temperature, seed=i), i) for i in range(4)]
+    assert [t.token for t in sample(logits, rows)] == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_the_models_own():
+    logits = logits_of(3, 60)
+    expected = logits.log_softmax(-1)
+    biased = Sampling(temperature=0.0, logprobs=3, logit_bias=((5, 100.0),))
+    plain, none = Sampling(temperature=2.0, seed=4, logprobs=0), Sampling(seed=1)
+    first, second, third = sample(
+        logits, [SampleRow(biased, 2), SampleRow(plain, 2), SampleRow(none, 2)]
+    )
+    assert first.token == 5
+    assert first.logprob == pytest.approx(expected[0, 5].item(), abs=1e-5)
+    values, ids = expected[0].topk(3)
+    assert [token for token, _ in first.top] == ids.tolist()
+    assert [value for _, value in first.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert second.logprob == pytest.approx(expected[1, second.token].item(), abs=1e-5)
+    assert second.top == ()
+    assert math.isnan(third.logprob)
+
+
+def test_more_logprobs_than_tokens():
+    found = sample(logits_of(1, 5), [SampleRow(Sampling(logprobs=20), 0)])[0]
+    assert len(found.top) == 5

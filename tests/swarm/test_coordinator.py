@@ -1,0 +1,374 @@
+"""The coordinator on real sockets, in this process."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import pytest
+import zmq.asyncio
+
+from molink.errors import (
+    MolinkError,
+    NotAuthorized,
+    PortInUse,
+    RequestError,
+    StateError,
+    Unavailable,
+    UsageError,
+)
+from molink.swarm import coordinator as module
+from molink.swarm.coordinator import Coordinator
+from molink.swarm.options import Options
+from molink.swarm.state import State
+from molink.swarm.token import JoinToken
+from molink.wire.client import Client
+from molink.wire.codec import control_codec
+from molink.wire.control import (
+    Assign,
+    Form,
+    Invite,
+    InviteRequest,
+    Joined,
+    JoinRequest,
+    LeaveRequest,
+    Member,
+    MemberGone,
+    RevokeRequest,
+    Route,
+    ServeModel,
+    ShutdownRequest,
+    StageLoaded,
+    StageReady,
+    StatusRequest,
+    Welcome,
+)
+from molink.wire.keys import KeyPair, peer_id
+
+
+class Peer:
+    """A daemon's side of the control plane; keeps what it was told and obeys it if asked to."""
+
+    def __init__(self, kit, context, keys, server_key, port):
+        self.kit, self.keys, self.id = kit, keys, peer_id(keys.public)
+        self.told = []
+        self.obeys = True
+        self.workers = {}
+        self.stage, self.models = "auto", ()
+        self.client = Client(
+            context,
+            keys,
+            control_codec(),
+            server_key,
+            [f"tcp://127.0.0.1:{port}"],
+            on_message=self.take,
+            on_connect=self.report,
+        )
+
+    async def connect(self, timeout=10.0):
+        self.client.start()
+        await self.client.wait_connected(timeout)
+        return self
+
+    def report(self):
+        report = self.kit.report(
+            "a", *self.workers.values(), stage=self.stage, models=self.models or ("toy",)
+        )
+        self.client.send(report)
+
+    def take(self, message, _payload):
+        self.told.append(message)
+        if not self.obeys:
+            return
+        if isinstance(message, Assign):
+            ids = (message.epoch, message.stage, message.layers, message.pipeline)
+            self.workers[message.pipeline] = self.kit.worker("loaded", *ids)
+            self.client.send(
+                StageLoaded(
+                    pipeline=message.pipeline,
+                    epoch=message.epoch,
+                    stage=message.stage,
+                    port=5468,
+                    max_blocks=10,
+                    decode_s=0.1,
+                )
+            )
+        elif isinstance(message, Form):
+            worker = self.workers[message.pipeline]
+            ids = (message.epoch, worker.stage, worker.layers, message.pipeline)
+            self.workers[message.pipeline] = self.kit.worker("ready", *ids)
+            self.client.send(
+                StageReady(pipeline=message.pipeline, epoch=message.epoch, stage=worker.stage)
+            )
+
+    def last(self, kind):
+        return next((m for m in reversed(self.told) if isinstance(m, kind)), None)
+
+    async def ask(self, message):
+        return (await self.client.request(message, timeout=5))[0]
+
+
+class Scene:
+    """A coordinator that can be restarted, and peers around it."""
+
+    def __init__(self, kit, folder, stack):
+        self.kit, self.folder, self.stack = kit, folder, stack
+        self.context = zmq.asyncio.Context()
+        stack.callback(self.context.destroy, linger=0)
+        self.keys, self.owner_keys = KeyPair.generate(), KeyPair.generate()
+        self.coordinator = self.state = None
+        self.port = 0
+
+    async def start(self, **changes):
+        options = Options(
+            self.folder,
+            **{
+                "host": "127.0.0.1",
+                "port": self.port,
+                "name": "test",
+                "members": ((self.owner_keys.public, "owner"),),
+                **changes,
+            },
+        )
+        self.state = State.open(self.folder)
+        self.own_context = zmq.asyncio.Context()
+        self.coordinator = Coordinator(self.own_context, self.state, self.keys, options)
+        self.port = await self.coordinator.start()
+        return self
+
+    async def stop(self):
+        if self.coordinator is not None:
+            await self.coordinator.close()
+            self.state.close()
+            self.own_context.destroy(linger=0)
+            self.coordinator = None
+
+    async def peer(self, keys=None):
+        peer = Peer(self.kit, self.context, keys or self.owner_keys, self.keys.public, self.port)
+        self.stack.push_async_callback(peer.client.close)
+        return await peer.connect()
+
+    async def token(self, owner, ttl=3600.0):
+        reply = await owner.ask(InviteRequest(ref=0, ttl=ttl))
+        assert isinstance(reply, Invite)
+        return JoinToken.parse(reply.token, time.time())
+
+    async def join(self, token, keys=None):
+        guest = Client(
+            self.context,
+            KeyPair.from_secret(token.secret_key),
+            control_codec(),
+            token.coordinator_key,
+            [f"tcp://{address}" for address in token.addresses],
+        )
+        guest.start()
+        keys = keys or KeyPair.generate()
+        request = JoinRequest(ref=0, public_key=keys.public, name="guest\x1b", version="1")
+        try:
+            reply, _ = await guest.request(request, timeout=5)
+        finally:
+            await guest.close()
+        assert reply == Joined(
+            ref=reply.ref, swarm=self.coordinator.swarm.id, peer=peer_id(keys.public)
+        )
+        return await self.peer(keys)
+
+    async def status(self, peer):
+        _, payload = await peer.client.request(StatusRequest(ref=0), timeout=5)
+        return json.loads(bytes(payload))
+
+    async def until(self, condition, *reporters):
+        """Wait for a condition while these peers go on reporting."""
+        async with asyncio.timeout(20):
+            while not condition():
+                for peer in reporters:
+                    with contextlib.suppress(MolinkError):
+                        peer.report()
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def scene(kit, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TICK", 0.02)
+    async with contextlib.AsyncExitStack() as stack:
+        scene = Scene(kit, tmp_path / "state", stack)
+        stack.push_async_callback(scene.stop)
+        yield await scene.start()
+
+
+def serve(kit, **changes):
+    return ServeModel(ref=0, model=kit.facts, **changes)
+
+
+async def test_join_serve_and_route(scene, kit):
+    owner = await scene.peer()
+    await owner.ask(serve(kit, min_peers=2))
+    guest = await scene.join(await scene.token(owner))
+    await scene.until(
+        lambda: all(p.last(Route) and p.last(Route).ready for p in (owner, guest)), owner, guest
+    )
+    assert isinstance(owner.told[0], Welcome)
+    assert owner.last(Member).peer == guest.id
+    head = owner.last(Route).head
+    assert (head.peer, head.port) == (owner.id, 5468)
+    status = await scene.status(guest)
+    assert status["swarm"] == scene.coordinator.swarm.id
+    assert [(p["id"], p["state"]) for p in status["peers"]] == [
+        (owner.id, "here"),
+        (guest.id, "here"),
+    ]
+    assert [s["layers"] for s in status["pipelines"][0]["stages"]] == [[0, 3], [3, 6]]
+    assert status["pipelines"][0]["ready"] is True
+
+
+async def test_a_restart_adopts_what_runs(scene, kit):
+    owner = await scene.peer()
+    await owner.ask(serve(kit))
+    await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
+    await scene.stop()
+    owner.told.clear()
+    await scene.start(port=None)
+    await scene.until(lambda: owner.last(Route), owner)
+    assert owner.last(Route).ready
+    assert owner.last(Route).epoch == 1
+    assert owner.last(Assign) is None
+    assert scene.coordinator.reconciler.ready
+
+
+async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    first = await scene.join(token)
+    again = await scene.join(token, first.keys)
+    assert again.id == first.id
+    (invitation,) = scene.coordinator._invitations
+    with pytest.raises(NotAuthorized, match="only the PC that runs the swarm"):
+        await first.ask(RevokeRequest(ref=0, target=invitation.id))
+    await owner.ask(RevokeRequest(ref=0, target=invitation.id))
+    with pytest.raises(NotAuthorized):
+        await scene.join(token)
+    with pytest.raises(RequestError, match="no invitation"):
+        await owner.ask(RevokeRequest(ref=0, target=invitation.id))
+
+
+async def test_an_expired_invitation_opens_nothing(scene, monkeypatch):
+    owner = await scene.peer()
+    token = await scene.token(owner, ttl=60)
+    real = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: real + 61)
+    await scene.until(lambda: not list(scene.coordinator._invitations))
+    with pytest.raises(NotAuthorized):
+        await scene.join(token)
+    assert scene.state.invitations() == []
+
+
+async def test_the_secret_is_kept_nowhere(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    await scene.stop()
+    for path in scene.folder.iterdir():
+        assert token.secret_key.encode() not in path.read_bytes()
+
+
+async def test_an_invitation_may_do_nothing_but_join(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    guest = Client(
+        scene.context,
+        KeyPair.from_secret(token.secret_key),
+        control_codec(),
+        scene.keys.public,
+        [f"tcp://127.0.0.1:{scene.port}"],
+    )
+    guest.start()
+    try:
+        for message in (InviteRequest(ref=0), StatusRequest(ref=0)):
+            with pytest.raises(Unavailable):
+                await guest.request(message, timeout=0.3)
+        for key in (token.coordinator_key, KeyPair.from_secret(token.secret_key).public, "#" * 40):
+            with pytest.raises(RequestError):
+                await guest.request(
+                    JoinRequest(ref=0, public_key=key, name="x", version="1"), timeout=5
+                )
+    finally:
+        await guest.close()
+    assert len(scene.coordinator.reconciler.roster.members) == 1
+
+
+async def test_strangers_and_odd_requests(scene, kit):
+    owner = await scene.peer()
+    stranger = Peer(kit, scene.context, KeyPair.generate(), scene.keys.public, scene.port)
+    scene.stack.push_async_callback(stranger.client.close)
+    with pytest.raises(NotAuthorized):
+        await stranger.connect()
+    await scene.until(lambda: scene.coordinator._server.counters.strangers)
+    with pytest.raises(UsageError, match="can't be valid for"):
+        await owner.ask(InviteRequest(ref=0, ttl=-1.0))
+    owner.client.send(ShutdownRequest(ref=1))
+    owner.client.send(
+        StageLoaded(
+            pipeline="p9", epoch=0, stage=2**31 - 1, port=0, max_blocks=0, decode_s=float("nan")
+        )
+    )
+    await scene.until(lambda: scene.coordinator._server.counters.forbidden)
+    assert (await scene.status(owner))["counters"]["strangers"] >= 1
+
+
+async def test_leaving_and_coming_back(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    guest = await scene.join(token)
+    await scene.until(lambda: owner.last(Member), owner, guest)
+    await guest.ask(LeaveRequest(ref=0))
+    await scene.until(lambda: owner.last(MemberGone), owner)
+    assert owner.last(MemberGone).peer == guest.id
+    await guest.client.close()
+    assert (await scene.join(token, guest.keys)).id == guest.id
+
+
+async def test_a_revoked_peer_is_cut_off_for_good(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    guest = await scene.join(token)
+    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await scene.until(lambda: not guest.client.connected)
+    await scene.until(lambda: owner.client.connected)
+    with pytest.raises(NotAuthorized):
+        await guest.client.wait_connected(5)
+    with pytest.raises(NotAuthorized, match="shut out"):
+        await scene.join(token, guest.keys)
+    for target in (owner.id, guest.id, "nobody"):
+        with pytest.raises(RequestError, match="is no other member"):
+            await owner.ask(RevokeRequest(ref=0, target=target))
+
+
+async def test_a_state_that_fails_ends_the_run(scene, kit, monkeypatch):
+    owner = await scene.peer()
+
+    def full(_pipeline):
+        raise StateError("disk full")
+
+    monkeypatch.setattr(scene.state, "commit", full)
+    await owner.ask(serve(kit))
+    with pytest.raises(StateError, match="disk full"):
+        async with asyncio.timeout(10):
+            await scene.coordinator.wait()
+    assert owner.last(Assign) is None
+
+
+async def test_the_wrong_key_is_noticed(scene):
+    await scene.stop()
+    scene.keys = KeyPair.generate()
+    with pytest.raises(StateError, match="another key"):
+        await scene.start()
+    scene.state.close()
+    scene.own_context.destroy(linger=0)
+
+
+async def test_a_port_that_is_taken(scene, tmp_path, kit):
+    async with contextlib.AsyncExitStack() as stack:
+        other = Scene(kit, tmp_path / "other", stack)
+        stack.push_async_callback(other.stop)
+        await other.start(port=scene.port)
+        assert scene.port < other.port < scene.port + 12 or other.port >= module.DEFAULT_PORT
+    assert issubclass(PortInUse, UsageError)

@@ -1,0 +1,39 @@
+import msgspec
+import pytest
+
+from molink.errors import RequestError
+from molink.swarm.hygiene import check_key, clean_loaded, clean_name, clean_report
+from molink.wire.control import StageLoaded
+from molink.wire.keys import KeyPair
+
+
+def test_names():
+    assert clean_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
+    assert clean_name("\0\n", "p") == "p"
+    assert len(clean_name("x" * 200, "p")) == 64
+    assert clean_name("Jürgens Büro", "p") == "Jürgens Büro"
+
+
+def test_reports(kit):
+    report = msgspec.structs.replace(
+        kit.report("a"), name="\n", addresses=("10.0.0.1", "pc.lan", "fe80::1%eth0", "x y", "a/b")
+    )
+    device = msgspec.structs.replace(report.device, read_rate=float("nan"), name="\x07")
+    clean = clean_report(msgspec.structs.replace(report, device=device), "peer")
+    assert clean.name == "peer"
+    assert clean.addresses == ("10.0.0.1", "pc.lan", "fe80::1%eth0")
+    assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
+    assert clean_report(kit.report("a"), "a") == kit.report("a")
+
+
+def test_measurements():
+    values = {"pipeline": "p1", "epoch": 1, "stage": 0, "port": 1, "max_blocks": 1}
+    assert clean_loaded(StageLoaded(**values, decode_s=float("inf"))).decode_s == 0.0
+    assert clean_loaded(StageLoaded(**values, decode_s=0.5)).decode_s == 0.5
+
+
+@pytest.mark.parametrize("key", ["", "short", '"' * 40, "#" * 40, "ü" * 40])
+def test_keys(key):
+    assert check_key(public := KeyPair.generate().public) == public
+    with pytest.raises(RequestError, match="no CURVE public key"):
+        check_key(key)

@@ -1,0 +1,538 @@
+import pytest
+
+from molink.errors import InvariantError
+from molink.swarm.events import Announce, MemberRemoved, Reported, Tick
+from molink.swarm.records import PipelineRecord, StageRecord
+from molink.wire.control import (
+    Assign,
+    Form,
+    Member,
+    MemberGone,
+    Route,
+    RouteGone,
+    StageAddress,
+    Unassign,
+    Welcome,
+)
+
+
+def assign(epoch, stage, stages, layers, pipeline="p1"):
+    return Assign(
+        pipeline=pipeline,
+        epoch=epoch,
+        stage=stage,
+        stages=stages,
+        layers=layers,
+        model="toy",
+        sources=("a",),
+        dtype="auto",
+    )
+
+
+def route(epoch, head=None, pipeline="p1"):
+    return Route(
+        pipeline=pipeline,
+        epoch=epoch,
+        model="toy",
+        ready=head is not None,
+        head=head,
+        context=4096,
+        sources=("a",),
+    )
+
+
+def address(name, port=5468):
+    return StageAddress(
+        peer=name, public_key=name * 40, addresses=(f"10.0.0.{ord(name)}",), port=port
+    )
+
+
+def test_a_pipeline_forms_step_by_step(kit):
+    paper = kit.Paper("a", "b", "c", min_peers=2)
+    paper.serve()
+    assert paper.take() == []
+    paper.report("a")
+    paper.wait(2, "a")
+    assert paper.take() == [("a", route(0))]
+    assert paper.reconciler.reason == "waiting for peers: 1 of 2 with a stage are there"
+
+    paper.report("b")
+    paper.report("c", stage="none")
+    paper.wait(0.75, *"abc")
+    assert paper.take() == [("b", route(0)), ("c", route(0))]
+    paper.wait(0.5, *"abc")
+    first, second = assign(1, 0, 2, (0, 3)), assign(1, 1, 2, (3, 6))
+    assert paper.take() == [("a", first), ("b", second)] + [(p, route(1)) for p in "abc"]
+    assert paper.committed == [
+        PipelineRecord("p1", "toy", 1, (StageRecord("a", (0, 3)), StageRecord("b", (3, 6))))
+    ]
+
+    paper.loaded(first, "a", port=5470)
+    assert paper.take() == []
+    paper.loaded(second, "b", port=5471)
+    form = Form(
+        pipeline="p1",
+        epoch=1,
+        ring=(address("a", 5470), address("b", 5471)),
+        blocks=80,
+        micro_batches=2,
+    )
+    assert paper.take() == [("a", form), ("b", form)]
+    assert paper.committed[-1] == PipelineRecord(
+        "p1",
+        "toy",
+        1,
+        (StageRecord("a", (0, 3), 5470, 100, 0.01), StageRecord("b", (3, 6), 5471, 80, 0.01)),
+        True,
+        80,
+        2,
+    )
+
+    paper.ready("b", 1, epoch=1)
+    assert paper.take() == []
+    paper.ready("a", 0, epoch=1)
+    assert paper.take() == [(p, route(1, address("a", 5470))) for p in "abc"]
+    assert paper.reconciler.reason == ""
+
+
+def test_an_epoch_is_committed_before_anybody_hears_of_it(kit):
+    paper = kit.Paper("a")
+    paper.serve()
+    paper.report("a")
+    paper.wait(0.75, "a")
+    paper.take()
+    paper.wait(0.25, "a")
+    kinds = [type(getattr(d, "message", d)).__name__ for d in paper.decisions]
+    assert kinds == ["Commit", "Assign", "Route"]
+
+
+def test_peers_are_introduced_to_each_other(kit):
+    paper = kit.Paper("a", "b")
+    paper.report("a")
+    assert paper.take(about_members=True) == [
+        ("a", Welcome(swarm="s1", peer="a")),
+        (
+            "a",
+            Member(peer="b", name="B", public_key="b" * 40, addresses=(), control_port=0),
+        ),
+    ]
+    paper.report("b")
+    of_a, of_b = (
+        Member(
+            peer=name,
+            name=name.upper(),
+            public_key=name * 40,
+            addresses=(f"10.0.0.{ord(name)}",),
+            control_port=5467,
+            models=("toy",) if name == "a" else (),
+        )
+        for name in "ab"
+    )
+    assert Announce(of_b) in paper.decisions
+    assert paper.take(about_members=True) == [
+        ("b", Welcome(swarm="s1", peer="b")),
+        ("a", of_b),
+        ("b", of_a),
+    ]
+    paper.report("a")
+    assert paper.take(about_members=True) == []
+
+
+def test_a_peer_that_connects_again_is_told_everything_again(running):
+    running.do(Reported("c", running.reconciler.roster.sessions["c"].report, fresh=True))
+    sent = running.take(about_members=True)
+    assert [peer for peer, _ in sent] == ["c"] * 4
+    assert sent[0][1] == Welcome(swarm="s1", peer="c")
+    assert [message.peer for _, message in sent[1:3]] == ["a", "b"]
+    assert sent[3][1] == route(1, address("a"))
+    assert running.reconciler.ready
+
+
+def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running):
+    running.join("d", stage="none")
+    assert ("d", route(1, address("a"))) in running.take()
+    running.wait(3, *"abcd")
+    assert running.take() == []
+
+    running.join("e")
+    running.wait(1.25, *"abcde")
+    sent = running.take()
+    assert ("e", route(1, address("a"))) in sent
+    assert [m for _, m in sent if isinstance(m, Assign)] == [
+        assign(2, 0, 4, (0, 2)),
+        assign(2, 1, 4, (2, 4)),
+        assign(2, 2, 4, (4, 5)),
+        assign(2, 3, 4, (5, 6)),
+    ]
+    assert sent[-5:] == [(p, route(2)) for p in "abcde"]
+    running.obey(sent)
+    assert running.reconciler.ready
+
+
+def test_joins_close_together_form_once(kit):
+    paper = kit.Paper("a")
+    paper.serve()
+    paper.report("a")
+    paper.wait(0.75, "a")
+    paper.join("b")
+    paper.wait(0.75, *"ab")
+    paper.join("c")
+    paper.wait(1.25, *"abc")
+    assert len(paper.committed) == 1
+    assert len(paper.committed[0].stages) == 3
+
+
+def test_joining_for_ever_does_not_put_it_off_for_ever(kit):
+    paper = kit.Paper("a")
+    paper.serve()
+    paper.report("a")
+    for name in "bcdefghijk":
+        paper.wait(0.75, *paper.reconciler.roster.sessions)
+        paper.join(name)
+    assert paper.committed
+
+
+def test_a_failed_worker(running):
+    running.failed("b", 1, epoch=1)
+    assert running.take() == [(p, route(1)) for p in "abc"]
+    assert running.reconciler.reason == "stage 1 on B: oops"
+    running.wait(0.5, *"abc")
+    sent = running.take()
+    # The first failure is free: the same stages, and those that stand only change epoch.
+    assert [(p, m.layers, m.epoch) for p, m in sent if isinstance(m, Assign)] == [
+        ("a", (0, 2), 2),
+        ("b", (2, 4), 2),
+        ("c", (4, 6), 2),
+    ]
+
+
+def test_a_crash_loop_is_left_out_longer_and_longer(running):
+    for name, memory in zip("abc", (3, 5, 3), strict=True):
+        running.report(name, memory=memory * 10**9)  # without `b` there is no placement
+    gaps = []
+    for _ in range(9):
+        formation = running.reconciler.formation
+        running.failed("b", formation.stage_of("b"), formation.record.epoch)
+        since = running.now
+        while running.reconciler.formation is None:
+            running.wait(0.25, *"abc")
+            assert running.now - since < 70
+        gaps.append(round(running.now - since))
+    assert gaps == [0, 2, 3, 5, 9, 17, 33, 61, 61]
+    assert "left out for" in " ".join(running.reconciler.story)
+
+
+def test_what_works_is_not_disturbed_for_a_suspect(running):
+    for epoch in (1, 2):
+        running.failed("b", running.reconciler.formation.stage_of("b"), epoch)
+        running.wait(0.5, *"abc")
+    assert running.reconciler.formation.peers == ("a", "c")
+    running.obey()
+    running.wait(60, *"abc")
+    assert running.reconciler.ready
+    assert running.reconciler.formation.record.epoch == 3
+    running.wait(600, *"abc")
+    assert running.reconciler.formation.peers == ("a", "b", "c")
+
+
+def test_the_reason_names_who_is_left_out(running):
+    running.report("a", memory=4 * 10**9)
+    running.report("b", memory=4 * 10**9)
+    running.do(MemberRemoved("c", "left"))
+    running.wait(0.5, *"ab")
+    for _ in range(3):
+        formation = running.reconciler.formation
+        running.failed("b", formation.stage_of("b"), formation.record.epoch)
+        while running.reconciler.formation is None:
+            running.wait(0.25, *"ab")
+    running.failed("b", 1, running.reconciler.formation.record.epoch)
+    running.wait(0.5, *"ab")
+    assert running.reconciler.reason.startswith(
+        "toy needs 6.0 GB, the swarm offers 3.6 GB on 1 peer; add a peer, give more memory or "
+        "serve a smaller model; B is left out for 4 s more after 4 failures, the last: stage 1 "
+        "on B: oops"
+    )
+
+
+def test_the_next_stage_is_blamed_for_being_lost(running):
+    for epoch in (1, 2):
+        stage = running.reconciler.formation.stage_of("a")
+        running.failed("a", stage, epoch, next_lost=True)
+        running.wait(0.5, *"abc")
+    assert running.reconciler.formation.peers == ("a", "c")
+
+
+def test_a_silent_peer_is_replaced_by_who_is_left(running):
+    running.wait(5.25, *"ab")
+    assert not running.reconciler.ready
+    assert running.take() == [(p, route(1)) for p in "ab"]
+    running.wait(0.5, *"ab")
+    assert [(p, m.layers) for p, m in running.take() if isinstance(m, Assign)] == [
+        ("a", (0, 3)),
+        ("b", (3, 6)),
+    ]
+    running.obey()
+    # When it comes back with its old worker, that is kept and it takes part again.
+    running.report("c", fresh=True)
+    running.wait(1.25, *"abc")
+    running.obey()
+    assert running.reconciler.formation.peers == ("a", "b", "c")
+    assert running.reconciler.ready
+
+
+def test_a_peer_that_just_went_silent_is_not_placed(running):
+    running.wait(3, *"ab")
+    assert running.reconciler.ready
+    running.failed("b", 1, epoch=1, next_lost=True)
+    running.wait(0.5, *"ab")
+    assert running.reconciler.formation.peers == ("a", "b")
+
+
+def test_a_short_silence_changes_nothing(running):
+    running.wait(4, *"ab")
+    running.report("c", *running.reconciler.roster.sessions["c"].report.workers)
+    running.wait(2, *"abc")
+    assert running.take() == []
+    assert running.reconciler.ready
+
+
+def test_a_peer_that_leaves(running):
+    running.do(MemberRemoved("b", "left"))
+    assert running.take() == [
+        ("a", MemberGone(peer="b")),
+        ("c", MemberGone(peer="b")),
+        ("a", route(1)),
+        ("c", route(1)),
+    ]
+    running.do(Reported("b", running.reconciler.roster.sessions["a"].report))
+    assert running.take() == []
+    running.wait(0.5, *"ac")
+    assert running.reconciler.formation.peers == ("a", "c")
+
+
+def test_without_enough_memory_it_waits_and_says_why(kit):
+    paper = kit.Paper("a", "b")
+    paper.serve()
+    paper.report("a", memory=4 * kit.GB)
+    paper.wait(2, "a")
+    assert paper.reconciler.reason.startswith("toy needs 6.0 GB, the swarm offers 3.6 GB on 1 peer")
+    assert paper.take() == [("a", route(0))]
+    paper.report("b", memory=4 * kit.GB)
+    paper.wait(1.25, *"ab")
+    assert paper.reconciler.formation is not None
+
+
+def test_a_joiner_that_makes_placement_impossible_stops_nothing(running):
+    running.join("d", stage="0:99")
+    running.wait(2, *"abcd")
+    assert running.reconciler.ready
+    assert "D (--stage 0:99) names layers that toy doesn't have" in running.reconciler.reason
+    running.do(MemberRemoved("d", "left"))
+    running.wait(2, *"abc")
+    assert running.reconciler.reason == ""
+    assert running.reconciler.formation.record.epoch == 1
+
+
+def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running):
+    running.failed("b", 1, epoch=0)
+    running.failed("b", 1, epoch=2)
+    running.failed("b", 0, epoch=1)
+    running.failed("b", 9, epoch=1)
+    running.failed("b", 1, epoch=1, pipeline="p2")
+    running.failed("z", 1, epoch=1)
+    running.ready("b", 1, epoch=1)
+    running.loaded(assign(1, 1, 3, (2, 4)), "b")
+    assert running.take() == []
+    assert running.reconciler.ready
+
+
+def test_a_formation_without_progress_is_given_up(kit):
+    paper = kit.Paper("a", "b")
+    paper.serve()
+    for name in "ab":
+        paper.report(name)
+    paper.wait(1.25, *"ab")
+    first, second = (m for _, m in paper.take() if isinstance(m, Assign))
+    paper.loaded(first, "a")
+    paper.report("b", kit.worker("fetching", 1, 1, second.layers))
+    paper.wait(300, *"ab")
+    assert paper.reconciler.formation.record.epoch == 1  # fetching is progress
+    paper.report("b", kit.worker("loading", 1, 1, second.layers))
+    paper.wait(599, *"ab")
+    assert paper.reconciler.formation.record.epoch == 1
+    paper.wait(2, *"ab")
+    assert paper.reconciler.formation.record.epoch == 2
+    assert "B made no progress with loading its stage" in " ".join(paper.reconciler.story)
+
+
+def test_a_stage_that_never_links_is_given_up(kit):
+    paper = kit.Paper("a", "b")
+    paper.serve()
+    for name in "ab":
+        paper.report(name)
+    paper.wait(1.25, *"ab")
+    for peer, message in paper.take():
+        if isinstance(message, Assign):
+            paper.loaded(message, peer)
+    paper.ready("a", 0, epoch=1)
+    paper.wait(61, *"ab")
+    assert "B did not take its place in the ring" in " ".join(paper.reconciler.story)
+    assert paper.reconciler.formation.record.epoch == 2
+
+
+def test_lost_instructions_are_repeated(kit):
+    paper = kit.Paper("a")
+    paper.serve()
+    paper.report("a")
+    paper.wait(1.25, "a")
+    (message,) = (m for _, m in paper.take() if isinstance(m, Assign))
+    # Its reports never show that it got the assignment.
+    paper.wait(3.5, "a")
+    assert ("a", message) in paper.take()
+    paper.report("a", fresh=True)
+    assert ("a", message) in paper.take()
+    paper.loaded(message, "a")
+    form = paper.take()
+    paper.report("a", fresh=True)
+    assert form[0] in paper.take()
+    # What StageReady would say, a report says as well.
+    paper.report("a", kit.worker("ready", 1, 0, (0, 6)))
+    assert paper.reconciler.ready
+
+
+def test_a_peer_without_room_for_kv_is_named(kit):
+    paper = kit.Paper("a")
+    paper.serve()
+    paper.report("a")
+    paper.wait(1.25, "a")
+    (message,) = (m for _, m in paper.take() if isinstance(m, Assign))
+    paper.loaded(message, "a", blocks=0)
+    assert paper.reconciler.reason == "A has no memory left for KV"
+
+
+@pytest.mark.parametrize("how", ["failed", "gone", "restarted"])
+def test_reports_show_what_messages_did_not(running, kit, how):
+    if how == "failed":
+        running.report("b", kit.worker("failed", 1, 1, (2, 4)))
+    elif how == "gone":
+        running.report("b")
+        assert running.reconciler.ready  # the report may be older than the readiness
+        running.wait(3.25, *"abc")
+    else:
+        running.report("b", kit.worker("ready", 1, 1, (2, 4)), pid=2)
+    assert running.take()[0] == ("a", route(1))
+
+
+def test_workers_of_nothing_are_stopped(running, kit):
+    running.report("b", kit.worker("ready", 1, 1, (2, 4)), kit.worker("ready", 7, 0, (0, 2), "p9"))
+    assert running.take() == [("b", Unassign(pipeline="p9"))]
+    running.join("d", stage="none")
+    running.take()
+    running.report("d", kit.worker("ready", 1, 1, (2, 4)), stage="none")
+    assert running.take() == [("d", Unassign(pipeline="p1"))]
+
+
+def test_a_peer_that_gets_no_stage_any_more_is_told_so(running):
+    running.report("b", *running.reconciler.roster.sessions["b"].report.workers, stage="none")
+    running.wait(1.25, *"abc")
+    assert running.take()[0] == ("b", Unassign(pipeline="p1"))
+    assert running.reconciler.formation.peers == ("a", "c")
+
+
+def test_the_same_wish_changes_nothing(running):
+    running.serve(min_peers=1, source="b")
+    running.wait(2, *"abc")
+    assert running.take() == []
+
+
+def test_another_model_gets_another_pipeline(running, kit):
+    running.serve(dtype="f32")
+    sent = running.take()
+    assert sent == [
+        *[(p, Unassign(pipeline="p1")) for p in "abc"],
+        *[(p, RouteGone(pipeline="p1")) for p in "abc"],
+        *[(p, route(1, pipeline="p2")) for p in "abc"],
+    ]
+    for name in "abc":
+        running.report(name)
+    running.wait(0.5, *"abc")
+    assert running.committed[-1].id == "p2"
+    assert running.committed[-1].epoch == 2
+
+
+def test_another_number_of_micro_batches_is_another_epoch(running):
+    running.serve(micro_batches=5)
+    running.wait(0.5, *"abc")
+    running.obey()
+    assert running.committed[-1].epoch == 2
+    assert running.committed[-1].micro_batches == 5
+    assert running.committed[-1].id == "p1"
+
+
+# --- restarts --------------------------------------------------------------------------------
+
+
+def restarted(running, kit):
+    record = running.committed[-1]
+    return kit.Paper(
+        *"abc", desired=running.reconciler.desired, pipeline=record, last=(1, record.epoch)
+    )
+
+
+def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit):
+    again = restarted(running, kit)
+    layers = [(0, 2), (2, 4), (4, 6)]
+    for stage, name in enumerate("abc"):
+        assert again.take() == []
+        again.report(name, kit.worker("ready", 1, stage, layers[stage]))
+    assert again.take() == [(p, route(1, address("a"))) for p in "abc"]
+    again.wait(5, *"abc")
+    assert again.take() == []
+    assert again.committed == []
+
+
+def test_a_changed_stage_is_not_adopted(running, kit):
+    again = restarted(running, kit)
+    again.report("a", kit.worker("ready", 1, 0, (0, 2)))
+    again.report("b", kit.worker("ready", 1, 1, (2, 5)))
+    assert again.take() == [(p, route(1)) for p in "ab"]
+    again.report("c", kit.worker("ready", 1, 2, (4, 6)))
+    again.wait(1.5, *"abc")
+    assert again.committed[-1].epoch == 2
+
+
+def test_a_missing_peer_is_not_waited_for_beyond_its_time(running, kit):
+    again = restarted(running, kit)
+    again.report("a", kit.worker("ready", 1, 0, (0, 2)))
+    again.report("b", kit.worker("ready", 1, 1, (2, 4)))
+    again.wait(14.75, *"ab")
+    assert again.take() == []
+    again.wait(1, *"ab")
+    assert again.committed[-1].epoch == 2
+    assert again.reconciler.formation.peers == ("a", "b")
+
+
+def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running, kit):
+    again = restarted(running, kit)
+    again.report("a")
+    again.report("b")
+    again.wait(29, *"ab")
+    assert again.reconciler.reason == "waiting for peers: 2 of 3 with a stage are there"
+    again.wait(2, *"ab")
+    assert again.committed[-1].epoch == 2
+
+
+def test_an_unformed_epoch_is_not_adopted(running, kit):
+    record = PipelineRecord("p1", "toy", 4, running.committed[-1].stages)
+    again = kit.Paper(*"abc", desired=running.reconciler.desired, pipeline=record, last=(1, 4))
+    for stage, name in enumerate("abc"):
+        again.report(name, kit.worker("ready", 4, stage, record.stages[stage].layers))
+    again.wait(1.5, *"abc")
+    assert again.committed[-1].epoch == 5
+
+
+def test_broken_invariants_come_with_the_story(running):
+    running.reconciler.roster.sessions["z"] = running.reconciler.roster.sessions["a"]
+    with pytest.raises(InvariantError) as caught:
+        running.do(Tick())
+    assert any("is ready" in line for line in caught.value.story)

@@ -1,0 +1,67 @@
+import json
+
+from molink.swarm.status import MAX_BYTES, build_status, encode_status
+
+
+def test_the_shape(running):
+    running.join("d", stage="none")
+    running.wait(1, *"abcd")
+    status = build_status(running.reconciler, "s1", ["10.0.0.1:5466"], 42)
+    assert status["swarm"] == "s1"
+    assert status["coordinator"] == {
+        "addresses": ["10.0.0.1:5466"],
+        "state": "running",
+        "pid": 42,
+    }
+    assert status["model"] == "toy"
+    assert status["peers"][1] == {
+        "id": "b",
+        "name": "B",
+        "address": "10.0.0.98",
+        "endpoint": "http://127.0.0.1:5465",
+        "state": "here",
+        "device": "cpu: CPU",
+        "daemon_pid": 1,
+        "version": "1",
+        "stage": "auto",
+        "memory": 10**11,
+        "workers": [{"pid": 1, "pipeline": "p1", "stage": 1, "layers": [2, 4], "state": "ready"}],
+    }
+    (pipeline,) = status["pipelines"]
+    assert pipeline == {
+        "id": "p1",
+        "epoch": 1,
+        "ready": True,
+        "micro_batches": 3,
+        "stages": [
+            {"peer": p, "layers": layers, "device": "cpu: CPU", "decode_s": 0.01}
+            for p, layers in (("a", [0, 2]), ("b", [2, 4]), ("c", [4, 6]))
+        ],
+        "blocks": 80,
+        "state": "ready",
+        "reason": "",
+    }
+    assert status["trouble"] == ""
+    assert json.loads(encode_status(status)) == status
+
+
+def test_when_nothing_is_ready(kit):
+    paper = kit.Paper("a", "b", min_peers=2)
+    empty = build_status(paper.reconciler, "s1", [], 1)
+    assert (empty["model"], empty["pipelines"]) == (None, [])
+    paper.serve()
+    paper.report("a")
+    paper.wait(2, "a")
+    status = build_status(paper.reconciler, "s1", [], 1, blocked={"b"})
+    assert [peer["state"] for peer in status["peers"]] == ["here", "blocked"]
+    (pipeline,) = status["pipelines"]
+    assert (pipeline["ready"], pipeline["state"], pipeline["stages"]) == (False, "waiting", [])
+    assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are there"
+
+
+def test_it_is_bounded(running):
+    status = build_status(running.reconciler, "s1", [], 1)
+    status["peers"] = [{"id": str(i), "name": "x" * 200} for i in range(3000)]
+    text = encode_status(status)
+    assert len(text) <= MAX_BYTES
+    assert json.loads(text)["truncated"] is True

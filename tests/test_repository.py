@@ -1,0 +1,203 @@
+"""What the repository promises of itself: dependencies, banned calls, sizes, what a wheel holds."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "molink"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+#: Modules that turn bytes into objects, or run them.
+BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "msgpack_numpy"}
+#: Calls by the dotted name in the source.
+BANNED_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "os.fork",
+    "os.forkpty",
+    "os.system",
+    "asyncio.create_subprocess_exec",
+    "asyncio.create_subprocess_shell",
+}
+MAX_LINES = 500
+
+#: Parts that run in a daemon or a command, where torch would cost a second and 200 MB.
+TORCH_FREE = ("api", "bench", "cli", "head", "link", "model", "peer", "swarm", "text", "wire")
+
+#: Needed by tools and tests without being imported.
+TEST_TOOLS = {
+    "import-linter",
+    "mypy",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "ruff",
+    "setuptools",
+}
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(paths: list[Path]) -> dict[str, Path]:
+    """Top-level modules that are imported anywhere, with one place each."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        for node in ast.walk(parse(path)):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                found.setdefault(name.partition(".")[0], path)
+    return found
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {normal(re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0]) for line in requirements}
+
+
+def distributions(paths: list[Path], own: set[str]) -> set[str]:
+    """Distributions behind the third-party imports of ``paths``."""
+    owners = packages_distributions()
+    needed = set()
+    for module, path in imported(paths).items():
+        if module in sys.stdlib_module_names or module in own:
+            continue
+        assert module in owners, f"{path} imports {module}, which no installed package provides"
+        needed.add(normal(owners[module][0]))
+    return needed
+
+
+def test_every_dependency_is_imported_and_every_import_declared() -> None:
+    assert distributions(SOURCES, {"molink"}) == declared(PROJECT["dependencies"])
+
+
+def test_the_test_extra_is_what_tests_and_tools_need() -> None:
+    paths = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
+    own = {"molink", "tools", *(path.stem for path in paths), *(path.parent.name for path in paths)}
+    extra = declared(PROJECT["optional-dependencies"]["test"])
+    needed = distributions(paths, own) - declared(PROJECT["dependencies"])
+    assert needed | TEST_TOOLS == extra | TEST_TOOLS
+    assert extra >= TEST_TOOLS
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def is_text_file_call(call: ast.Call, name: str) -> bool:
+    """Whether the call opens, reads or writes a text file."""
+    method = name.rpartition(".")[2]
+    if method in ("read_text", "write_text"):
+        return True
+    if name != "open" and not (method == "open" and name.count(".") == 1 and len(call.args) <= 1):
+        return False
+    places = call.args[1:] if name == "open" else call.args
+    modes = [*places[:1], *(word.value for word in call.keywords if word.arg == "mode")]
+    return all(
+        isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "b" not in mode.value
+        for mode in modes
+    )
+
+
+def faults(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Attribute) and node.attr.endswith("_pyobj"):
+            yield f"{where} {node.attr}"
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name in BANNED_CALLS:
+            yield f"{where} calls {name}"
+        if any(
+            word.arg == "shell"
+            and not (isinstance(word.value, ast.Constant) and word.value.value is False)
+            for word in node.keywords
+        ):
+            yield f"{where} runs a shell"
+
+
+def test_the_package_neither_unpickles_nor_evaluates_nor_forks() -> None:
+    assert BANNED_MODULES.isdisjoint(imported(SOURCES))
+    assert [fault for path in SOURCES for fault in faults(path)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["eval('1')", "torch.load(f)", "s.recv_pyobj()", "run(x, shell=True)", "os.fork()"],
+)
+def test_the_ban_bites(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "bad.py"
+    path.write_text(source, encoding="utf-8")
+    assert len(list(faults(path))) == 1
+
+
+def test_text_files_name_their_encoding() -> None:
+    nameless = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        and is_text_file_call(node, dotted(node.func))
+        and not any(word.arg == "encoding" for word in node.keywords)
+    ]
+    assert nameless == []
+
+
+def test_modules_are_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_daemon_and_commands_never_import_torch() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in SOURCES
+        if path.relative_to(PACKAGE).parts[0] in TORCH_FREE
+    ]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers'} & sys.modules.keys()\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, *modules], check=True, cwd=ROOT, timeout=60)
+
+
+def test_the_wheel_has_all_data_and_nothing_else(built_wheel: Path) -> None:
+    with zipfile.ZipFile(built_wheel) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        assert "molink = molink.cli.main:main" in wheel.read(points).decode()
+        licence = next(name for name in wheel.namelist() if name.endswith("/LICENSE"))
+        assert b"Apache License" in wheel.read(licence)
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == expected
+    assert "molink/py.typed" in names
+    assert any(name.endswith(".safetensors") for name in names)

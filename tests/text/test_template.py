@@ -1,0 +1,188 @@
+"""Chat templates: equal to ``transformers``', and harmless whatever they are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.errors import BrokenModel, RequestError
+from molink.text.template import MAX_SOURCE, ChatTemplate, load_template
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%Y") %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'ipython' %}{% continue %}{% endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if tools is none and add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' ~ date_string }}
+{%- endif %}"""
+QWEN3 = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string
+        and not(message.content.startswith('<r>') and message.content.endswith('</r>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {%- if loop.index0 > ns.last_query_index %}{{ 'late ' }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}
+{{ {'é': [1, 2.5, none, '<'] } | tojson }}{{ [1]|tojson(indent=2) }}"""
+MACROS = """{% macro show(m, at=0) %}{{ at }}:{{ m.role|upper }}={{ m.content|length }}{% endmacro %}
+{%- for m in messages if m.role != 'tool' %}{{ show(m, loop.index) }}
+{%- if not loop.last %},{% else %}.{% endif %}{% endfor %}
+{{- messages|map(attribute='role')|join('-') }}
+{%- generation %}{{ "%s=%03d" % ('x', 7) }}{{ "{} {:>4}".format('a', 1) }}{% endgeneration %}
+{%- for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k ~ v }}{% endfor %}
+{{- messages|selectattr('role', 'equalto', 'user')|list|length }}
+{%- set x %}{{ bos_token }}block{% endset %}{{ x.replace('b', 'd') }}
+{{- dict(a=1).items()|list }}{{ range(3)|list }}"""
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "  What is 1 < 2? <think>no</think> "},
+    {"role": "assistant", "content": "<think>hm</think>\nYes, é.\n"},
+    {"role": "user", "content": "Thanks 🦊"},
+]
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA, QWEN3, MACROS])
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+def test_equals_transformers(source: str, options: dict[str, Any]) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs = render_jinja_template(
+        [MESSAGES], chat_template=source, add_generation_prompt=True, **special, **options
+    )[0][0]
+    assert ChatTemplate(source, special, "x").render(MESSAGES, options) == theirs
+
+
+DOUBLING = "{% for i in range(99) %}{% set n.x = n.x ? n.x %}{% endfor %}"
+A_MILLION = "{% set s = 'a' * 1000000 %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set n = namespace(x='aa') %}" + DOUBLING.replace("?", "~"),
+        "{% set n = namespace(x='aa') %}" + DOUBLING.replace("?", "+"),
+        "{% set n = namespace(x=[1]) %}" + DOUBLING.replace("?", "+"),
+        "{% set x = 'a' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60 + "{{ x }}",
+        "{% macro f() %}{% for i in range(99999) %}"
+        + "x" * 9999
+        + "{% endfor %}{% endmacro %}{{ f() }}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 'a' * 99999 * 99999 }}",
+        "{% set n = namespace(x=9) %}" + DOUBLING.replace("?", "*"),
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format('x', '1000000000') }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ strftime_now('%1000000000d') }}",
+        A_MILLION + "{{ [s] * 100000 }}",
+        A_MILLION + "{{ ([s] * 100000)|string|length }}",
+        A_MILLION + "{{ ([s] * 100000)|join|length }}",
+        A_MILLION + "{{ ''.join([s] * 100000)|length }}",
+        A_MILLION + "{{ s.join([''] * 100000)|length }}",
+        A_MILLION + "{{ ([s] * 100000)|tojson|length }}",
+        A_MILLION + "{{ s.replace('a', s)|length }}",
+        A_MILLION + "{{ s|replace('a', s)|length }}",
+        A_MILLION + "{{ '%s' * 1000 % ([s] * 1000) }}",
+        "{{ [1]|tojson(indent=1000000000) }}",
+        "{{ 'a\nb'|indent(1000000000) }}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ 'a'.zfill(1000000000) }}",
+        "{{ 'a'.expandtabs(1000000000) }}",
+        "{{ range(10**12)|list }}",
+    ],
+)
+def test_a_template_without_end_or_measure_is_stopped(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(source, {}, "x", cpu_s=0.3).render(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{% include '/etc/passwd' %}",
+        "{{ lipsum(5) }}",
+        "{{ iterate('x', 1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ nothing.at_all }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_can_reach_nothing(source: str) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(source, {}, "x").render(MESSAGES)
+
+
+def test_a_refusal_says_why() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "x")
+    with pytest.raises(RequestError, match="roles must alternate"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% for", "{{ 'a'|center(9) }}", "{% extends x", "x" * (MAX_SOURCE + 1), "{{ " + "(" * 5000],
+)
+def test_a_template_that_is_not_one_is_named(source: str) -> None:
+    with pytest.raises(BrokenModel, match=r"^the-file: "):
+        ChatTemplate(source, {}, "the-file")
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    def render(config: dict[str, Any]) -> str | None:
+        template = load_template(tmp_path, config, {})
+        return None if template is None else template.render(MESSAGES)
+
+    assert render({}) is None
+    assert render({"chat_template": "one"}) == "one"
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "two"}]
+    assert render({"chat_template": named}) == "two"
+    assert render({"chat_template": named[:1]}) is None
+    legacy = tmp_path / "chat_template.json"
+    legacy.write_text(json.dumps({"chat_template": "four"}), encoding="utf-8")
+    assert render({}) == "four"
+    (tmp_path / "chat_template.jinja").write_text("three", encoding="utf-8")
+    assert render({"chat_template": "one"}) == "three"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BrokenModel, match=r"chat_template\.jinja"):
+        render({})
+
+
+@pytest.mark.parametrize("value", [5, ["x"], [{"name": "default"}]])
+def test_a_template_of_a_wrong_type_is_named(tmp_path: Path, value: object) -> None:
+    with pytest.raises(BrokenModel, match="chat_template"):
+        load_template(tmp_path, {"chat_template": value}, {})

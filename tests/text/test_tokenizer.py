@@ -1,0 +1,120 @@
+"""A model folder's tokenizer and what its configs say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import processors
+
+from molink.errors import BrokenModel, RequestError
+from molink.text.generation import GenerationDefaults
+from molink.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, byte_tokenizer: tokenizers.Tokenizer) -> Path:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    (folder / name).write_text(json.dumps(value), encoding="utf-8")
+
+
+def test_without_configs(folder: Path) -> None:
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.eos_ids == ()
+    assert tokenizer.bos_id is None
+    assert tokenizer.template is None
+    assert tokenizer.defaults == GenerationDefaults()
+    text = "naïve 🦊 <|end|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert tokenizer.decode(ids) == "naïve 🦊 "
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_eos_and_defaults(folder: Path, byte_tokenizer: tokenizers.Tokenizer) -> None:
+    end = byte_tokenizer.token_to_id("<|end|>")
+    write(folder, "tokenizer_config.json", {"eos_token": {"content": "<|end|>"}})
+    write(folder, "generation_config.json", {"eos_token_id": [7, end], "temperature": 0.6, "x": 1})
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.eos_ids == (end, 7)
+    assert tokenizer.defaults.temperature == 0.6
+    assert tokenizer.defaults.top_p is None
+
+
+def test_eos_from_the_model_config_as_a_last_resort(folder: Path) -> None:
+    write(folder, "config.json", {"eos_token_id": 5, "vocab_size": 512})
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.eos_ids == (5,)
+    assert tokenizer.vocab_size == 512
+
+
+@pytest.mark.parametrize("add", [True, False, None])
+@pytest.mark.parametrize("processed", [True, False])
+def test_bos(
+    tmp_path: Path, byte_tokenizer: tokenizers.Tokenizer, add: bool | None, processed: bool
+) -> None:
+    copy = tokenizers.Tokenizer.from_str(byte_tokenizer.to_str())
+    bos = copy.token_to_id("<|start|>")
+    if processed:
+        copy.post_processor = processors.TemplateProcessing(
+            single="<|start|> $A", special_tokens=[("<|start|>", bos)]
+        )
+    copy.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<|start|>"} | ({} if add is None else {"add_bos_token": add})
+    write(tmp_path, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.open(tmp_path)
+    expected = processed if add is None else add
+    assert (tokenizer.encode("hello")[0] == bos) == expected
+    assert tokenizer.encode("hello").count(bos) == int(expected)
+    assert tokenizer.encode("hello", special=False).count(bos) == 0
+
+
+def test_special_tokens_reach_the_template(folder: Path) -> None:
+    template = "{{ bos_token }}{{ eos_token }}{{ messages[0].content }}"
+    config = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": template}
+    write(folder, "tokenizer_config.json", config)
+    template_of_folder = Tokenizer.open(folder).template
+    assert template_of_folder is not None
+    assert template_of_folder.render([{"role": "user", "content": "x"}]) == "<|start|><|end|>x"
+
+
+def test_padding_and_truncation_of_the_file_are_off(
+    tmp_path: Path, byte_tokenizer: tokenizers.Tokenizer
+) -> None:
+    copy = tokenizers.Tokenizer.from_str(byte_tokenizer.to_str())
+    copy.enable_truncation(3)
+    copy.enable_padding(length=9)
+    copy.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.open(tmp_path).encode("zzzzz") == byte_tokenizer.encode("zzzzz").ids
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "nonsense"),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", '{"temperature": "hot"}'),
+        ("generation_config.json", '{"top_p": 7}'),
+        ("config.json", '{"eos_token_id": "x"}'),
+        ("tokenizer_config.json", '{"chat_template": "{% if"}'),
+    ],
+)
+def test_a_broken_file_is_named(folder: Path, name: str, content: str | None) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if content is not None:
+        (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(BrokenModel, match=name.replace(".", r"\.")):
+        Tokenizer.open(folder)
+
+
+def test_text_that_is_no_unicode_is_refused(folder: Path) -> None:
+    with pytest.raises(RequestError):
+        Tokenizer.open(folder).encode("\ud800")

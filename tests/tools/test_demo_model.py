@@ -1,0 +1,179 @@
+"""The bundled model answers, stops, and has learnt more than counts of its corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from tools.demo_model.corpus import Conversation, Corpus, all_topics
+from tools.demo_model.evaluate import greedy, paraphrases, perplexities, question
+from tools.demo_model.network import load_network
+from tools.demo_model.ngram import NGram
+from tools.demo_model.tokenizer import answered, encode, load_tokenizer, render
+from tools.demo_model.train import TRAIN_SIZE, Plan, conversations, train
+from tools.train_demo_model import FOLDER
+
+SEED = 7
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def network() -> Qwen2ForCausalLM:
+    return load_network(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(FOLDER)
+
+
+def test_folder_is_small_and_complete() -> None:
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert sum(sizes.values()) <= 12 * MEBIBYTE
+    wanted = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert wanted | {"tokenizer.json", "tokenizer_config.json", "EVALUATION.json"} <= set(sizes)
+
+
+def test_corpus_follows_from_its_seed() -> None:
+    def digest(seed: int) -> str:
+        talks = list(islice(Corpus(seed).conversations("train"), 300))
+        return hashlib.sha256(json.dumps(talks).encode()).hexdigest()
+
+    assert digest(1) == digest(1)
+    assert digest(1) != digest(2)
+
+
+def test_splits_share_no_conversation() -> None:
+    trained = set(map(repr, conversations("train", 5000, SEED)))
+    assert not trained & set(map(repr, conversations("held_out", 100, SEED)))
+
+
+def test_held_out_wordings_are_not_trained() -> None:
+    def plain(text: str) -> str:
+        return text.lower().rstrip("?.!")
+
+    for topic in all_topics():
+        trained = {plain(text) for text in topic.questions}
+        assert trained.isdisjoint(map(plain, topic.held_out)), topic.name
+
+
+def test_answered_marks_what_the_assistant_says(tokenizer: Tokenizer) -> None:
+    talk: Conversation = (
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "2 + 3 = 5."},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "You are welcome!"},
+    )
+    (ids,) = encode(tokenizer, [talk])
+    said = ids[answered(tokenizer, ids)].tolist()
+    assert tokenizer.decode(said, skip_special_tokens=False) == (
+        "2 + 3 = 5.<|im_end|>You are welcome!<|im_end|>"
+    )
+
+
+def test_template_of_the_folder_is_the_one_trained_with(tokenizer: Tokenizer) -> None:
+    talk = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"})
+    theirs = AutoTokenizer.from_pretrained(FOLDER)
+    text = theirs.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=True)
+    assert text == render(talk, ask=True)
+    assert theirs.encode(text) == tokenizer.encode(text).ids
+    assert theirs.eos_token == "<|im_end|>"
+
+
+def test_ngram_probabilities_add_up_to_one() -> None:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 12, size=60) for _ in range(20)]
+    model = NGram(texts, vocabulary=12, pad=11)
+    for context in ([3, 4, 5, 6], [1], [2, 2, 2, 2, 2, 2]):
+        last = [model.log_probabilities(np.array([*context, token]))[-1] for token in range(12)]
+        assert np.exp(last).sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("topic", ["what_is_molink", "add_pc", "dies", "capital", "who", "bye"])
+def test_topics_have_held_out_wordings(topic: str) -> None:
+    assert any(check.topic == topic for check in paraphrases(1))
+
+
+def test_answers_questions_it_has_not_seen_and_stops(
+    network: Qwen2ForCausalLM, tokenizer: Tokenizer
+) -> None:
+    checks = [
+        question("what_is_molink", "Please explain to me what molink is.", "PCs", "stage", "ring"),
+        question("add_pc", "How can I add another computer to the swarm?", "molink join"),
+        question("start", "What do I type to start molink?", "molink up"),
+        question("status", "How can I check the status of the swarm?", "molink status"),
+        question("dies", "What happens when a computer dies?", "stage", "stream"),
+        question("decode", "Can you explain why decode data goes first?", "prefill"),
+        question("privacy", "Who can read what I write?", "read prompts"),
+        question("capital", "Give me the name of the capital of Norway.", "Oslo"),
+        question("opposite", "Name the opposite of the word hot.", "cold"),
+        question("add", "Do you know how much 7 + 5 is?", "12"),
+        question("who", "Can you tell me who you are?", "demo model"),
+        question("bye", "Bye, see you tomorrow!", "Goodbye"),
+    ]
+    answers = greedy(network, tokenizer, [check.messages for check in checks], limit=120)
+    failed = {
+        check.messages[-1]["content"]: answer.text
+        for check, answer in zip(checks, answers, strict=True)
+        if not check.passed(answer.text)
+    }
+    assert not failed
+    assert all(answer.stopped for answer in answers)
+
+
+def test_follows_a_conversation(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
+    capital: Conversation = (
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is Paris."},
+        {"role": "user", "content": "And of Italy?"},
+    )
+    name: Conversation = (
+        {"role": "user", "content": "Hello, my name is Emma."},
+        {"role": "assistant", "content": "Nice to meet you, Emma! What would you like to know?"},
+        {"role": "user", "content": "What is my name?"},
+    )
+    rome, emma = greedy(network, tokenizer, [capital, name], limit=40)
+    assert "Rome" in rome.text
+    assert "Emma" in emma.text
+
+
+def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
+    asked: Conversation = ({"role": "user", "content": "Tell me a story about a swarm"},)
+    (story,) = greedy(network, tokenizer, [asked])
+    assert story.stopped
+    assert len(tokenizer.encode(story.text).ids) >= 150
+
+
+def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
+    trained = conversations("train", TRAIN_SIZE, SEED)
+    held_out = conversations("held_out", 120, SEED)
+    ours, rival = perplexities(network, tokenizer, trained, held_out)
+    assert ours.all_tokens < rival.all_tokens
+    assert ours.answer_tokens < rival.answer_tokens
+
+
+@pytest.mark.slow
+def test_training_follows_from_its_seed(tmp_path: Path) -> None:
+    def weights(name: str, seed: int) -> bytes:
+        train(tmp_path / name, Plan(steps=3, seed=seed), train_size=8000)
+        return (tmp_path / name / "model.safetensors").read_bytes()
+
+    assert weights("a", 3) == weights("b", 3)
+    assert weights("c", 4) != weights("d", 3)

@@ -1,0 +1,50 @@
+"""Train the bundled toy chat model, or evaluate it.
+
+    python -m tools.train_demo_model --threads 2
+    python -m tools.train_demo_model --evaluate
+
+The same seed, number of steps and number of threads give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from tools.demo_model.evaluate import evaluate
+from tools.demo_model.train import TRAIN_SIZE, Plan, train
+
+FOLDER = Path(__file__).parents[1] / "molink" / "data" / "demo_model"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the model folder")
+    parser.add_argument("--evaluate", action="store_true", help="print figures, train nothing")
+    parser.add_argument("--steps", type=int, default=1500, help="batches of 1536 tokens")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--conversations", type=int, default=TRAIN_SIZE, help="training split")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    if arguments.evaluate:
+        command = shlex.join(["python", "-m", "tools.train_demo_model", *sys.argv[1:]])
+        figures = evaluate(arguments.out, arguments.seed, arguments.conversations)
+        print(json.dumps({"command": command, **figures}, indent=2))
+        return
+    plan = Plan(steps=arguments.steps, seed=arguments.seed)
+    train(arguments.out, plan, arguments.conversations)
+
+
+if __name__ == "__main__":
+    main()
