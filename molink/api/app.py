@@ -85,7 +85,7 @@ class _Shell:
         except ConnectionError:
             raise
         except Exception as error:
-            problem = problem_of(error)
+            problem = problem_of(error, f"{request.method} {request.path}")
             if problem is None:
                 _LOG.exception("%s %s failed", request.method, request.path)
                 problem = internal()

@@ -74,14 +74,18 @@ class ProblemError(Exception):
         self.problem = problem
 
 
-def problem_of(error: BaseException) -> Problem | None:
-    """The problem that ``error`` means to a client; ``None`` if it is one we didn't foresee."""
+def problem_of(error: BaseException, request: str = "this request") -> Problem | None:
+    """The problem that ``error`` means to a client; ``None`` if it is one we didn't foresee.
+
+    ``request`` is what aiohttp's own errors are about: method and path.
+    """
     match error:
         case ProblemError():
             return error.problem
         case web.HTTPException():
             kind, code = _HTTP.get(error.status, (_INVALID, "http_error"))
-            return Problem(error.status, f"{error.status}: {error.reason}", kind, None, code)
+            text = f"{request[:256]}: {error.reason.lower()}"
+            return Problem(error.status, text, kind, None, code)
         case MolinkError():
             return _of_ours(error)
     return None

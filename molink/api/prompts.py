@@ -55,6 +55,8 @@ def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Promp
     prompt = body.prompt
     if isinstance(prompt, str) or _all_ids(prompt):
         return [_completion_prompt(prompt, "prompt", body, tokenizer)]
+    if not prompt:
+        raise RequestError("`prompt`: the list is empty", "prompt")
     return [
         _completion_prompt(item, f"prompt[{index}]", body, tokenizer)
         for index, item in enumerate(prompt)

@@ -82,7 +82,7 @@ def run_chat(
                 return _one_shot(runner, conversation, text)
             return _interactive(runner, conversation, errors)
     except MolinkError as error:
-        errors.print(f"error: {_printable(str(error))}", style="red", markup=False)
+        errors.print(f"error: {_printable(str(error))}", style="red", markup=False, soft_wrap=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -137,7 +137,7 @@ def _ask(
     except KeyboardInterrupt:
         console.print("\n(stopped)", style="dim")
     except MolinkError as error:
-        errors.print(f"error: {_printable(str(error))}", style="red", markup=False)
+        errors.print(f"error: {_printable(str(error))}", style="red", markup=False, soft_wrap=True)
     if len(conversation.messages) == asked + 1:
         conversation.messages.pop()
 

@@ -112,4 +112,5 @@ def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: 
 def _ask(endpoint: str, question: str) -> int:
     from molink.cli.chat import run_chat
 
-    return run_chat(endpoint, question, None, None)
+    # Greedy: the demo model is small, and the same question should get the same answer.
+    return run_chat(f"{endpoint}/v1", question, temperature=0.0)

@@ -44,14 +44,26 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(envvar="MOLINK_API_KEY", help="If the endpoint wants one.")
     ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 = always the same.")] = None,
     home: HomeOption = None,
 ) -> None:
     """Chat with the model: a conversation, or one question."""
     from molink.cli import finding
     from molink.cli.chat import run_chat
 
-    base = url or finding.need_daemon(home).endpoints[0]
-    raise typer.Exit(run_chat(base, text, model, api_key))
+    root = (url or finding.need_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
+    code = run_chat(
+        f"{root}/v1",
+        text,
+        model,
+        api_key,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+    )
+    raise typer.Exit(code)
 
 
 def invite(

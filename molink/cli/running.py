@@ -157,5 +157,5 @@ def _run(
     if role == "join" and token is not None and not token.strip():
         raise UsageError("the token is empty: paste what `molink up` printed")
     log_to_file(place.root, settings.log_level)
-    launch = Launch(home=place.root, settings=settings, role=role, model=model, token=token)
+    launch = Launch(home=str(place.root), settings=settings, role=role, model=model, token=token)
     run_daemon(launch, DaemonConsole().show)

@@ -193,11 +193,14 @@ class OutLink:
         try:
             self._connections[lane].channel.send(message, payload)
         except MolinkError:
-            # The connection has just broken: what counts is kept, and sent again on the next.
-            self._disconnected(lane)
+            # The connection has just broken: what counts is kept, and sent again after a hello.
+            self._connections[lane].welcome = False
+            self._sender.disconnected(lane, self._loop.time())
 
     def _set_timer(self, now: float) -> None:
-        wakes = [now + _LOOK_INTERVAL, self._beats.next_at(self._progress().busy)]
+        wakes = [now + _LOOK_INTERVAL]
+        if self._connections[Lane.DECODE].welcome:
+            wakes.append(self._beats.next_at(self._progress().busy))
         if self._sender.wake_at is not None:
             wakes.append(self._sender.wake_at)
         for each in self._connections.values():

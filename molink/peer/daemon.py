@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
 import zmq.asyncio
@@ -77,7 +78,7 @@ class Daemon:
         self._launch = launch
         self._announce = announce
         self._settings = launch.settings
-        self._home = Home(launch.home)
+        self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
         self._leaving = False
         self._ready: dict[str, bool] = {}

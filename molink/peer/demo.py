@@ -103,7 +103,7 @@ class DemoSwarm:
         if self.home.device.exists():
             shutil.copyfile(self.home.device, home.device)
         launch = Launch(
-            home=home.root,
+            home=str(home.root),
             settings=self._settings(number),
             role="up" if token is None else "join",
             model=self._model if token is None else None,

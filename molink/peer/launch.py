@@ -1,7 +1,6 @@
 """What a daemon is started for, and what it tells whoever started it."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -12,7 +11,8 @@ from molink.peer.settings import Settings
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The order to run a daemon: ``up`` runs the coordinator here too, ``join`` doesn't."""
 
-    home: Path
+    #: The state folder.
+    home: str
     settings: Settings
     role: Literal["up", "join"]
     #: What to serve: a name or a folder. ``None`` is for ``up`` what it served last or the demo

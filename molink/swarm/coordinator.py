@@ -10,11 +10,12 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import zmq.asyncio
 
-from molink.errors import NotAuthorized, Overloaded, PortInUse, RequestError, StateError
+from molink.errors import NotAuthorized, PortInUse, RequestError, StateError
+from molink.swarm.door import Door, is_invitation
 from molink.swarm.events import (
     Announce,
     Commit,
@@ -27,11 +28,10 @@ from molink.swarm.events import (
     StageSaid,
     Tick,
 )
-from molink.swarm.hygiene import check_key, clean_loaded, clean_name, clean_report
-from molink.swarm.invitations import PREFIX, Invitations
+from molink.swarm.hygiene import clean_loaded, clean_name, clean_report
 from molink.swarm.options import DEFAULT_PORT, LAST_PORT, Options, reachable_at
 from molink.swarm.reconciler import Reconciler
-from molink.swarm.records import Desired, MemberRecord, Standing, SwarmRecord
+from molink.swarm.records import Desired, Standing, SwarmRecord
 from molink.swarm.state import State
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.token import JoinToken
@@ -54,7 +54,7 @@ from molink.wire.control import (
     StatusReply,
     StatusRequest,
 )
-from molink.wire.keys import KeyPair, peer_id
+from molink.wire.keys import KeyPair
 from molink.wire.server import Sender, Server
 from molink.wire.zap import Gatekeeper
 
@@ -73,7 +73,6 @@ FROM_MEMBERS = (
     | RevokeRequest
     | StatusRequest
 )
-MAX_MEMBERS = 255
 #: A restart waits this long, in seconds, for the port that members know.
 _PORT_PATIENCE = 3.0
 #: Until an answer is out, before connections are cut.
@@ -86,23 +85,24 @@ class Coordinator:
     def __init__(
         self, context: zmq.asyncio.Context, state: State, keys: KeyPair, options: Options
     ) -> None:
-        """Raises :class:`StateError` if ``keys`` are not those of the swarm in ``state``."""
+        """Puts the parts together from what ``state`` holds.
+
+        Raises:
+            StateError: ``keys`` are not those of the swarm in ``state``.
+            RequestError: the key of a trusted member is none.
+        """
         self._state, self._keys, self._options = state, keys, options
         self.swarm = _swarm_of(state, keys, options)
-        for public_key, name in options.members:
-            state.save_member(MemberRecord(peer_id(public_key), public_key, name, owner=True))
-        members = state.members()
-        self._records = {member.peer: member for member in members}
-        self._invitations = Invitations(state.invitations())
+        self._gatekeeper = Gatekeeper(context)
+        self.door = Door(state, self._gatekeeper, keys.public, options.members)
         self.reconciler = Reconciler(
             self.swarm.id,
-            members,
+            self.door.records.values(),
             time.monotonic(),
             desired=state.desired(),
             pipeline=state.pipeline(),
             last=state.last(),
         )
-        self._gatekeeper = Gatekeeper(context)
         self._server: Server[ControlMessage] = Server(
             context, keys, control_codec(), self._gatekeeper, self._handle, permits=self._permits
         )
@@ -120,11 +120,7 @@ class Coordinator:
             PortInUse: none is free.
         """
         self._ended = asyncio.get_running_loop().create_future()
-        self._purge()
-        for member in self.reconciler.roster.members.values():
-            self._gatekeeper.allow(member.public_key, member.peer)
-        for invitation in self._invitations:
-            self._gatekeeper.allow(invitation.public_key, invitation.id)
+        self.door.open()
         self._gatekeeper.start()
         port = await self._bind()
         self._state.save_port(port)
@@ -174,7 +170,7 @@ class Coordinator:
             await asyncio.sleep(TICK)
             try:
                 self._happened(Tick())
-                self._purge()
+                self.door.purge()
             except Exception:
                 log.exception("a tick failed")
 
@@ -206,16 +202,10 @@ class Coordinator:
         except Exception:
             log.exception("can't tell %s a %s", peer, type(message).__name__)
 
-    def _purge(self) -> None:
-        """End invitations that have expired."""
-        for id in self._invitations.purge(time.time()):
-            self._gatekeeper.deny(id)
-            self._state.delete_invitation(id)
-
     # --- messages ----------------------------------------------------------------------------
 
     def _permits(self, user: str, message: ControlMessage) -> bool:
-        if user.startswith(PREFIX):
+        if is_invitation(user):
             return isinstance(message, JoinRequest)
         return isinstance(message, FROM_MEMBERS)
 
@@ -249,26 +239,9 @@ class Coordinator:
         self._server.send(sender.identity, message, payload)
 
     def _join(self, sender: Sender, message: JoinRequest) -> None:
-        if not self._invitations.holds(sender.user_id, time.time()):
-            raise NotAuthorized("this invitation has expired; ask for a new one")
-        public_key = check_key(message.public_key)
-        peer = peer_id(public_key)
-        known = self._records.get(peer)
-        invited = any(one.public_key == public_key for one in self._invitations)
-        if invited or public_key == self._keys.public:
-            raise RequestError("that key is not a peer's own", param="public_key")
-        if known is not None and known.standing == "revoked":
-            raise NotAuthorized("this PC was shut out of the swarm")
-        if len(self.reconciler.roster.members) >= MAX_MEMBERS:
-            raise Overloaded(f"the swarm has {MAX_MEMBERS} members, as many as it can have")
-        member = MemberRecord(peer, public_key, clean_name(message.name, peer))
-        if known is not None:
-            member = replace(member, owner=known.owner)
-        self._state.save_member(member)
-        self._records[peer] = member
-        self._gatekeeper.allow(public_key, peer)
+        member = self.door.join(sender.user_id, message)
         self._happened(MemberAdded(member))
-        self._reply(sender, Joined(ref=message.ref, swarm=self.swarm.id, peer=peer))
+        self._reply(sender, Joined(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
 
     def _report(self, sender: Sender, message: PeerReport) -> None:
         peer = sender.user_id
@@ -289,27 +262,22 @@ class Coordinator:
         self._reply(sender, Done(ref=message.ref))
 
     def _invite(self, sender: Sender, message: InviteRequest) -> None:
-        invitation, keys = self._invitations.create(message.ttl, time.time())
-        self._state.add_invitation(invitation)
-        self._gatekeeper.allow(invitation.public_key, invitation.id)
+        secret, expires = self.door.invite(message.ttl)
         token = JoinToken(
             swarm=self.swarm.id,
             addresses=self.addresses,
             coordinator_key=self._keys.public,
-            secret_key=keys.secret,
-            expires=invitation.expires,
+            secret_key=secret,
+            expires=expires,
         )
         self._reply(sender, Invite(ref=message.ref, token=str(token)))
 
     def _revoke(self, sender: Sender, message: RevokeRequest) -> None:
-        if not self._records[sender.user_id].owner:
+        if not self.door.records[sender.user_id].owner:
             raise NotAuthorized("only the PC that runs the swarm may revoke")
         target = message.target
-        if target.startswith(PREFIX):
-            if not self._invitations.revoke(target):
-                raise RequestError(f"there is no invitation {target}", param="target")
-            self._state.delete_invitation(target)
-            self._gatekeeper.deny(target)
+        if is_invitation(target):
+            self.door.revoke_invitation(target)
         elif target == sender.user_id or target not in self.reconciler.roster.members:
             raise RequestError(f"{target} is no other member", param="target")
         else:
@@ -319,13 +287,11 @@ class Coordinator:
         self._reply(sender, Done(ref=message.ref))
 
     def _cut(self, peer: str) -> None:
-        if self._records[peer].standing != "member":
+        if self.door.records[peer].standing != "member":
             self._server.deny(peer)
 
     def _dismiss(self, peer: str, standing: Standing) -> None:
-        self._state.save_standing(peer, standing)
-        self._records[peer] = replace(self._records[peer], standing=standing)
-        self._gatekeeper.deny(peer)
+        self.door.dismiss(peer, standing)
         self._connections.pop(peer, None)
         self._happened(MemberRemoved(peer, "left" if standing == "left" else "was revoked"))
 

@@ -35,6 +35,8 @@ from molink.wire.control import PeerReport, StageFailed, StageLoaded, Unassign
 
 log = logging.getLogger(__name__)
 
+#: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
+STANDSTILL = 2.0
 STORY_LENGTH = 200
 
 
@@ -63,12 +65,14 @@ class Reconciler:
         number, self.epoch = last
         #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
         self.pipeline = pipeline.id if pipeline else f"p{number + 1}"
+        self._ticked = now
         self._story: deque[str] = deque(maxlen=STORY_LENGTH)
         self._out: list[Decision] = []
         if desired is not None and pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now)
             if all(peer in self.roster.members for peer in formation.peers):
                 self.formation = formation
+                self.reason = "this coordinator was just started: waiting for its peers' reports"
 
     # --- events ------------------------------------------------------------------------------
 
@@ -87,6 +91,9 @@ class Reconciler:
             case Serve():
                 self._serve(event.desired, now)
             case Tick():
+                if now - self._ticked > STANDSTILL:
+                    self.roster.forgive(now - self._ticked)
+                self._ticked = now
                 for peer in self.roster.silent(now):
                     self._lost(peer, now)
         self._advance(now)
@@ -128,6 +135,7 @@ class Reconciler:
         if not self.roster.live(peer):
             self._note(now, f"{event.report.name} ({peer}) is there")
         self._out += self.roster.report(peer, event.report, event.fresh, now)
+        self._out += self.roster.publish_members()  # whom an instruction may name
         formation = self.formation
         stage = formation.stage_of(peer) if formation is not None else None
         self._stop_strays(peer, event.report, stage)
@@ -149,7 +157,8 @@ class Reconciler:
 
     def _stage_said(self, event: StageSaid, now: float) -> None:
         formation, message = self.formation, event.message
-        if formation is None or not formation.concerns(event.peer, message):
+        known = formation is not None and self.roster.live(event.peer)
+        if formation is None or not known or not formation.concerns(event.peer, message):
             return
         if isinstance(message, StageFailed):
             self._stage_failed(formation, message, now)

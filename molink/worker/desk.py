@@ -38,11 +38,11 @@ class Desk:
     what it still wants.
     """
 
-    def __init__(self, head: Head, pipeline: str, send: SendTo) -> None:
+    def __init__(self, head: Head, pipeline: str, vocabulary: int, send: SendTo) -> None:
         self._head = head
         self._pipeline = pipeline
         self._send = send
-        self._intake = Intake(head.limits.max_context)
+        self._intake = Intake(head.limits.max_context, vocabulary)
         self._connections: dict[tuple[str, str], bytes] = {}
 
     def handle(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from molink.errors import RequestError
+from molink.errors import ContextTooLong, RequestError
 from molink.head.request import HeadRequest
 from molink.wire.data import Prompt, Submit
 
@@ -20,11 +20,13 @@ class Intake:
     """Assembles requests from their parts, within bounds. Sans-IO.
 
     Memory is bounded: a request beyond ``max_context`` is refused by its ``Submit``, before any of
-    its ids is kept.
+    its ids is kept. An id beyond the model's ``vocabulary`` is refused here, since on a GPU it would
+    take down the whole step that it came in.
     """
 
-    def __init__(self, max_context: int) -> None:
+    def __init__(self, max_context: int, vocabulary: int) -> None:
         self._max_context = max_context
+        self._vocabulary = vocabulary
         self._open: dict[tuple[str, str], _Open] = {}
 
     def submit(self, owner: str, message: Submit) -> None:
@@ -32,13 +34,14 @@ class Intake:
 
         Raises:
             RequestError: it can't be taken.
+            ContextTooLong: it fills the context.
         """
         if message.prompt_tokens > message.tokens:
             raise RequestError(
                 f"{message.prompt_tokens} prompt tokens in a request of {message.tokens}", "prompt"
             )
         if message.tokens >= self._max_context:
-            raise RequestError(
+            raise ContextTooLong(
                 f"{message.tokens} tokens leave nothing of a context of {self._max_context}",
                 "prompt",
             )
@@ -63,6 +66,9 @@ class Intake:
             raise RequestError(
                 f"prompt part at {message.first} does not follow {len(entry.tokens)}"
             )
+        if not all(0 <= token < self._vocabulary for token in ids):
+            del self._open[key]
+            raise RequestError(f"a token id is not below {self._vocabulary}", "prompt")
         entry.tokens.extend(ids)
         if len(entry.tokens) < submit.tokens:
             return None

@@ -47,10 +47,12 @@ class Place:
         self._order = order
         self._stage = stage
         self._executor = Executor(stage)
-        self._head = self._make_head() if stage.is_first else None
-        self.desk = (
-            Desk(self._head, start.pipeline, server.send) if self._head is not None else None
-        )
+        self._head: Head | None = None
+        self.desk: Desk | None = None
+        if stage.is_first:
+            self._head = self._make_head()
+            vocabulary = stage.config.vocab_size
+            self.desk = Desk(self._head, start.pipeline, vocabulary, server.send)
         self.ring = Ring(stage, self._executor, self._head, self.desk)
         self._out: OutLink | None = None
         self._in: InLink | None = None

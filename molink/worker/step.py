@@ -38,6 +38,7 @@ class SegmentResult:
     tops: tuple[TopLogprobs, ...] = ()
 
 
+@torch.inference_mode()
 def run_step(
     stage: Stage, requests: RequestTable, segments: Sequence[Segment]
 ) -> list[SegmentResult]:
@@ -64,6 +65,7 @@ def run_step(
     return _results(stage, requests, segments, stage.forward(batch))
 
 
+@torch.inference_mode()
 def failed_step(
     stage: Stage, requests: RequestTable, segments: Sequence[Segment]
 ) -> list[SegmentResult]:

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,8 @@ class FakeBackend:
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
     closed: int = 0
+    #: Set whenever a generation begins or ends.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     tokenizer: Tokenizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class FakeBackend:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
         self.requests.append(request)
         self.running += 1
+        self.changed.set()
         try:
             ids = self.tokens if self.tokens is not None else self.tokenizer.encode(self.answer)
             eos = self.tokenizer.eos_ids[0]
@@ -94,6 +97,13 @@ class FakeBackend:
         finally:
             self.running -= 1
             self.closed += 1
+            self.changed.set()
+
+    async def until_running(self, count: int) -> None:
+        """Wait until ``count`` generations run."""
+        while self.running != count:
+            self.changed.clear()
+            await self.changed.wait()
 
     def _token(self, request: GenerationRequest, number: int, token: int) -> GeneratedToken:
         finish = None
@@ -128,6 +138,12 @@ async def open_client(
     server = TestServer(create_app(backend, settings or ApiSettings()))
     async with TestClient(server) as client:
         yield client
+
+
+@pytest.fixture
+def serve() -> Callable[..., AbstractAsyncContextManager[TestClient]]:
+    """``serve(backend, settings)``: a client of an endpoint with settings of its own."""
+    return open_client
 
 
 @pytest.fixture

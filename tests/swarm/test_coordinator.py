@@ -241,7 +241,7 @@ async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene):
     first = await scene.join(token)
     again = await scene.join(token, first.keys)
     assert again.id == first.id
-    (invitation,) = scene.coordinator._invitations
+    (invitation,) = scene.coordinator.door.invitations
     with pytest.raises(NotAuthorized, match="only the PC that runs the swarm"):
         await first.ask(RevokeRequest(ref=0, target=invitation.id))
     await owner.ask(RevokeRequest(ref=0, target=invitation.id))
@@ -256,7 +256,7 @@ async def test_an_expired_invitation_opens_nothing(scene, monkeypatch):
     token = await scene.token(owner, ttl=60)
     real = time.time()
     monkeypatch.setattr(module.time, "time", lambda: real + 61)
-    await scene.until(lambda: not list(scene.coordinator._invitations))
+    await scene.until(lambda: not list(scene.coordinator.door.invitations))
     with pytest.raises(NotAuthorized):
         await scene.join(token)
     assert scene.state.invitations() == []

@@ -296,6 +296,15 @@ def test_a_short_silence_changes_nothing(running):
     assert running.reconciler.ready
 
 
+def test_its_own_standstill_is_nobodys_silence(running):
+    running.now += 60
+    running.do(Tick())
+    assert running.take() == []
+    running.wait(6)
+    assert running.take() == []
+    assert not running.reconciler.roster.sessions
+
+
 def test_a_peer_that_leaves(running):
     running.do(MemberRemoved("b", "left"))
     assert running.take() == [
@@ -489,6 +498,13 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit):
     again.wait(5, *"abc")
     assert again.take() == []
     assert again.committed == []
+
+
+def test_who_has_not_reported_is_not_adopted(running, kit):
+    again = restarted(running, kit)
+    for stage, name in enumerate("abc"):
+        again.ready(name, stage, epoch=1)
+    assert again.reconciler.formation.state == "adopting"
 
 
 def test_a_changed_stage_is_not_adopted(running, kit):

@@ -1,6 +1,7 @@
 """Real worker processes in a ring, driven over their pipes and sockets as a daemon would."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 from array import array
@@ -73,7 +74,7 @@ class Stage:
 def ring_of(folder: Path, cuts: list[int], client: KeyPair) -> Iterator[list[Stage]]:
     """Worker processes for layers ``cuts[i]:cuts[i + 1]``, loaded and formed under epoch 1."""
     stages = []
-    ranges = list(zip(cuts, cuts[1:], strict=False))
+    ranges = list(itertools.pairwise(cuts))
     try:
         for index, layers in enumerate(ranges):
             process = subprocess.Popen(

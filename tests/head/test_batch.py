@@ -1,0 +1,50 @@
+import msgspec
+
+from molink.head.batch import VolumeBuilder
+from molink.head.job import Job
+from molink.head.request import HeadRequest
+from molink.wire.base import Payload
+from molink.wire.data import MAX_GROUPS, Frame, Lane, Sampling
+
+MAX_HEADER = 4096
+LATE = 2**53 - 1
+
+
+def job(number: int, tokens: int) -> Job:
+    """A job with the widest ids and ticks that there can be."""
+    request = HeadRequest("d", "k", tuple(range(tokens)), tokens, 9, Sampling())
+    made = Job.of(request)
+    made.begin(2**31 - 1 - number, [2**31 - 1] * tokens)
+    made.last = LATE - 1
+    return made
+
+
+def header_bytes(builder: VolumeBuilder) -> int:
+    volume = msgspec.structs.replace(
+        builder.build(LATE).header, payload=Payload("bf16", (65536, 2**31 - 1))
+    )
+    return len(msgspec.msgpack.encode(Frame(LATE, Lane.BULK, LATE, volume)))
+
+
+def test_a_volume_takes_groups_while_its_header_fits():
+    builder = VolumeBuilder(prefill=False)
+    while builder.room >= 1:
+        builder.add(job(len(builder), 1), 1, [2**31 - 1], 0)
+    assert 100 < len(builder) <= MAX_GROUPS
+    assert header_bytes(builder) <= MAX_HEADER
+
+
+def test_groups_without_new_blocks_fill_a_volume():
+    builder = VolumeBuilder(prefill=False)
+    while builder.room >= 1:
+        builder.add(job(len(builder), 1), 1, [], 0)
+    assert len(builder) == MAX_GROUPS
+    assert header_bytes(builder) <= MAX_HEADER
+
+
+def test_many_blocks_fill_a_volume():
+    builder = VolumeBuilder(prefill=True)
+    room = builder.room
+    builder.add(job(0, room), room, [2**31 - 1] * room, 0)
+    assert builder.room < 1
+    assert 3900 < header_bytes(builder) <= MAX_HEADER

@@ -1,0 +1,124 @@
+"""What daemons are told: tokens, rejections, and what happens when they are gone."""
+
+from array import array
+from typing import Any
+
+import pytest
+
+from molink.head.head import Head
+from molink.head.limits import HeadLimits
+from molink.head.request import Emission
+from molink.wire.base import Payload
+from molink.wire.data import Beat, Cancel, Credit, Prompt, Rejected, Sampling, Submit, Token
+from molink.wire.server import Sender
+from molink.worker.desk import Desk
+
+HERE = Sender(b"\0conn", "daemon")
+
+
+class Wire:
+    """Records what is sent; connections in ``gone`` can't be reached."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Any]] = []
+        self.gone: set[bytes] = set()
+
+    def __call__(self, identity: bytes, message: Any, payload: Any = None) -> bool:
+        if identity in self.gone:
+            return False
+        self.sent.append((identity, message))
+        return True
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def head() -> Head:
+    return Head(HeadLimits(8, 4, 1, max_running=2, max_waiting=2, max_context=24), epoch=3)
+
+
+@pytest.fixture
+def desk(head: Head, wire: Wire) -> Desk:
+    return Desk(head, "p1", 100, wire)
+
+
+def ask(desk: Desk, key: str, ids: list[int], sender: Sender = HERE, epoch: int = 3) -> None:
+    count = len(ids)
+    desk.handle(sender, Submit("p1", epoch, key, count, count, 4, Sampling()), None, 0.0)
+    payload = memoryview(array("i", ids).tobytes())
+    desk.handle(sender, Prompt(key, 0, Payload("i32", (count,))), payload, 0.0)
+
+
+def reasons(wire: Wire) -> list[tuple[str, str]]:
+    return [(each.key, each.reason) for _, each in wire.sent if isinstance(each, Rejected)]
+
+
+def test_a_request_reaches_the_head(desk: Desk, head: Head) -> None:
+    ask(desk, "k", [1, 2, 3])
+    assert head.live == [("daemon", "k")]
+    desk.handle(HERE, Cancel("k"), None, 0.0)
+    assert (head.live, len(desk)) == ([], 0)
+
+
+def test_another_epoch_is_rejected(desk: Desk, head: Head, wire: Wire) -> None:
+    ask(desk, "old", [1, 2], epoch=2)
+    assert reasons(wire) == [("old", "epoch")]
+    assert head.live == []
+
+
+def test_rejections_name_their_reason(desk: Desk, wire: Wire) -> None:
+    ask(desk, "long", list(range(30)))
+    ask(desk, "strange id", [1, 100])
+    for index in range(5):
+        ask(desk, f"k{index}", [1, 2])
+    assert reasons(wire) == [("long", "too_long"), ("strange id", "invalid"), ("k4", "overloaded")]
+    assert wire.sent[-1][1].retry_after > 0
+
+
+def test_the_same_key_again_replaces_the_request(desk: Desk, head: Head, wire: Wire) -> None:
+    again = Sender(b"\0new", "daemon")
+    ask(desk, "k", [1, 2])
+    ask(desk, "k", [1, 2, 3], again)
+    assert head.live == [("daemon", "k")]
+    desk.deliver([Emission("daemon", Token(3, "k", 3, 7))], 0.0)
+    assert wire.sent == [(again.identity, Token(3, "k", 3, 7))]
+
+
+def test_a_daemon_that_is_gone_loses_its_requests(desk: Desk, head: Head, wire: Wire) -> None:
+    other = Sender(b"\0other", "other")
+    ask(desk, "a", [1, 2])
+    ask(desk, "b", [1, 2], other)
+    wire.gone.add(HERE.identity)
+    desk.sweep(0.0)
+    assert head.live == [("other", "b")]
+    assert [type(message) for _, message in wire.sent] == [Beat]
+
+
+def test_an_undeliverable_token_cancels(desk: Desk, head: Head, wire: Wire) -> None:
+    ask(desk, "a", [1, 2])
+    wire.gone.add(HERE.identity)
+    desk.deliver([Emission("daemon", Token(3, "a", 2, 7))], 0.0)
+    assert head.live == []
+
+
+def test_finished_requests_are_forgotten(desk: Desk, wire: Wire) -> None:
+    ask(desk, "a", [1, 2])
+    desk.deliver([Emission("daemon", Token(3, "a", 2, 7, finish="stop"))], 0.0)
+    assert len(desk) == 0
+    desk.handle(HERE, Credit("a", 3), None, 0.0)
+
+
+def test_close_sends_everyone_to_the_next_epoch(desk: Desk, wire: Wire) -> None:
+    ask(desk, "a", [1, 2])
+    ask(desk, "b", [1, 2], Sender(b"\0other", "other"))
+    desk.close()
+    assert reasons(wire) == [("a", "epoch"), ("b", "epoch")]
+
+
+def test_a_revoked_member_is_forgotten(desk: Desk, head: Head) -> None:
+    ask(desk, "a", [1, 2])
+    desk.forget_owner("daemon", 0.0)
+    assert (head.live, len(desk)) == ([], 0)

@@ -1,0 +1,248 @@
+"""Lanes deliver in any order, requests are cancelled and share blocks: logits stay the same."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from molink.model.folder import ModelFolder
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.stage import Stage
+from molink.wire.base import Payload
+from molink.wire.data import Admit, Release, Rows, Sampling, Tombstone, Volume
+from molink.worker.requests import RequestTable
+from molink.worker.scoreboard import Scoreboard
+from molink.worker.step import Segment, run_step
+
+BLOCK = 4
+A, C, B, D = range(4)
+#: B begins with A's first 8 tokens and reads them from A's blocks; D gets the blocks of C.
+TOKENS = {
+    A: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14],
+    B: [5, 9, 2, 7, 1, 8, 3, 6, 40, 41, 42, 43],
+    C: [30, 31, 32, 33, 34, 35, 36, 37, 38],
+    D: [50, 51, 52, 53, 54, 55, 56, 57, 58],
+}
+GREEDY = Sampling(temperature=0.0)
+
+Logits = dict[tuple[int, int], torch.Tensor]
+
+
+class RecordingStage:
+    """A stage whose last output can be looked at."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.output: torch.Tensor | None = None
+
+    def forward(self, batch: StageInput) -> torch.Tensor:
+        self.output = self._stage.forward(batch)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+@dataclass
+class Hop:
+    """One stage, its two incoming lanes and its scoreboard."""
+
+    stage: Any
+    decode: deque[tuple[Any, Any]] = field(default_factory=deque)
+    bulk: deque[tuple[Any, Any]] = field(default_factory=deque)
+    board: Scoreboard = field(default_factory=Scoreboard)
+    requests: RequestTable = field(default_factory=RequestTable)
+
+    def put(self, body: Any, data: Any) -> None:
+        bulk = isinstance(body, Volume) and body.prefill
+        (self.bulk if bulk else self.decode).append((body, data))
+
+
+def rows(request: int, start: int, count: int, after: int, blocks: tuple[int, ...] = ()) -> Rows:
+    return Rows(request, start, count, after, blocks, sample=True)
+
+
+def volume(tick: int, *groups: Rows, prefill: bool) -> tuple[Volume, list[int]]:
+    tokens = [
+        token for each in groups for token in TOKENS[each.request][each.start :][: each.count]
+    ]
+    return Volume(tick, prefill, groups, Payload("i32", (len(tokens),))), tokens
+
+
+def script() -> list[tuple[Any, Any]]:
+    """What stage 0 is given, up to the release of C."""
+    return [
+        (Admit(1, A, GREEDY, 9), None),
+        (Admit(2, C, GREEDY, 8), None),
+        volume(3, rows(A, 0, 8, 1, (3, 7)), rows(C, 0, 4, 2, (5,)), prefill=True),
+        volume(4, rows(A, 8, 1, 3, (1,)), prefill=True),
+        volume(5, rows(A, 9, 1, 4), prefill=False),
+        (Admit(6, B, GREEDY, 9), None),
+        # B reads what A's tick 3 writes into blocks 3 and 7.
+        volume(7, rows(B, 8, 2, 6, (3, 7, 9)), rows(C, 4, 3, 3, (6,)), prefill=True),
+        volume(8, rows(A, 10, 1, 5), rows(B, 10, 1, 7), prefill=False),
+        (Release(9, C, 7), None),
+        volume(10, rows(A, 11, 1, 8), rows(B, 11, 1, 8), prefill=False),
+        volume(11, rows(A, 12, 1, 10, (8,)), prefill=False),
+    ]
+
+
+def afterword() -> list[tuple[Any, Any]]:
+    """What follows once the release of C has gone round: its blocks are used again."""
+    return [
+        (Admit(12, D, GREEDY, 8), None),
+        volume(13, rows(D, 0, 7, 12, (6, 5)), prefill=True),
+        volume(14, rows(D, 7, 1, 13), prefill=False),
+        volume(15, rows(D, 8, 1, 14, (2,)), prefill=False),
+    ]
+
+
+class Driver:
+    """Runs the script over a ring of stages; ``pick`` chooses what happens next."""
+
+    def __init__(self, stages: list[Stage], pick: Any) -> None:
+        self.hops = [Hop(RecordingStage(stage)) for stage in stages]
+        self._pick = pick
+        self.logits: Logits = {}
+        self.ended: list[Any] = []
+
+    def run(self) -> Logits:
+        todo = deque(script())
+        later = deque(afterword())
+        while True:
+            moves: list[Any] = [hop.decode for hop in self.hops if hop.decode]
+            moves += [hop.bulk for hop in self.hops if hop.bulk]
+            moves += [hop for hop in self.hops if hop.board.queued]
+            if todo:
+                moves.append(todo)
+            elif later and any(isinstance(body, Release) for body in self.ended):
+                moves.append(later)
+            if not moves:
+                break
+            self._do(self._pick(moves), todo, later)
+        for hop in self.hops:
+            hop.board.validate()
+            assert hop.board.waiting == 0
+        return self.logits
+
+    def _do(self, move: Any, todo: deque[Any], later: deque[Any]) -> None:
+        if move is todo or move is later:
+            self.hops[0].put(*move.popleft())
+            return
+        for index, hop in enumerate(self.hops):
+            if move is hop:
+                self._compute(index)
+            elif move is hop.decode or move is hop.bulk:
+                hop.board.arrive(*move.popleft(), 0.0)
+                self._forward(index, hop.board.complete((), 0.0))
+
+    def _compute(self, index: int) -> None:
+        hop = self.hops[index]
+        work = hop.board.take(0.0)
+        assert work is not None
+        segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
+        results = run_step(hop.stage, hop.requests, segments)
+        if hop.stage.is_last:
+            groups = [each for segment in segments for each in segment.volume.rows]
+            for each, logits in zip(groups, hop.stage.output, strict=True):
+                self.logits[each.request, each.start + each.count] = logits.clone()
+        else:
+            for result in results:
+                self.hops[index + 1].put(result.volume, result.rows)
+        self._forward(index, hop.board.complete(work.ticks, 0.0))
+
+    def _forward(self, index: int, controls: Any) -> None:
+        for control in controls:
+            if isinstance(control.body, Admit):
+                self.hops[index].requests.admit(control.body)
+            elif isinstance(control.body, Release):
+                self.hops[index].requests.release(control.body.request)
+            if index + 1 < len(self.hops):
+                self.hops[index + 1].put(control.body, control.data)
+            else:
+                self.ended.append(control.body)
+
+
+@pytest.fixture(scope="module")
+def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
+    torch.set_num_threads(1)
+    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("orders")))
+    return [Stage.load(folder, (layer, layer + 1), "cpu", "f32") for layer in range(3)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Logits:
+    """Every request alone and at once, on the whole model."""
+    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("whole")))
+    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    expected: Logits = {}
+    for request, tokens in TOKENS.items():
+        stage.allocate(8, BLOCK)
+        batch = StageInput(
+            tokens=torch.tensor(tokens),
+            hidden=None,
+            sequences=(SequenceRows(0, len(tokens), range(4)),),
+            logit_rows=tuple(range(len(tokens))),
+        )
+        for index, logits in enumerate(stage.forward(batch)):
+            expected[request, index + 1] = logits
+    return expected
+
+
+def in_turn(moves: list[Any]) -> Any:
+    return moves[-1]
+
+
+def bulk_first(moves: list[Any]) -> Any:
+    """Prefill overtakes: whatever lies on a bulk lane or can be computed goes before control."""
+    return moves[-1] if len(moves) == 1 else moves[-2]
+
+
+def decode_first(moves: list[Any]) -> Any:
+    return moves[0]
+
+
+def shuffled(seed: int) -> Any:
+    return random.Random(seed).choice
+
+
+ORDERS = {
+    "in turn": in_turn,
+    "bulk first": bulk_first,
+    "decode first": decode_first,
+    **{f"random {seed}": shuffled(seed) for seed in range(40)},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_logits_do_not_depend_on_the_order_of_arrival(
+    stages: list[Stage], undisturbed: Logits, order: str
+) -> None:
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, ORDERS[order])
+    logits = driver.run()
+
+    kept = {key: value for key, value in logits.items() if key[0] != C}
+    wanted = {(A, 8), (A, 9), (A, 10), (A, 11), (A, 12), (A, 13)}
+    wanted |= {(B, 10), (B, 11), (B, 12), (D, 7), (D, 8), (D, 9)}
+    assert set(kept) == wanted
+    for key, value in logits.items():
+        torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)
+
+
+def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> None:
+    """A volume that has only rows of a cancelled request is not computed anywhere after."""
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, in_turn)
+    first = driver.hops[0]
+    first.board.arrive(Admit(1, C, GREEDY, 8), None, 0.0)
+    first.board.arrive(Release(3, C, 2), None, 0.0)
+    first.board.arrive(*volume(2, rows(C, 0, 4, 1, (5,)), prefill=True), 0.0)
+    bodies = [control.body for control in first.board.complete((), 0.0)]
+    assert bodies == [Admit(1, C, GREEDY, 8), Tombstone(2), Release(3, C, 2)]
+    assert first.board.take(0.0) is None
