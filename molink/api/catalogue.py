@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from molink.api.backend import Backend, ServedModel
-from molink.errors import ModelNotFound
+from molink.errors import ModelNotFound, RequestError
 from molink.text.tokenizer import Tokenizer
 
 
@@ -24,23 +24,30 @@ class Catalogue:
         self._backend = backend
         self._loads: dict[Path, asyncio.Task[Tokenizer]] = {}
 
-    def find(self, name: str) -> ServedModel:
-        """The model called ``name``.
+    def find(self, name: str | None) -> ServedModel:
+        """The model called ``name``; without a name, the only one that is served.
 
         Raises:
             ModelNotFound: there is none; the message lists those that there are.
+            RequestError: no name, and there is a choice.
         """
         models = self._backend.models()
+        if name is None:
+            if len(models) == 1:
+                return models[0]
+            served = ", ".join(model.name for model in models) or "none is served yet"
+            raise RequestError(f"`model`: which one? There are: {served}", "model")
         for model in models:
             if model.name == name:
                 return model
         names = ", ".join(model.name for model in models) or "none"
         raise ModelNotFound(f"there is no model {name[:128]!r} here; available: {names}")
 
-    async def offer(self, name: str) -> Offer:
-        """The model called ``name``, ready to tokenize.
+    async def offer(self, name: str | None) -> Offer:
+        """The model called ``name`` (see :meth:`find`), ready to tokenize.
 
         Raises:
+            RequestError: no name, and there is a choice.
             ModelNotFound: there is no such model.
             BrokenModel: its tokenizer can't be loaded.
         """

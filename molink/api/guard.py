@@ -41,7 +41,7 @@ class Guard:
         if len(host) != 1 or not self._is_ours(host[0]):
             raise _forbidden(
                 "the Host header names no host of this endpoint; call it as localhost, or allow "
-                "the name with --allowed-host",
+                "the name in `allowed_hosts`",
                 "invalid_host",
             )
         self._check_origin(request, host[0])

@@ -30,9 +30,7 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
         raise RequestError("`echo` is not supported for conversations", "echo")
     template = tokenizer.template
     if template is None:
-        raise RequestError(
-            f"the model {body.model!r} has no chat template; use /v1/completions", "messages"
-        )
+        raise RequestError("this model has no chat template; use /v1/completions", "messages")
     messages = [
         _plain_message(message, index, template.knows_developer)
         for index, message in enumerate(body.messages)

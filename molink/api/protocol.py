@@ -11,6 +11,9 @@ from molink.api.settings import ApiSettings
 #: Quiet unless someone sets it to ``INFO``.
 _ACCESS_LOG = logging.getLogger("molink.api.access")
 
+#: How long a refused connection may take to read why.
+_REFUSAL_S = 1.0
+
 
 class EndpointProtocol(web.RequestHandler):
     """A connection that is closed if its first request doesn't come in time.
@@ -52,10 +55,17 @@ class EndpointProtocol(web.RequestHandler):
 
 
 class Refusal(asyncio.Protocol):
-    """A connection beyond the limit: told so and closed."""
+    """A connection beyond the limit: told so and closed.
+
+    It stays open for a moment, as closing it on what the client is still sending would reset it
+    before the client has read the answer.
+    """
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Answer without reading."""
+        """Answer at once; what the client sends is ignored."""
         assert isinstance(transport, asyncio.Transport)
         text = "too many connections to the endpoint; close some, or try again"
         body = Problem(503, text, "server_error", None, "too_many_connections").body()
@@ -64,7 +74,14 @@ class Refusal(asyncio.Protocol):
             f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
         )
         transport.write(head.encode() + body)
-        transport.close()
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client has gone."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class ConnectionFactory:

@@ -75,7 +75,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class GenerationBody(Unsupported, kw_only=True):
     """What both routes take. ``None`` means that the model's own default counts."""
 
-    model: str
+    #: May be left out where only one model is served, as llama.cpp's and vLLM's servers allow.
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None

@@ -138,8 +138,8 @@ class EndpointServer:
             self._port = int(listener.sockets[0].getsockname()[1])
             return listener
         raise PortInUse(
-            f"ports {port} to {last - 1} are taken on {host}: free one, or choose another with "
-            "--endpoint-port"
+            f"ports {port} to {last - 1} are taken (or not allowed) on {host}: free one, or choose "
+            "another with --endpoint-port"
         )
 
 

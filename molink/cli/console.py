@@ -1,6 +1,7 @@
 """What a daemon in the foreground says on its terminal."""
 
 from rich.console import Console
+from rich.markup import escape
 
 from molink.peer.launch import (
     AnyEvent,
@@ -23,23 +24,23 @@ class DaemonConsole:
         """Print one event."""
         match event:
             case Serving():
-                self._line(f"Serving [bold]{event.model}[/bold] from {event.path}")
+                self._line(f"Serving [bold]{escape(event.model)}[/bold] from {escape(event.path)}")
             case Listening():
                 self._listening(event)
             case Invitation():
                 self._line("\nTo add another PC, run there:\n")
                 self._console.print(f"  molink join {event.token}\n", markup=False)
             case StageNow():
-                self._line(f"This PC: {event.text}")
+                self._line(f"This PC: {escape(event.text)}")
             case ModelReady(ready=True):
-                self._line(f"[green]{event.model} is ready.[/green]")
+                self._line(f"[green]{escape(event.model)} is ready.[/green]")
             case ModelReady():
-                self._line(f"[yellow]{event.model} can't be served at the moment.[/yellow]")
+                self._line(f"[yellow]{escape(event.model)} can't be served at the moment.[/yellow]")
             case Trouble():
                 self._console.print(f"molink: {event.text}", style="red", markup=False)
 
     def _listening(self, event: Listening) -> None:
-        self._line(f"{event.name} is in swarm {event.swarm}; Ctrl-C stops it.")
+        self._line(f"{escape(event.name)} is in swarm {escape(event.swarm)}; Ctrl-C stops it.")
         self._line(f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)")
 
     def _line(self, text: str) -> None:

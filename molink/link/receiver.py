@@ -78,7 +78,7 @@ class LinkReceiver:
         if frame.epoch != self.epoch:
             self.counters.old_epochs += 1
             return []
-        if frame.seq > lane.next:
+        if frame.seq != lane.next:
             self._out_of_order(frame, lane, now)
             return []
         lane.next += 1

@@ -67,6 +67,7 @@ class DemoSwarm:
         self._model = model
         self._on_event = on_event
         self._lock: HomeLock | None = None
+        self._closing = False
         self.home = under
         self.peers: list[DemoPeer] = []
 
@@ -89,6 +90,7 @@ class DemoSwarm:
 
     async def close(self) -> None:
         """End all daemons and what they started."""
+        self._closing = True
         if self._lock is not None:
             self.home.run_file.unlink(missing_ok=True)
         await asyncio.gather(*(peer.child.stop(GRACE_S) for peer in self.peers))
@@ -169,6 +171,8 @@ class DemoSwarm:
 
     def _exited(self, number: int, code: int) -> None:
         peer = self.peers[number - 1]
+        if self._closing:
+            return
         if peer.ended is None:
             last = (peer.child.tail.splitlines() or [""])[-1]
             peer.ended = Ended(code=1, text=f"it exited with code {code}. {last}".strip())

@@ -59,6 +59,7 @@ class FakeBackend:
     #: Tokens are given out by ``gate.release()`` where there is one.
     gate: asyncio.Semaphore | None = None
     is_ready: bool = True
+    context: int = CONTEXT
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
     closed: int = 0
@@ -70,7 +71,7 @@ class FakeBackend:
         self.tokenizer = Tokenizer.open(self.folder)
 
     def models(self) -> Sequence[ServedModel]:
-        return [ServedModel("tiny", self.folder, CONTEXT, 1700000000)]
+        return [ServedModel("tiny", self.folder, self.context, 1700000000)]
 
     def ready(self, model: str | None = None) -> bool:
         return self.is_ready

@@ -62,6 +62,12 @@ async def test_chat(client, backend) -> None:
     assert backend.tokenizer.decode(prompt, skip_special=False) == rendered
 
 
+async def test_the_only_model_need_not_be_named(client, backend) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": HI})
+    assert response.status == 200
+    assert (await response.json())["model"] == "tiny"
+
+
 async def test_chat_stream(client, backend) -> None:
     chunks = await events(
         client, "chat/completions", messages=HI, stream_options={"include_usage": True}

@@ -27,7 +27,6 @@ async def problem(response: Any, status: int) -> dict[str, Any]:
 
 
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"model": None}, "model"),
     ({"model": 5}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),

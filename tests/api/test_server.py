@@ -1,5 +1,6 @@
 """The endpoint's thread, its ports and its connections."""
 
+import asyncio
 import socket
 import threading
 from typing import Any
@@ -30,7 +31,7 @@ def test_start_and_stop(backend: Any) -> None:
     server.stop()
     server.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "molink-endpoint"]
-    with pytest.raises(OSError, match="refused|reset"):
+    with pytest.raises(OSError, match=r"refused|reset"):
         get(port)
 
 
@@ -62,9 +63,9 @@ def test_an_address_of_another_pc(backend: Any) -> None:
         server.start(0)
 
 
-def test_running_answers_end_with_the_endpoint(endpoint: EndpointServer, backend: Any) -> None:
-    import asyncio
-
+def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
+    endpoint = EndpointServer(backend, ApiSettings(grace_s=0.05))
+    endpoint.start(0)
     backend.gate = asyncio.Semaphore(0)
     body = b'{"model":"tiny","prompt":"x"}'
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
@@ -72,6 +73,7 @@ def test_running_answers_end_with_the_endpoint(endpoint: EndpointServer, backend
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         )
+        assert endpoint.loop is not None
         waiting = asyncio.run_coroutine_threadsafe(backend.until_running(1), endpoint.loop)
         waiting.result(timeout=10)
         endpoint.stop()

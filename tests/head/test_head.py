@@ -255,6 +255,7 @@ def test_blocks_are_used_again_only_when_their_release_has_gone_round():
     batch = head.next(0.0)
     assert controls(batch) == [Release(3, 0, after=2)]
     assert volumes(batch) == []
+    assert head.next(0.0) is None
     head.released(3, 0.0)
     batch = head.next(0.0)
     assert controls(batch) == [Admit(4, 1, PLAIN, 5)]
@@ -336,17 +337,42 @@ def test_rows_in_flight_are_never_preempted():
 
 
 def test_nobody_is_admitted_while_a_request_lacks_a_block():
-    head = tight(micro_batches=2)
-    first, second = (volumes(head.next(0.0))[0] for _ in range(2))
-    back(head, second)
-    with_last_block = volumes(head.next(0.0))[0]
-    back(head, first)
-    submit(head, request("new", 1, 1))
-    assert head.next(0.0) is None
-    back(head, with_last_block)
+    head = Head(limits(blocks=6, block_size=64, chunk_tokens=999, micro_batches=1), 1)
+    submit(
+        head, *(request(key, tokens) for key, tokens in zip("abcd", (63, 63, 9, 69), strict=True))
+    )
+    step(head)
+    step(head)
     batch = head.next(0.0)
+    # The last block goes to "a"; "b" lacks one, so "d" gives way; "c" needs none.
+    assert [body.request for body in controls(batch)] == [3]
+    assert [rows.request for rows in volumes(batch)[0].rows] == [0, 2]
     head.released(controls(batch)[0].tick, 0.0)
-    assert [volume.prefill for volume in volumes(head.next(0.0))] == [False]
+    head.cancel("daemon", "d", 0.0)
+    submit(head, request("new", 1))
+    assert head.next(0.0) is None
+    back(head, volumes(batch)[0])
+    batch = head.next(0.0)
+    assert [volume.prefill for volume in volumes(batch)] == [False]
+    assert [rows.request for rows in volumes(batch)[0].rows] == [1, 0, 2]
+
+
+def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block():
+    head = Head(limits(blocks=7, block_size=16, chunk_tokens=16, micro_batches=2), 1)
+    submit(head, request("old", 16, 80))
+    step(head)
+    submit(head, request("young", 48, 30))
+    prefills = [volumes(head.next(0.0)) for _ in range(2)]
+    assert [[volume.prefill for volume in sent] for sent in prefills] == [[False, True], [True]]
+    decode = prefills[0].pop(0)
+    while decode is not None:
+        back(head, decode)
+        decode = next(iter(volumes(head.next(0.0))), None)
+    assert len(head._roster.find("daemon", "old").tokens) == 65
+    back(head, prefills[0][0])
+    assert head.next(0.0) is None
+    back(head, prefills[1][0])
+    assert [body.request for body in controls(head.next(0.0))] == [1]
 
 
 def test_who_waits_for_his_client_gives_way():

@@ -37,6 +37,8 @@ from molink.worker.work import Work
 
 STOP = 7
 VOCABULARY = 40
+#: Requests with this seed fail at the tail once they are of a certain length.
+FAILING, FAILS_AT = 13, 6
 
 
 def model(tokens: list[int], seed: int) -> int:
@@ -111,9 +113,9 @@ class Stage:
             parts.append((part.volume, rows))
             self._write(part.volume, rows)
         for volume, rows in parts:
-            choices = self._read(volume)
+            choices, failed = self._read(volume)
             if self.last:
-                out.append((0, Sampled(volume.tick, tuple(choices)), None))
+                out.append((0, Sampled(volume.tick, tuple(choices), tuple(failed)), None))
             else:
                 out.append((int(volume.prefill), volume, rows))
         return out + self.forward(work.ticks)
@@ -133,17 +135,19 @@ class Stage:
                 self.kv[self._slot(state, position)] = (request, position, token)
             first += group.count
 
-    def _read(self, volume: Volume) -> list[Choice]:
-        choices = []
+    def _read(self, volume: Volume) -> tuple[list[Choice], list[int]]:
+        choices, failed = [], []
         for group in volume.rows:
             state, tokens = self.requests[group.request], []
             for position in range(group.start + group.count):
                 request, there, token = self.kv[self._slot(state, position)]
                 assert (request, there) == (group.request, position)
                 tokens.append(token)
-            if self.last and group.sample:
+            if state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT:
+                failed.append(group.request)
+            elif self.last and group.sample:
                 choices.append(self._sample(state, group, tokens))
-        return choices
+        return choices, failed
 
     def _sample(self, state: State, group, tokens: list[int]) -> Choice:
         token = model(tokens, state.admit.sampling.seed)
@@ -236,9 +240,14 @@ class Ring:
     def _emit(self, emissions: list[Emission]) -> None:
         for emission in emissions:
             token = emission.message
-            assert isinstance(token, Token), token
             client = self.clients[token.key]
             assert not client.over
+            if isinstance(token, Rejected):
+                assert token.reason == "failed"
+                assert client.request.sampling.seed == FAILING
+                assert client.position >= FAILS_AT or len(client.request.tokens) >= FAILS_AT
+                client.over = True
+                continue
             assert token.position == client.position
             client.got.append(token.token)
             assert client.got == client.expected[: len(client.got)]
@@ -307,7 +316,7 @@ def make_request(rng: random.Random, key: str, most: int) -> HeadRequest:
         tokens=tokens,
         prompt_tokens=rng.randint(1, total),
         max_tokens=answer,
-        sampling=Sampling(seed=rng.randrange(99), presence_penalty=penalty),
+        sampling=Sampling(seed=rng.choice([FAILING, *range(20)]), presence_penalty=penalty),
         stop_ids=(STOP,) if rng.random() < 0.3 else (),
         window=rng.choice([1, 2, 5, 256]),
     )

@@ -192,6 +192,19 @@ def test_acknowledgements_that_can_not_be(ack: Ack) -> None:
     sender.validate()
 
 
+def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
+    sender = connected(LinkSender(1, create_policy("fifo"), SenderLimits(resend_after=10.0)))
+    for tick in range(4):
+        sender.control(Tombstone(tick))
+    sender.poll(0.0)
+    sender.disconnected(Lane.DECODE, 1.0)
+    sender.reconnected(Lane.DECODE, 1.0)
+    sender.poll(1.0, most=1)
+    sender.ack(Ack(1, Lane.DECODE, 3), 1.0)
+    sender.validate()
+    assert [out.message.seq for out in sender.poll(1.0)] == [3]
+
+
 def test_validate_tells_the_story() -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
     sender._queued = 5

@@ -46,7 +46,7 @@ QWEN3 = """{%- set ns = namespace(multi_step_tool=true, last_query_index=message
 {%- endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}
 {{ {'é': [1, 2.5, none, '<'] } | tojson }}{{ [1]|tojson(indent=2) }}"""
-MACROS = """{% macro show(m, at=0) %}{{ at }}:{{ m.role|upper }}={{ m.content|length }}{% endmacro %}
+MACROS = """{% macro show(m, at=0) %}{{ at }}:{{ m.role|upper }}{% endmacro %}
 {%- for m in messages if m.role != 'tool' %}{{ show(m, loop.index) }}
 {%- if not loop.last %},{% else %}.{% endif %}{% endfor %}
 {{- messages|map(attribute='role')|join('-') }}

@@ -1,0 +1,108 @@
+"""``molink demo``: three daemons as real processes on one PC."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+QUESTION = [{"role": "user", "content": "What is molink?"}]
+LONG = {"temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+
+
+def text_of(client, **options) -> str:
+    stream = client.chat.completions.create(
+        model="molink-demo", messages=QUESTION, stream=True, **options
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_three_peers_hold_disjoint_layers_that_cover_the_model(demo, tools) -> None:
+    done = tools.run_molink(demo.home.root, "status", "--json")
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    peers = status["peers"]
+    assert len(peers) == 3
+    ranges = sorted(tuple(worker["layers"]) for peer in peers for worker in peer["workers"])
+    assert ranges[0][0] == 0
+    assert [last for _, last in ranges[:-1]] == [first for first, _ in ranges[1:]]
+    pids = [peer["daemon_pid"] for peer in peers]
+    pids += [worker["pid"] for peer in peers for worker in peer["workers"]]
+    assert len(set(pids)) == 6
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    (pipeline,) = status["pipelines"]
+    assert pipeline["ready"]
+    assert sorted(tuple(stage["layers"]) for stage in pipeline["stages"]) == ranges
+    assert len({peer["endpoint"] for peer in peers}) == 3
+
+
+def test_the_status_for_people(demo, tools) -> None:
+    done = tools.run_molink(demo.home.root, "status")
+    assert done.returncode == 0, done.stderr
+    for text in ("demo-1", "demo-2", "demo-3", "molink-demo", "ready"):
+        assert text in done.stdout
+
+
+def test_the_official_client_streams_from_each_endpoint(demo, tools) -> None:
+    endpoints = demo.found().endpoints
+    assert len(endpoints) == 3
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(lambda e: text_of(tools.client(e), temperature=0), endpoints))
+    assert texts[0]
+    assert len(set(texts)) == 1
+
+
+def test_chat_finds_the_demo(demo, tools) -> None:
+    done = tools.run_molink(demo.home.root, "chat", "Hello!")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_closing_the_connection_frees_the_blocks(demo, tools) -> None:
+    status = demo.wait_ready()
+    head = status["pipelines"][0]["stages"][0]["peer"]
+    (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
+    elsewhere = next(e for e in demo.found().endpoints if e != at_head)
+    stream = tools.client(elsewhere).chat.completions.create(
+        model="molink-demo", messages=QUESTION, stream=True, **LONG
+    )
+    for _ in range(5):
+        next(stream)
+    tools.wait_for(lambda: tools.metrics(at_head)["molink_head_blocks_used"] > 0, demo)
+    stream.close()
+    tools.wait_for(lambda: tools.metrics(at_head)["molink_head_blocks_used"] == 0, demo)
+    assert tools.metrics(at_head)["molink_head_cancelled_total"] >= 1
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stream_outlives_a_worker(demo, tools, stage: int) -> None:
+    """Stage 0's worker is the head, too. The client sees a pause, and the same text."""
+    client = tools.client(demo.found().endpoints[1])
+    expected = text_of(client, **LONG)
+    status = demo.wait_ready()
+    before = status["pipelines"][0]["epoch"]
+    (pid,) = [
+        worker["pid"]
+        for peer in status["peers"]
+        for worker in peer["workers"]
+        if worker["stage"] == stage
+    ]
+    got: list[str] = []
+    killed = threading.Event()
+    stream = client.chat.completions.create(
+        model="molink-demo", messages=QUESTION, stream=True, **LONG
+    )
+    for chunk in stream:
+        if chunk.choices:
+            got.append(chunk.choices[0].delta.content or "")
+        if len(got) == 20 and not killed.is_set():
+            psutil.Process(pid).kill()
+            killed.set()
+    assert killed.is_set()
+    assert "".join(got) == expected
+    assert demo.wait_ready()["pipelines"][0]["epoch"] > before
+    deadline = time.monotonic() + 30
+    while text_of(client, temperature=0, max_tokens=5) == "":
+        assert time.monotonic() < deadline

@@ -1,0 +1,210 @@
+"""PCs that have nothing but a token: separate homes, no shared path."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MESSAGES = [{"role": "user", "content": "Hello, who are you?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, make_model) -> Path:
+    """A random small model that only the PC of ``molink up`` has."""
+    return make_model(
+        tmp_path_factory.mktemp("models") / "tiny",
+        "qwen2",
+        num_hidden_layers=6,
+        tie_word_embeddings=True,
+        max_shard_size="200KB",
+    )
+
+
+class Trio:
+    """``up`` with the model, a joiner with a stage, a joiner without."""
+
+    def __init__(self, root: Path, model: Path, tools) -> None:
+        self.root = root
+        local = tools.local_options
+        self.up = tools.Process(
+            root / "up",
+            ["up", "--model", str(model), "--dtype", "f32", "--min-peers", "2"]
+            + ["--coordinator-port", "0", "--name", "first", *local()],
+        )
+        self.started = [self.up]
+        found = self.up.found()
+        tools.wait_for(lambda: found.home.membership.exists(), self.up)
+        token = tools.run_molink(root / "up", "invite").stdout.strip()
+        assert token.startswith("molink-"), self.up.output
+        self.token = token
+        self.worker = tools.Process(
+            root / "worker", ["join", token, "--name", "second", *local("--stage", "auto")]
+        )
+        self.started.append(self.worker)
+        self.guest = tools.Process(
+            root / "guest", ["join", token, "--name", "third", *local("--stage", "none")]
+        )
+        self.started.append(self.guest)
+
+    def stop(self) -> None:
+        for process in reversed(self.started):
+            process.stop()
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory, model: Path, tools) -> Iterator[Trio]:
+    root = tmp_path_factory.mktemp("trio")
+    trio = Trio(root, model, tools)
+    try:
+        trio.up.wait_ready()
+        for process in trio.started:
+            client = tools.client(process.found().endpoints[0])
+
+            def ready(client=client) -> bool:
+                return bool(list(client.models.list()))
+
+            tools.wait_for(ready, process)
+        yield trio
+    finally:
+        trio.stop()
+
+
+def answer(tools, process) -> str:
+    client = tools.client(process.found().endpoints[0])
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, max_tokens=24
+    )
+    return reply.choices[0].message.content or ""
+
+
+def test_joiners_need_nothing_but_the_token(trio: Trio, tools) -> None:
+    status = trio.up.wait_ready()
+    stages = status["pipelines"][0]["stages"]
+    names = {peer["id"]: peer["name"] for peer in status["peers"]}
+    assert sorted(names[stage["peer"]] for stage in stages) == ["first", "second"]
+    (none,) = [peer for peer in status["peers"] if peer["name"] == "third"]
+    assert none["workers"] == []
+    # The same greedy text from all three, whatever stage they hold.
+    texts = [answer(tools, process) for process in trio.started]
+    assert len(set(texts)) == 1
+
+
+def test_only_what_is_needed_travels(trio: Trio, tools, model: Path) -> None:
+    status = trio.up.wait_ready()
+    (worker,) = [p for p in status["peers"] if p["name"] == "second"]
+    first, last = worker["workers"][0]["layers"]
+    (folder,) = (trio.root / "worker" / "models").iterdir()
+    layers = {f"layer-{layer:04d}.safetensors" for layer in range(first, last)}
+    ends = ({"embed.safetensors"}, {"embed.safetensors", "final.safetensors"})
+    got = {path.name for path in folder.glob("*.safetensors")}
+    assert got == layers | ends[last == 6]
+    (guest,) = (trio.root / "guest" / "models").iterdir()
+    assert not list(guest.glob("*.safetensors"))
+    assert json.loads((guest / "config.json").read_text(encoding="utf-8"))
+    # The model's folder is no place that the joiners know.
+    for home in ("worker", "guest"):
+        for path in (trio.root / home).rglob("*.json"):
+            assert str(model) not in path.read_text(encoding="utf-8")
+
+
+def test_secrets_are_for_their_owner_alone(trio: Trio) -> None:
+    if sys.platform == "win32":
+        pytest.skip("POSIX modes")
+    for path in trio.root.rglob("*.key"):
+        assert path.stat().st_mode & 0o077 == 0
+    lines = [" ".join(process.cmdline()) for process in trio.up.family()]
+    secret = (trio.root / "up" / "peer.key").read_text(encoding="utf-8").strip()
+    assert not any(secret in line for line in lines)
+
+
+def test_a_token_that_was_tampered_with(trio: Trio, tools, tmp_path: Path) -> None:
+    broken = trio.token[:-3] + "xyz"
+    done = tools.run_molink(tmp_path, "join", broken, *tools.local_options())
+    assert done.returncode == 3
+    assert done.stderr.startswith("molink: ")
+    assert "not a valid join token" in done.stderr
+
+
+def test_a_token_that_expires(trio: Trio, tools, tmp_path: Path) -> None:
+    token = tools.run_molink(trio.root / "up", "invite", "--ttl", "0.0002").stdout.strip()
+    tools.wait_for(lambda: _expires(tools, tmp_path, token), trio.up)
+
+
+def _expires(tools, home: Path, token: str) -> bool:
+    from molink.errors import TokenError
+    from molink.peer.membership import parse_token
+
+    try:
+        parse_token(token)
+    except TokenError:
+        done = tools.run_molink(home, "join", token, *tools.local_options())
+        assert (done.returncode, "expired" in done.stderr) == (3, True), done.stderr
+        return True
+    return False
+
+
+def test_a_token_of_another_swarm(trio: Trio, tools, tmp_path: Path) -> None:
+    """Its address leads to a coordinator that holds another key."""
+    import msgspec
+
+    from molink.peer.membership import parse_token
+    from molink.wire.keys import KeyPair
+
+    other = msgspec.structs.replace(
+        parse_token(trio.token), coordinator_key=KeyPair.generate().public
+    )
+    done = tools.run_molink(tmp_path, "join", str(other), *tools.local_options())
+    assert done.returncode == 3, done.stderr
+    assert "another swarm" in done.stderr
+    unknown = msgspec.structs.replace(parse_token(trio.token), secret_key=KeyPair.generate().secret)
+    done = tools.run_molink(tmp_path, "join", str(unknown), *tools.local_options())
+    assert done.returncode == 3, done.stderr
+
+
+def test_a_member_of_one_swarm_cannot_join_another(trio: Trio, tools) -> None:
+    done = tools.run_molink(trio.root / "guest", "join", trio.token, *tools.local_options())
+    assert done.returncode == 2
+    assert "another molink daemon" in done.stderr
+
+
+def test_leaving(trio: Trio, tools, tmp_path: Path) -> None:
+    home = tmp_path / "leaver"
+    leaver = tools.Process(
+        home, ["join", trio.token, "--name", "fourth", *tools.local_options("--stage", "none")]
+    )
+    try:
+        leaver.found()
+        tools.wait_for(lambda: "fourth" in _names(trio), leaver)
+        done = tools.run_molink(home, "leave")
+        assert done.returncode == 0, done.stderr
+        assert leaver.process.wait(20) == 0, leaver.output
+        assert "fourth" not in _names(trio)
+        assert tools.run_molink(home, "leave").returncode == 2
+    finally:
+        leaver.stop()
+
+
+def _names(trio: Trio) -> list[str]:
+    return [peer["name"] for peer in trio.up.status()["peers"]]
+
+
+def test_a_killed_daemon_leaves_nothing_behind(tools, model: Path, tmp_path: Path) -> None:
+    options = tools.local_options("--coordinator-port", "0")
+    process = tools.Process(tmp_path / "home", ["up", "--model", str(model), *options])
+    try:
+        process.wait_ready()
+        family = process.family()
+        assert len(family) >= 3, process.output
+        daemon = process.status()["peers"][0]["daemon_pid"]
+        psutil.Process(daemon).send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        assert tools.alive(family) == []
+        # The home can be used again at once, and what the dead daemon noted counts for nothing.
+        assert tools.run_molink(tmp_path / "home", "status").returncode == 6
+    finally:
+        process.process.kill()
+        process.process.wait()
+        process.stop()

@@ -1,0 +1,193 @@
+"""Measure a CURVE connection on loopback and print JSON.
+
+    python tools/bench_wire.py [--seconds S]
+
+``latency_ms``: a 4 KB message there and a small one back, one at a time, halved. ``throughput``:
+192 KB frames one way, in a process of its own. ``link``: the same through a LinkSender and a
+LinkReceiver with acknowledgements. ``loop_busy``: share of one core that the sender's loop took.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import platform
+import statistics
+import time
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from molink.link.create import create_policy
+from molink.link.dial import dial
+from molink.link.inlink import InLink
+from molink.link.outlink import OutLink, Progress
+from molink.link.receiver import LinkReceiver
+from molink.link.sender import LinkSender
+from molink.wire.base import Payload
+from molink.wire.client import Client
+from molink.wire.codec import data_codec
+from molink.wire.data import Cancel, Prompt, Rows, Volume
+from molink.wire.keys import KeyPair
+from molink.wire.server import Server
+from molink.wire.zap import Gatekeeper
+
+SMALL, LARGE, HIDDEN = 4096, 192 * 1024, 1024
+PIPELINE = "bench"
+
+
+def serve(pipe: Any, server_secret: str, client_public: str) -> None:
+    """The other process: answers prompts, takes a link, reports the bytes that came."""
+    asyncio.run(_serve(pipe, KeyPair.from_secret(server_secret), client_public))
+
+
+async def _serve(pipe: Any, keys: KeyPair, client_public: str) -> None:
+    context = zmq.asyncio.Context()
+    gatekeeper = Gatekeeper(context)
+    gatekeeper.start()
+    user = gatekeeper.allow(client_public)
+    done = asyncio.Event()
+
+    def handle(sender: Any, message: Any, payload: memoryview | None) -> None:
+        if isinstance(message, Cancel) and message.key == "stop":
+            done.set()
+        elif isinstance(message, Prompt | Cancel) and message.key != "flow":
+            server.send(sender.identity, Cancel("ack"))
+        else:
+            incoming.handle(sender, message, payload)
+
+    server = Server(context, keys, data_codec(), gatekeeper, handle)
+    idle = Progress(0, 0, busy=True)
+    receiver = LinkReceiver(1, HIDDEN, "bf16")
+    incoming = InLink(server, receiver, PIPELINE, 0, user, lambda: idle, lambda _: None)
+    pipe.send(server.bind("127.0.0.1", (0, 1)))
+    await done.wait()
+    incoming.close()
+    await server.close()
+    gatekeeper.close()
+    context.term()
+
+
+class Bench:
+    """The measuring process."""
+
+    def __init__(self, port: int, keys: KeyPair, server_key: str, seconds: float) -> None:
+        self.context = zmq.asyncio.Context()
+        self.keys, self.server_key, self.seconds = keys, server_key, seconds
+        self.address = f"tcp://127.0.0.1:{port}"
+        self.answers: asyncio.Queue[float] = asyncio.Queue()
+        self.client: Client[Any] = Client(
+            self.context,
+            keys,
+            data_codec(),
+            server_key,
+            [self.address],
+            on_message=lambda *_: self.answers.put_nowait(time.perf_counter()),
+            on_drained=lambda: self.drained.set(),
+        )
+        self.drained = asyncio.Event()
+
+    async def latency(self) -> dict[str, float]:
+        """Half of there and back, in ms."""
+        message = Prompt("k", 0, Payload("u8", (SMALL,)))
+        data, taken = bytes(SMALL), []
+        stop = time.perf_counter() + self.seconds
+        while (start := time.perf_counter()) < stop:
+            self.client.send(message, data)
+            taken.append((await self.answers.get() - start) / 2 * 1000)
+        quantiles = statistics.quantiles(taken, n=100)
+        return {"p50": round(quantiles[49], 4), "p99": round(quantiles[98], 4), "n": len(taken)}
+
+    async def throughput(self) -> dict[str, float]:
+        """Bytes/s of large frames, until the last has been answered for."""
+        message = Prompt("flow", 0, Payload("u8", (LARGE,)))
+        data, sent = bytes(LARGE), 0
+        start, busy = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - start < self.seconds:
+            self.drained.clear()
+            self.client.send(message, data)
+            sent += 1
+            if self.client.congested:
+                await self.drained.wait()
+            else:
+                await asyncio.sleep(0)
+        self.client.send(Cancel("end"))
+        await self.answers.get()
+        return _rate(sent * LARGE, start, busy)
+
+    async def link(self) -> dict[str, float]:
+        """Bytes/s of prefill volumes through a link, acknowledged."""
+        idle = Progress(0, 0, busy=True)
+        link = OutLink(
+            dial(self.context, self.keys, self.server_key, [self.address]),
+            LinkSender(1, create_policy("fifo")),
+            PIPELINE,
+            0,
+            lambda: idle,
+            print,
+        )
+        link.start()
+        rows = 512
+        data = bytes(rows * HIDDEN * 2)
+        start, busy, tick = time.perf_counter(), time.thread_time(), 0
+        while time.perf_counter() - start < self.seconds:
+            if link.stats.queued_bytes < 4 * len(data):
+                payload = Payload("bf16", (rows, HIDDEN))
+                link.volume(Volume(tick, True, (Rows(1, 0, rows, 0),), payload), data)
+                tick += 1
+            await asyncio.sleep(0)
+        while link.stats.unacknowledged_bytes:  # noqa: ASYNC110  a counter, not an event
+            await asyncio.sleep(0.001)
+        result = _rate(tick * len(data), start, busy)
+        result["rtt_ms"] = round(link.stats.least_rtt * 1000, 3)
+        await link.close()
+        return result
+
+    async def run(self) -> dict[str, Any]:
+        """All measurements."""
+        self.client.start()
+        await self.client.wait_connected(10)
+        result = {
+            "latency_ms": await self.latency(),
+            "throughput": await self.throughput(),
+            "link": await self.link(),
+            "python": platform.python_version(),
+            "libzmq": zmq.zmq_version(),
+        }
+        self.client.send(Cancel("stop"))
+        await asyncio.sleep(0.1)
+        await self.client.close()
+        self.context.term()
+        return result
+
+
+def _rate(nbytes: int, start: float, busy: float) -> dict[str, float]:
+    seconds = time.perf_counter() - start
+    return {
+        "bytes_per_s": round(nbytes / seconds),
+        "loop_busy": round((time.thread_time() - busy) / seconds, 3),
+    }
+
+
+async def _measure(*arguments: Any) -> dict[str, Any]:
+    return await Bench(*arguments).run()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure a CURVE connection on loopback.")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
+    seconds = parser.parse_args().seconds
+    keys, server_keys = KeyPair.generate(), KeyPair.generate()
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    other = spawn.Process(target=serve, args=(there, server_keys.secret, keys.public), daemon=True)
+    other.start()
+    result = asyncio.run(_measure(here.recv(), keys, server_keys.public, seconds))
+    other.join(10)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
