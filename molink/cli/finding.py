@@ -11,13 +11,13 @@ from molink.errors import Unavailable
 from molink.peer.addresses import dial
 from molink.peer.demo import demo_homes, first_peer
 from molink.peer.home import Home
+from molink.peer.membership import Membership, read_membership
 from molink.peer.runfile import RunFile, read_run_file
 from molink.wire.control import (
     ControlMessage,
     Done,
     Invite,
     InviteRequest,
-    LeaveRequest,
     ShutdownRequest,
     StatusRequest,
 )
@@ -70,9 +70,16 @@ def fetch_status(found: Found) -> dict[str, Any]:
     return status
 
 
-def fetch_invite(found: Found, ttl: float) -> str:
-    """A new join token."""
-    reply, _ = ask(found, InviteRequest(ref=0, ttl=ttl))
+def fetch_invite(home: Home, ttl: float) -> str:
+    """A new join token, from the daemon here or from a coordinator that runs alone."""
+    message = InviteRequest(ref=0, ttl=ttl)
+    found, member = find_daemon(home), read_membership(home.membership)
+    if found is not None:
+        reply, _ = ask(found, message)
+    elif member is not None:
+        reply = ask_coordinator(home, member, message)
+    else:
+        raise Unavailable(_NOT_RUNNING)
     assert isinstance(reply, Invite)
     return reply.token
 
@@ -94,10 +101,10 @@ def ask(found: Found, message: ControlMessage) -> tuple[ControlMessage, bytes]:
     return request(found.home, keys.public, addresses, message, "the molink daemon on this PC")
 
 
-def leave_without_daemon(home: Home, key: str, addresses: Sequence[str]) -> None:
-    """Tell a coordinator that the peer of ``home`` leaves."""
-    message = LeaveRequest(ref=0)
-    request(home, key, list(addresses), message, "the swarm's coordinator")
+def ask_coordinator(home: Home, member: Membership, message: ControlMessage) -> ControlMessage:
+    """Send one request to the coordinator itself, where no daemon runs."""
+    name = "the swarm's coordinator"
+    return request(home, member.coordinator_key, member.endpoints, message, name)[0]
 
 
 def request(

@@ -72,10 +72,11 @@ def invite(
 ) -> None:
     """Print a new join token for other PCs."""
     from molink.cli import finding
+    from molink.peer.home import Home
 
     if ttl < 0:
         raise UsageError("--ttl is a number of hours, 0 for ever")
-    print(finding.fetch_invite(finding.need_daemon(home), ttl * 3600))
+    print(finding.fetch_invite(Home.find(home), ttl * 3600))
 
 
 def leave(
@@ -89,6 +90,7 @@ def leave(
     from molink.peer.home import Home
     from molink.peer.membership import read_membership
     from molink.peer.runfile import read_run_file
+    from molink.wire.control import LeaveRequest
 
     place = Home.find(home)
     member = read_membership(place.membership)
@@ -105,7 +107,7 @@ def leave(
             finding.shut_down(finding.Found(place, note), leave=True)
             wait_until(lambda: not note.alive())
         elif not member.own:
-            finding.leave_without_daemon(place, member.coordinator_key, member.endpoints)
+            finding.ask_coordinator(place, member, LeaveRequest(ref=0))
     except MolinkError as error:
         print(f"The coordinator could not be told ({error}); forgetting the swarm here.")
     place.membership.unlink(missing_ok=True)

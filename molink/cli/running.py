@@ -1,7 +1,6 @@
 """Verbs that run until Ctrl-C: ``up``, ``join``, ``demo``, ``coordinator``."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -82,6 +81,9 @@ def join(
             "swarm joined before.",
         ),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Have the swarm serve this model from now on.")
+    ] = None,
     stage: StageOption = None,
     name: NameOption = None,
     host: HostOption = None,
@@ -101,7 +103,7 @@ def join(
     token = options.pop("token")
     if token == "-":
         token = sys.stdin.readline().strip()
-    _run("join", home, options, token=token)
+    _run("join", home, options, model=options.pop("model"), token=token)
 
 
 def demo(
@@ -121,20 +123,20 @@ def demo(
 
 
 def coordinator(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 5466,
+    host: HostOption = None,
+    port: Annotated[int | None, typer.Option(help="[default: 5466]")] = None,
+    advertise: AdvertiseOption = None,
+    name: NameOption = None,
     home: HomeOption = None,
 ) -> None:
     """Run a coordinator alone, without a stage or an endpoint."""
-    from molink.peer.addresses import advertised
+    from molink.cli.alone import run_coordinator
     from molink.peer.home import Home
+    from molink.peer.settings import load_settings
 
-    place = Home.find(home).create()
-    command = [sys.executable, "-m", "molink.swarm", "--state", str(place.coordinator)]
-    command += ["--host", host, "--port", str(port)]
-    for address in advertised(host):
-        command += ["--address", address]
-    raise typer.Exit(subprocess.call(command))
+    options = {"host": host, "coordinator_port": port, "advertise": advertise, "name": name}
+    place = Home.find(home)
+    run_coordinator(place, load_settings(place, options, os.environ))
 
 
 def _run(

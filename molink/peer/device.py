@@ -83,7 +83,7 @@ async def measure_device(
     if probe is None:
         arguments = ["--device", settings.device, "--threads", str(threads)]
         arguments += ["--mbytes", str(mbytes)]
-        probe = await asyncio.to_thread(_run_probe, [*command, *arguments])
+        probe = await _run_probe([*command, *arguments])
         body = msgspec.json.encode(_Cache(key=key, probe=probe))
         write_secret(cache, body.decode("utf-8"))
     device = Device(
@@ -112,23 +112,41 @@ def _read_cache(path: Path, key: str) -> Probe | None:
     return found.probe if found.key == key else None
 
 
-def _run_probe(command: Sequence[str]) -> Probe:
+async def _run_probe(command: Sequence[str]) -> Probe:
+    process = _start_probe(command)
+    # A thread can't be cancelled, but it ends with the process that it waits for.
+    with process:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                output, errors = await asyncio.to_thread(process.communicate)
+        except TimeoutError:
+            raise WorkerError(
+                f"can't measure the device: no result within {_TIMEOUT_S:.0f} s"
+            ) from None
+        finally:
+            process.kill()
+    return _parse_probe(process.returncode, output, errors)
+
+
+def _start_probe(command: Sequence[str]) -> "subprocess.Popen[bytes]":
     try:
-        done = subprocess.run(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             **child_options(),
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise WorkerError(f"can't measure the device: {error}") from error
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    if done.returncode:
+
+
+def _parse_probe(code: int, output: bytes, errors: bytes) -> Probe:
+    if code:
+        lines = errors.decode("utf-8", "replace").strip().splitlines()
         raise WorkerError(f"can't measure the device: {lines[-1] if lines else 'no message'}")
     try:
-        return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Probe)
+        return msgspec.json.decode(output.strip().splitlines()[-1], type=Probe)
     except (msgspec.MsgspecError, IndexError) as error:
         raise WorkerError(f"the measurement of the device is unreadable: {error}") from error
 

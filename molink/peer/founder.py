@@ -14,12 +14,48 @@ from molink.peer.launch import Announce, Invitation, Launch, Serving, Trouble
 from molink.peer.library import Library
 from molink.peer.membership import Membership, read_membership
 from molink.peer.session import Session
+from molink.peer.settings import Settings
 from molink.wire.control import ControlMessage, Invite, InviteRequest, ModelFacts, ServeModel
 from molink.wire.keys import KeyPair
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+
+
+async def start_coordinator(
+    home: Home, keys: KeyPair, settings: Settings, stack: AsyncExitStack
+) -> Membership:
+    """Run the coordinator of ``home`` in a process that ends with ``stack``.
+
+    The holder of ``keys`` is a member from the start.
+
+    Raises:
+        UsageError: it can't start; says why.
+    """
+    known = read_membership(home.membership)
+    port = settings.coordinator_port
+    if known is not None and port:
+        # The members know the port of the last run.
+        port = int(known.addresses[0].rpartition(":")[2])
+
+    def arguments(port: int) -> list[str]:
+        options = ["--state", str(home.coordinator), "--host", settings.host]
+        options += ["--port", str(port), "--member", f"{keys.public}:{settings.name}"]
+        for address in advertised(settings.host, settings.advertise):
+            options += ["--address", address]
+        return options
+
+    process = CoordinatorProcess(arguments, port, home.logs)
+    stack.push_async_callback(process.close)
+    announcement = await process.start()
+    return Membership(
+        swarm=announcement.swarm,
+        coordinator_key=announcement.public_key,
+        addresses=(f"{from_here(settings.host)}:{announcement.port}",),
+        own=True,
+        model=known.model if known is not None else None,
+    )
 
 
 class Founder:
@@ -67,29 +103,8 @@ class Founder:
         Raises:
             UsageError: it can't start; says why.
         """
-        known = read_membership(self._home.membership)
-        port = self._settings.coordinator_port
-        if known is not None and port:
-            port = int(known.addresses[0].rpartition(":")[2])
-        process = CoordinatorProcess(self._arguments, port, self._home.logs)
-        stack.push_async_callback(process.close)
-        announcement = await process.start()
-        host = from_here(self._settings.host)
-        return Membership(
-            swarm=announcement.swarm,
-            coordinator_key=announcement.public_key,
-            addresses=(f"{host}:{announcement.port}",),
-            own=True,
-            model=self._model,
-        )
-
-    def _arguments(self, port: int) -> list[str]:
-        settings = self._settings
-        arguments = ["--state", str(self._home.coordinator), "--host", settings.host]
-        arguments += ["--port", str(port), "--member", f"{self._keys.public}:{settings.name}"]
-        for address in advertised(settings.host, settings.advertise):
-            arguments += ["--address", address]
-        return arguments
+        membership = await start_coordinator(self._home, self._keys, self._settings, stack)
+        return msgspec.structs.replace(membership, model=self._model)
 
     async def serve(self, session: Session) -> None:
         """Ask the coordinator to serve the model and, for ``up``, for a join token."""

@@ -1,5 +1,6 @@
 """Which swarm this peer belongs to: remembered between runs, gained with a join token."""
 
+import asyncio
 import logging
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from molink.wire.secrets import write_secret
 log = logging.getLogger(__name__)
 
 _JOIN_S = 20.0
+#: Failed handshakes after which a server at a token's address is taken for another one.
+_HANDSHAKES = 4
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +70,33 @@ def parse_token(text: str) -> JoinToken:
     return JoinToken.parse(text, time.time())
 
 
+def choose(known: Membership | None, text: str | None) -> Membership | JoinToken:
+    """Return to the swarm that is ``known``, or join one by the token in ``text``.
+
+    Raises:
+        TokenError: the token is malformed or expired.
+        UsageError: there is neither, or the PC is a member of another swarm.
+    """
+    if text is not None:
+        token = parse_token(text)
+        if known is None:
+            return token
+        if known.coordinator_key == token.coordinator_key:
+            return msgspec.structs.replace(known, addresses=token.addresses)
+        raise UsageError(
+            f"this PC is a member of swarm {known.swarm}. Run `molink leave` first, or give "
+            "another state folder with --home."
+        )
+    if known is None:
+        raise UsageError(
+            "this PC is in no swarm: paste the token that `molink up` printed, as in "
+            "`molink join molink-…`"
+        )
+    if known.own:
+        raise UsageError("this PC runs its own swarm: start it with `molink up`")
+    return known
+
+
 async def join(
     context: zmq.asyncio.Context, keys: KeyPair, token: JoinToken, name: str
 ) -> Membership:
@@ -81,6 +111,7 @@ async def join(
         coordinator_key=token.coordinator_key,
         addresses=token.addresses,
     )
+    refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
         context,
         KeyPair.from_secret(token.secret_key),
@@ -88,19 +119,28 @@ async def join(
         token.coordinator_key,
         membership.endpoints,
         name="the swarm's coordinator",
+        on_refused=refusals.put_nowait,
     )
     client.start()
     request = JoinRequest(ref=0, public_key=keys.public, name=name, version=molink.__version__)
+    asking = asyncio.create_task(client.request(request, timeout=_JOIN_S))
+    refused = asyncio.create_task(_refused(refusals, len(token.addresses)))
     try:
-        reply, _ = await client.request(request, timeout=_JOIN_S)
+        await asyncio.wait((asking, refused), return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise refused.result()
+        reply, _ = asking.result()
     except NotAuthorized as error:
         raise TokenError(
             "this join token was withdrawn, has expired, or is of another swarm than runs at "
             f"{', '.join(token.addresses)}. Ask for a new one (`molink invite`)."
         ) from error
     except Unavailable as error:
-        raise _explain(error, token) from error
+        raise Unavailable(f"can't join: {error}") from error
     finally:
+        for task in (asking, refused):
+            task.cancel()
+        await asyncio.gather(asking, refused, return_exceptions=True)
         await client.close()
     if not isinstance(reply, Joined):
         raise WireError(f"the coordinator answered a join with a {type(reply).__name__}")
@@ -108,10 +148,12 @@ async def join(
     return msgspec.structs.replace(membership, swarm=reply.swarm)
 
 
-def _explain(error: Unavailable, token: JoinToken) -> TokenError | Unavailable:
-    if "holds another key" in str(error):
-        return TokenError(
-            f"what runs at {', '.join(token.addresses)} is not the swarm of this join token: the "
-            "token is of another swarm"
-        )
-    return Unavailable(f"can't join: {error}")
+async def _refused(refusals: "asyncio.Queue[str]", addresses: int) -> NotAuthorized:
+    """Wait until handshakes have failed often enough for all addresses to have been tried.
+
+    A coordinator that is just being started may refuse one.
+    """
+    reason = ""
+    for _ in range(_HANDSHAKES + addresses):
+        reason = await refusals.get()
+    return NotAuthorized(reason)

@@ -93,7 +93,7 @@ class Requests:
     def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this daemon and its workers."""
         counters, gauges = self._more_metrics()
-        own = {f"daemon_requests_{name}": float(n) for name, n in self._counters.items()}
+        own = {f"daemon_requests_{name}": float(n) for name, n in dict(self._counters).items()}
         return {**counters, **own}, {**gauges, "daemon_requests_active": len(self._active)}
 
     def _call(self, work: Callable[..., None], *args: object) -> None:

@@ -124,7 +124,7 @@ class Supervisor:
         counters = Counter(self._past)
         gauges: dict[str, float] = {"workers": float(len(self._workers))}
         several = len(self._workers) > 1
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):  # called from the endpoint's thread
             if worker.stats is None:
                 continue
             counters.update(worker.stats.counters)

@@ -3,7 +3,7 @@
 from molink.swarm.formation import Formation
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.roster import Roster
-from molink.wire.control import Assign, Form, Route, StageAddress
+from molink.wire.control import BLOCK_SIZE, Assign, Form, Route, StageAddress
 
 MAX_SOURCES = 8
 
@@ -45,9 +45,15 @@ def route(
         model=desired.facts.name,
         ready=ready is not None,
         head=None if ready is None else address(ready.stages[0], roster),
-        context=desired.facts.context,
+        context=_context(desired, ready),
         sources=sources(desired, roster),
     )
+
+
+def _context(desired: Desired, ready: PipelineRecord | None) -> int:
+    """Tokens that a request may have: the model's context, or what the KV blocks hold of it."""
+    context = desired.facts.context
+    return context if ready is None else min(context, ready.blocks * BLOCK_SIZE)
 
 
 def sources(desired: Desired, roster: Roster) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 import molink.errors
-from molink.errors import MolinkError, NotAuthorized, Overloaded, Unavailable, WireError
+from molink.errors import MolinkError, NotAuthorized, Overloaded, Unavailable, UsageError, WireError
 from molink.wire.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.control import Failure
 from molink.wire.inbox import Outbox
@@ -26,9 +26,11 @@ M = TypeVar("M")
 
 _READ_TURN = 16
 #: How long one address is tried before the next, in seconds.
-_ADDRESS_TURN = 2.0
-#: Pause after the server has refused our key: it may come to know it.
-_REFUSED_PAUSE = 0.5
+_ADDRESS_TURN = 3.0
+#: The same if there is no other: a handshake takes five round trips.
+_ONLY_ADDRESS_TURN = 8.0
+#: How long libzmq has to reconnect by itself, and the server to come to know a key it refused.
+_NUDGE_PAUSE = 1.0
 
 #: A reply and its payload.
 Reply = tuple[M, memoryview | None]
@@ -88,7 +90,7 @@ class Client(Generic[M]):
         self._outbox = Outbox(max_messages, max_bytes)
         self._offences = Offences()
         self._changed = asyncio.Event()
-        self._refused = asyncio.Event()
+        self._nudge = asyncio.Event()
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: Monitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,7 +99,9 @@ class Client(Generic[M]):
     # --- life --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to connect. Raises :class:`UsageError` if an address is none."""
+        """Begin to connect. Raises :class:`UsageError` if there is no address, or one is none."""
+        if not self._addresses:
+            raise UsageError(f"{self._name} has no address")
         self._socket = make_client(self._context, self._keys, self._server_key)
         self._monitor = Monitor(self._socket)
         try:
@@ -111,6 +115,8 @@ class Client(Generic[M]):
             loop.create_task(self._watch(self._monitor), name="molink-client-monitor"),
             loop.create_task(self._redial(self._socket), name="molink-client-dial"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
         """Disconnect; requests under way fail."""
@@ -120,6 +126,10 @@ class Client(Generic[M]):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._drop(f"the connection to {self._name} was closed")
         self._release()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.error("%s failed", task.get_name(), exc_info=task.exception())
 
     async def wait_connected(self, timeout: float) -> None:
         """Wait for a connection.
@@ -281,13 +291,14 @@ class Client(Generic[M]):
                 self._call(self._on_connect)
             elif change is Change.DISCONNECTED:
                 was, self.connected = self.connected, False
+                self._nudge.set()
                 await self._drop(f"the connection to {self._name} broke")
                 if was:
                     self._call(self._on_disconnect)
             elif change in (Change.REFUSED, Change.FAILED):
                 self.failure = self._explain(change)
                 if change is Change.REFUSED:
-                    self._refused.set()
+                    self._nudge.set()
                 self._call(self._on_refused, str(self.failure))
             self._changed.set()
 
@@ -304,19 +315,25 @@ class Client(Generic[M]):
     async def _redial(self, socket: zmq.asyncio.Socket) -> None:
         """Try the next address whenever there has been no connection for a while.
 
-        The same one, if there is no other: libzmq never comes back to a server that refused it.
+        The same one, if there is no other: libzmq never comes back to a server that refused it or
+        broke the protocol.
         """
+        turn = _ADDRESS_TURN if len(self._addresses) > 1 else _ONLY_ADDRESS_TURN
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ADDRESS_TURN):
-                    await self._refused.wait()
-                    await asyncio.sleep(_REFUSED_PAUSE)
-            self._refused.clear()
-            if not self.connected:
-                with contextlib.suppress(zmq.ZMQError):
-                    socket.disconnect(self._address)
-                self._turn += 1
+                async with asyncio.timeout(turn):
+                    await self._nudge.wait()
+                    await asyncio.sleep(_NUDGE_PAUSE)
+            self._nudge.clear()
+            if self.connected:
+                continue
+            with contextlib.suppress(zmq.ZMQError):
+                socket.disconnect(self._address)
+            self._turn += 1
+            try:
                 connect(socket, self._address)
+            except MolinkError as error:
+                logger.warning("%s", error)
 
     async def _drop(self, reason: str) -> None:
         flusher = self._flusher

@@ -223,6 +223,10 @@ class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
     peer: Text
 
 
+#: Tokens of a KV block, the same at every stage of a pipeline.
+BLOCK_SIZE = 16
+
+
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
@@ -238,6 +242,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     model: Text
     sources: tuple[Text, ...]
     dtype: Literal["auto", "f32", "bf16", "f16"]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
 
 
 class StageAddress(Message, frozen=True, kw_only=True):

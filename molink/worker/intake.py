@@ -20,7 +20,7 @@ class Intake:
     """Assembles requests from their parts, within bounds. Sans-IO.
 
     Memory is bounded: a request beyond ``max_context`` is refused by its ``Submit``, before any of
-    its ids is kept. An id beyond the model's ``vocabulary`` is refused here, since on a GPU it would
+    its ids is kept. An id beyond the ``vocabulary`` is refused here, since on a GPU it would
     take down the whole step that it came in.
     """
 

@@ -114,7 +114,7 @@ class Place:
             chunk_tokens=start.chunk_tokens,
             max_running=start.max_running,
             max_waiting=start.max_waiting,
-            max_context=start.max_context,
+            max_context=min(start.max_context, order.blocks * start.block_size),
         )
         return Head(limits, order.epoch)
 

@@ -71,7 +71,8 @@ class Scoreboard:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        #: The tick whose rows were the latest to run: progress of the compute thread.
+        #: Progress of the compute thread: rises with every volume that has run. It is the tick of
+        #: the latest one, or one more than before where an older tick ran after a younger one.
         self.last_completed = 0
         self._complete = TickSet()
         #: Admitted and not known to be over.
@@ -141,7 +142,7 @@ class Scoreboard:
             if self._running.pop(tick, None) is None:
                 raise InvariantError(f"tick {tick} completed but not taken", self._story.lines())
             self._complete.add(tick)
-            self.last_completed = tick
+            self.last_completed = max(tick, self.last_completed + 1)
             self._story.add(now, "complete", tick)
         self._settle(now)
         outbox, self._outbox = self._outbox, []

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +58,8 @@ class Worker:
         self._orders: asyncio.Queue[ToWorker] = asyncio.Queue()
         self._place: Place | None = None
         self._meter = LoopMeter()
+        #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
+        self._past: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Load, then follow the daemon's orders.
@@ -150,6 +153,7 @@ class Worker:
         place, self._place = self._place, None
         if place is not None:
             await place.close()
+            self._past.update(place.stats()[0])
 
     def _next_lost(self, epoch: int, reason: str) -> None:
         self._pipe.send(NextStageLost(epoch=epoch, reason=reason[:1024]))
@@ -162,8 +166,8 @@ class Worker:
 
     async def _report(self) -> None:
         """Tell the daemon what ``/metrics`` shows, as soon as it changes; look for lost daemons."""
-        last: tuple[dict[str, float], dict[str, float]] | None = None
-        swept = busy_from = time.monotonic()
+        last: Stats | None = None
+        swept = time.monotonic()
         while True:
             await asyncio.sleep(STATS_INTERVAL)
             now, place = time.monotonic(), self._place
@@ -173,15 +177,20 @@ class Worker:
                 swept = now
                 place.desk.sweep(now)
                 place.ring.pump()
-            counters, gauges = place.stats()
-            if (counters, gauges) == last and now - busy_from < SWEEP_INTERVAL:
-                continue
-            last, busy_from = (dict(counters), dict(gauges)), now
-            gauges["loop_busy_share"] = self._meter.share()
-            server = self._server.counters
-            counters["strangers_refused_total"] = float(self._gatekeeper.refused)
-            counters["malformed_messages_total"] = float(server.malformed)
-            self._pipe.send(Stats(epoch=place.epoch, counters=counters, gauges=gauges))
+            stats = self._stats(place)
+            if stats != last:
+                last = stats
+                self._pipe.send(stats)
+
+    def _stats(self, place: Place) -> Stats:
+        counters, gauges = place.stats()
+        for name, value in self._past.items():
+            counters[name] = counters.get(name, 0.0) + value
+        counters["strangers_refused_total"] = float(self._gatekeeper.refused)
+        counters["malformed_messages_total"] = float(self._server.counters.malformed)
+        # Rounded, so that an idle worker has nothing new to say.
+        gauges["loop_busy_share"] = round(self._meter.share(), 2)
+        return Stats(epoch=place.epoch, counters=counters, gauges=gauges)
 
 
 def _load_stage(start: Start) -> Stage:

@@ -32,8 +32,11 @@ class Trio:
         local = tools.local_options
         self.up = tools.Process(
             root / "up",
-            ["up", "--model", str(model), "--dtype", "f32", "--min-peers", "2"]
-            + ["--coordinator-port", "0", "--name", "first", *local()],
+            [
+                *("up", "--model", str(model), "--dtype", "f32", "--min-peers", "2"),
+                *("--coordinator-port", "0", "--name", "first"),
+                *local(),
+            ],
         )
         self.started = [self.up]
         found = self.up.found()

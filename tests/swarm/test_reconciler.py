@@ -36,7 +36,7 @@ def route(epoch, head=None, pipeline="p1"):
         model="toy",
         ready=head is not None,
         head=head,
-        context=4096,
+        context=1280 if head is not None else 4096,  # 80 blocks of 16 tokens
         sources=("a",),
     )
 

@@ -47,6 +47,9 @@ async def test_no_address(net: Any) -> None:
     with pytest.raises(UsageError, match="no address"):
         client.start()
     await client.close()
+    client = Client(net.context, keys, control_codec(), net.keys.public, [])
+    with pytest.raises(UsageError, match="no address"):
+        client.start()
 
 
 async def test_the_second_address_is_tried(net: Any) -> None:

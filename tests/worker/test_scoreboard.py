@@ -78,10 +78,13 @@ def test_a_later_volume_overtakes_one_that_waits():
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(4, rows(0, after=3), prefill=True), volume(5, rows(1, after=2)))
     assert run(board) == ((5,), [])
+    assert board.last_completed == 5
     assert run(board) == ((), [])
     feed(board, volume(3, rows(0, after=1), prefill=True))
     assert run(board) == ((3,), [])
     assert run(board) == ((4,), [])
+    # Progress rises although the ticks that ran last are older.
+    assert board.last_completed == 7
 
 
 def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken():

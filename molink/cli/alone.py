@@ -1,0 +1,54 @@
+"""``molink coordinator``: the control plane without a peer."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from molink.cli import finding
+from molink.errors import UsageError
+from molink.peer.founder import start_coordinator
+from molink.peer.home import Home, HomeLock
+from molink.peer.membership import read_membership
+from molink.peer.platform import on_terminate
+from molink.peer.settings import Settings
+
+
+def run_coordinator(home: Home, settings: Settings) -> None:
+    """Run until Ctrl-C. The state is that of ``molink up`` in the same folder.
+
+    Raises:
+        UsageError: it can't start; says why.
+    """
+    known = read_membership(home.create().membership)
+    if known is not None and not known.own:
+        raise UsageError(
+            f"this PC is a member of swarm {known.swarm}, whose coordinator runs elsewhere. Give "
+            "another state folder with --home, or run `molink leave` first."
+        )
+    lock = HomeLock(home)
+    lock.acquire()
+    try:
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(_run(home, settings))
+    finally:
+        lock.release()
+
+
+async def _run(home: Home, settings: Settings) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    undo = on_terminate(stop)
+    try:
+        async with AsyncExitStack() as stack:
+            membership = await start_coordinator(home, home.keys(), settings, stack)
+            membership.save(home.membership)
+            token = await asyncio.to_thread(finding.fetch_invite, home, settings.token_ttl)
+            print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
+            print(f"To add a PC, run there:\n\n  molink join {token}\n", flush=True)
+            print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
+            await stopped.wait()
+    finally:
+        undo()

@@ -1,0 +1,244 @@
+"""A peer in its swarm: everything that follows from what the coordinator says."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+import molink
+from molink.api.backend import ServedModel
+from molink.errors import MolinkError
+from molink.model.source import DEMO_MODEL, demo_model
+from molink.peer.addresses import advertised
+from molink.peer.assignments import Assignments
+from molink.peer.catalogue import Catalogue
+from molink.peer.device import Measured
+from molink.peer.heads import Heads
+from molink.peer.home import Home
+from molink.peer.launch import Announce, ModelReady, StageNow, Trouble
+from molink.peer.library import Library
+from molink.peer.membership import Membership
+from molink.peer.requests import Requests
+from molink.peer.roster import Roster
+from molink.peer.session import Session
+from molink.peer.settings import Settings
+from molink.peer.sources import Sources
+from molink.peer.status import local_status
+from molink.peer.store import Store
+from molink.peer.stream import StreamLimits
+from molink.wire.control import (
+    Assign,
+    ControlMessage,
+    Form,
+    Invite,
+    InviteRequest,
+    LeaveRequest,
+    Member,
+    MemberGone,
+    PeerReport,
+    Route,
+    RouteGone,
+    StatusRequest,
+    Unassign,
+)
+from molink.wire.data import DataMessage
+from molink.wire.keys import KeyPair, peer_id
+from molink.wire.pipe import MemberKey
+from molink.wire.server import Server
+from molink.wire.zap import Gatekeeper
+
+log = logging.getLogger(__name__)
+
+#: Until a new session has named all members, in seconds.
+SWEEP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node stands: what of its daemon exists before it."""
+
+    settings: Settings
+    home: Home
+    keys: KeyPair
+    context: zmq.asyncio.Context
+    gatekeeper: Gatekeeper
+    server: Server[ControlMessage]
+    library: Library
+    announce: Announce
+
+    @property
+    def me(self) -> str:
+        """This peer's id."""
+        return peer_id(self.keys.public)
+
+
+class Node:
+    """One peer's part in a swarm, from its first report to its last."""
+
+    def __init__(self, place: Place, membership: Membership, endpoint: Callable[[], str]) -> None:
+        """``endpoint()`` is the URL of this peer's endpoint."""
+        self._place = place
+        self._membership = membership
+        self._endpoint = endpoint
+        self._ready: dict[str, bool] = {}
+        self._said = ""
+        self._sweep: asyncio.TimerHandle | None = None
+        settings, context, keys = place.settings, place.context, place.keys
+        self._roster = Roster(MemberKey(peer=place.me, public_key=keys.public))
+        self._roster.on_member = self._member_came
+        self._roster.on_gone = self._member_went
+        connect = Sources(context, keys, self._roster).connect
+        self._store = Store(place.home.models, place.me, place.library, connect, _bundled())
+        self.session = Session(context, keys, membership, self._report, self._take, self._welcomed)
+        self._assignments = Assignments(
+            settings,
+            keys,
+            self._store,
+            self._roster,
+            place.home.logs,
+            self.session.tell,
+            self._stages_changed,
+        )
+        self._heads = Heads(context, keys, self._heads_changed, self._head_said)
+        limits = StreamLimits(hold_s=settings.hold)
+        self.requests = Requests(self._heads, limits, self._metrics)
+        self._catalogue = Catalogue(self._store, self._models_changed)
+
+    def start(self, measured: Measured) -> None:
+        """Begin to report to the coordinator and to do what it says."""
+        self._measured = measured
+        self._assignments.measured(measured)
+        self.session.start()
+
+    async def close(self) -> None:
+        """End the session, all requests, transfers and workers."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        await self.session.close()
+        self.requests.close()
+        await self._catalogue.close()
+        await self._heads.close()
+        await self._assignments.close()
+
+    # --- for the user of this PC -------------------------------------------------------------
+
+    async def status(self) -> bytes:
+        """The coordinator's view of the swarm; this peer's if it can't be asked (JSON, UTF-8)."""
+        try:
+            _, text = await self.session.request_payload(StatusRequest(ref=0), timeout=3.0)
+            return text
+        except MolinkError as error:
+            reason = self.session.failure or str(error)
+        return local_status(
+            self._membership, self._place.me, self._report(), self._heads.routes, reason
+        )
+
+    async def invite(self, ttl: float) -> str:
+        """A new join token, valid for ``ttl`` seconds."""
+        reply = await self.session.request(InviteRequest(ref=0, ttl=ttl))
+        assert isinstance(reply, Invite)
+        return reply.token
+
+    async def leave(self) -> None:
+        """Tell the coordinator that this peer is no member any more, if it can be told."""
+        try:
+            await self.session.request(LeaveRequest(ref=0), timeout=5.0)
+        except MolinkError as error:
+            self._place.announce(Trouble(text=f"the coordinator was not told: {error}"))
+
+    # --- the coordinator ---------------------------------------------------------------------
+
+    def _report(self) -> PeerReport:
+        settings = self._place.settings
+        return PeerReport(
+            name=settings.name,
+            version=molink.__version__,
+            addresses=advertised(settings.host, settings.advertise),
+            control_port=self._place.server.port,
+            endpoint=self._endpoint(),
+            daemon_pid=os.getpid(),
+            stage=settings.stage,
+            device=self._measured.device,
+            models=self._place.library.names,
+            workers=self._assignments.states(),
+        )
+
+    def _welcomed(self) -> None:
+        self._roster.welcomed()
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._roster.sweep)
+        self._assignments.repeat()
+
+    def _take(self, message: ControlMessage) -> None:
+        match message:
+            case Member():
+                if not self._roster.add(message):
+                    log.warning("the coordinator announces a member by another's id")
+            case MemberGone():
+                self._roster.remove(message.peer)
+            case Assign() | Form() | Unassign():
+                self._assignments.handle(message)
+            case Route():
+                self._heads.update(message)
+                self._catalogue.update(message)
+            case RouteGone():
+                self._heads.remove(message.pipeline)
+                self._catalogue.remove(message.pipeline)
+            case _:
+                log.debug("unexpected %s of the coordinator", type(message).__name__)
+
+    def _member_came(self, member: Member) -> None:
+        self._place.gatekeeper.allow(member.public_key)
+        self._assignments.members_changed()
+
+    def _member_went(self, peer: str) -> None:
+        self._place.server.deny(peer)
+        self._assignments.members_changed()
+
+    # --- what changes here -------------------------------------------------------------------
+
+    def _stages_changed(self) -> None:
+        self.session.report_now()
+        text = self._assignments.describe()
+        if text != self._said:
+            self._said = text
+            self._place.announce(StageNow(text=text))
+
+    def _models_changed(self, models: Sequence[ServedModel]) -> None:
+        self.requests.serve(models)
+        for model in models:
+            self._announce_ready(model.name)
+
+    def _heads_changed(self, model: str) -> None:
+        self.requests.heads_changed(model)
+        self._announce_ready(model)
+
+    def _announce_ready(self, model: str) -> None:
+        ready = self.requests.ready(model)
+        if ready != self._ready.get(model, False):
+            self._ready[model] = ready
+            self._place.announce(ModelReady(model=model, ready=ready))
+
+    def _head_said(self, pipeline: str, message: DataMessage) -> None:
+        self.requests.message(pipeline, message)
+
+    def _metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        counters, gauges = self._assignments.supervisor.metrics()
+        control = self._place.server.counters
+        counters["daemon_bytes_fetched"] = float(self._store.received)
+        counters["control_strangers_refused"] = float(control.strangers)
+        counters["control_messages_malformed"] = float(control.malformed)
+        counters["control_messages_forbidden"] = float(control.forbidden)
+        return counters, gauges
+
+
+def _bundled() -> Library:
+    """The model that came with molink, so that nobody has to send it."""
+    library = Library()
+    try:
+        library.add(DEMO_MODEL, demo_model().path)
+    except MolinkError as error:
+        log.info("%s", error)
+    return library
