@@ -1,6 +1,7 @@
 """Train the bundled toy chat model, or evaluate it.
 
-    python -m tools.train_demo_model --threads 2
+    python -m tools.train_demo_model
+    python -m tools.train_demo_model --refine 350
     python -m tools.train_demo_model --evaluate
 
 The same seed, number of steps and number of threads give the same weights.
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tools.demo_model.evaluate import evaluate
-from tools.demo_model.train import TRAIN_SIZE, Plan, train
+from tools.demo_model.train import TRAIN_SIZE, Plan, refine, train
 
 FOLDER = Path(__file__).parents[1] / "molink" / "data" / "demo_model"
 
@@ -26,7 +27,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER, help="the model folder")
     parser.add_argument("--evaluate", action="store_true", help="print figures, train nothing")
-    parser.add_argument("--steps", type=int, default=1500, help="batches of 1536 tokens")
+    parser.add_argument("--steps", type=int, default=1080, help="batches of 1536 tokens")
+    parser.add_argument("--refine", type=int, metavar="STEPS", help="go on with the model in --out")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--conversations", type=int, default=TRAIN_SIZE, help="training split")
@@ -41,6 +43,11 @@ def main() -> None:
         command = shlex.join(["python", "-m", "tools.train_demo_model", *sys.argv[1:]])
         figures = evaluate(arguments.out, arguments.seed, arguments.conversations)
         print(json.dumps({"command": command, **figures}, indent=2))
+        return
+    if arguments.refine:
+        refine(
+            arguments.out, Plan(arguments.refine, arguments.seed, rate=1e-3, warmup=20, fall=0.9)
+        )
         return
     plan = Plan(steps=arguments.steps, seed=arguments.seed)
     train(arguments.out, plan, arguments.conversations)

@@ -158,6 +158,6 @@ def _run(
     settings = load_settings(place, options, os.environ)
     if role == "join" and token is not None and not token.strip():
         raise UsageError("the token is empty: paste what `molink up` printed")
-    log_to_file(place.root, settings.log_level)
     launch = Launch(home=str(place.root), settings=settings, role=role, model=model, token=token)
-    run_daemon(launch, DaemonConsole().show)
+    with log_to_file(place, settings.log_level):
+        run_daemon(launch, DaemonConsole().show)

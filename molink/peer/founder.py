@@ -4,6 +4,8 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 
+import msgspec
+
 from molink.errors import MolinkError, Unavailable, UsageError
 from molink.model.folder import ModelFolder
 from molink.model.source import find_model

@@ -1,13 +1,13 @@
 """Runs a daemon as (part of) a process: event loop, signals, log, and how it ends."""
 
 import asyncio
+import contextlib
 import logging
 import logging.handlers
 import os
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -55,17 +55,24 @@ def run_daemon(
         runner.run(run())
 
 
-def log_to_file(home: Path, level: str) -> logging.Handler:
-    """Write the log to the home's bounded ``daemon.log``; warnings go to the terminal too."""
-    folder = Home(home).create().logs
+@contextlib.contextmanager
+def log_to_file(home: Home, level: str) -> Iterator[None]:
+    """Meanwhile, write the log to the home's bounded ``daemon.log``."""
+    folder = home.create().logs
     handler = logging.handlers.RotatingFileHandler(
         folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"
     )
     handler.setFormatter(logging.Formatter(_LOG_FORMAT))
     root = logging.getLogger()
+    before = root.level
     root.addHandler(handler)
     root.setLevel(level.upper())
-    return handler
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+        handler.close()
 
 
 def main() -> None:

@@ -103,7 +103,8 @@ def build(layer: Layer, below: Settings, where: str) -> Settings:
     values = {name: getattr(below, name) for name in below.__struct_fields__}
     for name, value in layer.items():
         if name not in values:
-            raise UsageError(f"{where}: there is no setting {name!r}. See docs/settings.md.")
+            known = ", ".join(sorted(values))
+            raise UsageError(f"{where}: there is no setting {name!r}; known are {known}")
         values[name] = _parse(name, value, where)
     try:
         return msgspec.convert(values, Settings, strict=False)

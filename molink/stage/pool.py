@@ -34,7 +34,8 @@ class KVPool:
         self.blocks, self.block_size = blocks, block_size
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         row = block_size * config.kv_heads * config.head_dim
-        self._storage = torch.zeros(layers, 2, blocks, row, dtype=dtype, device=device)
+        # Not zeroed: a CPU then has memory only for blocks that were in use (see `clear`).
+        self._storage = torch.empty(layers, 2, blocks, row, dtype=dtype, device=device)
         self._layers = self._storage.unbind(0)
 
     def write(self, layer: int, slots: Tensor, rows: Tensor) -> None:

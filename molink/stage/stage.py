@@ -119,7 +119,7 @@ class Stage:
         return block_bytes(self.config, len(self._weights.blocks), block_size, self._dtype)
 
     def allocate(self, blocks: int, block_size: int) -> None:
-        """Make a fresh zeroed pool; an earlier one is dropped first."""
+        """Make a fresh pool; an earlier one is dropped first."""
         self._pool = None
         self._pool = self._make_pool(blocks, block_size)
 

@@ -54,6 +54,14 @@ def test_the_official_client_streams_from_each_endpoint(demo, tools) -> None:
     assert len(set(texts)) == 1
 
 
+def test_ask_prints_the_answer_alone(tools, tmp_path) -> None:
+    done = tools.run_molink(tmp_path, "demo", "--ask", "What is molink?")
+    assert done.returncode == 0, done.stderr
+    assert "molink" in done.stdout
+    assert "http" not in done.stdout
+    assert "Starting" in done.stderr
+
+
 def test_chat_finds_the_demo(demo, tools) -> None:
     done = tools.run_molink(demo.home.root, "chat", "Hello!")
     assert done.returncode == 0, done.stderr

@@ -14,12 +14,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from tools.demo_model.corpus import Conversation, Corpus, all_topics
+from tools.demo_model.corpus import Conversation, Corpus, all_topics, held_out_questions
 from tools.demo_model.evaluate import greedy, paraphrases, perplexities, question
 from tools.demo_model.network import load_network
 from tools.demo_model.ngram import NGram
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer, render
-from tools.demo_model.train import TRAIN_SIZE, Plan, conversations, train
+from tools.demo_model.train import TRAIN_SIZE, Plan, conversations, refine, refinement, train
 from tools.train_demo_model import FOLDER
 
 SEED = 7
@@ -72,6 +72,9 @@ def test_held_out_wordings_are_not_trained() -> None:
     for topic in all_topics():
         trained = {plain(text) for text in topic.questions}
         assert trained.isdisjoint(map(plain, topic.held_out)), topic.name
+    talks = [*conversations("train", 3000, SEED), *refinement(SEED)]
+    said = {plain(turn["content"]) for talk in talks for turn in talk if turn["role"] == "user"}
+    assert said.isdisjoint(held_out_questions(all_topics()))
 
 
 def test_answered_marks_what_the_assistant_says(tokenizer: Tokenizer) -> None:
@@ -162,7 +165,7 @@ def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> 
 
 
 def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
-    trained = conversations("train", TRAIN_SIZE, SEED)
+    trained = [*conversations("train", TRAIN_SIZE, SEED), *refinement(SEED)]
     held_out = conversations("held_out", 120, SEED)
     ours, rival = perplexities(network, tokenizer, trained, held_out)
     assert ours.all_tokens < rival.all_tokens
@@ -173,6 +176,7 @@ def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: T
 def test_training_follows_from_its_seed(tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> bytes:
         train(tmp_path / name, Plan(steps=3, seed=seed), train_size=8000)
+        refine(tmp_path / name, Plan(steps=2, seed=seed))
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     assert weights("a", 3) == weights("b", 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
@@ -117,12 +117,16 @@ class _Talk:
 
 
 class Corpus:
-    """An endless, reproducible stream of conversations for one seed."""
+    """An endless, reproducible stream of conversations for one seed.
 
-    def __init__(self, seed: int) -> None:
+    `emphasis` multiplies the weights of some topics, by name.
+    """
+
+    def __init__(self, seed: int, emphasis: Mapping[str, float] | None = None) -> None:
+        more = emphasis or {}
         self._topics = all_topics()
         self._by_name = {topic.name: topic for topic in self._topics}
-        self._cumulative = list(accumulate(topic.weight for topic in self._topics))
+        self._cumulative = list(accumulate(t.weight * more.get(t.name, 1.0) for t in self._topics))
         self._rng = Random(seed)
         self._forbidden = held_out_questions(self._topics)
 

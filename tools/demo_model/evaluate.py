@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from tools.demo_model.tokenizer import (
     render,
     token_id,
 )
-from tools.demo_model.train import HELD_OUT_SIZE, conversations
+from tools.demo_model.train import HELD_OUT_SIZE, conversations, refinement
 
 #: Of topics with slots, at most this many are asked per held-out wording.
 SLOTS_PER_WORDING = 6
@@ -132,8 +132,9 @@ def _greedy_batch(
     settings = GenerationConfig.from_dict({"eos_token_id": end, "pad_token_id": pad})
     settings.do_sample, settings.max_new_tokens = False, limit
     network.generation_config = settings
+    generate = cast(Any, network).generate  # its type asks for a narrower self
     with torch.inference_mode():
-        made = network.generate(input_ids=ids, attention_mask=mask)
+        made = generate(input_ids=ids, attention_mask=mask)
     return [
         Answer(tokenizer.decode(row[: row.index(end)] if end in row else row), end in row)
         for row in made[:, width:].tolist()
@@ -188,7 +189,7 @@ def _score(
 def evaluate(folder: Path, seed: int, train_size: int) -> dict[str, Any]:
     """All figures about a trained model folder."""
     network, tokenizer = load_network(folder), load_tokenizer(folder)
-    train = conversations("train", train_size, seed)
+    train = [*conversations("train", train_size, seed), *refinement(seed)]
     held = conversations("held_out", HELD_OUT_SIZE, seed)
     ours, rival = perplexities(network, tokenizer, train, held)
     arithmetic_, _ = _score(network, tokenizer, sums())

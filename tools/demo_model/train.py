@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -19,11 +19,28 @@ from torch.nn import functional as F
 from transformers import Qwen2ForCausalLM
 
 from tools.demo_model.corpus import Conversation, Corpus, Split
-from tools.demo_model.network import new_network, save_model
-from tools.demo_model.tokenizer import TEXT_END, answered, encode, token_id, train_tokenizer
+from tools.demo_model.network import load_network, new_network, save_model
+from tools.demo_model.tokenizer import (
+    TEXT_END,
+    answered,
+    encode,
+    load_tokenizer,
+    token_id,
+    train_tokenizer,
+)
 
 #: Sizes of the two splits and of the part the tokenizer is trained on, in conversations.
 TRAIN_SIZE, HELD_OUT_SIZE, TOKENIZER_SIZE = 24_000, 1_000, 8_000
+#: Topics that the first training leaves weakest, asked so many times more often in the second.
+EMPHASIS = {
+    **dict.fromkeys(("day_after", "day_before", "month_after", "month_before"), 4.0),
+    **dict.fromkeys(("count_to", "count_down"), 5.0),
+    **dict.fromkeys(("count", "larger", "month_length"), 3.0),
+    **dict.fromkeys(("half", "next_number", "my_favourite"), 2.0),
+    **dict.fromkeys(("subtract", "unknown"), 1.5),
+}
+#: Conversations of the second training.
+REFINE_SIZE = 8_000
 #: Rows x length of a batch, and how often each is drawn: all hold the same number of tokens.
 _SHAPES = ((6, 256), (3, 512), (2, 768))
 _SHAPE_WEIGHTS = (14, 4, 2)
@@ -54,9 +71,11 @@ class Sample:
     weights: NDArray[np.float32]
 
 
-def conversations(split: Split, size: int, seed: int) -> list[Conversation]:
+def conversations(
+    split: Split, size: int, seed: int, emphasis: Mapping[str, float] | None = None
+) -> list[Conversation]:
     """The first conversations of a split; no conversation of one occurs in the other."""
-    found = Corpus(seed).conversations(split)
+    found = Corpus(seed, emphasis).conversations(split)
     if split == "train":
         return list(islice(found, size))
     # Short ones are often drawn again: each should count once.
@@ -169,4 +188,18 @@ def train(folder: Path, plan: Plan, train_size: int = TRAIN_SIZE) -> None:
     print(json.dumps({"conversations": len(pool), "tokens": tokens}), file=sys.stderr, flush=True)
     network = new_network()
     fit(network, pool, plan)
+    save_model(network, tokenizer, folder)
+
+
+def refinement(seed: int) -> list[Conversation]:
+    """The conversations of the second training."""
+    return conversations("train", REFINE_SIZE, seed + 1, EMPHASIS)
+
+
+def refine(folder: Path, plan: Plan) -> None:
+    """Go on from a written model folder, with more of what it finds hard, and write it again."""
+    torch.manual_seed(plan.seed)
+    torch.use_deterministic_algorithms(True)
+    tokenizer, network = load_tokenizer(folder), load_network(folder)
+    fit(network, samples(tokenizer, refinement(plan.seed)), plan)
     save_model(network, tokenizer, folder)

@@ -1,0 +1,130 @@
+"""Connections to heads over real sockets, and the models that a peer can offer."""
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from molink.errors import Unavailable
+from molink.peer import catalogue as catalogue_module
+from molink.peer.catalogue import Catalogue
+from molink.peer.heads import Heads
+from molink.peer.stream import Target
+from molink.wire.codec import data_codec
+from molink.wire.control import Route, StageAddress
+from molink.wire.data import Cancel, Token
+from molink.wire.keys import peer_id
+
+
+def route(net, port: int, epoch: int = 1, *, ready: bool = True) -> Route:
+    head = StageAddress(
+        peer=peer_id(net.keys.public),
+        public_key=net.keys.public,
+        addresses=("127.0.0.1",),
+        port=port,
+    )
+    return Route(
+        pipeline="p1",
+        epoch=epoch,
+        model="m",
+        ready=ready,
+        head=head if ready else None,
+        context=128,
+    )
+
+
+async def test_a_head_is_usable_once_it_is_connected(net) -> None:
+    got, changes, said = [], [], []
+
+    def handle(sender, message, _payload) -> None:
+        got.append(message)
+        server.send(sender.identity, Token(1, "k", 0, 7))
+
+    server = net.server(data_codec(), handle)
+    heads = Heads(net.context, net.member(), changes.append, lambda *what: said.append(what))
+    heads.update(route(net, server.port))
+    assert heads.targets("m") == []
+    await net.until(lambda: heads.targets("m") == [Target("p1", 1)])
+    assert heads.targets("other") == []
+    assert heads.send(Target("p1", 1), Cancel("k"))
+    await net.until(lambda: said)
+    assert got == [Cancel("k")]
+    assert said[0][0] == "p1"
+    # Another epoch of the same head goes over the same connection.
+    heads.update(route(net, server.port, 2))
+    assert heads.targets("m") == [Target("p1", 2)]
+    assert not heads.send(Target("p1", 1), Cancel("k"))
+    heads.update(route(net, server.port, 1))
+    assert heads.targets("m") == [Target("p1", 2)]
+    heads.update(route(net, 0, 3, ready=False))
+    assert heads.targets("m") == []
+    heads.remove("p1")
+    heads.remove("p1")
+    assert heads.routes == ()
+    assert set(changes) == {"m"}
+    await heads.close()
+
+
+async def test_a_broken_connection_is_a_change(net) -> None:
+    server = net.server(data_codec(), lambda *_: None)
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
+    heads.update(route(net, server.port))
+    await net.until(lambda: heads.targets("m"))
+    await server.close()
+    await net.until(lambda: not heads.targets("m"))
+    assert not heads.send(Target("p1", 1), Cancel("k"))
+    await heads.close()
+
+
+async def test_a_false_head_is_not_dialled(net) -> None:
+    server = net.server(data_codec(), lambda *_: None)
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
+    right = route(net, server.port)
+    assert right.head is not None
+    false = msgspec.structs.replace(right.head, peer="0" * 16)
+    heads.update(msgspec.structs.replace(right, head=false))
+    assert heads.targets("m") == []
+    await heads.close()
+
+
+class FakeStore:
+    """A store that fails at first."""
+
+    def __init__(self, folder: Path, failures: int) -> None:
+        self.folder = folder
+        self.failures = failures
+
+    async def metadata(self, model: str, sources: object) -> Path:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise Unavailable("not yet")
+        return self.folder
+
+
+async def test_a_model_is_offered_once_its_tokenizer_is_here(
+    net, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(catalogue_module, "BACK_OFF_S", (0.01,))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    offers: list[list[str]] = []
+    catalogue = Catalogue(
+        FakeStore(tmp_path, 3), lambda models: offers.append([m.name for m in models])
+    )
+    catalogue.update(route(net, 1))
+    catalogue.update(route(net, 1, 2))
+    await net.until(lambda: offers == [["m"]])
+    catalogue.remove("other")
+    catalogue.remove("p1")
+    assert offers == [["m"], []]
+    catalogue.update(route(net, 1, 3))
+    await catalogue.close()
