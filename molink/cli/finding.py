@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from molink.errors import Unavailable
-from molink.peer.addresses import dial
 from molink.peer.demo import demo_homes, first_peer
 from molink.peer.home import Home
 from molink.peer.membership import Membership, read_membership
@@ -21,6 +20,7 @@ from molink.wire.control import (
     ShutdownRequest,
     StatusRequest,
 )
+from molink.wire.endpoints import endpoints
 
 _NOT_RUNNING = "no molink runs here: start one with `molink up`, `molink join` or `molink demo`"
 
@@ -97,7 +97,7 @@ def ask(found: Found, message: ControlMessage) -> tuple[ControlMessage, bytes]:
         MolinkError: the daemon's refusal, or it doesn't answer.
     """
     keys = found.home.keys()
-    addresses = dial([found.note.control_host], found.note.control_port)
+    addresses = endpoints([found.note.control_host], found.note.control_port)
     return request(found.home, keys.public, addresses, message, "the molink daemon on this PC")
 
 

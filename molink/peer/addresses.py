@@ -70,11 +70,3 @@ def _outgoing_address() -> str | None:
             return None
         address = str(probe.getsockname()[0])
     return None if is_loopback(address) or address == "0.0.0.0" else address
-
-
-def dial(addresses: Sequence[str], port: int) -> tuple[str, ...]:
-    """ZeroMQ endpoints for addresses as peers announce them."""
-    return tuple(
-        f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-        for address in addresses
-    )

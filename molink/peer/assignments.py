@@ -164,7 +164,7 @@ class Assignments:
             bind=settings.host,
             ports=(first, last + 1),
             kv_bytes=kv_budget(opened, assign, measured, settings.max_running),
-            block_size=settings.block_size,
+            block_size=assign.block_size,
             max_context=opened.config.context,
             chunk_tokens=settings.chunk_tokens,
             max_running=settings.max_running,

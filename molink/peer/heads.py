@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import zmq.asyncio
 
 from molink.errors import MolinkError
-from molink.peer.addresses import dial
 from molink.peer.stream import Target
 from molink.wire.client import Client
 from molink.wire.codec import Buffer, data_codec
 from molink.wire.control import Route
 from molink.wire.data import DataMessage
+from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair, peer_id
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Heads:
             self._keys,
             self._codec,
             address.public_key,
-            dial(address.addresses, address.port),
+            endpoints(address.addresses, address.port),
             name=f"the head of {pipeline}",
             on_message=lambda message, _: self._on_message(pipeline, message),
             on_connect=changed,

@@ -56,7 +56,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: Dtype = "auto"
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 512
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 import zmq.asyncio
 
 from molink.errors import Unavailable, WireError
-from molink.peer.addresses import dial
 from molink.peer.fetchplan import Piece
 from molink.peer.roster import Roster
 from molink.wire.client import Client
@@ -19,6 +18,7 @@ from molink.wire.control import (
     ReadReply,
     ReadRequest,
 )
+from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
 
 _CONNECT_S = 15.0
@@ -78,7 +78,7 @@ class Sources:
             self._keys,
             self._codec,
             member.public_key,
-            dial(member.addresses, member.control_port),
+            endpoints(member.addresses, member.control_port),
             name=member.name,
         )
         client.start()

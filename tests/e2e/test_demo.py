@@ -114,3 +114,27 @@ def test_a_stream_outlives_a_worker(demo, tools, stage: int) -> None:
     deadline = time.monotonic() + 30
     while text_of(client, temperature=0, max_tokens=5) == "":
         assert time.monotonic() < deadline
+
+
+def test_the_coordinator_is_not_in_the_way_of_a_token(demo, tools) -> None:
+    client = tools.client(demo.found().endpoints[2])
+    expected = text_of(client, **LONG)
+    status = demo.wait_ready()
+    pid, epoch = status["coordinator"]["pid"], status["pipelines"][0]["epoch"]
+    stream = client.chat.completions.create(
+        model="molink-demo", messages=QUESTION, stream=True, **LONG
+    )
+    got = []
+    for chunk in stream:
+        if chunk.choices:
+            got.append(chunk.choices[0].delta.content or "")
+        if len(got) == 10:
+            psutil.Process(pid).kill()
+    assert "".join(got) == expected
+
+    def back() -> bool:
+        return demo.status()["coordinator"].get("pid", pid) != pid
+
+    tools.wait_for(back, demo)
+    # It finds the running pipeline again, rather than starting it anew.
+    assert demo.wait_ready()["pipelines"][0]["epoch"] == epoch

@@ -1,6 +1,6 @@
 """Which addresses are told to others."""
 
-from molink.peer.addresses import advertised, dial, is_loopback, is_wildcard, rank
+from molink.peer.addresses import advertised, is_loopback, is_wildcard, rank
 
 
 def test_ranking() -> None:
@@ -22,7 +22,3 @@ def test_kinds_of_hosts() -> None:
     assert not is_loopback("192.168.1.5")
     assert not is_loopback("pc.example")
     assert is_wildcard("0.0.0.0")
-
-
-def test_dialling() -> None:
-    assert dial(("10.0.0.1", "fe80::1"), 5467) == ("tcp://10.0.0.1:5467", "tcp://[fe80::1]:5467")

@@ -147,14 +147,14 @@ def test_follows_a_conversation(network: Qwen2ForCausalLM, tokenizer: Tokenizer)
         {"role": "assistant", "content": "The capital of France is Paris."},
         {"role": "user", "content": "And of Italy?"},
     )
-    name: Conversation = (
-        {"role": "user", "content": "Hello, my name is Emma."},
-        {"role": "assistant", "content": "Nice to meet you, Emma! What would you like to know?"},
-        {"role": "user", "content": "What is my name?"},
+    token: Conversation = (
+        {"role": "user", "content": "How do I add a PC?"},
+        {"role": "assistant", "content": "On the new PC run: molink join TOKEN --stage auto."},
+        {"role": "user", "content": "Where do I get the token?"},
     )
-    rome, emma = greedy(network, tokenizer, [capital, name], limit=40)
+    rome, printed = greedy(network, tokenizer, [capital, token], limit=40)
     assert "Rome" in rome.text
-    assert "Emma" in emma.text
+    assert "molink up" in printed.text
 
 
 def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
@@ -166,7 +166,7 @@ def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> 
 
 def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
     trained = [*conversations("train", TRAIN_SIZE, SEED), *refinement(SEED)]
-    held_out = conversations("held_out", 120, SEED)
+    held_out = conversations("held_out", 80, SEED)
     ours, rival = perplexities(network, tokenizer, trained, held_out)
     assert ours.all_tokens < rival.all_tokens
     assert ours.answer_tokens < rival.answer_tokens
