@@ -21,7 +21,7 @@ from molink.peer.feed import Feed
 from molink.peer.heads import Heads
 from molink.peer.stream import Act, Emit, Fail, Send, SendSubmit, Stream, StreamLimits, Target
 from molink.wire.base import Payload
-from molink.wire.data import Cancel, DataMessage, Prompt, Rejected, Token
+from molink.wire.data import Cancel, DataMessage, Prompt, Rejected, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -117,17 +117,24 @@ class Requests:
 
     def message(self, pipeline: str, message: DataMessage) -> None:
         """A head sends."""
-        if not isinstance(message, Token | Rejected):
-            return
-        active = self._active.get(message.key.rpartition(".")[0])
-        if active is None or active.target is None or active.target.pipeline != pipeline:
-            return
         now = self._loop.time()
-        if isinstance(message, Token):
-            self._carry_out(active, active.stream.token(message, now))
-        else:
-            self._counters[f"rejected_{message.reason}"] += 1
-            self._carry_out(active, active.stream.rejected(message, now))
+        if isinstance(message, Tokens):
+            for token in message.tokens:
+                active = self._served_by(pipeline, token.key)
+                if active is not None:
+                    self._carry_out(active, active.stream.token(token, now))
+        elif isinstance(message, Rejected):
+            active = self._served_by(pipeline, message.key)
+            if active is not None:
+                self._counters[f"rejected_{message.reason}"] += 1
+                self._carry_out(active, active.stream.rejected(message, now))
+
+    def _served_by(self, pipeline: str, key: str) -> _Active | None:
+        """The request of a submission's key, if ``pipeline`` is the one that serves it."""
+        active = self._active.get(key.rpartition(".")[0])
+        if active is None or active.target is None or active.target.pipeline != pipeline:
+            return None
+        return active
 
     def close(self) -> None:
         """Cancel everything."""

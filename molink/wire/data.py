@@ -274,7 +274,7 @@ FinishReason = Literal["stop", "length"]
 RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
 
 
-class Token(LeanMessage, frozen=True, tag="token"):
+class Token(LeanMessage, frozen=True, tag=False):
     """A token for a request's daemon; ``finish`` is set on the last one.
 
     ``cached`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and logprobs.
@@ -290,6 +290,12 @@ class Token(LeanMessage, frozen=True, tag="token"):
     cached: Count = 0
 
 
+class Tokens(LeanMessage, frozen=True, tag="tokens"):
+    """Tokens of one micro-batch for one daemon, of several requests."""
+
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
 class Rejected(LeanMessage, frozen=True, tag="rejected"):
     """A request was not taken, or can't go on. ``retry_after`` (seconds) goes with ``overloaded``.
 
@@ -303,4 +309,4 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
     retry_after: float = 0.0
 
 
-DataMessage = LinkHello | Frame | Ack | Beat | Submit | Prompt | Cancel | Credit | Token | Rejected
+DataMessage = LinkHello | Frame | Ack | Beat | Submit | Prompt | Cancel | Credit | Tokens | Rejected

@@ -1,6 +1,6 @@
 """Where daemons hand requests to the head, and tokens go back to them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from molink.errors import ContextTooLong, MolinkError, Overloaded
@@ -16,9 +16,16 @@ from molink.wire.data import (
     Rejected,
     RejectReason,
     Submit,
+    Token,
+    Tokens,
 )
 from molink.wire.server import Sender
 from molink.worker.intake import Intake
+
+#: What tokens take of a header of 4 KiB, at most, in bytes.
+_BATCH_BYTES = 3840
+_TOKEN_BYTES = 48
+_TOP_BYTES = 16
 
 DeskMessage = Submit | Prompt | Cancel | Credit
 
@@ -63,18 +70,24 @@ class Desk:
                 self._head.credit(owner, key, message.position, now)
 
     def deliver(self, emissions: Iterable[Emission], now: float) -> None:
-        """Send tokens and rejections to their daemons."""
-        for emission in emissions:
-            message = emission.message
-            known = (emission.owner, message.key)
-            identity = self._connections.get(known)
+        """Send tokens, those of one connection together, and rejections to their daemons."""
+        tokens: dict[bytes, list[tuple[str, Token]]] = {}
+        for owner, message in ((each.owner, each.message) for each in emissions):
+            identity = self._connections.get((owner, message.key))
             if identity is None:
                 continue
-            over = isinstance(message, Rejected) or message.finish is not None
-            if over:
-                del self._connections[known]
-            if not self._send(identity, message) and not over:
-                self._cancel(*known, now)
+            if isinstance(message, Rejected):
+                del self._connections[owner, message.key]
+                self._send(identity, message)
+            else:
+                tokens.setdefault(identity, []).append((owner, message))
+        for identity, owned in tokens.items():
+            sent = [self._send(identity, batch) for batch in _batches(token for _, token in owned)]
+            for owner, token in owned:
+                if token.finish is not None:
+                    del self._connections[owner, token.key]
+                elif not all(sent):
+                    self._cancel(owner, token.key, now)
 
     def sweep(self, now: float) -> None:
         """Find connections that are gone although nothing was to be sent to them."""
@@ -149,3 +162,18 @@ def _rejected(
     epoch: int, key: str, reason: RejectReason, message: str, retry_after: float = 0.0
 ) -> Rejected:
     return Rejected(epoch, key, reason, message[:1024], retry_after)
+
+
+def _batches(tokens: Iterable[Token]) -> Iterator[Tokens]:
+    """As few messages as their bound allows."""
+    batch: list[Token] = []
+    size = 0
+    for token in tokens:
+        cost = _TOKEN_BYTES + len(token.key) + _TOP_BYTES * len(token.top)
+        if batch and size + cost > _BATCH_BYTES:
+            yield Tokens(tuple(batch))
+            batch, size = [], 0
+        batch.append(token)
+        size += cost
+    if batch:
+        yield Tokens(tuple(batch))

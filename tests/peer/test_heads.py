@@ -12,7 +12,7 @@ from molink.peer.heads import Heads
 from molink.peer.stream import Target
 from molink.wire.codec import data_codec
 from molink.wire.control import Route, StageAddress
-from molink.wire.data import Cancel, Token
+from molink.wire.data import Cancel, Token, Tokens
 from molink.wire.keys import peer_id
 
 
@@ -38,7 +38,7 @@ async def test_a_head_is_usable_once_it_is_connected(net) -> None:
 
     def handle(sender, message, _payload) -> None:
         got.append(message)
-        server.send(sender.identity, Token(1, "k", 0, 7))
+        server.send(sender.identity, Tokens((Token(1, "k", 0, 7),)))
 
     server = net.server(data_codec(), handle)
     heads = Heads(net.context, net.member(), changes.append, lambda *what: said.append(what))

@@ -21,6 +21,7 @@ from molink.wire.data import (
     Sampling,
     Submit,
     Token,
+    Tokens,
 )
 
 MODEL = ServedModel("m", Path(), 128, 0)
@@ -72,7 +73,7 @@ def answering(requests: Requests, heads: FakeHeads, count: int) -> Callable[[Dat
         for position in range(message.tokens, last + 1):
             finish = "length" if position == last else None
             token = Token(message.epoch, message.key, position, 97 + position, finish=finish)
-            requests.message(message.pipeline, token)
+            requests.message(message.pipeline, Tokens((token,)))
 
     return answer
 
@@ -109,7 +110,7 @@ async def test_a_lost_head_is_a_pause(requests: Requests, heads: FakeHeads) -> N
     def half(message: DataMessage) -> None:
         if isinstance(message, Submit):
             for position in (3, 4):
-                requests.message("p1", Token(1, message.key, position, 97 + position))
+                requests.message("p1", Tokens((Token(1, message.key, position, 97 + position),)))
 
     heads.on_send = half
     stream = requests.generate(ask())
@@ -131,7 +132,7 @@ async def test_a_lost_head_is_a_pause(requests: Requests, heads: FakeHeads) -> N
 async def test_closing_the_stream_cancels_at_the_head(requests: Requests, heads: FakeHeads) -> None:
     def one(message: DataMessage) -> None:
         if isinstance(message, Submit):
-            requests.message("p1", Token(1, message.key, 3, 100))
+            requests.message("p1", Tokens((Token(1, message.key, 3, 100),)))
 
     heads.on_send = one
     stream = requests.generate(ask())
@@ -187,8 +188,8 @@ async def test_nobody_there(heads: FakeHeads) -> None:
 async def test_strangers_tokens_do_not_count(requests: Requests, heads: FakeHeads) -> None:
     def foul(message: DataMessage) -> None:
         if isinstance(message, Submit):
-            requests.message("other", Token(1, message.key, 3, 666))
-            requests.message("p1", Token(1, "nobody.1", 3, 666))
+            requests.message("other", Tokens((Token(1, message.key, 3, 666),)))
+            requests.message("p1", Tokens((Token(1, "nobody.1", 3, 666),)))
             requests.message("p1", message)
 
     heads.on_send = foul

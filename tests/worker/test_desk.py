@@ -9,7 +9,8 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission
 from molink.wire.base import Payload
-from molink.wire.data import Beat, Cancel, Credit, Prompt, Rejected, Sampling, Submit, Token
+from molink.wire.codec import data_codec
+from molink.wire.data import Beat, Cancel, Credit, Prompt, Rejected, Sampling, Submit, Token, Tokens
 from molink.wire.server import Sender
 from molink.worker.desk import Desk
 
@@ -84,7 +85,7 @@ def test_the_same_key_again_replaces_the_request(desk: Desk, head: Head, wire: W
     ask(desk, "k", [1, 2, 3], again)
     assert head.live == [("daemon", "k")]
     desk.deliver([Emission("daemon", Token(3, "k", 3, 7))], 0.0)
-    assert wire.sent == [(again.identity, Token(3, "k", 3, 7))]
+    assert wire.sent == [(again.identity, Tokens((Token(3, "k", 3, 7),)))]
 
 
 def test_a_daemon_that_is_gone_loses_its_requests(desk: Desk, head: Head, wire: Wire) -> None:
@@ -122,3 +123,21 @@ def test_a_revoked_member_is_forgotten(desk: Desk, head: Head) -> None:
     ask(desk, "a", [1, 2])
     desk.forget_owner("daemon", 0.0)
     assert (head.live, len(desk)) == ([], 0)
+
+
+def test_tokens_of_a_connection_travel_together_within_the_bound(desk: Desk, wire: Wire) -> None:
+    top = tuple((150_000, -float(index)) for index in range(20))
+    for index in range(4):
+        ask(desk, f"k{index}", [1, 2])
+    emissions = [
+        Emission("daemon", Token(2**53, f"k{index % 4}", 2**53, 150_000, -1.5, top))
+        for index in range(16)
+    ]
+    desk.deliver(emissions, 0.0)
+    batches = [message for _, message in wire.sent if isinstance(message, Tokens)]
+    assert 1 < len(batches) < 16
+    assert [token for batch in batches for token in batch.tokens] == [
+        each.message for each in emissions
+    ]
+    for batch in batches:
+        data_codec().encode(batch)

@@ -20,7 +20,7 @@ from molink.wire.base import Payload
 from molink.wire.client import Client
 from molink.wire.codec import data_codec
 from molink.wire.control import StageAddress
-from molink.wire.data import Cancel, DataMessage, Prompt, Rejected, Sampling, Submit, Token
+from molink.wire.data import Cancel, DataMessage, Prompt, Rejected, Sampling, Submit, Tokens
 from molink.wire.keys import KeyPair, peer_id
 from molink.wire.pipe import (
     Formed,
@@ -143,11 +143,12 @@ class Daemon:
         self._over: dict[str, asyncio.Event] = {}
 
     def heard(self, message: DataMessage, _: memoryview | None) -> None:
-        if isinstance(message, Token):
-            assert message.position == len(self.tokens[message.key])
-            self.tokens[message.key].append(message.token)
-            if message.finish is not None:
-                self._over[message.key].set()
+        if isinstance(message, Tokens):
+            for token in message.tokens:
+                assert token.position == len(self.tokens[token.key])
+                self.tokens[token.key].append(token.token)
+                if token.finish is not None:
+                    self._over[token.key].set()
         elif isinstance(message, Rejected):
             self.rejected[message.key] = message.reason
             self._over[message.key].set()
