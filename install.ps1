@@ -118,7 +118,7 @@ function Find-Python([string] $Named) {
 function Get-Flavour([string] $Chosen) {
     if ($Chosen) { return $Chosen }
     $kept = Join-Path $Venv '.molink-flavour'
-    if (Test-Path $kept) { return (Get-Content $kept -TotalCount 1).Trim() }
+    if (Test-Path $kept) { return (Get-Content -LiteralPath $kept -TotalCount 1 -Encoding UTF8).Trim() }
     if (Get-Output @('nvidia-smi') @('-L')) { return 'cuda' }
     return 'cpu'
 }
@@ -188,7 +188,7 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
         if (Test-Path $VenvPython) { $version = Get-PythonVersion @($VenvPython) }
         $usable = (Test-NewEnough $version) -and (Get-Output @($VenvPython) @('-m', 'pip', '--version'))
         # Scripts in a venv hold its path: a moved clone needs a new one.
-        if ((Test-Path $mark) -and (Get-Content $mark -TotalCount 1) -ne $PSScriptRoot) { $usable = $false }
+        if ((Test-Path $mark) -and (Get-Content -LiteralPath $mark -TotalCount 1 -Encoding UTF8) -ne $PSScriptRoot) { $usable = $false }
         if ($command -and (Get-PythonVersion $command) -ne $version) { $usable = $false }
         if ($usable) { return }
         Say "The .venv here can't be used (moved, broken or of another Python): making it anew"
@@ -206,7 +206,8 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
 
 function Install-Torch([string] $Flavour) {
     $have = Get-InstalledTorch
-    if ($have -like "$Torch*" -and ($Flavour -eq 'cpu' -or $have -notlike '*+cpu')) { return }
+    # PyPI's build for Windows is a CPU build, although its version does not say so.
+    if ($have -like "$Torch*" -and ($Flavour -eq 'cpu' -or $have -like '*+cu*')) { return }
     Say "Installing torch $Torch ($Flavour build); this is the large one"
     $index = $CpuIndex
     if ($Flavour -eq 'cuda') { $index = $CudaIndex }
@@ -233,7 +234,7 @@ function Get-State([string] $Extra, [string] $Flavour) {
 function Test-Installed([string] $Extra, [string] $Flavour) {
     $stamp = Join-Path $Venv ".molink-$Extra"
     return (Test-Path $stamp) -and
-        (Get-Content $stamp -TotalCount 1) -eq (Get-State $Extra $Flavour)
+        (Get-Content -LiteralPath $stamp -TotalCount 1 -Encoding UTF8) -eq (Get-State $Extra $Flavour)
 }
 
 function Install-Molink([string] $Extra, [string] $Flavour) {
@@ -245,6 +246,10 @@ function Install-Molink([string] $Extra, [string] $Flavour) {
     $target = '.'
     if ($Extra -ne 'base') { $target = ".[$Extra]" }
     Install-Package 'installing molink' @('-e', $target, "torch==$Torch")
+    if ($null -eq (Get-Output @($VenvPython) @('-c', 'import torch'))) {
+        Die 'torch is installed but cannot be loaded',
+            'it needs the Visual C++ runtime: winget install Microsoft.VCRedist.2015+.x64, then run this again'
+    }
     if ($Flavour -eq 'cuda') {
         $cuda = Get-Output @($VenvPython) @('-c', 'import torch; print(torch.cuda.is_available())')
         if ($cuda -ne 'True') {
@@ -287,7 +292,12 @@ Install-Molink $extra $flavour
 if ($options.Test) { Invoke-Checks }
 if ($options.Demo) {
     $demo = @('-m', 'molink', 'demo')
-    if ($null -ne $options.Ask) { $demo += @('--ask', $options.Ask) }
+    if ($null -ne $options.Ask) {
+        $ask = $options.Ask
+        # Before 7.3 PowerShell passes quotes on to programs unescaped.
+        if ($PSVersionTable.PSVersion -lt [version]'7.3') { $ask = $ask -replace '(\\*)"', '$1$1\"' }
+        $demo += @('--ask', $ask)
+    }
     & $VenvPython @demo
     exit $LASTEXITCODE
 }

@@ -16,8 +16,15 @@ import zmq.asyncio
 from molink.wire.client import Client
 from molink.wire.codec import Codec
 from molink.wire.keys import KeyPair
+from molink.wire.loop import EventLoop
 from molink.wire.server import Handler, Server
 from molink.wire.zap import Gatekeeper
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that ZeroMQ needs; pytest-asyncio's own choice on Windows is a Proactor loop."""
+    return {"selector": EventLoop}
+
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"

@@ -30,6 +30,7 @@ from molink.wire.client import Client
 from molink.wire.codec import data_codec
 from molink.wire.data import Cancel, Prompt, Rows, Volume
 from molink.wire.keys import KeyPair
+from molink.wire.loop import EventLoop
 from molink.wire.server import Server
 from molink.wire.zap import Gatekeeper
 
@@ -39,7 +40,8 @@ PIPELINE = "bench"
 
 def serve(pipe: Any, server_secret: str, client_public: str) -> None:
     """The other process: answers prompts, takes a link, reports the bytes that came."""
-    asyncio.run(_serve(pipe, KeyPair.from_secret(server_secret), client_public))
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(_serve(pipe, KeyPair.from_secret(server_secret), client_public))
 
 
 async def _serve(pipe: Any, keys: KeyPair, client_public: str) -> None:
@@ -184,7 +186,8 @@ def main() -> None:
     here, there = spawn.Pipe()
     other = spawn.Process(target=serve, args=(there, server_keys.secret, keys.public), daemon=True)
     other.start()
-    result = asyncio.run(_measure(here.recv(), keys, server_keys.public, seconds))
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        result = runner.run(_measure(here.recv(), keys, server_keys.public, seconds))
     other.join(10)
     print(json.dumps(result))
 

@@ -10,6 +10,7 @@ from molink.peer.home import Home, HomeLock
 from molink.peer.membership import read_membership
 from molink.peer.platform import on_terminate
 from molink.peer.settings import Settings
+from molink.wire.loop import EventLoop
 
 
 def run_coordinator(home: Home, settings: Settings) -> None:
@@ -27,7 +28,7 @@ def run_coordinator(home: Home, settings: Settings) -> None:
     lock = HomeLock(home)
     lock.acquire()
     try:
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(_run(home, settings))
     finally:
         lock.release()

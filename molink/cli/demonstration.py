@@ -13,6 +13,7 @@ from molink.peer.home import Home
 from molink.peer.launch import AnyEvent, Ended, ModelReady, Serving, StageNow, Trouble
 from molink.peer.platform import on_terminate
 from molink.peer.settings import Dtype
+from molink.wire.loop import EventLoop
 
 _SAMPLE = {"messages": [{"role": "user", "content": "What is molink?"}], "stream": True}
 
@@ -105,7 +106,7 @@ def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: 
             await swarm.close()
             undo()
 
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
         return runner.run(run())
 
 

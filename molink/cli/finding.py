@@ -21,6 +21,7 @@ from molink.wire.control import (
     StatusRequest,
 )
 from molink.wire.endpoints import endpoints
+from molink.wire.loop import EventLoop
 
 _NOT_RUNNING = "no molink runs here: start one with `molink up`, `molink join` or `molink demo`"
 
@@ -129,5 +130,5 @@ def request(
             await client.close()
             context.destroy(linger=0)
 
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
         return runner.run(exchange())

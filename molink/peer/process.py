@@ -16,6 +16,7 @@ from molink.peer.daemon import Daemon
 from molink.peer.home import Home
 from molink.peer.launch import Announce, AnyEvent, Ended, Launch
 from molink.peer.platform import on_terminate
+from molink.wire.loop import EventLoop
 
 #: Longest order on standard input, in bytes.
 _MAX_ORDER = 1 << 20
@@ -51,7 +52,7 @@ def run_daemon(
         finally:
             undo()
 
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(run())
 
 

@@ -15,6 +15,7 @@ from molink.errors import MolinkError
 from molink.swarm.coordinator import Coordinator
 from molink.swarm.options import Options, parse_options
 from molink.swarm.state import State
+from molink.wire.loop import EventLoop
 from molink.wire.secrets import load_keys
 
 KEY_FILE = "coordinator.key"
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(serve(options))
     except MolinkError as error:
         print(f"molink: {error}", file=sys.stderr, flush=True)

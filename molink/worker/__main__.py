@@ -8,6 +8,7 @@ import sys
 import torch
 
 from molink.errors import MolinkError
+from molink.wire.loop import EventLoop
 from molink.worker.pipe import DaemonPipe
 from molink.worker.worker import Worker
 
@@ -27,7 +28,7 @@ def main() -> int:
         if start.threads:
             torch.set_num_threads(start.threads)
         # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(Worker(start, pipe).run())
     except MolinkError as error:
         log.error("%s: %s", type(error).__name__, error)

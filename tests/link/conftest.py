@@ -26,6 +26,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _InstantSelector()
         super().__init__(self._virtual)
+        # Timers are due when they are due, however coarse this platform's clock is.
+        self._clock_resolution = 1e-9
 
     def time(self) -> float:
         return self._virtual.now
