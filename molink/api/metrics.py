@@ -134,9 +134,9 @@ class EndpointCollector(Collector):
         counters, gauges = self._backend.metrics()
         for name, value in counters.items():
             title = _metric_name(name).removesuffix("_total")
-            families.append(CounterMetricFamily(title, name, value=value))
+            families.append(CounterMetricFamily(title, _help(name), value=value))
         for name, value in gauges.items():
-            families.append(GaugeMetricFamily(_metric_name(name), name, value=value))
+            families.append(GaugeMetricFamily(_metric_name(name), _help(name), value=value))
         return {family.name: family for family in reversed(families)}.values()
 
 
@@ -150,6 +150,11 @@ def create_registry(recorder: Recorder, backend: Backend) -> CollectorRegistry:
 def exposition(registry: CollectorRegistry) -> bytes:
     """The text of ``/metrics``."""
     return generate_latest(registry)
+
+
+def _help(name: str) -> str:
+    words = name.removeprefix("molink_").removesuffix("_total").replace("_", " ").capitalize()
+    return f"{words}, as the daemon of this PC and its workers report it."
 
 
 def _metric_name(name: str) -> str:

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from molink.api.catalogue import Offer
 from molink.api.schema import ChatBody, ChatMessage, CompletionBody
-from molink.errors import RequestError
-from molink.text.tokenizer import Tokenizer
+from molink.errors import ContextTooLong, RequestError
 
 #: Variables of templates that a client can't set: they carry the conversation itself.
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+#: A text with more characters per token of the context than this, plus some, can't fit it.
+_CHARACTERS_PER_TOKEN = 16
+_SPARE_CHARACTERS = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +23,16 @@ class Prompt:
     text: str = ""
 
 
-def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
+def chat_prompt(body: ChatBody, offer: Offer) -> Prompt:
     """The prompt of a conversation, by the model's chat template.
 
     Raises:
+        ContextTooLong: it is so long that it can't fit.
         RequestError: a part that isn't text, no template, or messages that it refuses.
     """
     if body.echo:
         raise RequestError("`echo` is not supported for conversations", "echo")
-    template = tokenizer.template
+    template = offer.tokenizer.template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
     messages = [
@@ -40,33 +44,32 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
         raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    ids = tokenizer.encode(template.render(messages, options), special=False)
-    return Prompt(_not_empty(ids, "messages"))
+    text = template.render(messages, options)
+    return Prompt(_encoded(text, "messages", offer, special=False))
 
 
-def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Prompt]:
+def completion_prompts(body: CompletionBody, offer: Offer) -> list[Prompt]:
     """The prompts of a completion: a text, ids, or a list of either.
 
     Raises:
+        ContextTooLong: one is so long that it can't fit.
         RequestError: the prompt is empty, of a wrong type, or has ids that don't exist.
     """
     prompt = body.prompt
     if isinstance(prompt, str) or _all_ids(prompt):
-        return [_completion_prompt(prompt, "prompt", body, tokenizer)]
+        return [_completion_prompt(prompt, "prompt", body, offer)]
     if not prompt:
         raise RequestError("`prompt`: the list is empty", "prompt")
     return [
-        _completion_prompt(item, f"prompt[{index}]", body, tokenizer)
+        _completion_prompt(item, f"prompt[{index}]", body, offer)
         for index, item in enumerate(prompt)
     ]
 
 
-def _completion_prompt(
-    prompt: Any, field: str, body: CompletionBody, tokenizer: Tokenizer
-) -> Prompt:
+def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Offer) -> Prompt:
     if isinstance(prompt, str):
-        ids: Sequence[int] = tokenizer.encode(prompt)
-        return Prompt(_not_empty(ids, field), prompt if body.echo else "")
+        return Prompt(_encoded(prompt, field, offer), prompt if body.echo else "")
+    tokenizer = offer.tokenizer
     if not isinstance(prompt, list) or not _all_ids(prompt):
         raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
     for token in prompt:
@@ -76,6 +79,17 @@ def _completion_prompt(
             )
     text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
     return Prompt(_not_empty(prompt, field), text)
+
+
+def _encoded(text: str, field: str, offer: Offer, *, special: bool = True) -> tuple[int, ...]:
+    context = offer.model.context
+    if len(text) > _CHARACTERS_PER_TOKEN * context + _SPARE_CHARACTERS:
+        raise ContextTooLong(
+            f"`{field}`: the prompt has {len(text)} characters, and the context of "
+            f"{offer.model.name} is {context} tokens, the answer included",
+            field,
+        )
+    return _not_empty(offer.tokenizer.encode(text, special=special), field)
 
 
 def _all_ids(value: list[Any]) -> bool:

@@ -5,7 +5,7 @@ import logging
 
 from aiohttp import web
 
-from molink.api.problem import Problem
+from molink.api.problem import Problem, internal
 from molink.api.settings import ApiSettings
 
 #: Quiet unless someone sets it to ``INFO``.
@@ -41,6 +41,22 @@ class EndpointProtocol(web.RequestHandler):
         super().connection_made(transport)
         loop = asyncio.get_running_loop()
         self._header_timer = loop.call_later(self._header_timeout, self.force_close)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP gets an envelope as well, instead of aiohttp's plain text."""
+        super().handle_error(request, status, exc, message)  # logs it
+        problem = internal()
+        if status < 500:
+            problem = Problem(status, f"no valid HTTP: {message}", code="bad_request")
+        answer = problem.response()
+        answer.force_close()
+        return answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client has gone."""

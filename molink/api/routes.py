@@ -47,7 +47,7 @@ class OpenAIRoutes:
         """``POST /v1/chat/completions``."""
         body = await read_body(request, ChatBody, self._settings)
         offer = await self._catalogue.offer(body.model)
-        prompt = await asyncio.to_thread(chat_prompt, body, offer.tokenizer)
+        prompt = await asyncio.to_thread(chat_prompt, body, offer)
         plan = make_plan(body, offer, [prompt], self._settings.max_choices)
         return await self._answer(request, body, plan, ChatFormat)
 
@@ -55,7 +55,7 @@ class OpenAIRoutes:
         """``POST /v1/completions``."""
         body = await read_body(request, CompletionBody, self._settings)
         offer = await self._catalogue.offer(body.model)
-        prompts = await asyncio.to_thread(completion_prompts, body, offer.tokenizer)
+        prompts = await asyncio.to_thread(completion_prompts, body, offer)
         plan = make_plan(body, offer, prompts, self._settings.max_choices)
         return await self._answer(request, body, plan, CompletionFormat)
 

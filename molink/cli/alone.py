@@ -10,6 +10,7 @@ from molink.peer.home import Home, HomeLock
 from molink.peer.membership import read_membership
 from molink.peer.platform import on_terminate
 from molink.peer.settings import Settings
+from molink.swarm.plain import printable
 from molink.wire.loop import EventLoop
 
 
@@ -48,7 +49,7 @@ async def _run(home: Home, settings: Settings) -> None:
             membership.save(home.membership)
             token = await asyncio.to_thread(finding.fetch_invite, home, settings.token_ttl)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
-            print(f"To add a PC, run there:\n\n  molink join {token}\n", flush=True)
+            print(f"To add a PC, run there:\n\n  molink join {printable(token)}\n", flush=True)
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
             await stopped.wait()
     finally:

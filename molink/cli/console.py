@@ -12,6 +12,7 @@ from molink.peer.launch import (
     StageNow,
     Trouble,
 )
+from molink.swarm.plain import printable
 
 
 class DaemonConsole:
@@ -29,7 +30,7 @@ class DaemonConsole:
                 self._listening(event)
             case Invitation():
                 self._line("\nTo add another PC, run there:\n")
-                self._console.print(f"  molink join {event.token}\n", markup=False)
+                self._line(f"  molink join {escape(event.token)}\n")
             case StageNow():
                 self._line(f"This PC: {escape(event.text)}")
             case ModelReady(ready=True):
@@ -37,11 +38,11 @@ class DaemonConsole:
             case ModelReady():
                 self._line(f"[yellow]{escape(event.model)} can't be served at the moment.[/yellow]")
             case Trouble():
-                self._console.print(f"molink: {event.text}", style="red", markup=False)
+                self._line(f"[red]molink: {escape(event.text)}[/red]")
 
     def _listening(self, event: Listening) -> None:
         self._line(f"{escape(event.name)} is in swarm {escape(event.swarm)}; Ctrl-C stops it.")
         self._line(f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)")
 
     def _line(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(printable(text, keep="\n"))

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from molink.peer.demo import DemoSwarm
 from molink.peer.home import Home
 from molink.peer.launch import AnyEvent, Ended, ModelReady, Serving, StageNow, Trouble
 from molink.peer.platform import on_terminate
 from molink.peer.settings import Dtype
+from molink.swarm.plain import printable
 from molink.wire.loop import EventLoop
 
 _SAMPLE = {"messages": [{"role": "user", "content": "What is molink?"}], "stream": True}
@@ -70,10 +72,10 @@ class DemoConsole:
         if self._status is None:
             self._line(text)
         else:
-            self._status.update(text)
+            self._status.update(Text(printable(text)))
 
     def _line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text, keep="\n"), markup=False)
 
 
 def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: str | None) -> int:

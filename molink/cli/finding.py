@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from molink.errors import Unavailable
+from molink.errors import Unavailable, UsageError
 from molink.peer.demo import demo_homes, first_peer
 from molink.peer.home import Home
 from molink.peer.membership import Membership, read_membership
@@ -17,6 +17,7 @@ from molink.wire.control import (
     Done,
     Invite,
     InviteRequest,
+    RevokeRequest,
     ShutdownRequest,
     StatusRequest,
 )
@@ -73,16 +74,51 @@ def fetch_status(found: Found) -> dict[str, Any]:
 
 def fetch_invite(home: Home, ttl: float) -> str:
     """A new join token, from the daemon here or from a coordinator that runs alone."""
-    message = InviteRequest(ref=0, ttl=ttl)
-    found, member = find_daemon(home), read_membership(home.membership)
-    if found is not None:
-        reply, _ = ask(found, message)
-    elif member is not None:
-        reply = ask_coordinator(home, member, message)
-    else:
-        raise Unavailable(_NOT_RUNNING)
+    reply, _ = _ask_swarm(home, InviteRequest(ref=0, ttl=ttl))
     assert isinstance(reply, Invite)
     return reply.token
+
+
+def revoke(home: Home, who: str) -> str:
+    """Shut the peer of that id or name out of the swarm; returns its id.
+
+    Raises:
+        UsageError: there is none, or more than one.
+        NotAuthorized: this PC doesn't run the swarm.
+    """
+    _, payload = _ask_swarm(home, StatusRequest(ref=0))
+    peer = find_peer(json.loads(payload), who)
+    reply, _ = _ask_swarm(home, RevokeRequest(ref=0, target=peer))
+    assert isinstance(reply, Done)
+    return peer
+
+
+def find_peer(status: dict[str, Any], who: str) -> str:
+    """The id of the peer with that id or name.
+
+    Raises:
+        UsageError: there is none, or more than one.
+        Unavailable: the coordinator, who knows them all, could not be asked.
+    """
+    if status["coordinator"]["state"] != "running":
+        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+    named = [peer["id"] for peer in status["peers"] if peer["name"] == who]
+    found = [peer["id"] for peer in status["peers"] if peer["id"] == who] or named
+    if not found:
+        raise UsageError(f"no peer of the swarm is called {who}; `molink status` shows them")
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} peers are called {who}: give one's id ({', '.join(found)})")
+    return str(found[0])
+
+
+def _ask_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+    """Ask the daemon here, or the coordinator where that runs alone."""
+    found, member = find_daemon(home), read_membership(home.membership)
+    if found is not None:
+        return ask(found, message)
+    if member is not None:
+        return ask_coordinator(home, member, message)
+    raise Unavailable(_NOT_RUNNING)
 
 
 def shut_down(found: Found, *, leave: bool) -> None:
@@ -102,10 +138,12 @@ def ask(found: Found, message: ControlMessage) -> tuple[ControlMessage, bytes]:
     return request(found.home, keys.public, addresses, message, "the molink daemon on this PC")
 
 
-def ask_coordinator(home: Home, member: Membership, message: ControlMessage) -> ControlMessage:
+def ask_coordinator(
+    home: Home, member: Membership, message: ControlMessage
+) -> tuple[ControlMessage, bytes]:
     """Send one request to the coordinator itself, where no daemon runs."""
     name = "the swarm's coordinator"
-    return request(home, member.coordinator_key, member.endpoints, message, name)[0]
+    return request(home, member.coordinator_key, member.endpoints, message, name)
 
 
 def request(

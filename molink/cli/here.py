@@ -1,4 +1,4 @@
-"""Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``leave``."""
+"""Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``revoke``, ``leave``."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from molink.errors import MolinkError, UsageError
+from molink.swarm.plain import printable
 
 HomeOption = Annotated[
     Path | None,
@@ -76,7 +77,19 @@ def invite(
 
     if ttl < 0:
         raise UsageError("--ttl is a number of hours, 0 for ever")
-    print(finding.fetch_invite(Home.find(home), ttl * 3600))
+    print(printable(finding.fetch_invite(Home.find(home), ttl * 3600)))
+
+
+def revoke(
+    peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
+    home: HomeOption = None,
+) -> None:
+    """Shut a peer out of the swarm for good; only on the PC that runs the swarm."""
+    from molink.cli import finding
+    from molink.peer.home import Home
+
+    id = finding.revoke(Home.find(home), peer)
+    print(f"{id} is no member any more, and its invitations have ended.")
 
 
 def leave(
@@ -109,11 +122,12 @@ def leave(
         elif not member.own:
             finding.ask_coordinator(place, member, LeaveRequest(ref=0))
     except MolinkError as error:
-        print(f"The coordinator could not be told ({error}); forgetting the swarm here.")
+        reason = printable(str(error))
+        print(f"The coordinator could not be told ({reason}); forgetting the swarm here.")
     place.membership.unlink(missing_ok=True)
     if member.own and not wait_until(lambda: _removed(place.coordinator)):
         raise UsageError(f"can't delete {place.coordinator}: delete it by hand")
-    print(f"This PC has left swarm {member.swarm}.")
+    print(printable(f"This PC has left swarm {member.swarm}."))
 
 
 def wait_until(met: Callable[[], bool], timeout: float = 30.0) -> bool:

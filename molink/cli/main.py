@@ -11,6 +11,7 @@ import molink
 from molink.cli import here, running
 from molink.cli.bench_group import add_bench
 from molink.errors import MolinkError
+from molink.swarm.plain import printable
 
 #: Exit code after Ctrl-C, as shells count it.
 INTERRUPTED = 130
@@ -31,6 +32,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         here.chat,
         here.status,
         here.invite,
+        here.revoke,
         here.leave,
         running.coordinator,
     ]
@@ -67,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         build(arguments)(args=list(arguments), prog_name="molink")
     except MolinkError as error:
-        print(f"molink: {error}", file=sys.stderr)
+        print(printable(f"molink: {error}", keep="\n"), file=sys.stderr)
         return error.exit_code
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -82,7 +82,7 @@ def join(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Have the swarm serve this model from now on.")
+        str | None, typer.Option(help="Have the swarm serve this model if it serves none yet.")
     ] = None,
     stage: StageOption = None,
     name: NameOption = None,

@@ -7,18 +7,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from molink.swarm.plain import printable
+
 
 def show_status(state: dict[str, Any], *, demo: bool) -> None:
     """Print the state of a swarm."""
     console = Console(highlight=False)
     title = f"Swarm {state['swarm']}" + (" (demo)" if demo else "")
-    console.print(Text(f"{title}, model {state.get('model') or 'none'}", style="bold"))
+    console.print(_text(f"{title}, model {state.get('model') or 'none'}", "bold"))
     coordinator = state.get("coordinator")
     if not isinstance(coordinator, dict) or coordinator.get("state") != "running":
-        console.print(Text(f"Only what this PC knows: {state.get('trouble')}", style="yellow"))
+        console.print(_text(f"Only what this PC knows: {state.get('trouble')}", "yellow"))
+    elif not state.get("pipelines"):
+        console.print(_text(f"No pipeline: {state.get('trouble')}"))
     console.print(_peers(state.get("peers", ())))
     for pipeline in state.get("pipelines", ()):
-        console.print(Text(_pipeline(pipeline)))
+        console.print(_text(_pipeline(pipeline)))
+    for one in state.get("cut_off", ()):
+        text = f"{one['name']} ({one['peer']}) was cut off by {one['by']}: {one['reason']}"
+        console.print(_text(text, "yellow"))
 
 
 def _peers(peers: Sequence[dict[str, Any]]) -> Table:
@@ -35,8 +42,13 @@ def _peers(peers: Sequence[dict[str, Any]]) -> Table:
             peer.get("endpoint"),
             peer.get("daemon_pid"),
         )
-        table.add_row(*(Text(str(cell or "")) for cell in cells))
+        table.add_row(*(_text(str(cell or "")) for cell in cells))
     return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text of peers: neither markup nor anything else that is obeyed."""
+    return Text(printable(text), style=style)
 
 
 def _stage(worker: dict[str, Any]) -> str:

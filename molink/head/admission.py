@@ -20,23 +20,28 @@ class Admission:
         self._interval: float | None = None
         self._last: float | None = None
 
-    def check(self, request: HeadRequest, waiting: int, running: int) -> None:
-        """Pass, or say why not; ``waiting`` and ``running`` count the jobs there are.
+    def check(self, request: HeadRequest) -> None:
+        """Pass, or say why it can never be served.
 
         Raises:
             RequestError: a field is out of range.
             ContextTooLong: it can never fit into the context, or into the KV blocks.
-            Overloaded: the queue is full.
         """
         self._check_fields(request)
         self._check_fits(request)
+
+    def is_full(self, waiting: int, running: int) -> bool:
+        """Whether no more can be queued; ``waiting`` and ``running`` count the jobs there are."""
         limits = self._limits
         # Requests that only wait for the next micro-batch do not fill the queue.
-        if waiting >= limits.max_waiting + max(0, limits.max_running - running):
-            raise Overloaded(
-                f"{running} requests are running and {waiting} waiting; try again later",
-                self.retry_after,
-            )
+        return waiting >= limits.max_waiting + max(0, limits.max_running - running)
+
+    def overloaded(self, waiting: int, running: int) -> Overloaded:
+        """The error for a request that finds no place."""
+        return Overloaded(
+            f"{running} requests are running and {waiting} waiting; try again later",
+            self.retry_after,
+        )
 
     def departed(self, now: float) -> None:
         """A request has ended: a place is free."""

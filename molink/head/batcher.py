@@ -158,11 +158,16 @@ class Batcher:
         return self._blocks.free >= need + reserve
 
     def _evict_stalled(self, now: float) -> None:
-        """Nobody who is admitted can go on before his client does: make place for one who can."""
-        if self._roster.admitted and not self._coming and self._roster.all_stalled():
-            victim = self._roster.victim(-1)
-            if victim is not None:
-                self._preempt(victim, now)
+        """Make place for one who can go on.
+
+        By a job that its client has abandoned, or if nobody who is admitted can go on before his
+        client does.
+        """
+        victim = self._roster.longest_stalled()
+        if victim is None or self._coming:
+            return
+        if victim.abandoned(now) or self._roster.all_stalled():
+            self._preempt(victim, now)
 
     # --- into messages -------------------------------------------------------------------------
 

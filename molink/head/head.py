@@ -39,27 +39,43 @@ class Head:
         self._admission = Admission(limits)
         self._story = Story()
         self._counts = dict.fromkeys(
-            ("requests", "tokens", "finished", "cancelled", "failed", "volumes", "iterations"), 0
+            (
+                "requests",
+                "tokens",
+                "finished",
+                "cancelled",
+                "displaced",
+                "failed",
+                "volumes",
+                "iterations",
+            ),
+            0,
         )
         #: Messages about ticks that are not in flight: stages that misbehave.
         self.strays = 0
 
     # --- from daemons --------------------------------------------------------------------------
 
-    def submit(self, request: HeadRequest, now: float) -> None:
-        """Take a request into the queue.
+    def submit(self, request: HeadRequest, now: float) -> list[Emission]:
+        """Take a request into the queue; returns what is to be told of one that made place for it.
+
+        A full queue has a place for an owner who holds fewer than another; see
+        :meth:`Roster.displaced_by`.
 
         Raises:
             RequestError: a field is out of range, or the owner's key is in use.
             ContextTooLong: it can never fit into the context, or into the KV blocks.
-            Overloaded: the queue is full; carries ``retry_after``.
+            Overloaded: the queue is full, and this owner has his share of it; carries
+                ``retry_after``.
         """
         if self._roster.find(request.owner, request.key) is not None:
             raise RequestError(f"a request {request.key!r} of this daemon is already being served")
-        self._admission.check(request, len(self._roster.policy), self._roster.admitted)
+        self._admission.check(request)
+        emissions = self._make_place(request, now)
         self._roster.enqueue(Job.of(request), now)
         self._counts["requests"] += 1
         self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
+        return emissions
 
     def cancel(self, owner: str, key: str, now: float) -> None:
         """Stop a request; one that is over already is no error."""
@@ -197,6 +213,22 @@ class Head:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _make_place(self, request: HeadRequest, now: float) -> list[Emission]:
+        waiting, running = len(self._roster.policy), self._roster.admitted
+        if not self._admission.is_full(waiting, running):
+            return []
+        error = self._admission.overloaded(waiting, running)
+        job = self._roster.displaced_by(request.owner, now)
+        if job is None:
+            raise error
+        self._counts["displaced"] += 1
+        self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
+        self._roster.remove(job)
+        rejected = Rejected(
+            self.epoch, job.request.key, "overloaded", str(error), error.retry_after
+        )
+        return [Emission(job.request.owner, rejected)]
+
     def _back(self, tick: int, now: float) -> tuple[Rows, ...]:
         rows = self._ledger.returned(tick)
         if rows is None:
@@ -212,6 +244,8 @@ class Head:
         finish = self._finish(job)
         if finish is None:
             self._roster.came_back(job)
+            if job.stalled:
+                job.stalled_at = now
         else:
             self._counts["finished"] += 1
             self._remove(job, finish, now)

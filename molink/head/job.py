@@ -5,6 +5,9 @@ from typing import Literal
 
 from molink.head.request import HeadRequest
 
+#: Seconds after which a job whose client takes nothing may have to give way to others.
+PATIENCE = 30.0
+
 #: ``waiting`` holds no blocks; ``prefill`` has rows of known tokens still to be issued; ``decode``
 #: has issued them all, and has either a row in flight or a token to go on from; ``gone`` is over.
 JobState = Literal["waiting", "prefill", "decode", "gone"]
@@ -14,8 +17,8 @@ JobState = Literal["waiting", "prefill", "decode", "gone"]
 class Job:
     """A request and how far it has got.
 
-    The attributes below ``credited`` belong to one admission and begin anew with each: a preempted
-    job keeps its tokens only.
+    The attributes below ``stalled_at`` belong to one admission and begin anew with each: a
+    preempted job keeps its tokens only.
     """
 
     request: HeadRequest
@@ -23,6 +26,8 @@ class Job:
     tokens: list[int]
     #: The client has taken all tokens below this position.
     credited: int
+    #: When it last became ``stalled``.
+    stalled_at: float = 0.0
     state: JobState = "waiting"
     admissions: int = 0
     #: The request id that stages know it by; meaningless while waiting.
@@ -51,6 +56,10 @@ class Job:
     def stalled(self) -> bool:
         """Whether the client has to take tokens before more may be sampled."""
         return len(self.tokens) - self.credited >= self.request.window
+
+    def abandoned(self, now: float) -> bool:
+        """Whether its client has taken nothing for so long that others go first."""
+        return self.stalled and now - self.stalled_at >= PATIENCE
 
     @property
     def kv_end(self) -> int:

@@ -1,5 +1,6 @@
 """All jobs of a head, by what can be done with them."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,8 +77,34 @@ class Roster:
         return list(self._prefilling.values())
 
     def first_waiting(self) -> Job | None:
-        """The job to be admitted next; those that wait for their client are passed over."""
-        return next((job for job in self.policy.waiting() if not job.stalled), None)
+        """The job to be admitted next: the first one of the owner with the fewest admitted jobs.
+
+        Those that wait for their client are passed over.
+        """
+        running = Counter(job.request.owner for job in self._admitted.values())
+        able = (job for job in self.policy.waiting() if not job.stalled)
+        return min(able, key=lambda job: running[job.request.owner], default=None)
+
+    def displaced_by(self, owner: str, now: float) -> Job | None:
+        """The waiting job whose place in the full queue a new one of ``owner`` gets, if any.
+
+        One that its client has abandoned; else, if somebody holds at least two places more than
+        ``owner``, one of his that waits for its client, or his last. So the owners who want in
+        come to have equal shares, and one who is alone has them all.
+        """
+        waiting = list(self.policy.waiting())
+        abandoned = next((job for job in waiting if job.abandoned(now)), None)
+        held = Counter(job.request.owner for job in waiting)
+        most = max(held, key=held.__getitem__, default=owner)
+        if abandoned is not None or held[most] < held[owner] + 2:
+            return abandoned
+        theirs = [job for job in reversed(waiting) if job.request.owner == most]
+        return next((job for job in theirs if job.stalled), theirs[0])
+
+    def longest_stalled(self) -> Job | None:
+        """The admitted job that has waited longest for its client."""
+        stalled = [job for job in self._idle.values() if job.stalled]
+        return min(stalled, key=lambda job: job.stalled_at, default=None)
 
     def all_stalled(self) -> bool:
         """Whether every admitted job waits for its client."""

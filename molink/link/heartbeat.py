@@ -13,8 +13,8 @@ BUSY_INTERVAL = 0.1
 PATIENCE = 3.0
 #: Predicted durations without progress that are death.
 PATIENCE_FACTOR = 5.0
-#: The patience with a stage that has not been reached yet.
-FIRST_PATIENCE = 15.0
+#: The patience with a stage that has not been reached yet: it may have a step to finish.
+FIRST_PATIENCE = 60.0
 #: What an echo says beyond this is no measurement.
 _LONGEST_ROUND_TRIP = 60.0
 #: A longer pause between two looks is our own: time in which nobody looked doesn't count.
@@ -54,12 +54,12 @@ class RoundTrip:
 class Liveness:
     """Whether the next stage is alive: it beats, and it gets on while it has work.
 
-    Progress is a risen ``completed`` tick or an empty queue. ``predicted`` is how long its next
-    step should take, in seconds.
+    Progress is a risen ``completed`` tick or an empty queue. How long its step should take, the
+    stage says itself.
     """
 
     def __init__(self, now: float) -> None:
-        self.predicted = 0.0
+        self._predicted = 0.0
         self._reached = False
         self._beat_at = now
         self._progress_at = now
@@ -67,12 +67,16 @@ class Liveness:
         self._completed = -1
         self._queued = 0
 
-    def beat(self, completed: int, queued: int, now: float) -> None:
-        """The stage has completed tick ``completed`` and ``queued`` volumes wait for it."""
+    def beat(self, completed: int, queued: int, predicted: float, now: float) -> None:
+        """The stage has completed tick ``completed`` and ``queued`` volumes wait for it.
+
+        ``predicted`` is how long the step that runs there should take, in seconds.
+        """
         # Work that has just come in has waited for nothing yet.
         if completed > self._completed or queued == 0 or self._queued == 0:
             self._progress_at = now
         self._reached = True
+        self._predicted = predicted
         self._completed = max(completed, self._completed)
         self._queued = queued
         self._beat_at = now
@@ -82,7 +86,7 @@ class Liveness:
         """Seconds without a sign of life that are death."""
         if not self._reached:
             return FIRST_PATIENCE
-        return max(PATIENCE, PATIENCE_FACTOR * self.predicted)
+        return max(PATIENCE, PATIENCE_FACTOR * self._predicted)
 
     def death(self, now: float) -> str | None:
         """Why the stage counts as dead, or ``None``. To be asked at least twice a second."""

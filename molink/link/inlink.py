@@ -136,5 +136,5 @@ class InLink:
         own = self._progress()
         now = self._loop.time()
         epoch = self._receiver.epoch
-        answer = Beat(epoch, own.completed, own.queued, sent_at=now, echo=beat.sent_at)
+        answer = Beat(epoch, own.completed, own.queued, now, beat.sent_at, own.predicted)
         self._server.send(sender.identity, answer)

@@ -56,12 +56,14 @@ class Progress:
     """What a stage tells its neighbours of itself.
 
     ``completed`` is the last tick its compute thread has completed, ``queued`` how many volumes
-    wait for it or are being run, ``busy`` whether any request lives.
+    wait for it or are being run, ``busy`` whether any request lives, ``predicted`` how long the
+    step that runs should take, in seconds.
     """
 
     completed: int
     queued: int
     busy: bool
+    predicted: float = 0.0
 
 
 @dataclass(slots=True)
@@ -99,9 +101,11 @@ class OutLink:
         from_stage: int,
         progress: Callable[[], Progress],
         on_dead: Callable[[str], None],
+        on_room: Callable[[], None],
     ) -> None:
         """``connect`` makes a lane's connection. ``on_dead`` is told, once, why the next is dead.
 
+        ``on_room`` is called when the link is not :attr:`full` any more.
         ``progress`` says how this stage itself gets on.
         """
         self._loop = asyncio.get_running_loop()
@@ -110,6 +114,7 @@ class OutLink:
         self._from_stage = from_stage
         self._progress = progress
         self._on_dead = on_dead
+        self._on_room = on_room
         self._connections = {lane: _Connection(connect(lane, self._events(lane))) for lane in Lane}
         now = self._loop.time()
         self._beats = BeatClock(now)
@@ -253,7 +258,7 @@ class OutLink:
         if isinstance(message, Ack):
             self._acknowledged(lane, message, now)
         elif isinstance(message, Beat) and message.epoch == self._sender.epoch:
-            self.liveness.beat(message.completed, message.queued, now)
+            self.liveness.beat(message.completed, message.queued, message.predicted, now)
             self._round_trip.measured(now - message.echo)
             estimate = LinkEstimate(self._round_trip.smooth, self._round_trip.least)
             self._sender.handle(estimate, now)
@@ -269,10 +274,16 @@ class OutLink:
         if not connection.welcome:
             connection.welcome = True
             if ack.next > self._sender.base(lane):
-                self._sender.ack(ack, now)
+                self._take(ack, now)
             self._sender.reconnected(lane, now)
         else:
-            self._sender.ack(ack, now)
+            self._take(ack, now)
+
+    def _take(self, ack: Ack, now: float) -> None:
+        was_full = self._sender.full
+        self._sender.ack(ack, now)
+        if was_full and not self._sender.full:
+            self._on_room()
 
     # --- signs of life -----------------------------------------------------------------------
 
@@ -281,7 +292,13 @@ class OutLink:
         if not self._connections[Lane.DECODE].welcome or now < self._beats.next_at(progress.busy):
             return
         self._beats.beat(now)
-        beat = Beat(self._sender.epoch, progress.completed, progress.queued, sent_at=now)
+        beat = Beat(
+            self._sender.epoch,
+            progress.completed,
+            progress.queued,
+            sent_at=now,
+            predicted=progress.predicted,
+        )
         self._say(Lane.DECODE, beat)
 
     def _look(self, now: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.model.fields import Fields, read_json
-from molink.model.rope import RopeConfig, parse_rope
+from molink.model.rope import MAX_CONTEXT, RopeConfig, parse_rope
 
 Family = Literal["llama", "qwen2", "qwen3"]
 #: Element types of weights that can be computed with, by the names of the wire.
@@ -22,7 +22,11 @@ ARCHITECTURES: dict[str, Family] = {
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 #: Extents beyond these are a damaged config, not a model (also bounds what is allocated).
 _MAX_LAYERS = 4096
+_MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
+_MAX_HIDDEN = 2**17
+_MAX_INTERMEDIATE = 2**20
+_MAX_VOCABULARY = 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +86,22 @@ def _parse(
     family = _family(raw, where)
     fields = Fields(raw, where)
     _refuse_unsupported(raw, fields)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers = fields.integer("num_hidden_layers")
+    hidden = fields.integer("hidden_size", most=_MAX_HIDDEN)
+    heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
+    layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
+    positions = fields.integer("max_position_embeddings", 2048, MAX_CONTEXT)
     rope = parse_rope(raw, where)
     biased = fields.boolean("attention_bias", False)
     qwen3_head_dim = 128 if family == "qwen3" else None
     config = ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
         hidden_size=hidden,
         layers=layers,
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
         head_dim=fields.integer("head_dim", qwen3_head_dim or max(1, hidden // heads)),
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", most=_MAX_INTERMEDIATE),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         tied=fields.boolean("tie_word_embeddings", False),
@@ -103,7 +109,7 @@ def _parse(
         output_bias=False if family == "qwen2" else biased,
         mlp_bias=family == "llama" and fields.boolean("mlp_bias", False),
         qk_norm=family == "qwen3",
-        context=max(fields.integer("max_position_embeddings", 2048), rope.reach),
+        context=max(positions, rope.reach),
         dtype=_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
     )
@@ -138,12 +144,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], fields: Fields) -> None:
             "take the model's bf16 or fp16 files"
         )
     kinds = raw.get("layer_types") or []
-    sliding = [kind for kind in kinds if kind != "full_attention"]
+    if not isinstance(kinds, list):
+        raise BrokenModel(f"{where}: layer_types has to be a list, not {repr(kinds)[:80]}")
+    sliding = next((kind for kind in kinds if kind != "full_attention"), None)
     if fields.boolean("use_sliding_window", False) and not kinds:
-        first = int(fields.number("max_window_layers", 28))
-        sliding = ["sliding_attention"] * (fields.integer("num_hidden_layers") - first)
-    if sliding:
-        raise UnsupportedModel(f"{where}: layers with {sliding[0]} are not supported")
+        first = fields.number("max_window_layers", 28)
+        sliding = "sliding_attention" if fields.integer("num_hidden_layers") > first else None
+    if sliding is not None:
+        raise UnsupportedModel(f"{where}: layers with {sliding!r} are not supported")
 
 
 def _dtype(fields: Fields, fallback: WeightDType) -> WeightDType:
@@ -166,7 +174,5 @@ def _check_shape(config: ModelConfig, where: str) -> None:
         raise BrokenModel(
             f"{where}: head_dim {config.head_dim} has to be even and at most {_MAX_HEAD_DIM}"
         )
-    if config.layers > _MAX_LAYERS:
-        raise BrokenModel(f"{where}: num_hidden_layers {config.layers} is over {_MAX_LAYERS}")
     if config.norm_eps < 0:
         raise BrokenModel(f"{where}: rms_norm_eps {config.norm_eps} has to be positive")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,36 @@ from molink.errors import BrokenModel
 MAX_JSON_BYTES = 64 * 1024 * 1024
 
 
+def read_bytes(path: Path) -> bytes:
+    """Read a file of a model folder, at most ``MAX_JSON_BYTES``, whatever size it claims to have.
+
+    Raises:
+        BrokenModel: the file is missing, unreadable, too long, or a pipe or a device.
+    """
+    try:
+        refuse_irregular(path)
+        with path.open("rb") as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        raise BrokenModel(f"{path.name} is missing in the model folder {path.parent}") from None
+    except OSError as error:
+        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+    if len(data) > MAX_JSON_BYTES:
+        raise BrokenModel(f"{path}: longer than {MAX_JSON_BYTES} bytes")
+    return data
+
+
+def refuse_irregular(path: Path) -> None:
+    """Refuse a pipe, a device or the like (links are followed): to open one may take forever.
+
+    Raises:
+        BrokenModel: ``path`` is there, but no regular file.
+        OSError: it is not there, or can't be looked at.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise BrokenModel(f"{path} is no regular file; fetch it again")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder.
 
@@ -19,13 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
         BrokenModel: the file is missing, unreadable, too long or no JSON object.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise BrokenModel(f"{path}: longer than {MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BrokenModel(f"{path.name} is missing in the model folder {path.parent}") from None
-    except OSError as error:
-        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+        value = json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -55,13 +80,15 @@ class Fields:
         return value
 
     def _wrong(self, name: str, wanted: str, value: object) -> BrokenModel:
-        return BrokenModel(f"{self.where}: {name} has to be {wanted}, not {value!r}")
+        return BrokenModel(f"{self.where}: {name} has to be {wanted}, not {repr(value)[:80]}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer below 2**31."""
+    def integer(self, name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """A positive integer up to ``most``."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._wrong(name, "a positive integer", value)
+        if value > most:
+            raise self._wrong(name, f"at most {most}", value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -69,9 +96,13 @@ class Fields:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, "a number", value)
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise self._wrong(name, "a finite number", value)
-        return float(value)
+        return number
 
     def optional_number(self, name: str) -> float | None:
         """A finite number, or ``None`` where there is none."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from molink.errors import BrokenModel
+from molink.model.fields import refuse_irregular
 
 #: The format's own bound.
 MAX_HEADER_BYTES = 100_000_000
@@ -47,6 +48,7 @@ def read_header(path: Path) -> dict[str, TensorSpan]:
         BrokenModel: the file is truncated or its header inconsistent; names file and tensor.
     """
     try:
+        refuse_irregular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             length = _header_length(file.read(_LENGTH.size), size, path)

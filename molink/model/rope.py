@@ -14,6 +14,8 @@ from molink.model.fields import Fields
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 DEFAULT_THETA = 10_000.0
+#: A longer context, in tokens, is a damaged config (also bounds what is allocated).
+MAX_CONTEXT = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,12 @@ def parse_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
 
 
 def _scaled(kind: RopeKind, theta: float, fields: Fields, outer: Fields) -> RopeConfig:
-    positions = outer.integer("max_position_embeddings", 2048)
+    positions = outer.integer("max_position_embeddings", 2048, MAX_CONTEXT)
     if kind == "dynamic":
         original = positions
     else:
-        inner = fields.integer("original_max_position_embeddings", positions)
-        original = outer.integer("original_max_position_embeddings", inner)
+        inner = fields.integer("original_max_position_embeddings", positions, MAX_CONTEXT)
+        original = outer.integer("original_max_position_embeddings", inner, MAX_CONTEXT)
     # A yarn config without a factor means the ratio of the two lengths.
     implied = positions / original if kind == "yarn" else None
     rope = RopeConfig(
@@ -100,6 +102,12 @@ def _scaled(kind: RopeKind, theta: float, fields: Fields, outer: Fields) -> Rope
     )
     if rope.factor < 1.0:
         raise BrokenModel(f"{fields.where}: factor has to be at least 1, not {rope.factor}")
+    if original * rope.factor > MAX_CONTEXT:
+        raise BrokenModel(
+            f"{fields.where}: factor {rope.factor} makes a context of over {MAX_CONTEXT} tokens"
+        )
+    if min(rope.beta_fast, rope.beta_slow) <= 0:
+        raise BrokenModel(f"{fields.where}: beta_fast and beta_slow have to be positive")
     if kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         raise BrokenModel(
             f"{fields.where}: low_freq_factor {rope.low_freq_factor} has to be positive and below "

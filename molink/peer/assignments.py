@@ -31,7 +31,7 @@ from molink.wire.control import (
     WorkerState,
 )
 from molink.wire.keys import KeyPair
-from molink.wire.pipe import Start
+from molink.wire.pipe import MemberBlocked, Start
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,19 @@ class Assignments:
         logs: Path,
         tell: Callable[[ControlMessage], None],
         on_change: Callable[[], None],
+        on_blocked: Callable[[str, str, str], None],
     ) -> None:
-        """``on_change`` is called whenever :meth:`states` may have changed."""
+        """``on_change`` is called whenever :meth:`states` may have changed.
+
+        ``on_blocked`` is told where which member was cut off by a worker, and why.
+        """
         self._settings = settings
         self._keys = keys
         self._store = store
         self._roster = roster
         self._tell = tell
         self._on_change = on_change
+        self._on_blocked = on_blocked
         self._keeper = Keeper()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._progress: dict[int, Progress] = {}
@@ -182,6 +187,9 @@ class Assignments:
             self._keeper.started(generation, pid)
 
     def _worker_said(self, generation: int, message: FromStage) -> None:
+        if isinstance(message, MemberBlocked):
+            log.warning("a stage of this PC has cut off %s: %s", message.peer, message.reason)
+            self._on_blocked("a stage of this PC", message.peer, message.reason)
         self._carry_out(self._keeper.worker_said(generation, message))
 
     def _worker_exited(self, generation: int, reason: str) -> None:

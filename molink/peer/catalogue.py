@@ -20,8 +20,15 @@ BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 class Catalogue:
     """Gets the metadata of every model with a route, for as long as it takes."""
 
-    def __init__(self, store: Store, on_change: Callable[[Sequence[ServedModel]], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        on_change: Callable[[Sequence[ServedModel]], None],
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        """``on_trouble`` is told, for a person, of a model that was given up."""
         self._store = store
+        self._on_trouble = on_trouble
         self._on_change = on_change
         self._routes: dict[str, Route] = {}
         self._served: dict[str, ServedModel] = {}
@@ -69,6 +76,9 @@ class Catalogue:
                 self._served[model] = served
                 self._on_change(tuple(self._served.values()))
                 return
+        except Exception as error:
+            log.exception("the tokenizer of %s", model)
+            self._on_trouble(f"{model} can't be offered here: {type(error).__name__}: {error}")
         finally:
             if self._tasks.get(model) is asyncio.current_task():
                 del self._tasks[model]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from molink.peer.platform import child_options
+from molink.swarm.plain import printable
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +148,9 @@ class Child:
         stream = cast(IO[bytes], self._process.stderr)
         with contextlib.closing(BoundedLog(self._log_file)) as file:
             for line in iter(lambda: stream.readline(16384), b""):
-                self._tail.append(line.decode("utf-8", "replace").rstrip())
-                file.write(line)
+                text = printable(line.decode("utf-8", "replace").rstrip(), keep="\t")
+                self._tail.append(text)
+                file.write(f"{text}\n".encode())
         stream.close()
 
 

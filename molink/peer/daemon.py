@@ -3,6 +3,7 @@
 import asyncio
 import os
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import zmq.asyncio
@@ -17,6 +18,7 @@ from molink.peer.launch import Announce, Launch, Listening
 from molink.peer.library import Library
 from molink.peer.membership import Membership, choose, join, read_membership
 from molink.peer.node import Node, Place
+from molink.peer.offenders import Offenders
 from molink.peer.runfile import RunFile
 from molink.peer.service import Service, UserCommands
 from molink.peer.settings import port_range
@@ -100,7 +102,9 @@ class Daemon:
         me = gatekeeper.allow(keys.public)
         gatekeeper.start()
         stack.callback(gatekeeper.close)
-        service = Service(me, library, UserCommands(self._status, self._invite, self._shutdown))
+        commands = UserCommands(self._status, self._invite, self._revoke, self._shutdown)
+        offenders = Offenders()
+        service = Service(me, library, commands)
         server: Server[ControlMessage] = Server(
             context,
             keys,
@@ -108,12 +112,21 @@ class Daemon:
             gatekeeper,
             service.handle,
             permits=service.permits,
+            on_blocked=partial(offenders.blocked, "this PC's control socket"),
         )
         service.send = server.send
         server.bind(settings.host, port_range(settings.control_port), "--control-port")
         stack.push_async_callback(server.close)
         return Place(
-            settings, self._home, keys, context, gatekeeper, server, library, self._announce
+            settings,
+            self._home,
+            keys,
+            context,
+            gatekeeper,
+            server,
+            library,
+            offenders,
+            self._announce,
         )
 
     async def _enter(
@@ -151,6 +164,9 @@ class Daemon:
 
     async def _invite(self, ttl: float) -> str:
         return await self._running().invite(ttl)
+
+    async def _revoke(self, target: str) -> None:
+        await self._running().revoke(target)
 
     async def _shutdown(self, leave: bool) -> None:
         if leave:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from molink.errors import BrokenModel
 from molink.model.config import ModelConfig
 from molink.model.header import TensorSpan
-from molink.model.layout import EMBEDDING, layer_tensors, stage_tensors
+from molink.model.layout import EMBEDDING, Shapes, layer_tensors, stage_tensors
 
 #: Bytes per request; the wire's bound is 192 KiB.
 PIECE_BYTES = 192 * 1024
+#: What weights may be stored as.
+_DTYPES = ("F32", "BF16", "F16")
 _ALIGNMENT = 8
 
 
@@ -32,28 +34,39 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One file to be written: its header, then the bytes of the pieces. ``nbytes`` is its size."""
+    """One file to be written: its header, then ``spans`` in a row. ``nbytes`` is its size."""
 
     file: str
     header: bytes
-    pieces: tuple[Piece, ...]
+    spans: tuple[TensorSpan, ...]
     nbytes: int
 
+    def pieces(self) -> Iterator[Piece]:
+        """The reads that fill the file, in order."""
+        target = len(self.header)
+        for span in self.spans:
+            yield from cut(span.file, span.offset, span.nbytes, target)
+            target += span.nbytes
 
-def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, list[str]]:
-    """Tensor names by group, for a stage of layers ``first … last - 1``."""
-    groups: dict[str, list[str]] = {}
-    ends = dict(stage_tensors(config, first, last))
+
+def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Shapes]:
+    """Tensors with their shapes by group, for a stage of layers ``first … last - 1``.
+
+    Raises:
+        BrokenModel: the model has no such layers.
+    """
+    if not 0 <= first < last <= config.layers:
+        raise BrokenModel(f"the model has layers 0:{config.layers}, not {first}:{last}")
+    groups: dict[str, Shapes] = {}
+    ends = stage_tensors(config, first, last)
     for layer in range(first, last):
-        names = list(layer_tensors(config, layer))
-        groups[f"layer-{layer:04d}"] = names
-        for name in names:
+        groups[f"layer-{layer:04d}"] = layer_tensors(config, layer)
+        for name in groups[f"layer-{layer:04d}"]:
             ends.pop(name)
     if EMBEDDING in ends:
-        ends.pop(EMBEDDING)
-        groups["embed"] = [EMBEDDING]
+        groups["embed"] = {EMBEDDING: ends.pop(EMBEDDING)}
     if ends:
-        groups["final"] = list(ends)
+        groups["final"] = ends
     return groups
 
 
@@ -62,29 +75,28 @@ def group_file(group: str) -> str:
     return f"{group}.safetensors"
 
 
-def plan_group(group: str, names: list[str], spans: Mapping[str, TensorSpan]) -> GroupPlan:
+def plan_group(group: str, shapes: Shapes, spans: Mapping[str, TensorSpan]) -> GroupPlan:
     """Lay out the file of a group.
 
     Raises:
-        BrokenModel: the source lacks one of the tensors.
+        BrokenModel: the source lacks one of the tensors, or it isn't what the config says.
     """
     entries: dict[str, object] = {}
-    placed: list[tuple[TensorSpan, int]] = []
     end = 0
-    for name in names:
+    for name, shape in shapes.items():
         span = spans.get(name)
         if span is None:
             raise BrokenModel(f"the source has no tensor {name}")
+        _check(name, span, shape)
         entries[name] = {
             "dtype": span.dtype,
             "shape": list(span.shape),
             "data_offsets": [end, end + span.nbytes],
         }
-        placed.append((span, end))
         end += span.nbytes
     header = _header(entries)
-    pieces = [piece for span, at in placed for piece in _pieces(span, len(header) + at)]
-    return GroupPlan(group_file(group), header, tuple(pieces), len(header) + end)
+    placed = tuple(spans[name] for name in shapes)
+    return GroupPlan(group_file(group), header, placed, len(header) + end)
 
 
 def cut(file: str, offset: int, nbytes: int, target: int = 0) -> Iterator[Piece]:
@@ -94,8 +106,13 @@ def cut(file: str, offset: int, nbytes: int, target: int = 0) -> Iterator[Piece]
         yield Piece(file, offset + done, length, target + done)
 
 
-def _pieces(span: TensorSpan, target: int) -> Iterator[Piece]:
-    return cut(span.file, span.offset, span.nbytes, target)
+def _check(name: str, span: TensorSpan, shape: tuple[int, ...]) -> None:
+    """What a tensor takes follows from the config alone, whatever the source says of it."""
+    if span.shape != shape or span.dtype not in _DTYPES:
+        raise BrokenModel(
+            f"the source's tensor {name} is {span.dtype} {list(span.shape)}, not {list(shape)} "
+            f"in one of {', '.join(_DTYPES)}"
+        )
 
 
 def _header(entries: dict[str, object]) -> bytes:

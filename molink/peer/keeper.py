@@ -18,7 +18,15 @@ from molink.wire.control import (
     StageReady,
     WorkerState,
 )
-from molink.wire.pipe import Formed, FormRing, Loaded, NextStageLost, Start, WorkerFailed
+from molink.wire.pipe import (
+    Formed,
+    FormRing,
+    Loaded,
+    MemberBlocked,
+    NextStageLost,
+    Start,
+    WorkerFailed,
+)
 
 StageState = Literal["fetching", "loading", "loaded", "ready", "failed"]
 #: States in which a worker process exists.
@@ -65,7 +73,7 @@ class Tell:
 
 
 Decision = Fetch | StartWorker | TellWorker | StopWorker | Tell
-FromStage = Loaded | Formed | WorkerFailed | NextStageLost
+FromStage = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked
 
 
 @dataclass(slots=True)
@@ -176,6 +184,10 @@ class Keeper:
                 if message.epoch != stage.assign.epoch:
                     return []
                 return [Tell(_stage_failed(stage.assign, message.reason, next_lost=True))]
+            case MemberBlocked():
+                if not message.previous or message.epoch != stage.assign.epoch:
+                    return []
+                return [Tell(_stage_failed(stage.assign, message.reason, previous_blocked=True))]
 
     def _formed(self, stage: _Stage, epoch: int) -> list[Decision]:
         if epoch != stage.assign.epoch or epoch != stage.forming:
@@ -277,11 +289,14 @@ def _repeated(stage: _Stage) -> list[Tell]:
     return told
 
 
-def _stage_failed(assign: Assign, reason: str, *, next_lost: bool = False) -> StageFailed:
+def _stage_failed(
+    assign: Assign, reason: str, *, next_lost: bool = False, previous_blocked: bool = False
+) -> StageFailed:
     return StageFailed(
         pipeline=assign.pipeline,
         epoch=assign.epoch,
         stage=assign.stage,
         reason=reason[:MAX_REASON],
         next_lost=next_lost,
+        previous_blocked=previous_blocked,
     )

@@ -1,6 +1,7 @@
 """A peer in its swarm: everything that follows from what the coordinator says."""
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from molink.peer.home import Home
 from molink.peer.launch import Announce, ModelReady, StageNow, Trouble
 from molink.peer.library import Library
 from molink.peer.membership import Membership
+from molink.peer.offenders import Offenders
 from molink.peer.requests import Requests
 from molink.peer.roster import Roster
 from molink.peer.session import Session
@@ -39,6 +41,7 @@ from molink.wire.control import (
     Member,
     MemberGone,
     PeerReport,
+    RevokeRequest,
     Route,
     RouteGone,
     StatusRequest,
@@ -54,6 +57,10 @@ log = logging.getLogger(__name__)
 
 #: Until a new session has named all members, in seconds.
 SWEEP_S = 5.0
+#: From a pipeline that isn't ready to asking why, in seconds.
+WHY_S = 2.0
+#: Until an answer is out, before connections are cut, in seconds.
+_CUT_DELAY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class Place:
     gatekeeper: Gatekeeper
     server: Server[ControlMessage]
     library: Library
+    offenders: Offenders
     announce: Announce
 
     @property
@@ -85,6 +93,7 @@ class Node:
         self._endpoint = endpoint
         self._ready: dict[str, bool] = {}
         self._said = ""
+        self._asking: asyncio.Task[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
         settings, context, keys = place.settings, place.context, place.keys
         self._roster = Roster(MemberKey(peer=place.me, public_key=keys.public))
@@ -101,11 +110,12 @@ class Node:
             place.home.logs,
             self.session.tell,
             self._stages_changed,
+            place.offenders.blocked,
         )
         self._heads = Heads(context, keys, self._heads_changed, self._head_said)
         limits = StreamLimits(hold_s=settings.hold)
         self.requests = Requests(self._heads, limits, self._metrics)
-        self._catalogue = Catalogue(self._store, self._models_changed)
+        self._catalogue = Catalogue(self._store, self._models_changed, self._trouble)
 
     def start(self, measured: Measured) -> None:
         """Begin to report to the coordinator and to do what it says."""
@@ -117,6 +127,9 @@ class Node:
         """End the session, all requests, transfers and workers."""
         if self._sweep is not None:
             self._sweep.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
         await self.session.close()
         self.requests.close()
         await self._catalogue.close()
@@ -126,15 +139,18 @@ class Node:
     # --- for the user of this PC -------------------------------------------------------------
 
     async def status(self) -> bytes:
-        """The coordinator's view of the swarm; this peer's if it can't be asked (JSON, UTF-8)."""
+        """The coordinator's view of the swarm; this peer's if it can't be asked (JSON, UTF-8).
+
+        Either way with the members that this PC has cut off.
+        """
         try:
             _, text = await self.session.request_payload(StatusRequest(ref=0), timeout=3.0)
-            return text
         except MolinkError as error:
             reason = self.session.failure or str(error)
-        return local_status(
-            self._membership, self._place.me, self._report(), self._heads.routes, reason
-        )
+            text = local_status(
+                self._membership, self._place.me, self._report(), self._heads.routes, reason
+            )
+        return self._place.offenders.shown_in(text)
 
     async def invite(self, ttl: float) -> str:
         """A new join token, valid for ``ttl`` seconds."""
@@ -142,12 +158,16 @@ class Node:
         assert isinstance(reply, Invite)
         return reply.token
 
+    async def revoke(self, target: str) -> None:
+        """Have the coordinator shut a peer out, or end an invitation."""
+        await self.session.request(RevokeRequest(ref=0, target=target))
+
     async def leave(self) -> None:
         """Tell the coordinator that this peer is no member any more, if it can be told."""
         try:
             await self.session.request(LeaveRequest(ref=0), timeout=5.0)
         except MolinkError as error:
-            self._place.announce(Trouble(text=f"the coordinator was not told: {error}"))
+            self._trouble(f"the coordinator was not told: {error}")
 
     # --- the coordinator ---------------------------------------------------------------------
 
@@ -183,19 +203,46 @@ class Node:
             case Route():
                 self._heads.update(message)
                 self._catalogue.update(message)
+                if not message.ready and self._asking is None:
+                    loop = asyncio.get_running_loop()
+                    self._asking = loop.create_task(self._log_why(message.model))
             case RouteGone():
                 self._heads.remove(message.pipeline)
                 self._catalogue.remove(message.pipeline)
             case _:
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
 
+    async def _log_why(self, model: str) -> None:
+        """Ask the coordinator why a pipeline isn't ready, once it has decided what to do."""
+        try:
+            await asyncio.sleep(WHY_S)
+            _, text = await self.session.request_payload(StatusRequest(ref=0), timeout=3.0)
+            reason = json.loads(text)["trouble"]
+            if reason:
+                log.info("%s is not ready: %s", model, reason)
+        except MolinkError as error:
+            log.info("%s is not ready, and why is not known: %s", model, error)
+        finally:
+            self._asking = None
+
     def _member_came(self, member: Member) -> None:
         self._place.gatekeeper.allow(member.public_key)
         self._assignments.members_changed()
 
     def _member_went(self, peer: str) -> None:
-        self._place.server.deny(peer)
+        # Nothing that it sends counts any more; cutting its connection cuts all others too, and
+        # the command line may wait for the answer to just this.
+        self._place.gatekeeper.deny(peer)
+        asyncio.get_running_loop().call_later(_CUT_DELAY_S, self._cut, peer)
+        self._place.offenders.forget(peer)
         self._assignments.members_changed()
+
+    def _trouble(self, text: str) -> None:
+        self._place.announce(Trouble(text=text))
+
+    def _cut(self, peer: str) -> None:
+        if self._roster.get(peer) is None:
+            self._place.server.deny(peer)
 
     # --- what changes here -------------------------------------------------------------------
 
@@ -231,6 +278,7 @@ class Node:
         counters["control_strangers_refused"] = float(control.strangers)
         counters["control_messages_malformed"] = float(control.malformed)
         counters["control_messages_forbidden"] = float(control.forbidden)
+        counters["control_members_blocked"] = float(control.blocked)
         return counters, gauges
 
 

@@ -7,6 +7,16 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
+#: Variables that no child needs: whoever can see its environment could use them.
+_SECRETS = frozenset({"MOLINK_API_KEY", "MOLINK_TOKEN"})
+
+
+def child_options() -> dict[str, Any]:
+    """``Popen`` options that keep the terminal's Ctrl-C, windows and our secrets from a child."""
+    environment = {name: text for name, text in os.environ.items() if name not in _SECRETS}
+    return {"env": environment, **_own_group()}
+
+
 if sys.platform == "win32":
     import msvcrt
 
@@ -19,8 +29,7 @@ if sys.platform == "win32":
             return False
         return True
 
-    def child_options() -> dict[str, Any]:
-        """``Popen`` options that keep the terminal's Ctrl-C and windows away from a child."""
+    def _own_group() -> dict[str, Any]:
         flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
         return {"creationflags": flags}
 
@@ -35,8 +44,7 @@ else:
             return False
         return True
 
-    def child_options() -> dict[str, Any]:
-        """``Popen`` options that keep the terminal's Ctrl-C away from a child."""
+    def _own_group() -> dict[str, Any]:
         return {"start_new_session": True}
 
 

@@ -16,11 +16,12 @@ from molink.peer.daemon import Daemon
 from molink.peer.home import Home
 from molink.peer.launch import Announce, AnyEvent, Ended, Launch
 from molink.peer.platform import on_terminate
+from molink.swarm.plain import LogFormatter
+from molink.wire.limits import raise_descriptor_limit
 from molink.wire.loop import EventLoop
 
 #: Longest order on standard input, in bytes.
 _MAX_ORDER = 1 << 20
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_daemon(
@@ -36,6 +37,8 @@ def run_daemon(
         MolinkError: it can't start.
         KeyboardInterrupt: it was ended by Ctrl-C, in good order.
     """
+
+    raise_descriptor_limit()
 
     async def run() -> None:
         daemon = Daemon(launch, announce)
@@ -63,7 +66,7 @@ def log_to_file(home: Home, level: str) -> Iterator[None]:
     handler = logging.handlers.RotatingFileHandler(
         folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"
     )
-    handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+    handler.setFormatter(LogFormatter())
     root = logging.getLogger()
     before = root.level
     root.addHandler(handler)
@@ -83,9 +86,9 @@ def main() -> None:
     """
     try:
         launch = _read_order()
-        logging.basicConfig(
-            stream=sys.stderr, level=launch.settings.log_level.upper(), format=_LOG_FORMAT
-        )
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormatter())
+        logging.basicConfig(level=launch.settings.log_level.upper(), handlers=[handler])
         run_daemon(launch, _print_event, _watch_input)
     except MolinkError as error:
         _print_event(Ended(code=error.exit_code, text=str(error)))

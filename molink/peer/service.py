@@ -18,6 +18,7 @@ from molink.wire.control import (
     InviteRequest,
     ReadReply,
     ReadRequest,
+    RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 FILES_PER_MESSAGE = 12
 #: What any member may send; the rest is for the user of this PC, who holds this peer's own key.
 FOR_MEMBERS = (FilesRequest, ReadRequest)
-FOR_USER = (StatusRequest, InviteRequest, ShutdownRequest)
+FOR_USER = (StatusRequest, InviteRequest, RevokeRequest, ShutdownRequest)
 
 #: Sends on a connection: identity, message, payload.
 SendTo = Callable[[bytes, ControlMessage, Buffer | None], object]
@@ -44,6 +45,8 @@ class UserCommands:
     status: Callable[[], Awaitable[bytes]]
     #: A new join token, valid for so many seconds.
     invite: Callable[[float], Awaitable[str]]
+    #: Shut out the peer of that id, or end an invitation.
+    revoke: Callable[[str], Awaitable[None]]
     #: Stop, and leave the swarm for good if true. Returns once that is certain.
     shutdown: Callable[[bool], Awaitable[None]]
 
@@ -78,6 +81,9 @@ class Service:
             case InviteRequest():
                 token = await self._commands.invite(message.ttl)
                 self.send(sender.identity, Invite(ref=message.ref, token=token), None)
+            case RevokeRequest():
+                await self._commands.revoke(message.target)
+                self.send(sender.identity, Done(ref=message.ref), None)
             case ShutdownRequest():
                 await self._commands.shutdown(message.leave)
                 self.send(sender.identity, Done(ref=message.ref), None)

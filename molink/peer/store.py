@@ -1,10 +1,16 @@
-"""Model files that come from other peers: only what is needed, resumable, whole or not at all."""
+"""Model files that come from other peers: only what is needed, resumable, whole or not at all.
+
+A source is any member that says it holds the model. What it claims is bounded by the model's config
+before it costs memory or disk, and one that keeps sending nonsense is left out for a while.
+"""
 
 import asyncio
 import logging
 import os
+import re
 import shutil
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -12,12 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from molink.errors import BrokenModel, ModelError, MolinkError, Unavailable
+from molink.errors import (
+    BrokenModel,
+    ModelError,
+    MolinkError,
+    Unavailable,
+    UnsupportedModel,
+    WireError,
+)
 from molink.model.config import ModelConfig
+from molink.model.fields import MAX_JSON_BYTES
 from molink.model.folder import METADATA_FILES, REQUIRED_FILES
-from molink.model.header import MAX_HEADER_BYTES, TensorSpan, parse_header
+from molink.model.header import TensorSpan, parse_header
+from molink.model.layout import Shapes
 from molink.peer.fetchplan import GroupPlan, Piece, cut, group_file, group_tensors, plan_group
-from molink.peer.library import Library, folder_name, listing_identity
+from molink.peer.library import MAX_FILES, Library, folder_name, listing_identity
+from molink.swarm.backoff import Backoff
 from molink.wire.control import FileEntry
 from molink.wire.secrets import private_folder
 
@@ -27,8 +43,18 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 8
 #: Disk space that is left free, in bytes.
 RESERVE_BYTES = 64 << 20
-MAX_METADATA_BYTES = 64 << 20
+#: Bounds of ``tokenizer.json`` and of each other metadata file.
+MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
+MAX_METADATA_BYTES = 16 << 20
+#: Bound of all safetensors headers of a model: a thousand times what ours have.
+MAX_HEADER_BYTES = 16 << 20
+#: Folders of other versions of a model that are kept, beside those that are in use.
+MAX_OTHERS = 2
+#: Text of a source that an error message may quote, in characters.
+_MAX_QUOTE = 400
 _LENGTH = struct.Struct("<Q")
+#: Errors that say something about the source: no honest one makes them again and again.
+_FAULTS = (BrokenModel, UnsupportedModel, WireError)
 
 
 class Source(Protocol):
@@ -71,8 +97,13 @@ class Store:
         self._bundled = bundled
         self._connect = connect
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._backoff = Backoff()
+        #: Folders that were handed out: workers and the endpoint read from them.
+        self._in_use: set[Path] = set()
         #: Bytes received so far.
         self.received = 0
+        for left_over in root.glob(".*.part"):
+            shutil.rmtree(left_over, ignore_errors=True)
 
     async def metadata(self, model: str, sources: Sequence[str]) -> Path:
         """A folder with at least config, tokenizer and chat template of a model.
@@ -112,47 +143,84 @@ class Store:
         for peer in sources:
             if peer == self._me:
                 continue
+            left_out = self._backoff.explain(peer, time.monotonic())
+            if left_out:
+                reasons.append(f"{peer}: {left_out}")
+                continue
             try:
                 async with self._connect(peer) as source:
-                    return await self._from(source, model, layers, progress)
+                    folder = await self._from(source, model, layers, progress)
             except MolinkError as error:
-                log.warning("%s from peer %s: %s", model, peer, error)
-                reasons.append(f"{peer}: {error}")
+                reason = str(error)[:_MAX_QUOTE]
+                log.warning("%s from peer %s: %s", model, peer, reason)
+                reasons.append(f"{peer}: {reason}")
+                if isinstance(error, _FAULTS):
+                    self._backoff.failed(peer, reason, time.monotonic())
+            else:
+                self._in_use.add(folder)
+                return folder
         detail = "; ".join(reasons) or "no peer that is here holds them"
         raise Unavailable(f"the files of {model} can't be had: {detail}")
 
     async def _from(
         self, source: Source, model: str, layers: tuple[int, int] | None, progress: Progress
     ) -> Path:
-        files = {entry.name: entry for entry in await source.files(model)}
+        listed = await source.files(model)
+        if len(listed) > MAX_FILES:
+            raise BrokenModel(f"the source lists {len(listed)} files; a model has fewer")
+        files = {entry.name: entry for entry in listed}
         identity = listing_identity(files.values())
         for library in (self._library, self._bundled):
             held = library.get(model)
             if held is not None and held.identity == identity:
                 return held.folder
-        folder = private_folder(self._root / folder_name(model, identity))
-        await self._fetch_metadata(source, model, files, folder)
-        if layers is not None:
-            await self._fetch_layers(source, model, files, folder, layers, progress)
+        folder = self._root / folder_name(model, identity)
+        if not folder.is_dir():
+            await asyncio.to_thread(self._prune, folder)
+            await self._fetch_metadata(source, model, files, folder)
+        try:
+            if layers is not None:
+                await self._fetch_layers(source, model, files, folder, layers, progress)
+        except BaseException:
+            if folder not in self._in_use and not any(folder.glob("*.safetensors")):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder
+
+    def _prune(self, folder: Path) -> None:
+        """Before ``folder`` is begun: of other versions of its model the newest few are kept."""
+        model, _, identity = folder.name.rpartition("-")
+        version = re.compile(rf"{re.escape(model)}-[0-9a-f]{{{len(identity)}}}\Z")
+        others = [
+            path
+            for path in self._root.iterdir()
+            if version.match(path.name) and path not in self._in_use
+        ]
+        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in others[MAX_OTHERS:]:
+            log.info("removing %s: newer versions of the model are here", old)
+            shutil.rmtree(old, ignore_errors=True)
 
     # --- metadata ---
 
     async def _fetch_metadata(
         self, source: Source, model: str, files: dict[str, FileEntry], folder: Path
     ) -> None:
-        missing = [name for name in REQUIRED_FILES if name not in files]
-        if missing:
-            raise BrokenModel(f"the source has no {missing[0]} of {model}")
-        for name in METADATA_FILES:
-            entry = files.get(name)
-            target = folder / name
-            if entry is None or (target.is_file() and target.stat().st_size == entry.size):
-                continue
-            if entry.size > MAX_METADATA_BYTES:
-                raise BrokenModel(f"{name} of {model} is {entry.size} bytes")
-            with _new_file(target) as file:
-                await self._transfer(source, model, cut(name, 0, entry.size), file, Progress())
+        """Fetch all but weights into ``folder``, which appears once that is whole and sound."""
+        entries = _metadata(model, files)
+        self._check_disk(sum(entry.size for entry in entries))
+        draft = private_folder(folder.with_name(f".{folder.name}.part"))
+        try:
+            for entry in entries:
+                with _new_file(draft / entry.name) as file:
+                    pieces = cut(entry.name, 0, entry.size)
+                    await self._transfer(source, model, pieces, file, Progress())
+            await asyncio.to_thread(ModelConfig.load, draft)
+            draft.rename(folder)
+        except OSError as error:
+            raise ModelError(f"can't make {folder}: {error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
     # --- weights ---
 
@@ -165,17 +233,13 @@ class Store:
         layers: tuple[int, int],
         progress: Progress,
     ) -> None:
-        config = await asyncio.to_thread(ModelConfig.load, folder)
-        groups = group_tensors(config, *layers)
-        wanted = {
-            group: names
-            for group, names in groups.items()
-            if not (folder / group_file(group)).is_file()
-        }
+        wanted = await asyncio.to_thread(_missing, folder, layers)
         if not wanted:
             return
         spans = await self._headers(source, model, files)
-        plans = [plan_group(group, names, spans) for group, names in wanted.items()]
+        plans = await asyncio.to_thread(
+            lambda: [plan_group(group, shapes, spans) for group, shapes in wanted.items()]
+        )
         progress.total = sum(plan.nbytes for plan in plans)
         self._check_disk(progress.total)
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
@@ -187,33 +251,36 @@ class Store:
     ) -> None:
         with _new_file(folder / plan.file) as file:
             file.write(plan.header)
-            await self._transfer(source, model, plan.pieces, file, progress)
+            await self._transfer(source, model, plan.pieces(), file, progress)
         log.info("%s of %s is here (%s)", plan.file, model, progress)
 
     async def _headers(
         self, source: Source, model: str, files: dict[str, FileEntry]
     ) -> dict[str, TensorSpan]:
         spans: dict[str, TensorSpan] = {}
+        left = MAX_HEADER_BYTES
         for name, entry in files.items():
             if name.endswith(".safetensors"):
-                spans |= await self._header(source, model, entry)
+                raw = await self._header(source, model, entry, left)
+                left -= len(raw)
+                spans |= await asyncio.to_thread(parse_header, Path(name), raw, entry.size)
         return spans
 
-    async def _header(self, source: Source, model: str, entry: FileEntry) -> dict[str, TensorSpan]:
+    async def _header(self, source: Source, model: str, entry: FileEntry, most: int) -> bytes:
         if entry.size < _LENGTH.size:
             raise BrokenModel(f"{entry.name} of {model} is truncated at the source")
-        prefix = await source.read(model, Piece(entry.name, 0, _LENGTH.size, 0))
+        prefix = await _read(source, model, Piece(entry.name, 0, _LENGTH.size, 0))
         (length,) = _LENGTH.unpack(prefix)
-        if length > min(MAX_HEADER_BYTES, entry.size - _LENGTH.size):
+        if length > min(most, entry.size - _LENGTH.size):
             raise BrokenModel(f"{entry.name} of {model} has no valid header at the source")
-        parts = [await source.read(model, piece) for piece in cut(entry.name, _LENGTH.size, length)]
-        return parse_header(Path(entry.name), b"".join(parts), entry.size)
+        pieces = cut(entry.name, _LENGTH.size, length)
+        return b"".join([await _read(source, model, piece) for piece in pieces])
 
     def _check_disk(self, nbytes: int) -> None:
         free = shutil.disk_usage(self._root).free
         if free < nbytes + RESERVE_BYTES:
             raise ModelError(
-                f"the disk of {self._root} has {free / 1e9:.1f} GB free; the model's layers need "
+                f"the disk of {self._root} has {free / 1e9:.1f} GB free; the model's files need "
                 f"{nbytes / 1e9:.1f} GB. Free some space, or set MOLINK_HOME to another disk."
             )
 
@@ -230,15 +297,43 @@ class Store:
 
         async def work() -> None:
             for piece in waiting:
-                data = await source.read(model, piece)
-                if len(data) != piece.length:
-                    raise BrokenModel(f"{len(data)} bytes came, not {piece.length}")
+                data = await _read(source, model, piece)
                 file.seek(piece.target)
                 file.write(data)
                 progress.done += len(data)
                 self.received += len(data)
 
         await _all(work() for _ in range(IN_FLIGHT))
+
+
+def _metadata(model: str, files: dict[str, FileEntry]) -> list[FileEntry]:
+    """What is to be fetched of a model beside weights."""
+    missing = [name for name in REQUIRED_FILES if name not in files]
+    if missing:
+        raise BrokenModel(f"the source has no {missing[0]} of {model}")
+    entries = [files[name] for name in METADATA_FILES if name in files]
+    for entry in entries:
+        most = MAX_TOKENIZER_BYTES if entry.name == "tokenizer.json" else MAX_METADATA_BYTES
+        if entry.size > most:
+            raise BrokenModel(f"{entry.name} of {model} has {entry.size} bytes, more than {most}")
+    return entries
+
+
+def _missing(folder: Path, layers: tuple[int, int]) -> dict[str, Shapes]:
+    """Tensors of a stage by group, of the groups that aren't here yet."""
+    groups = group_tensors(ModelConfig.load(folder), *layers)
+    return {
+        group: shapes
+        for group, shapes in groups.items()
+        if not (folder / group_file(group)).is_file()
+    }
+
+
+async def _read(source: Source, model: str, piece: Piece) -> bytes:
+    data = await source.read(model, piece)
+    if len(data) != piece.length:
+        raise BrokenModel(f"{len(data)} bytes came, not {piece.length}")
+    return data
 
 
 @contextmanager

@@ -1,65 +1,106 @@
-"""top_k, top_p and min_p as one threshold per row: every weight at or above it stays.
+"""top_k, top_p and min_p as one threshold per row: every logit at or above it stays.
 
 The semantics are those of Hugging Face's processors in the order top_k, top_p, min_p, except that
-tokens that weigh exactly as much as the last one kept stay too: so the result does not depend on
-how a device breaks ties.
+tokens as likely as the last one kept stay too: so the result does not depend on how a device
+breaks ties.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from molink.wire.data import Sampling
 
-#: Likeliest tokens looked at first; the whole vocabulary is sorted only where none suffices.
-_CANDIDATES = (64, 2048)
+#: Below this only the likeliest token is left anyway, and float32 would not divide by it.
+_LEAST_TEMPERATURE = 1e-6
 
 
-def filter_weights(weights: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Weights ``[n, V]`` (each row's greatest is 1) with 0 for what the filters exclude."""
-    limits = [s.top_k if 0 < s.top_k < weights.shape[1] else 0 for s in samplings]
-    cut = [i for i, s in enumerate(samplings) if limits[i] or s.top_p < 1.0]
-    if not cut and not any(s.min_p for s in samplings):
-        return weights
-    least = torch.tensor([s.min_p for s in samplings], device=weights.device)
-    if cut:
-        where = torch.tensor(cut, device=weights.device)
-        found = _cut(weights[where], [limits[i] for i in cut], [samplings[i].top_p for i in cut])
-        least[where] = torch.maximum(least[where], found)
-    # A product, since masked_fill is several times slower on a CPU.
-    return weights * (weights >= least[:, None])
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What the rows of a step ask for, as columns ``[n, 1]`` (float64) of one tensor."""
+
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> "Filters":
+        """The filters of all rows, in one copy to the device."""
+        numbers = [
+            [
+                max(s.temperature, _LEAST_TEMPERATURE),
+                limit(s, vocabulary),
+                s.top_p if s.top_p < 1.0 else math.inf,
+                math.log(s.min_p) if s.min_p else -math.inf,
+            ]
+            for s in samplings
+        ]
+        return cls(torch.tensor(numbers, dtype=torch.float64).to(device))
+
+    def take(self, rows: Sequence[int]) -> "Filters":
+        """Those of some rows."""
+        return self if len(rows) == len(self.numbers) else Filters(self.numbers[list(rows)])
+
+    @property
+    def temperatures(self) -> Tensor:
+        """Above 0."""
+        return self.numbers[:, 0:1]
+
+    @property
+    def limits(self) -> Tensor:
+        """top_k; 0 is off."""
+        return self.numbers[:, 1:2]
+
+    @property
+    def shares(self) -> Tensor:
+        """top_p; infinity is off."""
+        return self.numbers[:, 2:3]
+
+    @property
+    def floors(self) -> Tensor:
+        """The logarithm of min_p; minus infinity is off."""
+        return self.numbers[:, 3:4]
 
 
-def _cut(weights: Tensor, limits: Sequence[int], top_p: Sequence[float]) -> Tensor:
-    """The least weight that top_k (0 = off) and top_p keep, per row."""
-    device, vocabulary = weights.device, weights.shape[1]
-    counts = torch.tensor(limits, device=device)
-    shares = torch.tensor([p if p < 1.0 else math.inf for p in top_p], device=device)
-    least = weights.new_zeros(len(weights))
-    left = torch.arange(len(weights), device=device)
-    for candidates in (*(size for size in _CANDIDATES if size < vocabulary), vocabulary):
-        found, enough = _cut_among(weights[left], counts[left], shares[left], candidates)
-        least[left] = found
-        left = left[~enough]
-        if not len(left):
-            break
-    return least
+def limit(sampling: Sampling, vocabulary: int) -> int:
+    """top_k, or 0 where it excludes nothing."""
+    return sampling.top_k if 0 < sampling.top_k < vocabulary else 0
 
 
-def _cut_among(
-    weights: Tensor, counts: Tensor, shares: Tensor, candidates: int
-) -> tuple[Tensor, Tensor]:
-    """Thresholds found among each row's likeliest tokens, and whether these were enough."""
-    limited = counts > 0
-    likeliest = weights.topk(candidates, dim=-1).values
-    kth = likeliest.gather(1, (counts.clamp(1, candidates) - 1)[:, None]) * limited[:, None]
-    # Tokens that tie with the k-th stay, wherever they are in the row.
-    total = (weights * (weights >= kth)).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    before = likeliest.cumsum(dim=-1, dtype=torch.float64) - likeliest
-    inside = before < shares[:, None] * total
+def needs_total(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether :func:`cut` needs the sum of all weights: top_p without top_k is a share of it."""
+    return sampling.top_p < 1.0 and not limit(sampling, vocabulary)
+
+
+def is_filtered(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether anything is excluded at all."""
+    return sampling.top_p < 1.0 or sampling.min_p > 0 or limit(sampling, vocabulary) > 0
+
+
+def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """The least logits kept ``[n, 1]``, and whether ``likeliest`` has all that are kept ``[n]``.
+
+    ``likeliest`` ``[n, c]`` are each row's greatest logits in descending order; ``totals``
+    ``[n, 1]`` the sums of all weights of a row, used where :func:`needs_total`. A threshold means
+    nothing where ``likeliest`` has not all that are kept, unless it is the whole row.
+    """
+    greatest, edge = likeliest[:, :1], likeliest[:, -1:]
+    weights = weigh(likeliest, greatest, filters)
+    limited = filters.limits > 0
+    place = (filters.limits.long() - 1).clamp(0, likeliest.shape[1] - 1)
+    kth = likeliest.gather(1, place).where(limited, -math.inf)
+    stays = likeliest >= kth
+    total = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
+    inside = weights.cumsum(dim=-1) - weights < filters.shares * total
     inside[:, 0] = True
-    last = (inside & (likeliest >= kth)).sum(dim=-1, keepdim=True) - 1
-    enough = torch.where(limited, counts <= candidates, ~inside[:, -1])
-    return likeliest.gather(1, last)[:, 0], enough
+    last = (inside & stays).sum(dim=-1, keepdim=True) - 1
+    floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)
+    least = torch.maximum(likeliest.gather(1, last), floor)
+    # At the edge itself there may be more tokens just as likely.
+    return least, (kth.where(limited, least) > edge).flatten()
+
+
+def weigh(logits: Tensor, greatest: Tensor, filters: Filters) -> Tensor:
+    """Weights (float64) of few logits per row, relative to the greatest, so none overflows."""
+    return (logits.double() - greatest).div_(filters.temperatures).exp_()

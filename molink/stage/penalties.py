@@ -5,13 +5,13 @@ divided, or multiplied where negative), then presence and frequency penalties (O
 for tokens of the answer, once and per occurrence), then the logit bias (added).
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from molink.stage.history import History
 from molink.wire.data import Sampling
 
 
@@ -19,74 +19,67 @@ from molink.wire.data import Sampling
 class SampleRow:
     """How to sample one row of logits.
 
-    ``position`` is that of the token to be sampled. ``prompt`` and ``generated`` are the tokens
-    before it, wanted only if ``sampling.needs_history``.
+    ``position`` is that of the token to be sampled. ``history`` is of the tokens before it, wanted
+    only if ``sampling.needs_history``.
     """
 
     sampling: Sampling
     position: int
-    prompt: Sequence[int] = ()
-    generated: Sequence[int] = ()
-
-
-class _Edits:
-    """Entries (row, token) to change, each with a number; ids beyond the vocabulary don't count."""
-
-    __slots__ = ("_numbers", "_rows", "_tokens", "_vocabulary")
-
-    def __init__(self, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
-        self._rows: list[int] = []
-        self._tokens: list[int] = []
-        self._numbers: list[float] = []
-
-    def add(self, row: int, numbers: Mapping[int, float]) -> None:
-        known = {token: number for token, number in numbers.items() if token < self._vocabulary}
-        self._rows.extend([row] * len(known))
-        self._tokens.extend(known)
-        self._numbers.extend(known.values())
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not self._rows:
-            return None
-        numbers = torch.tensor(self._numbers, dtype=torch.float32)
-        return (
-            torch.tensor(self._rows).to(device),
-            torch.tensor(self._tokens).to(device),
-            numbers.to(device),
-        )
+    history: History | None = None
 
 
 def penalize(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Logits ``[n, V]`` with penalties and biases; the same tensor if there are none.
 
-    Token ids beyond the vocabulary are passed over.
+    Token ids outside the vocabulary are passed over.
     """
-    factors, amounts = _Edits(logits.shape[1]), _Edits(logits.shape[1])
-    for index, row in enumerate(rows):
-        _collect(index, row, factors, amounts)
-    scale, shift = factors.tensors(logits.device), amounts.tensors(logits.device)
-    if scale is None and shift is None:
+    vocabulary = logits.shape[1]
+    penalties, biases = _penalties(rows, vocabulary), _biases(rows, vocabulary)
+    if penalties is None and biases is None:
         return logits
-    changed = logits.clone()
-    if scale is not None:
-        where, tokens, factor = scale
-        values = changed[where, tokens]
-        changed[where, tokens] = torch.where(values < 0, values * factor, values / factor)
-    if shift is not None:
-        where, tokens, amount = shift
-        changed.index_put_((where, tokens), amount, accumulate=True)
+    changed = logits.clone(memory_format=torch.contiguous_format)
+    # Flat: one index is several times faster on a CPU than the pair (row, token).
+    flat = changed.view(-1)
+    if penalties is not None:
+        where, factors, amounts = (part.to(logits.device) for part in penalties)
+        values = flat[where]
+        flat[where] = torch.where(values < 0, values * factors, values / factors) - amounts
+    if biases is not None:
+        where, amounts = (part.to(logits.device) for part in biases)
+        flat[where] += amounts
     return changed
 
 
-def _collect(index: int, row: SampleRow, factors: _Edits, amounts: _Edits) -> None:
-    sampling = row.sampling
-    if sampling.repetition_penalty != 1.0:
-        seen = {*row.prompt, *row.generated}
-        factors.add(index, dict.fromkeys(seen, sampling.repetition_penalty))
-    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-    if presence != 0.0 or frequency != 0.0:
-        counts = Counter(row.generated)
-        amounts.add(index, {token: -presence - frequency * n for token, n in counts.items()})
-    if sampling.logit_bias:
-        amounts.add(index, dict(sampling.logit_bias))
+def _penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Flat indices of the logits to change, each once, what to divide by and what to subtract."""
+    found = [
+        (index, row.sampling, row.history.entries(vocabulary))
+        for index, row in enumerate(rows)
+        if row.sampling.needs_history and row.history is not None
+    ]
+    if not found:
+        return None
+    ids = torch.cat([ids for _, _, (ids, _) in found])
+    times = torch.cat([times for _, _, (_, times) in found])
+    lengths = torch.tensor([len(ids) for _, _, (ids, _) in found])
+    offsets = torch.tensor([index * vocabulary for index, _, _ in found])
+    settings = torch.tensor(
+        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for _, s, _ in found]
+    )
+    factors, presence, frequency = settings.repeat_interleave(lengths, dim=0).unbind(dim=1)
+    return ids + offsets.repeat_interleave(lengths), factors, presence * (times > 0) + (
+        frequency * times
+    )
+
+
+def _biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
+    """Flat indices of logits, each once, and what to add to them."""
+    found = {
+        index * vocabulary + token: bias
+        for index, row in enumerate(rows)
+        for token, bias in row.sampling.logit_bias
+        if 0 <= token < vocabulary
+    }
+    if not found:
+        return None
+    return torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float32)

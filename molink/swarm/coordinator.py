@@ -28,7 +28,13 @@ from molink.swarm.events import (
     StageSaid,
     Tick,
 )
-from molink.swarm.hygiene import clean_loaded, clean_name, clean_report
+from molink.swarm.hygiene import (
+    clean_failed,
+    clean_loaded,
+    clean_name,
+    clean_report,
+    is_model_name,
+)
 from molink.swarm.options import DEFAULT_PORT, LAST_PORT, Options, reachable_at
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, Standing, SwarmRecord
@@ -219,7 +225,9 @@ class Coordinator:
                 self._report(sender, message)
             case StageLoaded():
                 self._happened(StageSaid(peer, clean_loaded(message)))
-            case StageReady() | StageFailed():
+            case StageFailed():
+                self._happened(StageSaid(peer, clean_failed(message)))
+            case StageReady():
                 self._happened(StageSaid(peer, message))
             case ServeModel():
                 self._serve(sender, message)
@@ -240,7 +248,8 @@ class Coordinator:
 
     def _join(self, sender: Sender, message: JoinRequest) -> None:
         member = self.door.join(sender.user_id, message)
-        self._happened(MemberAdded(member))
+        if member.peer not in self.reconciler.roster.members:
+            self._happened(MemberAdded(member))
         self._reply(sender, Joined(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
 
     def _report(self, sender: Sender, message: PeerReport) -> None:
@@ -250,6 +259,7 @@ class Coordinator:
         self._happened(Reported(peer, clean_report(message, peer), fresh))
 
     def _serve(self, sender: Sender, message: ServeModel) -> None:
+        self._check_order(sender.user_id, message.model.name)
         desired = Desired(
             facts=message.model,
             source=sender.user_id,
@@ -261,8 +271,21 @@ class Coordinator:
         self._happened(Serve(desired))
         self._reply(sender, Done(ref=message.ref))
 
+    def _check_order(self, peer: str, model: str) -> None:
+        """Owners decide what is served; another member only where nothing is, or again its own."""
+        if not is_model_name(model):
+            raise RequestError("a model's name has to be printable text", param="model")
+        served = self.reconciler.desired
+        if served is None or self.door.records[peer].owner:
+            return
+        if (served.source, served.facts.name) != (peer, model):
+            raise NotAuthorized(
+                f"the swarm serves {served.facts.name}; only the PC that runs it can have it serve "
+                "another model (`molink up --model …` there)"
+            )
+
     def _invite(self, sender: Sender, message: InviteRequest) -> None:
-        secret, expires = self.door.invite(message.ttl)
+        secret, expires = self.door.invite(sender.user_id, message.ttl)
         token = JoinToken(
             swarm=self.swarm.id,
             addresses=self.addresses,

@@ -48,19 +48,22 @@ class Door:
         for invitation in self.invitations:
             self._gatekeeper.allow(invitation.public_key, invitation.id)
 
-    def invite(self, ttl: float) -> tuple[str, int]:
+    def invite(self, creator: str, ttl: float) -> tuple[str, int]:
         """A new invitation: its secret key, to be given away, and when it expires.
 
         Raises:
             UsageError: ``ttl`` is no duration.
+            NotAuthorized: ``creator`` may not make one that is valid for so long.
         """
-        invitation, keys = self.invitations.create(ttl, time.time())
+        owner = self.records[creator].owner
+        invitation, keys = self.invitations.create(creator, ttl, time.time(), owner=owner)
         self._state.add_invitation(invitation)
         self._gatekeeper.allow(invitation.public_key, invitation.id)
+        self.purge()
         return keys.secret, invitation.expires
 
     def join(self, invitation: str, message: JoinRequest) -> MemberRecord:
-        """Make the holder of an invitation a member.
+        """Make the holder of an invitation a member; one that is a member stays as it is.
 
         Raises:
             NotAuthorized: the invitation has expired, or the peer was revoked.
@@ -78,6 +81,8 @@ class Door:
         known = self.records.get(peer)
         if known is not None and known.standing == "revoked":
             raise NotAuthorized("this PC was shut out of the swarm")
+        if known is not None and known.standing == "member":
+            return known
         if sum(one.standing == "member" for one in self.records.values()) >= MAX_MEMBERS:
             raise Overloaded(f"the swarm has {MAX_MEMBERS} members, as many as it can have")
         owner = known is not None and known.owner
@@ -88,10 +93,12 @@ class Door:
         return member
 
     def dismiss(self, peer: str, standing: Standing) -> None:
-        """A member left or is revoked: nothing it sends counts from now on."""
+        """A member left or is revoked: nothing it sends counts, nor do its invitations."""
         self._state.save_standing(peer, standing)
         self.records[peer] = replace(self.records[peer], standing=standing)
         self._gatekeeper.deny(peer)
+        for id in self.invitations.of(peer):
+            self.revoke_invitation(id)
 
     def revoke_invitation(self, id: str) -> None:
         """End an invitation.
@@ -104,7 +111,7 @@ class Door:
         self._end(id)
 
     def purge(self) -> None:
-        """End invitations that have expired."""
+        """End invitations that have expired or are too many."""
         for id in self.invitations.purge(time.time()):
             self._end(id)
 

@@ -23,7 +23,7 @@ from molink.wire.control import (
 
 @dataclass(frozen=True, slots=True)
 class MemberAdded:
-    """A peer has become a member (again), or has another name."""
+    """A peer has become a member (again)."""
 
     member: MemberRecord
 

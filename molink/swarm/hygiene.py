@@ -7,10 +7,13 @@ import msgspec
 import zmq
 
 from molink.errors import RequestError
-from molink.wire.control import PeerReport, StageLoaded
+from molink.swarm.placement import parse_range
+from molink.swarm.plain import printable
+from molink.wire.control import PeerReport, StageFailed, StageLoaded
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
 _MAX_NAME = 64
+_MAX_REASON = 512
 
 
 def clean_name(name: str, otherwise: str) -> str:
@@ -28,6 +31,12 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
         version=clean_name(report.version, "?"),
         endpoint=clean_name(report.endpoint, ""),
         addresses=tuple(a for a in report.addresses if _ADDRESS.match(a)),
+        stage=report.stage if _is_stage(report.stage) else "none",
+        models=tuple(model for model in report.models if is_model_name(model)),
+        workers=tuple(
+            msgspec.structs.replace(worker, pipeline=clean_name(worker.pipeline, "?"))
+            for worker in report.workers
+        ),
         device=msgspec.structs.replace(
             device,
             name=clean_name(device.name, device.kind),
@@ -41,6 +50,20 @@ def clean_loaded(message: StageLoaded) -> StageLoaded:
     seconds = message.decode_s
     good = math.isfinite(seconds) and seconds >= 0
     return msgspec.structs.replace(message, decode_s=seconds if good else 0.0)
+
+
+def clean_failed(message: StageFailed) -> StageFailed:
+    """A reason that can be shown."""
+    return msgspec.structs.replace(message, reason=printable(message.reason)[:_MAX_REASON])
+
+
+def is_model_name(name: str) -> bool:
+    """Whether models may be called so. A name is never changed: peers ask each other by it."""
+    return bool(name.strip()) and name.isprintable()
+
+
+def _is_stage(stage: str) -> bool:
+    return stage in ("auto", "none") or parse_range(stage) is not None
 
 
 def check_key(public_key: str) -> str:

@@ -2,17 +2,20 @@
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from molink.errors import UsageError
+from molink.errors import NotAuthorized, UsageError
 from molink.swarm.records import InvitationRecord
 from molink.wire.keys import KeyPair
 
 #: How the user id of a connection under an invitation's key begins.
 PREFIX = "invite:"
-#: Each `molink up` makes one; beyond this many the oldest ends.
-MAX_INVITATIONS = 64
+#: Each `molink up` makes one; beyond this many of one member its oldest ends.
+MAX_INVITATIONS = 16
+#: Longest validity of an owner's, unless it is for ever, and of any other member's, in seconds.
 _LONGEST = 10 * 365 * 86400
+_LONGEST_OF_OTHERS = 30 * 86400
 
 
 class Invitations:
@@ -24,19 +27,28 @@ class Invitations:
     def __iter__(self) -> Iterator[InvitationRecord]:
         return iter(self._records.values())
 
-    def create(self, ttl: float, now: float) -> tuple[InvitationRecord, KeyPair]:
-        """A new invitation, valid for ``ttl`` seconds (0 = for ever), and its key.
+    def create(
+        self, creator: str, ttl: float, now: float, *, owner: bool
+    ) -> tuple[InvitationRecord, KeyPair]:
+        """A new invitation by ``creator``, valid for ``ttl`` seconds (0 = for ever), and its key.
 
         The key's secret half goes into the token and is then forgotten.
 
         Raises:
             UsageError: ``ttl`` is no duration.
+            NotAuthorized: it is longer than an invitation by one who is no owner may be.
         """
         if not (math.isfinite(ttl) and 0 <= ttl <= _LONGEST):
             raise UsageError(f"an invitation can't be valid for {ttl} seconds")
+        if not owner and not 0 < ttl <= _LONGEST_OF_OTHERS:
+            raise NotAuthorized(
+                f"an invitation for more than {_LONGEST_OF_OTHERS // 86400} days can only be made "
+                "on the PC that runs the swarm"
+            )
         keys = KeyPair.generate()
         expires = math.ceil(now + ttl) if ttl else 0
-        record = InvitationRecord(f"{PREFIX}{secrets.token_hex(6)}", keys.public, expires)
+        id = f"{PREFIX}{secrets.token_hex(6)}"
+        record = InvitationRecord(id, keys.public, expires, creator)
         self._records[record.id] = record
         return record, keys
 
@@ -47,12 +59,20 @@ class Invitations:
 
     def purge(self, now: float) -> list[str]:
         """Forget those that have expired or are too many; returns their ids."""
-        gone = [id for id, record in self._records.items() if _expired(record, now)]
-        rest = [id for id in self._records if id not in gone]
-        gone += rest[: max(0, len(rest) - MAX_INVITATIONS)]
+        gone: list[str] = []
+        held: Counter[str] = Counter()
+        for id, record in reversed(self._records.items()):
+            if not _expired(record, now) and held[record.creator] < MAX_INVITATIONS:
+                held[record.creator] += 1
+            else:
+                gone.append(id)
         for id in gone:
             del self._records[id]
         return gone
+
+    def of(self, creator: str) -> list[str]:
+        """Ids of those that ``creator`` has made."""
+        return [record.id for record in self if record.creator == creator]
 
     def revoke(self, id: str) -> bool:
         """End one; whether there was such a one."""

@@ -4,6 +4,7 @@ A name or a reason that a peer sends could hold escape sequences that rewrite th
 breaks that fake a log entry, or marks that turn the direction of writing.
 """
 
+import copy
 import logging
 import re
 
@@ -28,10 +29,8 @@ class LogFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__(LOG_FORMAT)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
-        return printable(super().formatMessage(record))
-
     def format(self, record: logging.LogRecord) -> str:
-        """The whole of a record."""
+        """The text of a record."""
+        record = copy.copy(record)
+        record.msg, record.args = printable(record.getMessage()), ()
         return printable(super().format(record), keep="\n\t")

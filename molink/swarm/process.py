@@ -14,7 +14,9 @@ import zmq.asyncio
 from molink.errors import MolinkError
 from molink.swarm.coordinator import Coordinator
 from molink.swarm.options import Options, parse_options
+from molink.swarm.plain import LogFormatter, printable
 from molink.swarm.state import State
+from molink.wire.limits import raise_descriptor_limit
 from molink.wire.loop import EventLoop
 from molink.wire.secrets import load_keys
 
@@ -27,14 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     One JSON line on standard output says where it listens; the log goes to standard error.
     """
     options = parse_options(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    raise_descriptor_limit()
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(serve(options))
     except MolinkError as error:
-        print(f"molink: {error}", file=sys.stderr, flush=True)
+        print(f"molink: {printable(str(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

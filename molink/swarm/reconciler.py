@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 #: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
 STANDSTILL = 2.0
 STORY_LENGTH = 200
+NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
 
 
 class Reconciler:
@@ -60,7 +61,7 @@ class Reconciler:
         #: The current epoch, if it is being formed or ready.
         self.formation: Formation | None = None
         #: Why no pipeline is ready, or why a change was not followed; for a person.
-        self.reason = "no model was asked for" if desired is None else "waiting for peers"
+        self.reason = NO_MODEL if desired is None else "waiting for peers"
         #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
         number, self.epoch = last
         #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
@@ -176,6 +177,9 @@ class Reconciler:
         if message.next_lost:
             peer = peers[(message.stage + 1) % len(peers)]
             text += f" (next is {self.roster.name(peer)})"
+        elif message.previous_blocked:
+            peer = peers[message.stage - 1]
+            text += f" (it had to cut off {self.roster.name(peer)})"
         self._break(text, peer, now)
 
     def _serve(self, desired: Desired, now: float) -> None:

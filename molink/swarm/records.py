@@ -37,11 +37,15 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class InvitationRecord:
-    """An invitation: the public half of its key, and until when it holds (0 = for ever)."""
+    """An invitation: the public half of its key, and until when it holds (0 = for ever).
+
+    ``creator`` is the member that asked for it; it ends with its membership.
+    """
 
     id: str
     public_key: str
     expires: int
+    creator: str
 
 
 @dataclass(frozen=True, slots=True)

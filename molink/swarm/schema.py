@@ -22,7 +22,7 @@ CREATE TABLE members (
 );
 CREATE TABLE invitations (
     id TEXT PRIMARY KEY, public_key TEXT NOT NULL UNIQUE, created REAL NOT NULL,
-    expires INTEGER NOT NULL
+    expires INTEGER NOT NULL, creator TEXT NOT NULL REFERENCES members (peer)
 );
 CREATE TABLE models (
     name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),

@@ -152,17 +152,19 @@ class State:
     def invitations(self) -> list[InvitationRecord]:
         """All that haven't been deleted, oldest first."""
         rows = self._db.execute(
-            "SELECT id, public_key, expires FROM invitations ORDER BY created, id"
+            "SELECT id, public_key, expires, creator FROM invitations ORDER BY created, id"
         )
         return [InvitationRecord(*row) for row in rows]
 
     def add_invitation(self, invitation: InvitationRecord) -> None:
         """Remember a new invitation."""
         self._write(
-            "INSERT INTO invitations (id, public_key, expires, created) VALUES (?, ?, ?, ?)",
+            "INSERT INTO invitations (id, public_key, expires, creator, created) "
+            "VALUES (?, ?, ?, ?, ?)",
             invitation.id,
             invitation.public_key,
             invitation.expires,
+            invitation.creator,
             time.time(),
         )
 

@@ -2,8 +2,11 @@
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Collection, ItemsView, Iterable, KeysView, Sized, ValuesView
+from operator import attrgetter
 from typing import Any
+
+from jinja2.utils import Namespace
 
 #: Characters (and list elements) that one rendering may produce, intermediate ones included.
 MAX_PRODUCED = 48 * 2**20
@@ -12,9 +15,16 @@ MAX_CPU_S = 2.0
 #: Largest number that a template may pass to a function or a filter: widths, counts, ranges.
 MAX_ARGUMENT = 100_000
 MAX_INTEGER_BITS = 1024
+#: Levels of lists and objects in one another that a value may have.
+MAX_DEPTH = 32
+#: Widest field of a format, given what ``_WIDTH`` refuses.
+_MAX_WIDTH = 1000
+#: Characters of a value that is no string, or around an element (its indent), about.
+_ELEMENT = 32
 
 #: A number of four digits, a nested replacement field, or a ``*`` width.
 _WIDTH = re.compile(r"\d{4}|\{[^{}]*:[^{}]*\{|%[-#0 +]*\*|\.\*")
+_attributes = attrgetter("_Namespace__attrs")
 
 
 class TemplateTooCostly(Exception):
@@ -48,7 +58,11 @@ class Budget:
         self.spend(sum(map(size_of, values)))
 
     def spend_on_text(self, *values: object, times: int = 1) -> None:
-        """Account for ``values`` written out as text, ``times`` over."""
+        """Account for ``values`` written out as text, ``times`` over.
+
+        Comparing and hashing cost the same. A value that holds another twice counts it twice:
+        forty levels of that fit in no time, though they need next to no memory.
+        """
         self.spend(times * sum(text_size(value, self._left) for value in values))
 
     def check_arguments(self, values: Iterable[Any]) -> None:
@@ -64,7 +78,7 @@ class Budget:
         values = tuple(values)
         self.check_arguments(values)
         times = directives.count("{") + directives.count("%")
-        self.spend_on_text(directives)
+        self.spend(len(directives) + times * _MAX_WIDTH)
         self.spend_on_text(*values, times=times)
 
     def binary(self, operator: str, left: Any, right: Any) -> None:
@@ -79,6 +93,8 @@ class Budget:
             self.format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "+":
             self.spend_on_copy(left, right)
+        else:
+            self.spend_on_text(left, right)
 
     def _integers(self, operator: str, left: int, right: int) -> None:
         bits = left.bit_length() * (max(right, 1) if operator == "**" else 1) + right.bit_length()
@@ -93,16 +109,37 @@ def size_of(value: object) -> int:
 
 
 def text_size(value: object, most: int) -> int:
-    """Characters of ``value`` written out, about; stops counting beyond ``most``."""
+    """Characters of ``value`` written out, about; stops counting beyond ``most``.
+
+    Raises:
+        TemplateTooCostly: it is nested beyond ``MAX_DEPTH``.
+    """
     if isinstance(value, str):
         return len(value)
-    total, left = 0, [value]
-    while left and total <= most:
-        item = left.pop()
-        if isinstance(item, Mapping):
-            left.extend(item.keys())
-            left.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            left.extend(item)
-        total += len(item) if isinstance(item, str) else 32
-    return total
+    total, level = _ELEMENT, [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                total += len(item)
+                continue
+            parts = _parts(item)
+            total += _ELEMENT * len(parts)
+            if total > most:
+                return total
+            inner.extend(parts)
+        if not inner:
+            return total
+        level = inner
+    raise TemplateTooCostly(f"its values are nested deeper than {MAX_DEPTH} levels")
+
+
+def _parts(value: object) -> Collection[object]:
+    """What ``value`` consists of, if it is one of the containers that a template can have."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, Namespace):
+        return list(_attributes(value).values())
+    return value if isinstance(value, KeysView | ValuesView | ItemsView) else ()

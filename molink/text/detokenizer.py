@@ -5,6 +5,8 @@ from typing import Protocol
 
 import tokenizers
 
+from molink.errors import BrokenModel
+from molink.text.native import failing_as
 from molink.text.pieces import Pieces
 
 #: Tokens that a character may be spread over before its bytes count as invalid.
@@ -102,4 +104,5 @@ class WindowDetokenizer:
         return after[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
+        with failing_as(BrokenModel):
+            return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from molink.errors import BrokenModel
+from molink.model.fields import read_bytes
 
 TokenIds = int | list[int] | None
 
@@ -35,8 +36,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
         if not path.is_file():
             return cls()
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, ValueError, RecursionError) as error:
+            return msgspec.json.decode(read_bytes(path), type=cls)
+        except (ValueError, RecursionError) as error:
             raise BrokenModel(f"{path}: {error}; fetch the file again") from error
 
 

@@ -1,12 +1,13 @@
 """Jinja2's immutable sandbox as ``transformers`` sets it up, with a budget on top.
 
-``transformers`` trusts a template to end and to be modest. Here every loop round, call, filter and
-output is accounted for, and strings have only methods whose result is bounded.
+``transformers`` trusts a template to end and to be modest. Here every loop round, call, filter,
+comparison and output is accounted for before it happens, and values have only the methods of a
+short list. What hashes (keys of objects) counts as a comparison.
 """
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -14,11 +15,11 @@ import jinja2
 import jinja2.nodes as nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, TemplateReference
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from molink.text.budget import Budget, TemplateTooCostly
+from molink.text.budget import Budget, TemplateTooCostly, size_of
 
 _METHOD_NAMES = """
 capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit
@@ -27,19 +28,36 @@ removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split sp
 startswith strip swapcase title upper
 """
 _PICKING_NAMES = """
-abs attr count d default dictsort first float groupby int items last length list map max min
-reject rejectattr reverse round select selectattr sort unique
+abs attr count d default first float int items last length list map reject rejectattr reverse round
+select selectattr
 """
-_WRITING_NAMES = """
-capitalize e escape forceescape format indent join lower replace safe string title tojson trim
-truncate upper wordcount
+_READING_NAMES = """
+capitalize dictsort e escape forceescape format indent join lower max min replace safe sort string
+title tojson trim truncate upper wordcount
 """
-_STRING_METHODS = frozenset(_METHOD_NAMES.split())
+_FREE_TEST_NAMES = """
+boolean callable defined escaped false filter float integer iterable mapping none number sameas
+sequence string test true undefined
+"""
+#: The methods of a value that a template can call, by type; values of other types have none.
+_METHODS: tuple[tuple[type, frozenset[str]], ...] = (
+    (str, frozenset(_METHOD_NAMES.split())),
+    (dict, frozenset({"copy", "get", "items", "keys", "values"})),
+    (list, frozenset({"copy", "count", "index"})),
+    (tuple, frozenset({"count", "index"})),
+)
+#: What has attributes of its own instead.
+_OPEN = (LoopContext, Namespace, TemplateReference)
 #: Filters that pick from a sequence.
 _PICKING = frozenset(_PICKING_NAMES.split())
-#: Filters that write their input out as text.
-_WRITING = frozenset(_WRITING_NAMES.split())
+#: Filters that read all of their input, to write it out or to compare it.
+_READING = frozenset(_READING_NAMES.split())
+#: Tests that look at a value's type or identity only.
+_FREE_TESTS = frozenset(_FREE_TEST_NAMES.split())
+_REMAINDERS = frozenset({"divisibleby", "even", "odd"})
 _MAX_INDENT = 64
+#: Entries of an object made by ``dict()``: keys can be made to collide, which costs their square.
+_MAX_ENTRIES = 1024
 
 
 class _Generation(Extension):
@@ -66,7 +84,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     Not for use by two threads at once: the owner holds a lock while rendering.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self) -> None:
         # No optimizer, and a finalizer that needs the context: nothing is computed while compiling.
@@ -78,12 +96,18 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, _Generation],
         )
         self.budget = Budget()
-        #: What a call of any macro of the template costs at most, loops not counted.
-        self._macro_weight = 0
+        #: What a call of any macro, block or recursive loop of the template costs at most, inner
+        #: loops not counted.
+        self._call_weight = 0
         self.filters = {
             name: self._metered(name, _OWN_FILTERS.get(name, function))
             for name, function in self.filters.items()
-            if name in _PICKING | _WRITING
+            if name in _PICKING | _READING
+        }
+        tests: Mapping[str, Any] = self.tests
+        self.tests = {
+            name: test if name in _FREE_TESTS else self._metered_test(name, test)
+            for name, test in tests.items()
         }
         self.globals = {
             "range": self.globals["range"],
@@ -94,22 +118,27 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def compile_bounded(self, source: str) -> jinja2.Template:
-        """Compile ``source`` with every loop and concatenation accounted for."""
+        """Compile ``source`` with every loop, comparison and concatenation accounted for."""
         tree = self.parse(source)
-        self._macro_weight = sum(_weight(macro.body) for macro in tree.find_all(nodes.Macro))
-        self._macro_weight += sum(_weight(block.body) for block in tree.find_all(nodes.CallBlock))
-        for loop in list(tree.find_all(nodes.For)):
+        loops = list(tree.find_all(nodes.For))
+        called = [loop.body for loop in loops if loop.recursive]
+        called += [macro.body for macro in tree.find_all(nodes.Macro)]
+        called += [block.body for block in tree.find_all(nodes.CallBlock)]
+        called += [block.body for block in tree.find_all(nodes.Block)]
+        self._call_weight = sum(map(_weight, called))
+        for loop in loops:
             weight = nodes.Const(_weight(loop.body))
             loop.iter = _call("iterate", [loop.iter, weight], loop.lineno)
-        _replace_concatenations(tree)
+        _account(tree)
         tree.set_environment(self)
         return self.from_string(tree)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Strings have only methods that don't multiply their size unnoticed."""
-        if isinstance(obj, str) and attr not in _STRING_METHODS:
-            return False
-        return super().is_safe_attribute(obj, attr, value)
+        """Values have only methods that don't multiply their size unnoticed."""
+        for kind, names in _METHODS:
+            if isinstance(obj, kind):
+                return attr in names
+        return isinstance(obj, _OPEN) and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """``left operator right`` within the budget."""
@@ -130,21 +159,30 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """``obj[argument]``; a slice is a copy."""
+        """``obj[argument]``; a slice is a copy, anything else is hashed or named in an error."""
         if isinstance(argument, slice):
             self.budget.spend_on_copy(obj)
+        else:
+            self.budget.spend_on_text(argument)
         return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``obj``, a macro, a global or a method, within the budget."""
         owner = getattr(obj, "__self__", None)
-        if isinstance(obj, Macro):
-            self.budget.spend(self._macro_weight)
+        if isinstance(obj, Macro | BlockReference):
+            self.budget.spend(self._call_weight)
+        elif isinstance(obj, LoopContext) and args:
+            args = (self.iterate(args[0], self._call_weight), *args[1:])
         elif owner is not self:
+            args = tuple(map(_listed, args))
             self.budget.check_arguments((*args, *kwargs.values()))
-            self.budget.spend_on_copy(owner, *args)
+            self.budget.spend_on_text(*args, *kwargs.values())
+            if isinstance(owner, list | tuple):
+                self.budget.spend_on_text(owner)
+            else:
+                self.budget.spend_on_copy(owner)
             if isinstance(owner, str):
-                args = self._charge_method(owner, getattr(obj, "__name__", ""), args)
+                self._charge_method(owner, getattr(obj, "__name__", ""), args)
         return super().call(context, obj, *args, **kwargs)
 
     def iterate(self, values: Iterable[Any], weight: int) -> Iterator[Any]:
@@ -153,20 +191,22 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self.budget.spend(weight)
             yield value
 
+    def readable(self, value: Any) -> Any:
+        """``value``, about to be compared or hashed; templates can't name this."""
+        value = _listed(value)
+        self.budget.spend_on_text(value)
+        return value
+
     def concatenate(self, *parts: Any) -> str:
         """``a ~ b``; templates can't name this."""
         self.budget.spend_on_text(*parts)
         return "".join(map(str, parts))
 
-    def _charge_method(self, owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _charge_method(self, owner: str, name: str, args: tuple[Any, ...]) -> None:
         if name == "join" and args:
-            parts = list(args[0])
-            self.budget.spend_on_text(*parts)
-            self.budget.spend(len(owner) * len(parts))
-            return (parts, *args[1:])
-        if name == "replace" and len(args) >= 2:
+            self.budget.spend(len(owner) * len(args[0]))
+        elif name == "replace" and len(args) >= 2:
             self.budget.spend(_growth(owner, str(args[0]), str(args[1])))
-        return args
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that accounts for its input and its output."""
@@ -174,10 +214,24 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(map(_listed, args))
             self._charge_filter(name, args[skipped:], kwargs)
             result = function(*args, **kwargs)
             self.budget.spend_on_copy(result)
             return result
+
+        return metered
+
+    def _metered_test(self, name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+        """A test that compares its operands, or reads its value, within the budget."""
+
+        @functools.wraps(test)
+        def metered(*args: Any) -> Any:
+            args = tuple(map(_listed, args))
+            self.budget.spend_on_text(*args)
+            if name in _REMAINDERS:
+                self.budget.binary("%", args[0], args[1] if len(args) > 1 else 2)
+            return test(*args)
 
         return metered
 
@@ -188,12 +242,11 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self.budget.spend_on_copy(value)
         else:
             self.budget.spend_on_text(value)
-        if name == "replace" and len(args) >= 3:
-            self.budget.spend(_growth(str(value), str(args[1]), str(args[2])))
-        elif name == "format":
+        self.budget.spend_on_text(*others)
+        if name == "format":
             self.budget.format(str(value), others)
         elif name in ("indent", "tojson"):
-            width = max((other for other in others if isinstance(other, int)), default=4)
+            width = max((4, *map(_width, others)))
             if width > _MAX_INDENT:
                 raise TemplateTooCostly(f"it indents by {width}")
             self.budget.spend_on_text(value, times=width)
@@ -241,15 +294,36 @@ def _join(
     return d.join(map(str, parts))
 
 
-_OWN_FILTERS: dict[str, Callable[..., Any]] = {"tojson": _to_json, "join": _join}
+@jinja2.pass_environment
+def _replace(
+    environment: SandboxEnvironment, value: Any, old: Any, new: Any, count: int | None = None
+) -> str:
+    """``replace`` that knows its size before it exists."""
+    text, old, new = str(value), str(old), str(new)
+    environment.budget.spend(_growth(text, old, new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+_OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "join": _join,
+    "replace": _replace,
+    "tojson": _to_json,
+}
+
+
+def _listed(value: Any) -> Any:
+    """An iterator as a list, so that what it yields can be accounted for."""
+    return list(value) if isinstance(value, Iterator) else value
 
 
 def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    if any(size_of(arg) > _MAX_ENTRIES for arg in args):
+        raise TemplateTooCostly(f"it makes an object of more than {_MAX_ENTRIES} entries")
     return dict(*args, **kwargs)
 
 
 def _new_namespace(*args: Any, **kwargs: Any) -> Namespace:
-    attributes = dict(*args, **kwargs)
+    attributes = _new_dict(*args, **kwargs)
     for name in attributes:
         _check_attribute(name)
     return _SafeNamespace(attributes)
@@ -262,6 +336,13 @@ def _check_attribute(name: object) -> None:
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _width(option: object) -> int:
+    """How wide an option of a filter is: spaces to indent by, a text, or several."""
+    if isinstance(option, tuple | list):
+        return sum(map(_width, option))
+    return option if isinstance(option, int) else len(str(option))
 
 
 def _growth(text: str, old: str, new: str) -> int:
@@ -285,19 +366,27 @@ def _call(name: str, arguments: list[Any], line: int) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
 
 
-def _replace_concatenations(node: nodes.Node) -> None:
-    """Turn each ``a ~ b`` into a call that accounts for its result."""
+def _account(node: nodes.Node) -> None:
+    """Turn what the budget has to know of, in ``node``, into calls that account for it."""
     for name, value in node.iter_fields():
         if isinstance(value, list):
-            setattr(node, name, [_replaced(item) for item in value])
+            setattr(node, name, [_accounted(item) for item in value])
         else:
-            setattr(node, name, _replaced(value))
+            setattr(node, name, _accounted(value))
+    if isinstance(node, nodes.Compare | nodes.Operand):
+        node.expr = _readable(node.expr)
+    elif isinstance(node, nodes.Pair):
+        node.key = _readable(node.key)
 
 
-def _replaced(value: Any) -> Any:
+def _accounted(value: Any) -> Any:
     if not isinstance(value, nodes.Node):
         return value
-    _replace_concatenations(value)
+    _account(value)
     if isinstance(value, nodes.Concat):
         return _call("concatenate", value.nodes, value.lineno)
     return value
+
+
+def _readable(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _call("readable", [node], node.lineno)

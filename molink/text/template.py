@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 
 from molink.errors import BrokenModel, RequestError
-from molink.text.budget import MAX_CPU_S, Budget, TemplateTooCostly
+from molink.model.fields import read_bytes
+from molink.text.budget import MAX_CPU_S, MAX_PRODUCED, Budget, TemplateTooCostly
 from molink.text.sandbox import SandboxEnvironment
 
 #: Longest source of a template in characters; the longest of public models is about 30 000.
@@ -20,23 +20,30 @@ class ChatTemplate:
     """A compiled chat template; ``render`` may be called from several threads.
 
     ``special`` holds the special tokens that templates name (``bos_token``, ``eos_token``, …),
-    ``where`` is the file, for messages, and ``cpu_s`` the CPU time that a rendering may take.
+    ``where`` is the file, for messages; ``cpu_s`` and ``produced`` are the CPU time and the
+    characters of a rendering's budget.
     """
 
     def __init__(
-        self, source: str, special: Mapping[str, Any], where: str, *, cpu_s: float = MAX_CPU_S
+        self,
+        source: str,
+        special: Mapping[str, Any],
+        where: str,
+        *,
+        cpu_s: float = MAX_CPU_S,
+        produced: int = MAX_PRODUCED,
     ) -> None:
         if len(source) > MAX_SOURCE:
             raise BrokenModel(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
         self._special = dict(special)
-        self._cpu_s = cpu_s
+        self._limits = (produced, cpu_s)
         self._lock = threading.Lock()
         self._environment = SandboxEnvironment()
         #: Whether the template knows the role ``developer``; to others it is ``system``.
         self.knows_developer = "developer" in source
         try:
             self._template = self._environment.compile_bounded(source)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+        except Exception as error:  # Jinja, or Python's own compiler, which raises anything
             raise BrokenModel(f"{where}: the chat template is not valid: {error}") from error
 
     def render(
@@ -59,7 +66,7 @@ class ChatTemplate:
             "messages": list(messages),
         }
         with self._lock:
-            self._environment.budget = Budget(cpu_s=self._cpu_s)
+            self._environment.budget = Budget(*self._limits)
             try:
                 return self._template.render(variables)
             except TemplateTooCostly as error:
@@ -87,8 +94,8 @@ def load_template(
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), special, str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            return ChatTemplate(read_bytes(path).decode("utf-8"), special, str(path))
+        except UnicodeDecodeError as error:
             raise BrokenModel(f"{path}: {error}; fetch the file again") from error
     where = str(folder / "tokenizer_config.json")
     source = config.get("chat_template")
@@ -115,6 +122,6 @@ def _legacy_file(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]).get("chat_template")
-    except (OSError, ValueError, RecursionError) as error:
+        return msgspec.json.decode(read_bytes(path), type=dict[str, Any]).get("chat_template")
+    except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: {error}; fetch the file again") from error

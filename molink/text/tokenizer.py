@@ -7,12 +7,18 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
-from molink.errors import BrokenModel, RequestError
+from molink.errors import BrokenModel, ContextTooLong, RequestError
+from molink.model.fields import read_bytes
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
 from molink.text.generation import GenerationDefaults, TokenIds, as_ids
+from molink.text.growth import growth_of
+from molink.text.native import failing_as
 from molink.text.pieces import create_pieces
 from molink.text.template import ChatTemplate, load_template
 
+#: Longest text in characters, and longest one after the tokenizer's own replacements.
+MAX_CHARACTERS = 8 * 2**20
+MAX_GROWN = 16 * 2**20
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -41,8 +47,10 @@ class Tokenizer:
         defaults: GenerationDefaults,
         template: ChatTemplate | None,
         vocab_size: int = 0,
+        longest: int = MAX_CHARACTERS,
     ) -> None:
         self._backend = backend
+        self._longest = longest
         self._pieces = create_pieces(backend)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -65,12 +73,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise BrokenModel(f"{path} is missing; only models with a tokenizer.json can be served")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise BrokenModel(f"{path}: {error}; fetch the file again") from error
-        backend.no_padding()
-        backend.no_truncation()
+        source = read_bytes(path)
+        longest = min(MAX_CHARACTERS, MAX_GROWN // growth_of(source, str(path)))
         config = _read_object(folder / "tokenizer_config.json")
         model = _read(folder / "config.json", _ModelFacts) or _ModelFacts()
         special = _special_texts(_read_object(folder / "special_tokens_map.json"))
@@ -79,7 +83,12 @@ class Tokenizer:
         if defaults.eos_token_id is None and "eos_token" not in config:
             defaults = msgspec.structs.replace(defaults, eos_token_id=model.eos_token_id)
         template = load_template(folder, config, special)
-        return cls(backend, config, defaults, template, model.vocab_size or 0)
+        with failing_as(lambda reason: BrokenModel(f"{path}: {reason}; fetch the file again")):
+            backend = tokenizers.Tokenizer.from_buffer(source)
+            backend.no_padding()
+            backend.no_truncation()
+            backend.encode("")  # fails if what is added to each prompt doesn't exist
+            return cls(backend, config, defaults, template, model.vocab_size or 0, longest)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text``; with ``special`` as a prompt of its own (a BOS where the model has one).
@@ -88,13 +97,16 @@ class Tokenizer:
         seconds for megabytes; the GIL is free meanwhile.
 
         Raises:
-            RequestError: the text is no valid Unicode.
+            ContextTooLong: the text is too long to even look at it.
+            RequestError: the tokenizer can't take it (it is no valid Unicode, for instance).
         """
-        try:
+        if len(text) > self._longest:
+            raise ContextTooLong(
+                f"the text has {len(text)} characters; this model's tokenizer takes {self._longest}"
+            )
+        with failing_as(lambda reason: RequestError(f"the text can't be tokenized: {reason}")):
             # encode() would hold the GIL all the while, encode_batch() doesn't.
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
-        except (TypeError, UnicodeError) as error:
-            raise RequestError("the text has characters that can't be encoded", None) from error
         if not special or self.bos_id is None or self._add_bos is None:
             return ids
         has_bos = ids[:1] == [self.bos_id]
@@ -106,7 +118,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of ``ids``."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        with failing_as(BrokenModel):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """What one token contributes; may be part of a character."""
@@ -134,8 +147,8 @@ def _read(path: Path, kind: type[T]) -> T | None:
     if not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, ValueError, RecursionError) as error:
+        return msgspec.json.decode(read_bytes(path), type=kind)
+    except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: {error}; fetch the file again") from error
 
 

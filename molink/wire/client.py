@@ -11,7 +11,15 @@ import zmq
 import zmq.asyncio
 
 import molink.errors
-from molink.errors import MolinkError, NotAuthorized, Overloaded, Unavailable, UsageError, WireError
+from molink.errors import (
+    MessageTooLarge,
+    MolinkError,
+    NotAuthorized,
+    Overloaded,
+    Unavailable,
+    UsageError,
+    WireError,
+)
 from molink.wire.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.control import Failure
 from molink.wire.inbox import Outbox
@@ -31,6 +39,9 @@ _ADDRESS_TURN = 3.0
 _ONLY_ADDRESS_TURN = 8.0
 #: How long libzmq has to reconnect by itself, and the server to come to know a key it refused.
 _NUDGE_PAUSE = 1.0
+
+#: Parts that a split reply may have: none has a payload, so this is 4 MiB at most.
+_MAX_REPLIES = 1024
 
 #: A reply and its payload.
 Reply = tuple[M, memoryview | None]
@@ -209,7 +220,11 @@ class Client(Generic[M]):
     async def request_all(
         self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
     ) -> list[Reply[M]]:
-        """As :meth:`request`, for a reply that is split: up to the first without ``more``."""
+        """As :meth:`request`, for a reply that is split: up to the first without ``more``.
+
+        Raises:
+            MessageTooLarge: it has more parts than a reply may have.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         await self.wait_connected(timeout)
@@ -225,6 +240,9 @@ class Client(Generic[M]):
                     if isinstance(reply, MolinkError):
                         raise reply
                     replies.append(reply)
+                    if len(replies) > _MAX_REPLIES:
+                        name = type(message).__name__
+                        raise MessageTooLarge(f"{self._name} answers a {name} without end")
         except TimeoutError:
             name = type(message).__name__
             raise Unavailable(f"{self._name} didn't answer a {name} in {timeout:g} s") from None

@@ -128,6 +128,7 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     """The worker of an assignment failed or died, or its next stage made no progress.
 
     ``next_lost`` says that it was the latter: the next stage is to blame, not this one.
+    ``previous_blocked`` says that this stage had to cut off the previous one, which is to blame.
     """
 
     pipeline: Text
@@ -135,6 +136,7 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     stage: Index
     reason: Sentence
     next_lost: bool = False
+    previous_blocked: bool = False
 
 
 class ModelFacts(Message, frozen=True, kw_only=True):

@@ -224,6 +224,8 @@ class Beat(LeanMessage, frozen=True, tag="beat"):
     queued: Count
     sent_at: float
     echo: float = 0.0
+    #: How long the step that runs should take, in seconds: nobody is dead for working.
+    predicted: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
 # --- between daemons and heads ---------------------------------------------------------------

@@ -41,6 +41,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     kv_bytes: Count
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     max_context: Count
+    #: How the link schedules what it sends (``molink.link.create``).
+    policy: Text = "fifo"
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 512
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
@@ -101,6 +103,20 @@ class NextStageLost(Message, frozen=True, kw_only=True, tag="next-lost"):
     reason: Sentence
 
 
+class MemberBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
+    """A member has been cut off by this worker for misbehaving; it stays so until it is removed.
+
+    ``previous`` is whether it runs the previous stage of the ring of ``epoch`` (0 before the first
+    one). If so, no such ring can work, and not this stage is to blame for its silence. It is
+    reported again with each ring that is formed with it.
+    """
+
+    epoch: Count
+    peer: Text
+    reason: Sentence
+    previous: bool
+
+
 class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     """What ``/metrics`` shows of a worker: monotonic counters and gauges by name."""
 
@@ -110,7 +126,7 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
 
 
 ToWorker = Start | Members | FormRing | Stop
-FromWorker = Loaded | Formed | WorkerFailed | NextStageLost | Stats
+FromWorker = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked | Stats
 
 T = TypeVar("T")
 

@@ -48,16 +48,17 @@ def write_secret(path: Path, text: str) -> None:
 
 def read_secret(path: Path) -> str:
     """Read a file of :func:`write_secret`; takes away access that others have got since."""
+    text = path.read_text(encoding="utf-8")
     if sys.platform != "win32" and path.stat().st_mode & 0o077:
         path.chmod(0o600)
-    return path.read_text(encoding="utf-8")
+    return text
 
 
 def load_keys(path: Path) -> KeyPair:
     """The key pair whose secret is in ``path``; a fresh one, saved there, if there is no file.
 
     Raises:
-        UsageError: the file is there but holds no key.
+        UsageError: the file is there but can't be read, or holds no key.
     """
     try:
         secret = read_secret(path).strip()
@@ -69,6 +70,11 @@ def load_keys(path: Path) -> KeyPair:
         keys = KeyPair.generate()
         write_secret(path, keys.secret + "\n")
         return keys
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be read: {error.strerror or error}. Restore it from a copy, or move it "
+            "away to get a new identity (which has to join the swarm again)."
+        ) from None
     except (ValueError, zmq.ZMQError):
         raise UsageError(
             f"{path} holds no CURVE secret key. Restore it from a copy, or delete it to get a new "

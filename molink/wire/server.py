@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 import zmq.asyncio
 
-from molink.errors import MolinkError, PortInUse, WireError
+from molink.errors import MolinkError, PortInUse, UsageError, WireError
 from molink.wire.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.control import Failure
 from molink.wire.inbox import Inbox, Outbox
@@ -29,8 +29,8 @@ M = TypeVar("M")
 _READ_TURN = 16
 #: How often a connection that can't take more is tried again, in seconds.
 _FLUSH_INTERVAL = 0.005
-#: Until the port that we have just let go can be bound again.
-_REBIND_INTERVAL = 0.02
+#: Seconds until a port that we have just let go is tried again: at first, and at most.
+_REBIND_FIRST, _REBIND_MOST = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +137,16 @@ class Server(Generic[M]):
         Raises:
             PortInUse: none is free; the message names ``option``.
             UsageError: ``host`` is no address of this PC.
+            zmq.ZMQError: this process has no descriptor left, or the like.
         """
         socket = make_server(self._context, self._keys, ipv6=":" in host)
-        monitor = Monitor(socket)
+        monitor: Monitor | None = None
         try:
+            monitor = Monitor(socket)
             self.port = bind(socket, host, ports, option)
-        except MolinkError:
-            monitor.close()
+        except (MolinkError, zmq.ZMQError):
+            if monitor is not None:
+                monitor.close()
             socket.close()
             raise
         self._host = host
@@ -348,14 +351,20 @@ class Server(Generic[M]):
         self._rebuilding = asyncio.get_running_loop().create_task(self._rebuild())
 
     async def _rebuild(self) -> None:
+        pause, told = _REBIND_FIRST, False
         try:
             await self._unbind()
             while self._socket is None:
                 try:
                     self.bind(self._host, (self.port, self.port + 1))
-                except PortInUse:
-                    # libzmq lets go of the port in its own time.
-                    await asyncio.sleep(_REBIND_INTERVAL)
+                except (UsageError, zmq.ZMQError) as error:
+                    # libzmq lets go of the port in its own time; anything else (no descriptor
+                    # left, the address gone) may pass too, and without a socket all is lost.
+                    if not told and (pause == _REBIND_MOST or not isinstance(error, PortInUse)):
+                        logger.warning("can't listen on port %d again yet: %s", self.port, error)
+                        told = True
+                    await asyncio.sleep(pause)
+                    pause = min(_REBIND_MOST, 2 * pause)
             self.counters.rebuilds += 1
         finally:
             self._rebuilding = None

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from molink.errors import MolinkError
+from molink.wire.limits import raise_descriptor_limit
 from molink.wire.loop import EventLoop
 from molink.worker.pipe import DaemonPipe
 from molink.worker.worker import Worker
@@ -22,6 +23,7 @@ def main() -> int:
     )
     # Ctrl-C reaches every process of a console; when a worker ends is for its daemon to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_descriptor_limit()
     pipe = DaemonPipe.on_stdio()
     try:
         start = pipe.read_start()

@@ -27,6 +27,9 @@ _BATCH_BYTES = 3840
 _TOKEN_BYTES = 48
 _TOP_BYTES = 16
 
+#: How long to try to tell a daemon that tokens were lost, in seconds; it may be gone.
+OWED_S = 20.0
+
 DeskMessage = Submit | Prompt | Cancel | Credit
 
 
@@ -51,6 +54,8 @@ class Desk:
         self._send = send
         self._intake = Intake(head.limits.max_context, vocabulary)
         self._connections: dict[tuple[str, str], bytes] = {}
+        #: Requests whose tokens could not be sent: where to say so, and until when to try.
+        self._owed: dict[tuple[str, str], tuple[bytes, float]] = {}
 
     def handle(
         self, sender: Sender, message: DeskMessage, payload: memoryview | None, now: float
@@ -61,7 +66,7 @@ class Desk:
             case Submit():
                 self._cancel(owner, key, now)
                 self._connections[owner, key] = sender.identity
-                self._begin(owner, message)
+                self._begin(owner, message, now)
             case Prompt():
                 self._prompt(owner, message, payload, now)
             case Cancel():
@@ -84,13 +89,17 @@ class Desk:
         for identity, owned in tokens.items():
             sent = [self._send(identity, batch) for batch in _batches(token for _, token in owned)]
             for owner, token in owned:
-                if token.finish is not None:
-                    del self._connections[owner, token.key]
-                elif not all(sent):
+                if not all(sent):
                     self._cancel(owner, token.key, now)
+                    self._owed[owner, token.key] = identity, now + OWED_S
+                elif token.finish is not None:
+                    del self._connections[owner, token.key]
 
     def sweep(self, now: float) -> None:
-        """Find connections that are gone although nothing was to be sent to them."""
+        """Find what will never go on: incomplete requests, and connections that are gone."""
+        for owner, key in self._intake.expire(now):
+            self._reject(owner, key, "failed", "its prompt did not arrive whole")
+        self._settle(now)
         beat = Beat(self._head.epoch, 0, 0, now)
         for identity in set(self._connections.values()):
             if self._send(identity, beat):
@@ -98,6 +107,14 @@ class Desk:
             gone = [known for known, where in self._connections.items() if where == identity]
             for known in gone:
                 self._cancel(*known, now)
+
+    def _settle(self, now: float) -> None:
+        """Tell daemons which of their requests lost tokens, so that they resubmit them."""
+        why = "tokens were lost on a congested connection"
+        for (owner, key), (identity, until) in list(self._owed.items()):
+            message = _rejected(self._head.epoch, key, "epoch", why)
+            if self._send(identity, message) or now >= until:
+                del self._owed[owner, key]
 
     def forget_owner(self, owner: str, now: float) -> None:
         """A daemon is no member any more."""
@@ -117,13 +134,13 @@ class Desk:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _begin(self, owner: str, message: Submit) -> None:
+    def _begin(self, owner: str, message: Submit, now: float) -> None:
         if (message.pipeline, message.epoch) != (self._pipeline, self._head.epoch):
             here = f"this is {self._pipeline} in epoch {self._head.epoch}"
             self._reject(owner, message.key, "epoch", here)
             return
         try:
-            self._intake.submit(owner, message)
+            self._intake.submit(owner, message, now)
         except MolinkError as error:
             self._refuse(owner, message.key, error)
 
@@ -131,9 +148,10 @@ class Desk:
         try:
             if payload is None or message.payload.dtype != "i32":
                 raise MolinkError("a prompt part needs a payload of i32")
-            request = self._intake.prompt(owner, message, payload.cast("B").cast("i").tolist())
+            ids = payload.cast("B").cast("i")
+            request = self._intake.prompt(owner, message, ids, now)
             if request is not None:
-                self._head.submit(request, now)
+                self.deliver(self._head.submit(request, now), now)
         except MolinkError as error:
             self._refuse(owner, message.key, error)
 

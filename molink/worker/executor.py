@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so."""
+    """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so.
+
+    A failed step without ``results`` could not even report its requests as failed.
+    """
 
     results: Sequence[SegmentResult]
     seconds: float
@@ -60,11 +63,17 @@ class Executor:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             began = time.perf_counter()
-            error = None
-            try:
-                results = run_step(self._stage, job.requests, job.segments)
-            except Exception as caught:
-                log.exception("a step failed; its rows are reported as failed")
-                error = f"{type(caught).__name__}: {caught}"
-                results = failed_step(self._stage, job.requests, job.segments)
+            results, error = self._step(job)
             job.done(StepDone(results, time.perf_counter() - began, error))
+
+    def _step(self, job: _Job) -> tuple[Sequence[SegmentResult], str | None]:
+        try:
+            return run_step(self._stage, job.requests, job.segments), None
+        except Exception as caught:
+            log.exception("a step failed; its rows are reported as failed")
+            error = f"{type(caught).__name__}: {caught}"
+        try:
+            return failed_step(self._stage, job.requests, job.segments), error
+        except Exception as caught:
+            log.exception("nor can its rows be reported as failed")
+            return (), f"{error}; then {type(caught).__name__}: {caught}"

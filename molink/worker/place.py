@@ -12,10 +12,11 @@ from molink.link.create import create_policy
 from molink.link.dial import dial
 from molink.link.inlink import InLink
 from molink.link.outlink import OutLink, Progress
-from molink.link.receiver import Arrival, LinkReceiver
+from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
 from molink.stage.stage import Stage
-from molink.wire.data import Cancel, Credit, DataMessage, Prompt, Submit
+from molink.wire.base import DTYPE_SIZES
+from molink.wire.data import MAX_GROUPS, Cancel, Credit, DataMessage, Prompt, Submit
 from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import FormRing, Start
@@ -23,8 +24,12 @@ from molink.wire.server import Sender, Server
 from molink.worker.desk import Desk
 from molink.worker.executor import Executor
 from molink.worker.ring import Ring
+from molink.worker.scoreboard import BoardLimits
 
-POLICY = "fifo"
+#: Requests that any head may run: ``Start.max_running`` of its worker, which we don't know.
+MOST_RUNNING = 1024
+#: Bytes of rows that a stage is ready to keep, whatever its own settings make of it.
+LEAST_BYTES = 256 << 20
 
 
 class Place:
@@ -40,9 +45,13 @@ class Place:
         stage: Stage,
         context: zmq.asyncio.Context,
         server: Server[DataMessage],
+        decode_s: float,
         on_dead: Callable[[str], None],
+        on_broken: Callable[[str], None],
     ) -> None:
         self.epoch = order.epoch
+        #: The peer that runs the previous stage; nobody in a ring of one.
+        self.previous_peer = order.ring[start.stage - 1].peer if len(order.ring) > 1 else ""
         self._start = start
         self._order = order
         self._stage = stage
@@ -53,7 +62,15 @@ class Place:
             self._head = self._make_head()
             vocabulary = stage.config.vocab_size
             self.desk = Desk(self._head, start.pipeline, vocabulary, server.send)
-        self.ring = Ring(stage, self._executor, self._head, self.desk)
+        self.ring = Ring(
+            stage,
+            self._executor,
+            self._head,
+            self.desk,
+            decode_s,
+            on_broken,
+            self._board_limits(),
+        )
         self._out: OutLink | None = None
         self._in: InLink | None = None
         if len(order.ring) > 1:
@@ -118,6 +135,24 @@ class Place:
         )
         return Head(limits, order.epoch)
 
+    def _board_limits(self) -> BoardLimits:
+        order, size, context = self._order, self._start.block_size, self._stage.config.context
+        return BoardLimits(
+            requests=MOST_RUNNING + 2 * max(1, order.micro_batches) * MAX_GROUPS,
+            context=context,
+            table=min(order.blocks, -(-context // size)),
+            blocks=order.blocks,
+            block_size=size,
+            waiting_bytes=self._most_bytes,
+        )
+
+    @property
+    def _most_bytes(self) -> int:
+        """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
+        start, stage = self._start, self._stage
+        rows = 2 * self._order.micro_batches * (start.chunk_tokens + MAX_GROUPS)
+        return max(LEAST_BYTES, rows * stage.config.hidden_size * DTYPE_SIZES[stage.travel_dtype])
+
     def _make_outlink(
         self, context: zmq.asyncio.Context, on_dead: Callable[[str], None]
     ) -> OutLink:
@@ -127,24 +162,28 @@ class Place:
         targets = endpoints(after.addresses, after.port)
         return OutLink(
             dial(context, keys, after.public_key, targets),
-            LinkSender(self.epoch, create_policy(POLICY)),
+            LinkSender(self.epoch, create_policy(start.policy)),
             start.pipeline,
             start.stage,
             self._progress,
             on_dead,
+            self.ring.pump,
         )
 
     def _make_inlink(self, server: Server[DataMessage]) -> InLink:
-        start, ring = self._start, self._order.ring
-        stages = len(ring)
-        before = (start.stage - 1) % stages
+        start, stages = self._start, len(self._order.ring)
         hidden = self._stage.config.hidden_size
         return InLink(
             server,
-            LinkReceiver(self.epoch, hidden, self._stage.travel_dtype),
+            LinkReceiver(
+                self.epoch,
+                hidden,
+                self._stage.travel_dtype,
+                ReceiverLimits(assembly=self._most_bytes),
+            ),
             start.pipeline,
-            before,
-            ring[before].peer,
+            (start.stage - 1) % stages,
+            self.previous_peer,
             self._progress,
             self._arrived,
         )
@@ -153,8 +192,4 @@ class Place:
         self.ring.arrive(arrival.body, arrival.payload)
 
     def _progress(self) -> Progress:
-        if self._out is not None:
-            # The next stage is taken to be about as slow as this one.
-            self._out.liveness.predicted = self.ring.predicted
-        board = self.ring.scoreboard
-        return Progress(board.last_completed, board.queued, self.ring.busy)
+        return self.ring.progress

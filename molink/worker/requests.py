@@ -1,5 +1,6 @@
 """What a stage knows of each request beyond the rows of the moment."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from molink.wire.data import Admit, Sampling
@@ -17,8 +18,8 @@ class RequestState:
     sampling: Sampling
     prompt_tokens: int
     blocks: list[int] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    generated: list[int] = field(default_factory=list)
+    prompt: "array[int]" = field(default_factory=lambda: array("i"))
+    generated: "array[int]" = field(default_factory=lambda: array("i"))
     failed: bool = False
 
 
@@ -37,8 +38,8 @@ class RequestTable:
         """A request begins."""
         self._states[message.request] = RequestState(message.sampling, message.prompt_tokens)
 
-    def history(self, request: int, first: int, ids: list[int]) -> None:
-        """Learn tokens from position ``first`` on; parts come in order."""
+    def history(self, request: int, first: int, ids: memoryview) -> None:
+        """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
         state = self._states[request]
         split = max(0, min(len(ids), state.prompt_tokens - first))
         state.prompt.extend(ids[:split])

@@ -1,15 +1,19 @@
 """One stage's place in the ring during one epoch: receive, order, fuse, run, send."""
 
 import asyncio
+import contextlib
+import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from molink.head.batch import Batch
 from molink.head.head import Head
+from molink.link.outlink import Progress
+from molink.link.policy import DecodeFinished, DecodeStarted, Event
 from molink.stage.stage import Stage
 from molink.wire.base import Payload
 from molink.wire.codec import Buffer
@@ -26,12 +30,18 @@ from molink.wire.data import (
 from molink.worker.desk import Desk
 from molink.worker.executor import Executor, StepDone
 from molink.worker.requests import RequestTable
-from molink.worker.scoreboard import Scoreboard
+from molink.worker.scoreboard import BoardLimits, Scoreboard
 from molink.worker.step import Segment, SegmentResult
-from molink.worker.work import Control, ControlBody
+from molink.worker.work import Control, ControlBody, Work
 
 #: Tops that wait for their ``Sampled``: a bound against a tail that sends nothing but tops.
 MAX_TOPS = 4096
+#: Steps that may fail one after another: a device in a bad state fails them all.
+MAX_FAILED_STEPS = 5
+#: Weight of the last step in the running mean of seconds per row.
+SMOOTHING = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Outlet(Protocol):
@@ -45,6 +55,10 @@ class Outlet(Protocol):
         """Send rows ``[n, hidden]``, as ``header.payload`` says, on the lane of their kind."""
         ...
 
+    def handle(self, event: Event) -> None:
+        """Tell the transmission policy what the executor does."""
+        ...
+
     @property
     def full(self) -> bool:
         """Whether so much is unsent that this stage had better wait."""
@@ -56,6 +70,10 @@ class Ring:
 
     Everything here runs on the event loop; ``executor`` computes on its own thread and keeps at
     most one step. ``pump`` is called after every event and does whatever can be done now.
+
+    ``decode_s`` is the measured time of a one-token step. ``on_broken`` is told, once, why this
+    stage can't go on: an error of our own after which ticks would be missing, or steps that fail
+    one after another.
     """
 
     def __init__(
@@ -64,6 +82,9 @@ class Ring:
         executor: Executor,
         head: Head | None,
         desk: Desk | None,
+        decode_s: float,
+        on_broken: Callable[[str], None],
+        limits: BoardLimits | None = None,
     ) -> None:
         self._stage = stage
         self._executor = executor
@@ -75,14 +96,19 @@ class Ring:
         self._tops: dict[tuple[int, int], TopLogprobs] = {}
         self._computing = False
         self._closed = False
-        self.scoreboard = Scoreboard()
+        self.scoreboard = Scoreboard(limits)
         self.steps = 0
         self.step_seconds = 0.0
         self.rows = 0
         self.failed_steps = 0
         #: Messages that make no sense at this place of the ring.
         self.strays = 0
-        #: Duration of the last steps with decode rows, for liveness predictions, in seconds.
+        self._failed_in_a_row = 0
+        self._on_broken = on_broken
+        self._decode_s = decode_s
+        #: Seconds per row, never below those of a one-token step: rows of larger steps cost less.
+        self._row_seconds = decode_s
+        #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
 
     def open(self, outlet: Outlet | None) -> None:
@@ -100,6 +126,30 @@ class Ring:
 
     def arrive(self, body: RingBody, data: bytearray | memoryview | None) -> None:
         """A whole message came from the previous stage; volumes come with all of their rows."""
+        with self._unbroken():
+            self._arrive(body, data)
+            self._pump()
+
+    def pump(self) -> None:
+        """Do what can be done: ask the head, forward controls, start a step."""
+        with self._unbroken():
+            self._pump()
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """An error in here would leave a tick undone for ever: the stage ends with it."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("this stage can't go on")
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _break(self, reason: str) -> None:
+        if not self._closed:
+            self.close()
+            self._on_broken(reason)
+
+    def _arrive(self, body: RingBody, data: bytearray | memoryview | None) -> None:
         now = time.monotonic()
         match body:
             case Admit() | History() | Release() | Tombstone() | Volume() if self._head is None:
@@ -108,10 +158,8 @@ class Ring:
                 self._came_round(body, now)
             case _:
                 self.strays += 1
-        self.pump()
 
-    def pump(self) -> None:
-        """Do what can be done: ask the head, forward controls, start a step."""
+    def _pump(self) -> None:
         if self._closed:
             return
         now = time.monotonic()
@@ -124,9 +172,15 @@ class Ring:
             return
         work = self.scoreboard.take(now)
         if work is not None:
-            segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
-            self._computing = True
-            self._executor.submit(self._requests, segments, self._hand_over)
+            self._start_step(work)
+
+    def _start_step(self, work: Work) -> None:
+        segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
+        self._computing = True
+        self.predicted = self._row_seconds * sum(_rows(part.volume) for part in work.parts)
+        if work.decode is not None and self._outlet is not None:
+            self._outlet.handle(DecodeStarted(_rows(work.decode.volume), self.predicted))
+        self._executor.submit(self._requests, segments, self._hand_over)
 
     # --- from the head ---------------------------------------------------------------------------
 
@@ -180,8 +234,7 @@ class Ring:
         if not isinstance(data, bytes | bytearray | memoryview):
             return
         if self._stage.is_last:
-            ids = memoryview(data).cast("B").cast("i").tolist()
-            self._requests.history(body.request, body.first, ids)
+            self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
         else:
             self._pass_on(body, data)
 
@@ -198,23 +251,34 @@ class Ring:
         self._loop.call_soon_threadsafe(self._step_done, done)
 
     def _step_done(self, done: StepDone) -> None:
+        with self._unbroken():
+            self._take_results(done)
+            self._pump()
+
+    def _take_results(self, done: StepDone) -> None:
         if self._closed:
             return
         now = time.monotonic()
         self._computing = False
+        self.predicted = 0.0
         self._count(done)
+        if self._failed_in_a_row >= MAX_FAILED_STEPS or (done.error and not done.results):
+            self._break(f"{self._failed_in_a_row} steps failed one after another: {done.error}")
+            return
+        decoded = sum(_rows(each.volume) for each in done.results if not each.volume.prefill)
+        if decoded and self._outlet is not None:
+            self._outlet.handle(DecodeFinished(decoded))
         for result in done.results:
             self._send(result, now)
         ticks = [result.volume.tick for result in done.results]
         self._forward(self.scoreboard.complete(ticks, now))
-        self.pump()
 
     def _send(self, result: SegmentResult, now: float) -> None:
         if result.sampled is None:
             if self._outlet is not None and result.rows is not None:
-                count = sum(rows.count for rows in result.volume.rows)
-                shape = Payload(self._stage.travel_dtype, (count, self._stage.config.hidden_size))
-                header = msgspec.structs.replace(result.volume, payload=shape)
+                shape = (_rows(result.volume), self._stage.config.hidden_size)
+                payload = Payload(self._stage.travel_dtype, shape)
+                header = msgspec.structs.replace(result.volume, payload=payload)
                 self._outlet.volume(header, result.rows)
             return
         bodies: list[TopLogprobs | Sampled] = [*result.tops, result.sampled]
@@ -227,9 +291,16 @@ class Ring:
     # --- reports ---------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> bool:
-        """Whether any request lives here."""
-        return len(self._requests) > 0
+    def progress(self) -> Progress:
+        """What the neighbours are told; work that a full link holds back is not waited for."""
+        board = self.scoreboard
+        held = self._outlet is not None and self._outlet.full and not self._computing
+        return Progress(
+            completed=board.last_completed,
+            queued=0 if held else board.queued,
+            busy=len(self._requests) > 0,
+            predicted=self.predicted,
+        )
 
     def stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this epoch, by name."""
@@ -240,6 +311,7 @@ class Ring:
             "stage_failed_steps_total": self.failed_steps,
             "stage_strays_total": self.strays,
             "stage_dropped_groups_total": self.scoreboard.counts["dropped_groups"],
+            "stage_refused_total": self.scoreboard.refused,
         }
         gauges = {
             "stage_requests": len(self._requests),
@@ -255,7 +327,13 @@ class Ring:
         self.steps += 1
         self.step_seconds += done.seconds
         self.failed_steps += done.error is not None
-        self.predicted = (
-            done.seconds if self.steps == 1 else (0.8 * self.predicted + 0.2 * done.seconds)
-        )
-        self.rows += sum(rows.count for result in done.results for rows in result.volume.rows)
+        self._failed_in_a_row = 0 if done.error is None else self._failed_in_a_row + 1
+        rows = sum(_rows(result.volume) for result in done.results)
+        self.rows += rows
+        if rows:
+            seen = (1 - SMOOTHING) * self._row_seconds + SMOOTHING * done.seconds / rows
+            self._row_seconds = max(seen, self._decode_s)
+
+
+def _rows(volume: Volume) -> int:
+    return sum(rows.count for rows in volume.rows)

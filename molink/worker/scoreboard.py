@@ -31,11 +31,13 @@ those writes and the writer is not released before they have come back: dropped 
 **Misbehaviour** of other stages is counted, noted in the story, and never wedges this one. A
 message that makes no sense becomes a tombstone: its tick completes here and further on, and the
 head, which knows what it sent, fails the requests concerned. So for a volume with an ``after`` not
-before itself, the same request twice, or too many waiting; for rows whose ``after`` is complete but
-whose request was never admitted; for an ``Admit`` of an id that is not new and a ``History`` of a
-request that is not live. A tick that was seen already, or is absurdly far ahead, is ignored. A
-``Release`` of a request that is not live completes like any other; ticks in it that are not before
-it are left out. Misuse by our own shell (completing what was not taken) raises ``InvariantError``.
+before itself or the same request twice; for rows whose ``after`` is complete but whose request was
+never admitted, or whose block table does not hold them or is no honest one; for an ``Admit`` of an
+id that is not new and a ``History`` of a request that is not live, or not the next ids of it; and
+for whatever exceeds the :class:`BoardLimits`, which keep the memory of this stage bounded. A tick
+that was seen already, or is absurdly far ahead, is ignored. A ``Release`` of a request that is not
+live completes like any other; ticks in it that are not before it are left out. Misuse by our own
+shell (completing what was not taken) raises ``InvariantError``.
 """
 
 from collections import Counter
@@ -50,8 +52,35 @@ from molink.worker.work import Control, ControlBody, Ready, Work
 
 #: A tick further than this above the watermark is no honest message; the head keeps to half of it.
 MAX_SPAN = 1 << 16
+#: What is counted and no misbehaviour: of cancelled requests, and resent messages.
+_HONEST = ("dropped_groups", "buried_volumes", "duplicates")
 #: Volumes that may wait; the head has at most 128 in flight.
 MAX_WAITING = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BoardLimits:
+    """What an honest ring never exceeds, or a step would fail, or memory run out.
+
+    ``requests`` counts those admitted and not forgotten, ``waiting_bytes`` the rows of volumes that
+    have arrived and were not taken. ``context`` tokens and ``table`` blocks are those of one
+    request; ``blocks`` of ``block_size`` tokens are in the KV pool.
+    """
+
+    requests: int = 1 << 16
+    context: int = 1 << 24
+    table: int = 1 << 24
+    blocks: int = 1 << 31
+    block_size: int = 1 << 16
+    waiting_bytes: int = 256 << 20
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request and how many ids of its history and blocks of its table there are."""
+
+    ids: int = 0
+    blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +91,10 @@ class _Waiting:
     data: object
     kept: list[int]
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) if isinstance(self.data, bytes | bytearray | memoryview) else 0
+
     def rows(self) -> Iterator[Rows]:
         return (self.volume.rows[index] for index in self.kept)
 
@@ -69,16 +102,18 @@ class _Waiting:
 class Scoreboard:
     """Orders one stage's work during one epoch; see the module for the rules."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: BoardLimits | None = None) -> None:
+        self._limits = limits or BoardLimits()
         self.counts: Counter[str] = Counter()
         #: Progress of the compute thread: rises with every volume that has run. It is the tick of
         #: the latest one, or one more than before where an older tick ran after a younger one.
         self.last_completed = 0
         self._complete = TickSet()
         #: Admitted and not known to be over.
-        self._live: set[int] = set()
+        self._live: dict[int, _Live] = {}
         self._highest_id = -1
         self._waiting: dict[int, _Waiting] = {}
+        self._waiting_bytes = 0
         self._running: dict[int, Volume] = {}
         #: Releases that wait, each with the ticks it waits for.
         self._releases: dict[int, tuple[Release, set[int]]] = {}
@@ -98,15 +133,12 @@ class Scoreboard:
                 self._arrive_volume(body, data, now)
             case Release():
                 self._arrive_release(body, now)
-            case Admit() if body.request <= self._highest_id:
-                self._refuse(body.tick, "stale_admits", now)
-            case History() if body.request not in self._live:
-                self._refuse(body.tick, "stray_histories", now)
-            case _:
-                if isinstance(body, Admit):
-                    self._highest_id = body.request
-                    self._live.add(body.request)
-                self._finish(body, data)
+            case Admit():
+                self._arrive_admit(body, now)
+            case History():
+                self._arrive_history(body, data, now)
+            case Tombstone():
+                self._finish(body, None)
         self._settle(now)
 
     def take(self, now: float) -> Work | None:
@@ -120,9 +152,9 @@ class Scoreboard:
             kind = waiting.volume.prefill
             if kind in parts or not self._is_ready(waiting):
                 continue
-            self._drop_unadmitted(waiting, now)
+            self._drop_unfit(waiting, now)
             if waiting.kept:
-                del self._waiting[tick]
+                self._unqueue(tick)
                 self._running[tick] = waiting.volume
                 parts[kind] = Ready.of(waiting.volume, waiting.data, waiting.kept)
         self._settle(now)
@@ -159,6 +191,11 @@ class Scoreboard:
         """Volumes that have arrived and were not taken, ready or not."""
         return len(self._waiting)
 
+    @property
+    def refused(self) -> int:
+        """Messages of other stages that made no sense, or were too many."""
+        return self.counts.total() - sum(self.counts[what] for what in _HONEST)
+
     def is_live(self, request: int) -> bool:
         """Whether ``request`` was admitted and is not known to be over."""
         return request in self._live
@@ -194,12 +231,38 @@ class Scoreboard:
             rows.after >= volume.tick for rows in volume.rows
         ):
             self._refuse(volume.tick, "bad_volumes", now)
-        elif len(self._waiting) >= MAX_WAITING:
+            return
+        waiting = _Waiting(volume, data, list(range(len(volume.rows))))
+        room = self._limits.waiting_bytes - self._waiting_bytes
+        if len(self._waiting) >= MAX_WAITING or waiting.nbytes > room:
             self._refuse(volume.tick, "floods", now)
         else:
-            waiting = _Waiting(volume, data, list(range(len(volume.rows))))
             self._waiting[volume.tick] = waiting
+            self._waiting_bytes += waiting.nbytes
             self._drop_gone(waiting)
+
+    def _arrive_admit(self, admit: Admit, now: float) -> None:
+        if admit.request <= self._highest_id:
+            self._refuse(admit.tick, "stale_admits", now)
+        elif len(self._live) + len(self._releases) >= self._limits.requests:
+            self._refuse(admit.tick, "floods", now)
+        else:
+            self._highest_id = admit.request
+            self._live[admit.request] = _Live()
+            self._finish(admit, None)
+
+    def _arrive_history(self, history: History, data: object, now: float) -> None:
+        live, payload = self._live.get(history.request), history.payload
+        if live is None:
+            self._refuse(history.tick, "stray_histories", now)
+            return
+        end = history.first + payload.shape[0]
+        proper = payload.dtype == "i32" and len(payload.shape) == 1 and history.first == live.ids
+        if not proper or end > self._limits.context:
+            self._refuse(history.tick, "bad_histories", now)
+            return
+        live.ids = end
+        self._finish(history, data)
 
     def _arrive_release(self, release: Release, now: float) -> None:
         named = {release.after, *release.also}
@@ -208,7 +271,10 @@ class Scoreboard:
             self._count("bad_releases", release.tick, now)
         if release.request not in self._live:
             self._count("stray_releases", release.tick, now)
-        self._live.discard(release.request)
+        if len(self._releases) >= self._limits.requests:
+            self._refuse(release.tick, "floods", now)
+            return
+        self._live.pop(release.request, None)
         self._releases[release.tick] = release, self._complete.missing(earlier)
         for waiting in list(self._waiting.values()):
             self._drop_gone(waiting)
@@ -251,12 +317,23 @@ class Scoreboard:
         kept = [index for index in waiting.kept if not self._is_gone(rows[index].request)]
         self._keep(waiting, kept, "dropped_groups")
 
-    def _drop_unadmitted(self, waiting: _Waiting, now: float) -> None:
+    def _drop_unfit(self, waiting: _Waiting, now: float) -> None:
+        """Drop rows of requests that were never admitted, and those that can't be computed."""
         rows = waiting.volume.rows
-        kept = [index for index in waiting.kept if rows[index].request in self._live]
+        kept = [index for index in waiting.kept if self._is_fit(rows[index])]
         if len(kept) < len(waiting.kept):
-            self._story.add(now, "unadmitted", waiting.volume.tick)
-        self._keep(waiting, kept, "unadmitted_groups")
+            self._story.add(now, "unfit", waiting.volume.tick)
+        self._keep(waiting, kept, "unfit_groups")
+
+    def _is_fit(self, rows: Rows) -> bool:
+        live, limits, end = self._live.get(rows.request), self._limits, rows.start + rows.count
+        if live is None or any(block >= limits.blocks for block in rows.blocks):
+            return False
+        table = live.blocks + len(rows.blocks)
+        if table > limits.table or end > min(limits.context, table * limits.block_size):
+            return False
+        live.blocks = table
+        return True
 
     def _keep(self, waiting: _Waiting, kept: list[int], what: str) -> None:
         """Drop all but ``kept``; bury the volume if nothing remains."""
@@ -267,9 +344,12 @@ class Scoreboard:
         waiting.kept = kept
         if not kept:
             tick = waiting.volume.tick
-            del self._waiting[tick]
+            self._unqueue(tick)
             self.counts["buried_volumes"] += 1
             self._finish(Tombstone(tick), None)
+
+    def _unqueue(self, tick: int) -> None:
+        self._waiting_bytes -= self._waiting.pop(tick).nbytes
 
     def _count(self, what: str, tick: int, now: float) -> None:
         self.counts[what] += 1
@@ -289,5 +369,7 @@ class Scoreboard:
                 yield f"volume {tick} keeps rows of requests that are over, or none"
         if any(not self._complete.missing(missing) for _, missing in self._releases.values()):
             yield "a release waits for nothing"
+        if self._waiting_bytes != sum(waiting.nbytes for waiting in self._waiting.values()):
+            yield f"{self._waiting_bytes} bytes wait, say the counters"
         if len(self._complete) > MAX_SPAN:
             yield "ticks far above the watermark are remembered"

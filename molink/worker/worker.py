@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +15,13 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.model.folder import ModelFolder
 from molink.stage.stage import Stage
 from molink.wire.codec import data_codec
-from molink.wire.data import DataMessage
+from molink.wire.data import DataMessage, Rejected, Submit
 from molink.wire.keys import KeyPair, peer_id
 from molink.wire.pipe import (
     Formed,
     FormRing,
     Loaded,
+    MemberBlocked,
     Members,
     NextStageLost,
     Start,
@@ -54,8 +57,12 @@ class Worker:
             data_codec(),
             self._gatekeeper,
             self._handle,
+            on_blocked=self._blocked,
         )
-        self._orders: asyncio.Queue[ToWorker] = asyncio.Queue()
+        #: Why each member that was cut off was.
+        self._blocks: dict[str, str] = {}
+        self._orders: asyncio.Queue[ToWorker | WorkerError] = asyncio.Queue()
+        self._decode_s = 0.0
         self._place: Place | None = None
         self._meter = LoopMeter()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
@@ -74,6 +81,7 @@ class Worker:
         try:
             stage = await self._load()
             reports = asyncio.create_task(self._report())
+            reports.add_done_callback(self._report_ended)
             await self._obey(stage)
         except MolinkError as error:
             self._pipe.send(WorkerFailed(kind=type(error).__name__, message=str(error)[:1024]))
@@ -91,8 +99,9 @@ class Worker:
     async def _load(self) -> Stage:
         """Load the stage's weights and bind the data socket."""
         start = self._start
-        stage = await asyncio.to_thread(_load_stage, start)
-        decode_s = await asyncio.to_thread(stage.measure_decode)
+        with _failing(f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"):
+            stage = await asyncio.to_thread(_load_stage, start)
+            self._decode_s = await asyncio.to_thread(stage.measure_decode)
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
         if blocks < 1:
             raise WorkerError(
@@ -105,7 +114,7 @@ class Worker:
             Loaded(
                 port=port,
                 max_blocks=min(blocks, 2**31 - 1),
-                decode_s=decode_s,
+                decode_s=self._decode_s,
                 weight_bytes=stage.weight_bytes,
             )
         )
@@ -122,13 +131,16 @@ class Worker:
                     return
                 case Start():
                     raise WorkerError("a worker is started only once")
+                case WorkerError() as error:
+                    raise error
 
     def _admit(self, members: Members) -> None:
         """Let in exactly these members; whoever is missing is dropped at once."""
         wanted = {member.peer: member.public_key for member in members.members}
         wanted[peer_id(self._start.public_key)] = self._start.public_key
-        for user in self._gatekeeper.users - wanted.keys():
+        for user in (self._gatekeeper.users | self._gatekeeper.blocked) - wanted.keys():
             self._server.deny(user)
+            self._blocks.pop(user, None)
             if self._place is not None and self._place.desk is not None:
                 self._place.desk.forget_owner(user, time.monotonic())
                 self._place.ring.pump()
@@ -137,17 +149,41 @@ class Worker:
                 self._gatekeeper.allow(key, peer)
 
     async def _form(self, stage: Stage, order: FormRing) -> None:
-        """Take our place in a new ring; the old one's KV and links are gone."""
+        """Take our place in a new ring; the old one's KV and links are gone.
+
+        The order may be repeated by who has not heard the answer.
+        """
         if self._place is not None and order.epoch <= self._place.epoch:
-            log.warning("ignoring epoch %d after %d", order.epoch, self._place.epoch)
+            if order.epoch == self._place.epoch:
+                self._pipe.send(Formed(epoch=order.epoch))
+            else:
+                log.warning("ignoring epoch %d after %d", order.epoch, self._place.epoch)
             return
         await self._leave()
-        await asyncio.to_thread(stage.allocate, order.blocks, self._start.block_size)
+        size = self._start.block_size
+        nbytes = order.blocks * stage.block_bytes(size)
+        with _failing(
+            f"no memory on {self._start.device} for {order.blocks} KV blocks ({nbytes >> 20} MiB)"
+            f" beside {stage.weight_bytes >> 20} MiB of weights; give this peer less to use"
+        ):
+            await asyncio.to_thread(stage.allocate, order.blocks, size)
         lost = partial(self._next_lost, order.epoch)
-        self._place = Place(self._start, order, stage, self._context, self._server, lost)
+        self._place = Place(
+            self._start,
+            order,
+            stage,
+            self._context,
+            self._server,
+            self._decode_s,
+            lost,
+            self._broken,
+        )
         self._place.open()
         self._pipe.send(Formed(epoch=order.epoch))
         log.info("in the ring of epoch %d, %d stages", order.epoch, len(order.ring))
+        before = self._place.previous_peer
+        if before in self._blocks:
+            self._blocked(before, self._blocks[before])
 
     async def _leave(self) -> None:
         place, self._place = self._place, None
@@ -155,14 +191,39 @@ class Worker:
             await place.close()
             self._past.update(place.stats()[0])
 
+    def _broken(self, reason: str) -> None:
+        """This process can't go on; its daemon starts another."""
+        self._orders.put_nowait(WorkerError(reason))
+
     def _next_lost(self, epoch: int, reason: str) -> None:
         self._pipe.send(NextStageLost(epoch=epoch, reason=reason[:1024]))
+
+    def _blocked(self, user: str, reason: str) -> None:
+        """The server has cut off a member: say so, or this stage will be taken for dead."""
+        self._blocks[user] = reason
+        place = self._place
+        self._pipe.send(
+            MemberBlocked(
+                epoch=0 if place is None else place.epoch,
+                peer=user,
+                reason=reason[:1024],
+                previous=place is not None and place.previous_peer == user,
+            )
+        )
 
     # --- messages and reports --------------------------------------------------------------------
 
     def _handle(self, sender: Sender, message: DataMessage, payload: memoryview | None) -> None:
         if self._place is not None:
             self._place.handle(sender, message, payload)
+        elif isinstance(message, Submit):
+            rejected = Rejected(message.epoch, message.key, "epoch", "the ring is being formed")
+            self._server.send(sender.identity, rejected)
+
+    def _report_ended(self, reports: asyncio.Task[None]) -> None:
+        if not reports.cancelled() and (error := reports.exception()) is not None:
+            log.error("reporting failed", exc_info=error)
+            self._broken(f"reporting failed: {error!r}")
 
     async def _report(self) -> None:
         """Tell the daemon what ``/metrics`` shows, as soon as it changes; look for lost daemons."""
@@ -188,9 +249,24 @@ class Worker:
             counters[name] = counters.get(name, 0.0) + value
         counters["strangers_refused_total"] = float(self._gatekeeper.refused)
         counters["malformed_messages_total"] = float(self._server.counters.malformed)
+        counters["members_blocked_total"] = float(self._server.counters.blocked)
         # Rounded, so that an idle worker has nothing new to say.
         gauges["loop_busy_share"] = round(self._meter.share(), 2)
         return Stats(epoch=place.epoch, counters=counters, gauges=gauges)
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Whatever a library raises (out of memory, say) becomes a :class:`WorkerError` with ``what``.
+
+    Otherwise the daemon would learn of it by the worker's last line of log only.
+    """
+    try:
+        yield
+    except MolinkError:
+        raise
+    except Exception as error:
+        raise WorkerError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _load_stage(start: Start) -> Stage:

@@ -9,7 +9,7 @@ import pytest
 import molink
 from molink.cli import finding
 from molink.cli.main import run
-from molink.errors import Unavailable
+from molink.errors import Unavailable, UsageError
 from molink.peer.demo import first_peer
 from molink.peer.home import Home
 from molink.peer.runfile import RunFile
@@ -31,7 +31,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_arguments_list_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     out = capsys.readouterr().out
-    for verb in ("up", "join", "demo", "chat", "status", "leave", "invite", "coordinator", "bench"):
+    for verb in ("up", "join", "demo", "chat", "status", "leave", "invite", "revoke", "bench"):
         assert f" {verb} " in out
 
 
@@ -47,6 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "hi"], 6, "no molink runs here"),
         (["invite"], 6, "no molink runs here"),
         (["invite", "--ttl", "-1"], 2, "--ttl"),
+        (["revoke", "pc"], 6, "no molink runs here"),
         (["leave"], 2, "in no swarm"),
         (["join"], 2, "in no swarm"),
         (["join", ""], 2, "token is empty"),
@@ -128,3 +129,44 @@ def test_the_daemon_never_imports_torch() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_errors_drive_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise Unavailable("\x1b[2J")
+
+    monkeypatch.setattr(finding, "need_daemon", fail)
+    assert run(["status"]) == 6
+    assert capsys.readouterr().err == "molink: \\x1b[2J\n"
+
+
+def test_a_peer_is_found_by_name_or_id() -> None:
+    peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
+    status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
+    assert finding.find_peer(status, "pc") == "1"
+    assert finding.find_peer(status, "3") == "3"
+    # An id is nobody else's choice, a name is.
+    assert finding.find_peer(status, "tv") == "tv"
+    with pytest.raises(UsageError, match="2 peers are called tv"):
+        finding.find_peer({**status, "peers": peers[:3]}, "tv")
+    with pytest.raises(UsageError, match="no peer"):
+        finding.find_peer(status, "nobody")
+    with pytest.raises(Unavailable, match="gone"):
+        finding.find_peer({**status, "coordinator": {"state": "unreachable"}}, "pc")
+
+
+def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from molink.cli.console import DaemonConsole
+    from molink.cli.demonstration import DemoConsole
+    from molink.peer.launch import ModelReady, StageNow, Trouble
+
+    evil = "\x1b]0;PWNED\x07[red]"
+    for event in (StageNow(text=evil), Trouble(text=evil), ModelReady(model=evil, ready=True)):
+        DaemonConsole().show(event)
+        DemoConsole().show(1, event)
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert "PWNED" in text
+        assert not set("\x1b\x07") & set(text)

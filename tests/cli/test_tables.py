@@ -35,3 +35,30 @@ def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 def test_an_unreachable_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     show_status({**STATE, "coordinator": {"state": "unreachable"}, "trouble": "gone"}, demo=False)
     assert "Only what this PC knows: gone" in capsys.readouterr().out
+
+
+def test_what_peers_say_drives_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;PWNED\x07\x1b[2J"
+    peer = {**STATE["peers"][0], "name": evil, "device": evil, "endpoint": evil}
+    pipeline = {"id": evil, "epoch": 1, "ready": False, "reason": evil}
+    cut_off = {"peer": evil, "name": evil, "by": "us", "reason": evil}
+    changes = {"model": evil, "peers": [peer], "pipelines": [pipeline], "cut_off": [cut_off]}
+    show_status({**STATE, **changes}, demo=False)
+    out = capsys.readouterr().out
+    assert "PWNED" in out
+    assert not set("\x1b\x07") & set(out)
+
+
+def test_members_that_were_cut_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cut_off = {"peer": "p", "name": "pc", "by": "this PC's control socket", "reason": "nonsense"}
+    show_status({**STATE, "cut_off": [cut_off]}, demo=False)
+    out = capsys.readouterr().out
+    assert "pc (p) was cut off by this PC's control socket: nonsense" in out
+
+
+def test_why_there_is_no_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status({**STATE, "pipelines": [], "trouble": "no model was asked for"}, demo=False)
+    assert "No pipeline: no model was asked for" in capsys.readouterr().out

@@ -191,6 +191,24 @@ def test_leaving(trio: Trio, tools, tmp_path: Path) -> None:
         leaver.stop()
 
 
+def test_revoking(trio: Trio, tools, tmp_path: Path) -> None:
+    home = tmp_path / "guest"
+    guest = tools.Process(
+        home, ["join", trio.token, "--name", "fifth", *tools.local_options("--stage", "none")]
+    )
+    try:
+        guest.found()
+        tools.wait_for(lambda: "fifth" in _names(trio), guest)
+        done = tools.run_molink(home, "revoke", "second")
+        assert (done.returncode, "only the PC that runs the swarm" in done.stderr) == (7, True)
+        done = tools.run_molink(trio.root / "up", "revoke", "fifth")
+        assert done.returncode == 0, done.stderr
+        assert "fifth" not in _names(trio)
+        assert tools.run_molink(trio.root / "up", "revoke", "fifth").returncode == 2
+    finally:
+        guest.stop()
+
+
 def _names(trio: Trio) -> list[str]:
     return [peer["name"] for peer in trio.up.status()["peers"]]
 

@@ -7,6 +7,7 @@ import pytest
 from molink.errors import ContextTooLong, InvariantError, Overloaded, RequestError
 from molink.head.batch import Batch
 from molink.head.head import Head
+from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
 from molink.wire.data import (
@@ -32,9 +33,11 @@ def limits(**changes: int) -> HeadLimits:
     return HeadLimits(**{**given, **changes})
 
 
-def request(key: str, tokens: int, answer: int = 100, **changes) -> HeadRequest:
+def request(
+    key: str, tokens: int, answer: int = 100, owner: str = "daemon", **changes
+) -> HeadRequest:
     fields = {"prompt_tokens": tokens, "sampling": PLAIN, **changes}
-    return HeadRequest("daemon", key, tuple(range(tokens)), max_tokens=answer, **fields)
+    return HeadRequest(owner, key, tuple(range(tokens)), max_tokens=answer, **fields)
 
 
 def submit(head: Head, *requests: HeadRequest) -> None:
@@ -426,7 +429,7 @@ def test_a_daemon_that_disconnects_takes_its_requests_along():
     step(head)
     head.cancel_owner("daemon", 0.0)
     assert head.live == [("other", "a")]
-    assert [body.request for body in controls(head.next(0.0))[:2]] == [0, 1]
+    assert [body.request for body in controls(head.next(0.0))[:2]] == [0, 2]
 
 
 @pytest.mark.parametrize("how", ["failed", "missing", "misplaced", "tombstone"])
@@ -472,6 +475,91 @@ def test_a_full_queue_is_refused_with_a_time_to_retry():
     assert caught.value.retry_after == 1.0
     step(head)
     submit(head, request("c", 2))
+
+
+def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all():
+    head = Head(limits(max_running=1, max_waiting=5), 1)
+    submit(head, *(request(f"a{i}", 2, owner="a") for i in range(6)))
+    told = []
+    for number in range(3):
+        told += head.submit(request(f"b{number}", 2, owner="b"), 0.0)
+        head.validate()
+    assert [(each.owner, each.message.key, each.message.reason) for each in told] == [
+        ("a", "a5", "overloaded"),
+        ("a", "a4", "overloaded"),
+        ("a", "a3", "overloaded"),
+    ]
+    for owner in "ab":
+        with pytest.raises(Overloaded):
+            submit(head, request("one more", 2, owner=owner))
+    (emission,) = head.submit(request("c", 2, owner="c"), 0.0)
+    assert emission.message.retry_after >= 1
+    assert head.stats()[0]["head_displaced_total"] == 4.0
+
+
+def test_slots_go_to_the_owner_with_the_fewest():
+    head = Head(limits(max_running=3, chunk_tokens=64), 1)
+    submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
+    submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
+    head.next(0.0)
+    admitted = [job.request.key for job in head._roster._admitted.values()]
+    assert admitted == ["a0", "b0", "a1"]
+
+
+def test_who_never_credits_locks_nobody_out():
+    head = Head(limits(max_running=4, max_waiting=4, blocks=64, chunk_tokens=64), 1)
+    for number in range(8):
+        submit(head, request(f"s{number}", 8, owner="greedy", window=1))
+    emitted = []
+    for _ in range(30):
+        emitted += step(head)
+    assert head.stats()[1]["head_running"] == 4.0
+    (displaced,) = head.submit(request("new", 4, 3, owner="other"), 0.0)
+    assert displaced.owner == "greedy"
+    for _ in range(10):
+        emitted += [emission for emission in step(head) if emission.owner == "other"]
+    assert emitted[-1].message.finish == "length"
+
+
+def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too():
+    head = Head(limits(max_running=2, max_waiting=1, chunk_tokens=64, micro_batches=1), 1)
+    submit(head, request("paused", 4, window=1), request("busy", 4))
+    step(head)
+    head.submit(request("new", 4), PATIENCE - 1)
+    batch = head.next(PATIENCE - 1)
+    assert [volume.prefill for volume in volumes(batch)] == [False]
+    back(head, volumes(batch)[0])
+    batch = head.next(PATIENCE)
+    assert [body.request for body in controls(batch)] == [0], "released, since somebody waits"
+    back(head, volumes(batch)[0])
+    head.released(controls(batch)[0].tick, PATIENCE)
+    batch = head.next(PATIENCE)
+    assert [type(body) for body in controls(batch)] == [Admit]
+    (emission,) = head.submit(request("newer", 4), PATIENCE)
+    assert (emission.message.key, emission.message.reason) == ("paused", "overloaded")
+    head.validate()
+
+
+def test_patience_begins_when_the_client_is_waited_for():
+    head = Head(limits(), 1)
+    submit(head, request("slow", 4, window=2))
+    job = head._roster.find("daemon", "slow")
+    for position, now in ((4, 100.0), (5, 200.0)):
+        (volume,) = volumes(head.next(now))
+        head.sampled(Sampled(volume.tick, (Choice(0, position, 50),)), {}, now)
+    assert not job.abandoned(199.0 + PATIENCE)
+    assert job.abandoned(200.0 + PATIENCE)
+    head.credit("daemon", "slow", 5, 300.0)
+    assert not job.abandoned(300.0)
+
+
+def test_a_paused_request_goes_on_where_nobody_else_wants_its_place():
+    head = Head(limits(), 1)
+    submit(head, request("paused", 4, 3, window=1))
+    step(head)
+    assert head.next(1000 * PATIENCE) is None
+    head.credit("daemon", "paused", 5, 1000 * PATIENCE)
+    assert [emission.message.position for emission in step(head)] == [5]
 
 
 def test_time_to_retry_follows_departures():
@@ -538,6 +626,7 @@ def test_stats():
         "head_tokens_total": 2.0,
         "head_finished_total": 0.0,
         "head_cancelled_total": 0.0,
+        "head_displaced_total": 0.0,
         "head_failed_total": 0.0,
         "head_volumes_total": 1.0,
         "head_iterations_total": 1.0,

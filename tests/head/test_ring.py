@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from molink.errors import Overloaded
 from molink.head.head import Head
+from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
 from molink.wire.data import (
@@ -180,27 +181,30 @@ class Ring:
         self.stages = [Stage(i, i == stages - 1, limits.block_size) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
         self.clients: dict[str, Client] = {}
+        self.now = 0.0
         self.sent_releases = 0
 
     # --- events ----------------------------------------------------------------------------------
 
     def submit(self, request: HeadRequest) -> bool:
         try:
-            self.head.submit(request, 0.0)
+            displaced = self.head.submit(request, self.now)
         except Overloaded:
             return False
         self.clients[request.key] = Client(request, reference(request))
+        self._emit(displaced)
         return True
 
     def cancel(self, key: str) -> None:
         self.clients[key].over = True
-        self.head.cancel("daemon", key, 0.0)
+        self.head.cancel(self.clients[key].request.owner, key, self.now)
 
     def credit(self, key: str) -> None:
-        self.head.credit("daemon", key, self.clients[key].position, 0.0)
+        client = self.clients[key]
+        self.head.credit(client.request.owner, key, client.position, self.now)
 
     def next(self) -> bool:
-        batch = self.head.next(0.0)
+        batch = self.head.next(self.now)
         if batch is None:
             return False
         assert batch.control or batch.volumes
@@ -221,11 +225,11 @@ class Ring:
         if hop + 1 < len(self.stages):
             self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
         elif isinstance(body, Sampled):
-            self._emit(self.head.sampled(body, {}, 0.0))
+            self._emit(self.head.sampled(body, {}, self.now))
         elif isinstance(body, Release):
-            self.head.released(body.tick, 0.0)
+            self.head.released(body.tick, self.now)
         elif isinstance(body, Tombstone):
-            self._emit(self.head.tombstone(body.tick, 0.0))
+            self._emit(self.head.tombstone(body.tick, self.now))
 
     def take(self, index: int) -> None:
         self._send(index, self.stages[index].take())
@@ -242,6 +246,9 @@ class Ring:
             token = emission.message
             client = self.clients[token.key]
             assert not client.over
+            if isinstance(token, Rejected) and token.reason == "overloaded":
+                client.over = True
+                continue
             if isinstance(token, Rejected):
                 assert token.reason == "failed"
                 assert client.request.sampling.seed == FAILING
@@ -311,7 +318,7 @@ def make_request(rng: random.Random, key: str, most: int) -> HeadRequest:
     tokens = tuple(rng.randrange(VOCABULARY) for _ in range(total))
     penalty = rng.choice([0.0, 0.5])
     return HeadRequest(
-        owner="daemon",
+        owner=rng.choice(["one", "two", "two", "two"]),
         key=key,
         tokens=tokens,
         prompt_tokens=rng.randint(1, total),
@@ -345,6 +352,7 @@ def test_every_request_gets_its_own_tokens(
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
     for step in range(rng.randrange(20, 120)):
+        ring.now += rng.choice([0.0, 0.0, PATIENCE / 3])
         live = [key for key, client in ring.clients.items() if not client.over]
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
@@ -381,9 +389,14 @@ class RingMachine(RuleBasedStateMachine):
         self.count += 1
         ids = tuple((self.count + i) % VOCABULARY for i in range(tokens))
         sampling = Sampling(seed=self.count)
+        owner = f"owner {self.count % 2}"
         self.ring.submit(
-            HeadRequest("daemon", f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
+            HeadRequest(owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
         )
+
+    @rule(seconds=st.sampled_from([1.0, PATIENCE]))
+    def wait(self, seconds):
+        self.ring.now += seconds
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())

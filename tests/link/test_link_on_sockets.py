@@ -48,6 +48,7 @@ class Pair:
             0,
             lambda: idle,
             self.deaths.append,
+            lambda: None,
         )
 
     def listen(self, server: Server[Any]) -> Server[Any]:

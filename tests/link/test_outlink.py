@@ -46,8 +46,15 @@ class Bench:
         self.progress = Progress(completed=3, queued=0, busy=False)
         self.deaths: list[str] = []
         self.sender = LinkSender(7, create_policy("fifo"), limits)
+        self.rooms: list[bool] = []
         self.link = OutLink(
-            self.connect, self.sender, "p", 2, lambda: self.progress, self.deaths.append
+            self.connect,
+            self.sender,
+            "p",
+            2,
+            lambda: self.progress,
+            self.deaths.append,
+            lambda: self.rooms.append(True),
         )
         self.link.start()
         self.decode, self.bulk = self.channels[Lane.DECODE], self.channels[Lane.BULK]
@@ -194,6 +201,23 @@ def test_the_round_trip_comes_from_the_echo(virtually: Virtually) -> None:
         bench.beat(echo=0.46, epoch=6)
         bench.beat(echo=float("nan"))
         assert bench.link.stats.least_rtt == pytest.approx(0.04)
+        await bench.link.close()
+
+    virtually(test())
+
+
+def test_room_is_reported_once_the_next_stage_has_taken_enough(virtually: Virtually) -> None:
+    async def test() -> None:
+        bench = Bench(SenderLimits(total=512))
+        bench.welcome()
+        bench.link.volume(*volume(1, 64, prefill=True))
+        assert bench.link.full
+        assert bench.rooms == []
+        bench.bulk.events.on_message(Ack(7, Lane.BULK, 1), None)
+        assert not bench.link.full
+        assert bench.rooms == [True]
+        bench.bulk.events.on_message(Ack(7, Lane.BULK, 1), None)
+        assert bench.rooms == [True]
         await bench.link.close()
 
     virtually(test())

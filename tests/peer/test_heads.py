@@ -118,7 +118,9 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     offers: list[list[str]] = []
     catalogue = Catalogue(
-        FakeStore(tmp_path, 3), lambda models: offers.append([m.name for m in models])
+        FakeStore(tmp_path, 3),
+        lambda models: offers.append([m.name for m in models]),
+        lambda text: None,
     )
     catalogue.update(route(net, 1))
     catalogue.update(route(net, 1, 2))
@@ -127,4 +129,17 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
     catalogue.remove("p1")
     assert offers == [["m"], []]
     catalogue.update(route(net, 1, 3))
+    await catalogue.close()
+
+
+async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net, tmp_path: Path) -> None:
+    class Broken(FakeStore):
+        async def metadata(self, *_: object) -> Path:
+            raise RecursionError("too deep")
+
+    troubles: list[str] = []
+    catalogue = Catalogue(Broken(tmp_path, 0), lambda models: None, troubles.append)
+    catalogue.update(route(net, 1))
+    await net.until(lambda: troubles)
+    assert troubles == ["m can't be offered here: RecursionError: too deep"]
     await catalogue.close()

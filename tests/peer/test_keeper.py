@@ -1,5 +1,7 @@
 """What a peer does about its assignments: exact decisions."""
 
+import msgspec
+
 from molink.peer.keeper import Fetch, Keeper, StartWorker, StopWorker, Tell, TellWorker
 from molink.wire.control import (
     Assign,
@@ -9,7 +11,15 @@ from molink.wire.control import (
     StageLoaded,
     StageReady,
 )
-from molink.wire.pipe import Formed, FormRing, Loaded, NextStageLost, Start, WorkerFailed
+from molink.wire.pipe import (
+    Formed,
+    FormRing,
+    Loaded,
+    MemberBlocked,
+    NextStageLost,
+    Start,
+    WorkerFailed,
+)
 
 KEY = "k" * 40
 RING = (StageAddress(peer="a", public_key=KEY, addresses=("127.0.0.1",), port=5468),)
@@ -167,6 +177,18 @@ def test_a_lost_neighbour_is_told_but_not_our_failure() -> None:
     assert tell.message.next_lost
     assert state(keeper) == ("ready", 1)
     assert keeper.worker_said(1, NextStageLost(epoch=0, reason="silent")) == []
+
+
+def test_a_previous_stage_that_was_cut_off_is_to_blame() -> None:
+    keeper = running()
+    blocked = MemberBlocked(epoch=1, peer="b", reason="nonsense", previous=True)
+    (tell,) = keeper.worker_said(1, blocked)
+    assert isinstance(tell, Tell)
+    assert isinstance(tell.message, StageFailed)
+    assert (tell.message.previous_blocked, tell.message.next_lost) == (True, False)
+    assert state(keeper) == ("ready", 1)
+    for change in ({"epoch": 0}, {"previous": False}):
+        assert keeper.worker_said(1, msgspec.structs.replace(blocked, **change)) == []
 
 
 def test_unassign_ends_it() -> None:

@@ -15,6 +15,7 @@ from molink.wire.control import (
     Invite,
     InviteRequest,
     Member,
+    RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
@@ -37,6 +38,9 @@ class Commands:
             raise NotAuthorized("not you")
         return f"token {ttl:g}"
 
+    async def revoke(self, target: str) -> None:
+        self.asked.append(target)
+
     async def shutdown(self, leave: bool) -> None:
         self.asked.append(leave)
 
@@ -55,7 +59,9 @@ def library(tmp_path: Path) -> Library:
 def start(net, library: Library, me: str):
     commands = Commands()
     service = Service(
-        me, library, UserCommands(commands.status, commands.invite, commands.shutdown)
+        me,
+        library,
+        UserCommands(commands.status, commands.invite, commands.revoke, commands.shutdown),
     )
     server = net.server(control_codec(), service.handle, permits=service.permits)
     service.send = server.send
@@ -106,8 +112,9 @@ async def test_the_user_may_ask_for_everything(net, library: Library) -> None:
     assert reply.token == "token 5"
     with pytest.raises(NotAuthorized, match="not you"):
         await client.request(InviteRequest(ref=0, ttl=-1.0))
+    await client.request(RevokeRequest(ref=0, target="p"))
     await client.request(ShutdownRequest(ref=0, leave=True))
-    assert commands.asked == [True]
+    assert commands.asked == ["p", True]
 
 
 async def test_others_may_not(net, library: Library) -> None:
@@ -117,5 +124,6 @@ async def test_others_may_not(net, library: Library) -> None:
     client.send(ShutdownRequest(ref=1))
     client.send(StatusRequest(ref=2))
     client.send(InviteRequest(ref=3))
-    await net.until(lambda: server.counters.forbidden == 3)
+    client.send(RevokeRequest(ref=4, target="p"))
+    await net.until(lambda: server.counters.forbidden == 4)
     assert commands.asked == []

@@ -12,9 +12,10 @@ import pytest
 
 from molink.errors import ModelError, MolinkError, Unavailable
 from molink.model.folder import ModelFolder
+from molink.model.header import TensorSpan
 from molink.model.layout import stage_tensors
 from molink.peer import store as store_module
-from molink.peer.fetchplan import PIECE_BYTES, Piece, cut
+from molink.peer.fetchplan import PIECE_BYTES, Piece, cut, plan_group
 from molink.peer.library import Library
 from molink.peer.store import Progress, Store
 from molink.wire.control import FileEntry
@@ -259,3 +260,194 @@ def test_cutting() -> None:
     assert [piece.length for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, 1]
     assert [piece.offset for piece in pieces] == [5, 5 + PIECE_BYTES, 5 + 2 * PIECE_BYTES]
     assert [piece.target for piece in pieces] == [100, 100 + PIECE_BYTES, 100 + 2 * PIECE_BYTES]
+
+
+# --- sources that lie ---
+
+
+class Liar(FakeSource):
+    """Claims other files, or other bytes, than it has."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(library)
+        self.claimed: dict[str, int] = {}
+        self.data: dict[str, bytes] = {}
+        self.version = 0
+
+    async def files(self, model: str) -> Sequence[FileEntry]:
+        held = {entry.name: entry.size for entry in self.library.files(model)}
+        sizes = {**held, **{name: len(data) for name, data in self.data.items()}, **self.claimed}
+        return [
+            FileEntry(name=name, size=size, digest=str(self.version))
+            for name, size in sizes.items()
+        ]
+
+    async def read(self, model: str, piece: Piece) -> bytes:
+        if piece.file in self.data:
+            self.reads += 1
+            return self.data[piece.file][piece.offset : piece.offset + piece.length]
+        return await super().read(model, piece)
+
+    def weights(self, dtype: str, extent: int, element: int) -> None:
+        """Have every tensor claim ``[extent]`` of ``dtype``."""
+        from molink.model.config import ModelConfig
+
+        folder = self.library.get("m").folder
+        header: dict[str, object] = {}
+        end = 0
+        for name in stage_tensors(ModelConfig.load(folder), 0, 4):
+            offsets = [end, end + extent * element]
+            header[name] = {"dtype": dtype, "shape": [extent], "data_offsets": offsets}
+            end += extent * element
+        text = json.dumps(header).encode()
+        self.data["model-0.safetensors"] = struct.pack("<Q", len(text)) + text
+        self.claimed["model-0.safetensors"] = 8 + len(text) + end
+
+
+@pytest.fixture
+def liar(source: FakeSource) -> Liar:
+    return Liar(source.library)
+
+
+def left_behind(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("U8", 1), ("F32", 4)])
+async def test_sizes_follow_from_the_config(
+    tmp_path: Path, liar: Liar, dtype: str, element: int
+) -> None:
+    (tmp_path / "model" / "model-1.safetensors").unlink()
+    liar.library.add("m", tmp_path / "model")
+    liar.weights(dtype, 2**45, element)
+    store = make_store(tmp_path / "store", {"a": liar})
+    # 2**45 bytes in pieces of 192 KiB: planning them would need tens of gigabytes.
+    with pytest.raises(Unavailable, match=r"tensor .* is \w+ \[35184372088832\], not \["):
+        await store.stage("m", (0, 4), ["a"])
+    assert left_behind(tmp_path / "store") == []
+
+
+def test_a_plan_of_a_huge_group_is_small() -> None:
+    extent = 1 << 20
+    span = TensorSpan("f", "F32", (extent, extent), 8, 4 * extent * extent)
+    plan = plan_group("embed", {"t": (extent, extent)}, {"t": span})
+    assert plan.nbytes > 2**42
+    pieces = plan.pieces()
+    first, second = next(pieces), next(pieces)
+    assert (first.offset, first.target) == (8, len(plan.header))
+    assert second.target == first.target + PIECE_BYTES
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
+async def test_a_config_of_absurd_size(tmp_path: Path, liar: Liar, field: str) -> None:
+    config = {**CONFIG, "head_dim": 4, field: 2**31 - 1}
+    liar.data["config.json"] = json.dumps(config).encode()
+    store = make_store(tmp_path / "store", {"a": liar})
+    with pytest.raises(Unavailable, match=f"{field} has to be at most"):
+        await store.stage("m", (0, 4), ["a"])
+    assert left_behind(tmp_path / "store") == []
+
+
+async def test_layers_that_the_model_has_not(tmp_path: Path, source: FakeSource) -> None:
+    store = make_store(tmp_path / "store", {"a": source})
+    with pytest.raises(Unavailable, match="has layers 0:4, not 2:2000000000"):
+        await store.stage("m", (2, 2_000_000_000), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("tokenizer.json", (64 << 20) + 1), ("config.json", (16 << 20) + 1)],
+)
+async def test_metadata_is_bounded(tmp_path: Path, liar: Liar, name: str, size: int) -> None:
+    liar.claimed[name] = size
+    store = make_store(tmp_path / "store", {"a": liar})
+    with pytest.raises(Unavailable, match=f"{name} of m has {size} bytes"):
+        await store.metadata("m", ["a"])
+    assert liar.reads == 0
+    assert left_behind(tmp_path / "store") == []
+
+
+async def test_the_disk_is_checked_for_metadata_too(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RESERVE_BYTES", 1 << 62)
+    store = make_store(tmp_path / "store", {"a": source})
+    with pytest.raises(Unavailable, match="free"):
+        await store.metadata("m", ["a"])
+    assert source.reads == 0
+
+
+async def test_too_many_files(tmp_path: Path, liar: Liar) -> None:
+    liar.claimed |= {f"{number}.safetensors": 1 for number in range(5000)}
+    store = make_store(tmp_path / "store", {"a": liar})
+    with pytest.raises(Unavailable, match="lists 5005 files"):
+        await store.metadata("m", ["a"])
+
+
+async def test_headers_are_bounded_together(
+    tmp_path: Path, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [
+        struct.unpack("<Q", path.read_bytes()[:8])[0]
+        for path in (tmp_path / "model").glob("*.safetensors")
+    ]
+    monkeypatch.setattr(store_module, "MAX_HEADER_BYTES", sum(lengths) - 1)
+    store = make_store(tmp_path / "store", {"a": liar})
+    with pytest.raises(Unavailable, match="no valid header"):
+        await store.stage("m", (0, 4), ["a"])
+    monkeypatch.setattr(store_module, "MAX_HEADER_BYTES", sum(lengths))
+    ModelFolder.open(await store.stage("m", (0, 4), ["a"]))
+
+
+async def test_a_short_answer_is_the_sources_fault(tmp_path: Path, liar: Liar) -> None:
+    liar.data["model-0.safetensors"] = b"abc"
+    liar.claimed["model-0.safetensors"] = 1000
+    store = make_store(tmp_path / "store", {"a": liar})
+    with pytest.raises(Unavailable, match="3 bytes came, not 8"):
+        await store.stage("m", (0, 4), ["a"])
+
+
+async def test_metadata_appears_whole_or_not_at_all(tmp_path: Path, source: FakeSource) -> None:
+    source.break_after = 1
+    store = make_store(tmp_path / "store", {"a": source})
+    with pytest.raises(Unavailable, match="broke"):
+        await store.metadata("m", ["a"])
+    assert left_behind(tmp_path / "store") == []
+
+
+async def test_a_source_that_keeps_lying_is_left_out(tmp_path: Path, liar: Liar) -> None:
+    liar.data["config.json"] = b"{"
+    store = make_store(tmp_path / "store", {"a": liar})
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="not valid JSON"):
+            await store.metadata("m", ["a"])
+    assert left_behind(tmp_path / "store") == []
+    reads = liar.reads
+    with pytest.raises(Unavailable, match=r"left out for .* after 2 failures"):
+        await store.metadata("m", ["a"])
+    assert liar.reads == reads
+
+
+async def test_a_source_that_keeps_changing_does_not_fill_the_disk(
+    tmp_path: Path, liar: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time it lets one group arrive, and then breaks off."""
+    monkeypatch.setattr(store_module, "IN_FLIGHT", 1)
+    store = make_store(tmp_path / "store", {"a": liar})
+    used = await store.metadata("m", ["a"])
+    for version in range(1, 9):
+        liar.version, liar.break_after = version, liar.reads + 24
+        with pytest.raises(Unavailable, match="broke"):
+            await store.stage("m", (0, 4), ["a"])
+    folders = list((tmp_path / "store").iterdir())
+    assert used in folders
+    assert len(folders) == 2 + store_module.MAX_OTHERS
+    assert all(any(folder.glob("*.safetensors")) for folder in folders if folder != used)
+
+
+async def test_what_a_crash_left_is_removed(tmp_path: Path, source: FakeSource) -> None:
+    draft = tmp_path / "store" / ".m-0123456789abcdef.part"
+    draft.mkdir(parents=True)
+    (draft / "tokenizer.json").write_bytes(b"x")
+    make_store(tmp_path / "store", {"a": source})
+    assert left_behind(tmp_path / "store") == []

@@ -10,7 +10,7 @@ import pytest
 
 import molink
 from molink.peer import supervisor as supervisor_module
-from molink.peer.child import BoundedLog
+from molink.peer.child import BoundedLog, Child
 from molink.peer.supervisor import Supervisor, exit_reason
 from molink.wire.control import StageAddress
 from molink.wire.pipe import Formed, FormRing, Loaded, MemberKey, Members, Start
@@ -162,3 +162,30 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
     assert set(sizes) == {"x.log", "x.log.1"}
     assert max(sizes.values()) <= 100
     assert "line 0099" in (tmp_path / "x.log").read_text(encoding="utf-8")
+
+
+async def test_a_child_gets_no_secrets_and_its_log_is_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MOLINK_API_KEY", "MOLINK_TOKEN", "MOLINK_OTHER"):
+        monkeypatch.setenv(name, "s3cret")
+    code = (
+        "import os, sys; print('evil\\x1b[2J', file=sys.stderr);"
+        "print(*sorted(n for n in os.environ if n.startswith('MOLINK_')))"
+    )
+    said: list[object] = []
+    ended = asyncio.Event()
+    child = Child(
+        "child",
+        [sys.executable, "-c", code],
+        reader=lambda stream: stream.readline() or None,
+        on_message=said.append,
+        on_exit=lambda _: ended.set(),
+        log_file=tmp_path / "log",
+    )
+    child.start()
+    await asyncio.wait_for(ended.wait(), 20)
+    assert said == [b"MOLINK_OTHER\n"]
+    # Nor does what it logs drive the terminal of who looks at it.
+    assert child.tail == r"evil\x1b[2J"
+    assert (tmp_path / "log").read_bytes() == b"evil\\x1b[2J\n"

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 
+import msgspec
 import pytest
 import zmq.asyncio
 
@@ -19,6 +21,7 @@ from molink.errors import (
 )
 from molink.swarm import coordinator as module
 from molink.swarm.coordinator import Coordinator
+from molink.swarm.invitations import MAX_INVITATIONS
 from molink.swarm.options import Options
 from molink.swarm.state import State
 from molink.swarm.token import JoinToken
@@ -38,6 +41,7 @@ from molink.wire.control import (
     Route,
     ServeModel,
     ShutdownRequest,
+    StageFailed,
     StageLoaded,
     StageReady,
     StatusRequest,
@@ -372,3 +376,74 @@ async def test_a_port_that_is_taken(scene, tmp_path, kit):
         await other.start(port=scene.port)
         assert scene.port < other.port < scene.port + 12 or other.port >= module.DEFAULT_PORT
     assert issubclass(PortInUse, UsageError)
+
+
+async def test_only_owners_replace_the_model(scene, kit):
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    other = await scene.join(await scene.token(owner))
+    bad = msgspec.structs.replace(kit.facts, name="toy\x1b[31m")
+    with pytest.raises(RequestError, match="printable"):
+        await owner.ask(ServeModel(ref=0, model=bad))
+    await guest.ask(serve(kit))
+    await guest.ask(serve(kit, min_peers=2))
+    for peer, name in ((guest, "evil"), (other, "evil"), (other, "toy")):
+        model = msgspec.structs.replace(kit.facts, name=name)
+        with pytest.raises(NotAuthorized, match="the swarm serves toy; only the PC that runs it"):
+            await peer.ask(ServeModel(ref=0, model=model))
+    assert scene.state.desired().facts.name == "toy"
+    new = msgspec.structs.replace(kit.facts, name="new")
+    await owner.ask(ServeModel(ref=0, model=new))
+    assert scene.state.desired().source == owner.id
+    with pytest.raises(NotAuthorized):
+        await guest.ask(serve(kit))
+
+
+@pytest.mark.parametrize("how", ["revoked", "left"])
+async def test_invitations_end_with_their_maker(scene, how):
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    with pytest.raises(NotAuthorized, match="more than 30 days"):
+        await scene.token(guest, ttl=0.0)
+    token = await scene.token(guest)
+    if how == "revoked":
+        await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    else:
+        await guest.ask(LeaveRequest(ref=0))
+    assert [one.creator for one in scene.coordinator.door.invitations] == [owner.id]
+    assert [one.creator for one in scene.state.invitations()] == [owner.id]
+    with pytest.raises(NotAuthorized):
+        await scene.join(token)
+
+
+async def test_a_flood_of_invitations_leaves_the_owners(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    guest = await scene.join(token)
+    for _ in range(MAX_INVITATIONS + 4):
+        await scene.token(guest)
+    creators = Counter(one.creator for one in scene.coordinator.door.invitations)
+    assert creators == {owner.id: 1, guest.id: MAX_INVITATIONS}
+    await scene.join(token)
+
+
+async def test_nobody_else_renames_a_member(scene):
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    assert (await scene.join(token, owner.keys)).id == owner.id
+    record = scene.coordinator.door.records[owner.id]
+    assert (record.name, record.owner) == ("owner", True)
+    assert scene.state.members()[0].name in ("owner", "A")
+    assert not any("guest" in line for line in scene.coordinator.reconciler.story)
+
+
+async def test_what_stages_say_is_cleaned(scene, kit):
+    owner = await scene.peer()
+    await owner.ask(serve(kit))
+    await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
+    owner.obeys = False
+    owner.client.send(StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07"))
+    await scene.until(
+        lambda: any("PWNED" in line for line in scene.coordinator.reconciler.story), owner
+    )
+    assert all(map(str.isprintable, scene.coordinator.reconciler.story))

@@ -2,8 +2,15 @@ import msgspec
 import pytest
 
 from molink.errors import RequestError
-from molink.swarm.hygiene import check_key, clean_loaded, clean_name, clean_report
-from molink.wire.control import StageLoaded
+from molink.swarm.hygiene import (
+    check_key,
+    clean_failed,
+    clean_loaded,
+    clean_name,
+    clean_report,
+    is_model_name,
+)
+from molink.wire.control import StageFailed, StageLoaded
 from molink.wire.keys import KeyPair
 
 
@@ -18,10 +25,18 @@ def test_reports(kit):
     report = msgspec.structs.replace(
         kit.report("a"), name="\n", addresses=("10.0.0.1", "pc.lan", "fe80::1%eth0", "x y", "a/b")
     )
+    report = msgspec.structs.replace(
+        report,
+        stage="\x1b[2J",
+        models=("toy", "\x1b[31m", ""),
+        workers=(kit.worker("ready", 1, 0, (0, 6), pipeline="p1\x07"),),
+    )
     device = msgspec.structs.replace(report.device, read_rate=float("nan"), name="\x07")
     clean = clean_report(msgspec.structs.replace(report, device=device), "peer")
     assert clean.name == "peer"
     assert clean.addresses == ("10.0.0.1", "pc.lan", "fe80::1%eth0")
+    assert (clean.stage, clean.models) == ("none", ("toy",))
+    assert [worker.pipeline for worker in clean.workers] == ["p1"]
     assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
     assert clean_report(kit.report("a"), "a") == kit.report("a")
 
@@ -30,6 +45,19 @@ def test_measurements():
     values = {"pipeline": "p1", "epoch": 1, "stage": 0, "port": 1, "max_blocks": 1}
     assert clean_loaded(StageLoaded(**values, decode_s=float("inf"))).decode_s == 0.0
     assert clean_loaded(StageLoaded(**values, decode_s=0.5)).decode_s == 0.5
+
+
+def test_reasons():
+    failed = StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07\n" + "x" * 999)
+    clean = clean_failed(failed).reason
+    assert clean.startswith("\\x1b]0;PWNED\\x07\\nxxx")
+    assert clean.isprintable()
+    assert len(clean) == 512
+
+
+def test_names_of_models():
+    assert is_model_name("Qwen/Qwen3-8B")
+    assert not any(map(is_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))
 
 
 @pytest.mark.parametrize("key", ["", "short", '"' * 40, "#" * 40, "ü" * 40])

@@ -1,14 +1,16 @@
 import pytest
 
-from molink.errors import UsageError
+from molink.errors import NotAuthorized, UsageError
 from molink.swarm.invitations import MAX_INVITATIONS, Invitations
+
+DAY = 86400
 
 
 def test_it_holds_until_it_expires():
     invitations = Invitations()
-    record, keys = invitations.create(10, now=100.5)
-    forever, _ = invitations.create(0, now=100.5)
-    assert record.public_key == keys.public
+    record, keys = invitations.create("a", 10, now=100.5, owner=True)
+    forever, _ = invitations.create("a", 0, now=100.5, owner=True)
+    assert (record.public_key, record.creator) == (keys.public, "a")
     assert (record.expires, forever.expires) == (111, 0)
     assert invitations.holds(record.id, now=110.9)
     assert not invitations.holds(record.id, now=111)
@@ -20,15 +22,25 @@ def test_it_holds_until_it_expires():
     assert not invitations.revoke(forever.id)
 
 
-def test_there_are_never_too_many():
+def test_a_flood_ends_the_flooders_own_only():
     invitations = Invitations()
-    first, _ = invitations.create(0, now=0)
+    owners, _ = invitations.create("owner", 0, now=0, owner=True)
+    first, _ = invitations.create("b", DAY, now=0, owner=False)
     for _ in range(MAX_INVITATIONS):
-        invitations.create(0, now=0)
+        invitations.create("b", DAY, now=0, owner=False)
     assert invitations.purge(now=0) == [first.id]
+    assert invitations.of("owner") == [owners.id]
+    assert len(invitations.of("b")) == MAX_INVITATIONS
 
 
 @pytest.mark.parametrize("ttl", [-1, float("nan"), float("inf"), 1e18])
 def test_a_nonsense_duration(ttl):
     with pytest.raises(UsageError, match="can't be valid for"):
-        Invitations().create(ttl, now=0)
+        Invitations().create("a", ttl, now=0, owner=True)
+
+
+@pytest.mark.parametrize("ttl", [0, 31 * DAY])
+def test_only_an_owners_is_for_ever(ttl):
+    with pytest.raises(NotAuthorized, match="more than 30 days"):
+        Invitations().create("b", ttl, now=0, owner=False)
+    assert Invitations().create("a", ttl, now=0, owner=True)

@@ -136,3 +136,24 @@ def test_it_ends_with_whoever_started_it(launch):
     process.child.stdin.close()
     assert process.child.wait(timeout=30) == 0
     process.child.stdin = None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
+def test_it_may_have_many_connections(tmp_path):
+    import resource
+
+    import psutil
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = (
+        "import resource, runpy, sys;"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}));"
+        "runpy.run_module('molink.swarm', run_name='__main__')"
+    )
+    arguments = ["--state", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert json.loads(process.stdout.readline())
+        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
+        process.communicate(timeout=30)

@@ -262,6 +262,16 @@ def test_the_next_stage_is_blamed_for_being_lost(running):
     assert running.reconciler.formation.peers == ("a", "c")
 
 
+def test_the_previous_stage_is_blamed_for_being_cut_off(running):
+    for epoch in (1, 2):
+        peers = running.reconciler.formation.peers
+        stage = (peers.index("b") + 1) % len(peers)
+        running.failed(peers[stage], stage, epoch, previous_blocked=True)
+        assert "it had to cut off B" in running.reconciler.reason
+        running.wait(0.5, *"abc")
+    assert running.reconciler.formation.peers == ("a", "c")
+
+
 def test_a_silent_peer_is_replaced_by_who_is_left(running):
     running.wait(5.25, *"ab")
     assert not running.reconciler.ready

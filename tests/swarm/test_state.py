@@ -51,8 +51,8 @@ def test_a_restart_finds_everything(state):
     )
     state.save_port(5466)
     state.save_announced(announced)
-    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 99))
-    state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0))
+    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 99, A))
+    state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0, B))
     state.delete_invitation("invite:1")
     state.save_desired(Desired(FACTS, A, 3, "f32", 2))
     state.commit(pipeline())
@@ -63,7 +63,7 @@ def test_a_restart_finds_everything(state):
             MemberRecord(A, KEYS[0].public, A[:3]),
             MemberRecord(B, KEYS[1].public, "bob", announced=announced),
         ]
-        assert again.invitations() == [InvitationRecord("invite:2", KEYS[1].public, 0)]
+        assert again.invitations() == [InvitationRecord("invite:2", KEYS[1].public, 0, B)]
         assert again.desired() == Desired(FACTS, A, 3, "f32", 2)
         assert again.pipeline() == pipeline(epoch=2, formed=True, blocks=10, micro_batches=2)
         assert again.last() == (1, 2)

@@ -77,6 +77,13 @@ def test_equals_transformers(source: str, options: dict[str, Any]) -> None:
 
 DOUBLING = "{% for i in range(99) %}{% set n.x = n.x ? n.x %}{% endfor %}"
 A_MILLION = "{% set s = 'a' * 1000000 %}"
+#: Lists, tuples, objects and namespaces of 2**27 elements that need next to no memory.
+DEEP = (
+    "{% set n = namespace(l=[1], m=[1], t=(1,), u=(1,), d={}, x=namespace(y=1)) %}"
+    "{% for i in range(27) %}{% set n.l = [n.l, n.l] %}{% set n.m = [n.m, n.m] %}"
+    "{% set n.t = (n.t, n.t) %}{% set n.u = (n.u, n.u) %}{% set n.d = {1: n.d, 2: n.d} %}"
+    "{% set n.x = namespace(y=n.x, z=n.x) %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +124,106 @@ A_MILLION = "{% set s = 'a' * 1000000 %}"
         "{{ 'a'.zfill(1000000000) }}",
         "{{ 'a'.expandtabs(1000000000) }}",
         "{{ range(10**12)|list }}",
+        "{{ '%1000000000d' is odd }}",
+        "{{ '%1000000000d' is divisibleby(1) }}",
+        "{{ ('%999d' * 1000000)|length }}{{ '%(a)999d' * 300000 % {'a': 1} }}",
+        "{{ ('{0:999}' * 900000).format(1)|length }}",
+        A_MILLION + "{{ s|replace(new=s, old='a')|length }}",
+        A_MILLION + "{{ ('\n' * 9999)|indent(s)|length }}",
+        "{{ ([1] * 99999)|tojson(separators=('x' * 99999, ':'))|length }}",
+        A_MILLION + "{% set t = 'a' * 999999 ~ 'b' %}{{ t in [s] * 100000 }}",
+        "{{ dict([(1, 1)] * 2000) }}",
+        "{% for x in [1] recursive %}"
+        + "x" * 9999
+        + "{% if loop.depth == 1 %}{{ loop(range(99999)) }}{% endif %}{% endfor %}",
+        "{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}",
     ],
 )
 def test_a_template_without_end_or_measure_is_stopped(source: str) -> None:
     with pytest.raises(RequestError) as caught:
         ChatTemplate(source, {}, "x", cpu_s=0.3).render(MESSAGES)
     assert caught.value.param == "messages"
+
+
+def render_deep(source: str) -> str:
+    return ChatTemplate(DEEP + source, {}, "x", produced=2**19).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "n.l == n.m",
+        "n.l != n.m",
+        "n.t < n.u",
+        "n.d == {1: n.d, 2: n.d}",
+        "n.l in [n.m]",
+        "n.m not in [n.l]",
+        "n.l in [n.m]|map('list')",
+        "n.l is eq(n.m)",
+        "n.l is in([n.m])",
+        "n.l is lower",
+        "[n.l]|select('eq', n.m)|list",
+        "[n]|selectattr('l', 'in', [n.m])|list",
+        "[n.l, n.m]|sort",
+        "[[n.l], [n.m]]|map('list')|max",
+        "[namespace(k=n.l), namespace(k=n.m)]|sort(attribute='k')",
+        "{1: n.l, 2: n.m}|dictsort(by='value')",
+        "[n.l].index(n.m)",
+        "(n.l, 1).count(n.m)",
+        "{n.t: 1}",
+        "dict([(n.t, 1)])",
+        "dict([[n.t, 1]]|map('list'))",
+        "namespace([(n.t, 1)])",
+        "{}.get(n.t)",
+        "{}[n.t]",
+        "messages[n.l].x",
+        "{1: n.t}.items() - {}.items()",
+        "n.l",
+        "n.l ~ ''",
+        "n.d",
+        "n.x",
+        "{1: n.l}.items()",
+        "{1: n.l}.values()|string",
+        "n.l|tojson",
+        "n.d|tojson",
+        "n.l|join",
+        "','.join(n.l)",
+        "'%s'|format(n.l)",
+        "'%s' % [n.l]",
+        "'{}'.format(n.l)",
+        "'{0.l}'.format(n)",
+        "''|attr(n.l)",
+        "'a'|replace(n.l, '')",
+        "'a'|indent(n.l)",
+        "raise_exception(n.l)",
+    ],
+)
+def test_a_value_that_holds_another_twice_counts_twice(expression: str) -> None:
+    with pytest.raises(RequestError, match="is unfit"):
+        render_deep("{{ " + expression + " }}")
+
+
+def test_a_value_is_not_too_deep() -> None:
+    nest = "{% set n = namespace(x=1) %}{% for i in range(?) %}{% set n.x = [n.x] %}{% endfor %}"
+    source = nest + "{{ n.x == 1 }}"
+    assert ChatTemplate(source.replace("?", "20"), {}, "x").render(MESSAGES) == "False"
+    with pytest.raises(RequestError, match="nested deeper"):
+        ChatTemplate(source.replace("?", "900"), {}, "x").render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for x in [[n.l]] %}{{ (n.m, loop) in loop }}{% endfor %}",
+        "{% for x in [1, 2] %}{{ loop.changed(n.l if x == 1 else n.m) }}{% endfor %}",
+        "{% macro f() %}{% set n.t = varargs %}{% endmacro %}"
+        + "{{ f(n.t, n.t) }}" * 2
+        + "{{ {n.t: 1} }}",
+    ],
+)
+def test_ways_around_that(source: str) -> None:
+    with pytest.raises(RequestError, match="is unfit"):
+        render_deep(source)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +240,9 @@ def test_a_template_without_end_or_measure_is_stopped(source: str) -> None:
         "{{ cycler.__init__.__globals__ }}",
         "{{ (''|attr('__class__')).__mro__ }}",
         "{{ nothing.at_all }}",
+        "{{ (1).to_bytes(9, 'big') }}",
+        "{{ {}.fromkeys([1]) }}",
+        "{{ (messages|map('list')).send(1) }}",
         "{{ 1 / 0 }}",
     ],
 )
@@ -155,7 +259,14 @@ def test_a_refusal_says_why() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{% for", "{{ 'a'|center(9) }}", "{% extends x", "x" * (MAX_SOURCE + 1), "{{ " + "(" * 5000],
+    [
+        "{% for",
+        "{{ 'a'|center(9) }}",
+        "{% extends x",
+        "x" * (MAX_SOURCE + 1),
+        "{{ " + "(" * 5000,
+        "{% break %}",
+    ],
 )
 def test_a_template_that_is_not_one_is_named(source: str) -> None:
     with pytest.raises(BrokenModel, match=r"^the-file: "):

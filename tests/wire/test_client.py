@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
+from molink.errors import MessageTooLarge, NotAuthorized, Overloaded, Unavailable, UsageError
 from molink.wire.base import Payload
 from molink.wire.client import Client
 from molink.wire.codec import control_codec, data_codec
-from molink.wire.control import Done, Failure, StatusRequest
+from molink.wire.control import Done, Failure, FileList, FilesRequest, StatusRequest
 from molink.wire.data import Cancel, Prompt
 from molink.wire.keys import KeyPair
 from molink.wire.server import Sender
@@ -147,6 +147,22 @@ async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
     await net.until(lambda: senders)
     server.send(senders[0][0].identity, Done(ref=senders[0][1].ref))
     await net.until(lambda: client.unclaimed == 1)
+
+
+async def test_a_reply_without_end_is_an_error(net: Any) -> None:
+    enough = asyncio.Event()
+
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        while not enough.is_set():
+            server.send(sender.identity, FileList(ref=message.ref, files=(), more=True))
+            await asyncio.sleep(0)
+
+    server = net.server(control_codec(), handle)
+    client = net.client(control_codec(), net.member(), server.port)
+    with pytest.raises(MessageTooLarge, match="FilesRequest without end"):
+        await client.request_all(FilesRequest(ref=0, model="m"), timeout=20)
+    enough.set()
+    assert client._pending == {}
 
 
 async def test_an_unknown_failure_is_still_an_error(net: Any) -> None:

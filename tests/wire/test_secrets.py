@@ -70,3 +70,12 @@ def test_the_windows_user_is_named_by_its_security_id(monkeypatch):
 def test_a_refusal_of_the_system_tool_is_shown():
     with pytest.raises(UsageError, match="ended with 3: no"):
         secrets._run([sys.executable, "-c", "import sys; print('no'); sys.exit(3)"])
+
+
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path):
+    folder = tmp_path / "peer.key"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(UsageError, match=r"peer\.key can't be read"):
+        secrets.load_keys(folder)
+    if sys.platform != "win32":
+        assert folder.stat().st_mode & 0o777 == 0o755

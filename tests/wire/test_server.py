@@ -1,9 +1,12 @@
 import asyncio
+import errno
 import tracemalloc
 from typing import Any
 
 import pytest
+import zmq
 
+import molink.wire.server
 from molink.errors import (
     ModelNotFound,
     MolinkError,
@@ -176,6 +179,34 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     assert sum(sender.user_id == peer_id(bad.public) for sender, _ in echo.seen) == 1
     net.gatekeeper.allow(bad.public)
     await revoked.request(StatusRequest(ref=0))
+
+
+@pytest.mark.parametrize("where", ["make_server", "Monitor", "bind"])
+@pytest.mark.parametrize("error", [zmq.ZMQError(errno.EMFILE), UsageError("the address is gone")])
+async def test_a_server_listens_again_whatever_hinders_it(
+    net: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    error: Exception,
+) -> None:
+    echo = Echo(net)
+    client = net.client(control_codec(), net.member(), echo.port)
+    await client.request(StatusRequest(ref=0))
+    work, tries = getattr(molink.wire.server, where), []
+
+    def fail_twice(*arguments: Any, **options: Any) -> Any:
+        tries.append(where)
+        if len(tries) <= 2:
+            raise error
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(molink.wire.server, where, fail_twice)
+    echo.server.deny("somebody")
+    await echo.server.settled()
+    assert (len(tries), echo.server.counters.rebuilds) == (3, 1)
+    assert sum("can't listen" in record.message for record in caplog.records) == 1
+    await client.request(StatusRequest(ref=0))
 
 
 async def test_a_flood_fills_only_its_senders_inbox(net: Any) -> None:

@@ -13,6 +13,7 @@ from molink.wire.codec import data_codec
 from molink.wire.data import Beat, Cancel, Credit, Prompt, Rejected, Sampling, Submit, Token, Tokens
 from molink.wire.server import Sender
 from molink.worker.desk import Desk
+from molink.worker.intake import PART_TIMEOUT
 
 HERE = Sender(b"\0conn", "daemon")
 
@@ -98,11 +99,41 @@ def test_a_daemon_that_is_gone_loses_its_requests(desk: Desk, head: Head, wire: 
     assert [type(message) for _, message in wire.sent] == [Beat]
 
 
+def test_a_prompt_that_does_not_arrive_whole_is_rejected(desk: Desk, wire: Wire) -> None:
+    desk.handle(HERE, Submit("p1", 3, "k", 5, 5, 4, Sampling()), None, 0.0)
+    desk.sweep(PART_TIMEOUT + 1)
+    assert reasons(wire) == [("k", "failed")]
+    assert len(desk) == 0
+
+
+def test_who_has_to_make_place_is_told(desk: Desk, head: Head, wire: Wire) -> None:
+    for index in range(4):
+        ask(desk, f"k{index}", [1, 2])
+    ask(desk, "new", [1, 2], Sender(b"\0other", "other"))
+    assert reasons(wire) == [("k3", "overloaded")]
+    assert ("other", "new") in head.live
+
+
 def test_an_undeliverable_token_cancels(desk: Desk, head: Head, wire: Wire) -> None:
     ask(desk, "a", [1, 2])
     wire.gone.add(HERE.identity)
     desk.deliver([Emission("daemon", Token(3, "a", 2, 7))], 0.0)
     assert head.live == []
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_a_daemon_is_told_once_it_can_be_that_tokens_were_lost(
+    desk: Desk, wire: Wire, finish: Any
+) -> None:
+    ask(desk, "a", [1, 2])
+    wire.gone.add(HERE.identity)
+    desk.deliver([Emission("daemon", Token(3, "a", 2, 7, finish=finish))], 0.0)
+    desk.sweep(1.0)
+    assert reasons(wire) == []
+    wire.gone.clear()
+    desk.sweep(2.0)
+    desk.sweep(3.0)
+    assert reasons(wire) == [("a", "epoch")]
 
 
 def test_finished_requests_are_forgotten(desk: Desk, wire: Wire) -> None:

@@ -5,7 +5,7 @@ import pytest
 from molink.errors import InvariantError
 from molink.wire.base import Payload
 from molink.wire.data import Admit, History, Release, Rows, Sampling, Tombstone, Volume
-from molink.worker.scoreboard import MAX_SPAN, MAX_WAITING, Scoreboard
+from molink.worker.scoreboard import MAX_SPAN, MAX_WAITING, BoardLimits, Scoreboard, _Live
 from molink.worker.work import Control, Ready, Work
 
 
@@ -14,7 +14,7 @@ def admit(tick: int, request: int) -> Admit:
 
 
 def rows(request: int, after: int, start: int = 0, count: int = 1) -> Rows:
-    return Rows(request, start, count, after, (), True)
+    return Rows(request, start, count, after, (request,), True)
 
 
 def volume(tick: int, *groups: Rows, prefill: bool = False) -> Volume:
@@ -212,7 +212,7 @@ def test_rows_that_were_never_admitted_are_dropped():
     feed(board, volume(2, rows(5, after=1)), volume(3, rows(0, 1), rows(5, 1)))
     ticks, out = run(board)
     assert (ticks, out) == ((3,), [Tombstone(2)])
-    assert board.counts == {"unadmitted_groups": 2, "buried_volumes": 1}
+    assert board.counts == {"unfit_groups": 2, "buried_volumes": 1}
 
 
 def test_rows_after_a_completed_release_are_dropped():
@@ -250,6 +250,77 @@ def test_a_flood_is_bounded():
     assert board.counts == {"floods": 1, "far_ticks": 1}
 
 
+def test_waiting_rows_are_bounded_in_bytes():
+    board = Scoreboard(BoardLimits(waiting_bytes=100))
+    feed(board, admit(1, 0))
+    assert feed(board, volume(3, rows(0, after=1)), data=bytearray(60)) == []
+    assert feed(board, volume(4, rows(0, after=3)), data=bytearray(60)) == [Tombstone(4)]
+    assert run(board) == ((3,), [])
+    assert feed(board, volume(5, rows(0, after=6)), data=bytearray(101)) == [Tombstone(5)]
+    assert feed(board, volume(6, rows(0, after=3)), data=bytearray(100)) == []
+    feed(board, Release(7, 0, after=6))
+    assert feed(board, admit(8, 1), volume(9, rows(1, after=8)), data=bytearray(100)) == [
+        admit(8, 1)
+    ]
+    assert board.counts["floods"] + board.counts["bad_volumes"] == board.refused == 2
+
+
+def test_requests_are_bounded_the_released_ones_too():
+    board = Scoreboard(BoardLimits(requests=2))
+    waiting = [Release(3, 0, after=2), Release(6, 1, after=2)]
+    assert feed(board, admit(1, 0), waiting[0], admit(4, 1)) == [admit(1, 0), admit(4, 1)]
+    assert feed(board, admit(5, 2)) == [Tombstone(5)]
+    assert feed(board, waiting[1], Release(7, 9, after=2)) == [Tombstone(7)]
+    assert feed(board, Tombstone(2)) == [Tombstone(2), *waiting]
+    assert feed(board, admit(8, 3)) == [admit(8, 3)]
+    assert board.counts["floods"] == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "payload"),
+    [
+        (0, Payload("u8", (3,))),
+        (0, Payload("f32", (2,))),
+        (0, Payload("i32", (2, 2))),
+        (0, Payload("i32", (9,))),
+        (1, Payload("i32", (1,))),
+        (2**53, Payload("i32", (1,))),
+    ],
+)
+def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(first, payload):
+    board = Scoreboard(BoardLimits(context=8))
+    bad = History(2, 0, first, payload)
+    good = [History(3, 0, 0, Payload("i32", (5,))), History(4, 0, 5, Payload("i32", (3,)))]
+    assert feed(board, admit(1, 0), bad, *good) == [admit(1, 0), Tombstone(2), *good]
+    assert feed(board, History(5, 0, 8, Payload("i32", (1,)))) == [Tombstone(5)]
+    assert board.counts == {"bad_histories": 2}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Rows(0, 4, 1, 3, (6, 7), True),
+        Rows(0, 4, 1, 3, (8,), True),
+        Rows(0, 4, 1, 3, (), True),
+        Rows(0, 2**53, 1, 3, (), True),
+        Rows(0, 4, 7, 3, (7,), True),
+    ],
+    ids=["long table", "block beyond the pool", "no block", "far position", "beyond the context"],
+)
+def test_rows_that_no_stage_could_compute_are_dropped(bad):
+    board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2, context=10))
+    feed(board, admit(1, 0), admit(2, 1))
+    feed(board, volume(3, Rows(0, 0, 4, 1, (4, 5), False), rows(1, 2)))
+    feed(board, volume(4, bad, Rows(1, 1, 1, 3, (), True)))
+    feed(board, volume(5, Rows(0, 4, 2, 3, (6,), True)))
+    assert run(board) == ((3,), [])
+    work = board.take(0.0)
+    assert [group.request for group in work.decode.volume.rows] == [1]
+    board.complete(work.ticks, 0.0)
+    assert run(board) == ((5,), [])
+    assert board.counts == {"unfit_groups": 1}
+
+
 def test_completing_what_was_not_taken_is_our_own_mistake():
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
@@ -261,7 +332,7 @@ def test_completing_what_was_not_taken_is_our_own_mistake():
 def test_a_broken_invariant_tells_the_story():
     board = Scoreboard()
     feed(board, admit(1, 0))
-    board._live.add(7)
+    board._live[7] = _Live()
     with pytest.raises(InvariantError, match="never admitted") as caught:
         board.validate()
     assert caught.value.story

@@ -1,0 +1,189 @@
+"""The ring's shell, with a stage that computes nothing and a link that carries nothing."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from molink.link.policy import DecodeFinished, DecodeStarted
+from molink.wire.base import Payload
+from molink.wire.data import Admit, History, Release, Rows, Sampling, Tombstone, Volume
+from molink.worker.executor import StepDone
+from molink.worker.ring import MAX_FAILED_STEPS, Ring
+from molink.worker.step import SegmentResult
+
+
+class Config:
+    hidden_size = 2
+
+
+class MiddleStage:
+    config = Config()
+    travel_dtype = "f32"
+    is_first = is_last = False
+
+
+class ScriptedExecutor:
+    """Ends steps when the test says so."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, Callable[[StepDone], None]]] = []
+
+    def submit(self, requests: Any, segments: Any, done: Callable[[StepDone], None]) -> None:
+        self.steps.append((segments, done))
+
+    def end(self, seconds: float = 0.5, error: str | None = None) -> None:
+        segments, done = self.steps.pop(0)
+        results = [SegmentResult(each.volume, bytearray(8), None) for each in segments]
+        done(StepDone(results, seconds, error))
+
+
+class RecordingOutlet:
+    """Keeps what is sent; ``full`` and ``error`` are the test's to set."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.error: Exception | None = None
+        self.sent: list[Any] = []
+        self.events: list[Any] = []
+
+    def control(self, body: Any, payload: Any = None) -> None:
+        self.sent.append(body)
+
+    def volume(self, header: Volume, rows: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.sent.append(header)
+
+    def handle(self, event: Any) -> None:
+        self.events.append(event)
+
+
+class Bench:
+    """A ring's shell at a middle stage, and everything around it."""
+
+    def __init__(self) -> None:
+        self.executor = ScriptedExecutor()
+        self.outlet = RecordingOutlet()
+        self.broken: list[str] = []
+        stage: Any = MiddleStage()
+        executor: Any = self.executor
+        self.ring = Ring(stage, executor, None, None, 0.25, self.broken.append)
+        self.ring.open(self.outlet)
+        self.ring.arrive(Admit(1, 0, Sampling(), 4), None)
+
+    def volume(self, tick: int, after: int, prefill: bool = False, count: int = 1) -> Volume:
+        rows = Rows(0, 4, count, after, (tick,))
+        return Volume(tick, prefill, (rows,), Payload("f32", (count, 2)))
+
+    def arrive(self, tick: int, after: int, **options: Any) -> None:
+        volume = self.volume(tick, after, **options)
+        self.ring.arrive(volume, bytearray(volume.payload.nbytes))
+
+    async def end(self, **options: Any) -> None:
+        self.executor.end(**options)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
+
+
+async def test_a_volume_goes_through_and_the_policy_hears_of_it(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    (((segment,), _),) = bench.executor.steps
+    assert segment.volume.tick == 2
+    await bench.end()
+    assert [body.tick for body in bench.outlet.sent] == [1, 2]
+    assert bench.outlet.sent[1].payload == Payload("f32", (1, 2))
+    assert bench.outlet.events == [DecodeStarted(1, 0.25), DecodeFinished(1)]
+    assert bench.ring.progress.completed == 2
+
+
+async def test_how_long_a_step_should_take_grows_with_its_rows(bench: Bench) -> None:
+    assert bench.ring.progress.predicted == 0
+    bench.arrive(2, 1, prefill=True, count=8)
+    assert bench.ring.progress.predicted == 8 * 0.25
+    assert bench.ring.progress.queued == 1
+    await bench.end(seconds=8.0)
+    assert bench.ring.progress.predicted == 0
+    bench.arrive(3, 2)
+    assert bench.ring.progress.predicted == pytest.approx(0.9 * 0.25 + 0.1 * 1.0)
+    await bench.end(seconds=0.001)
+    bench.arrive(4, 3)
+    assert bench.ring.progress.predicted >= 0.25, "never below what was measured"
+
+
+async def test_a_full_link_holds_work_back_until_it_drains(bench: Bench) -> None:
+    bench.outlet.full = True
+    bench.arrive(2, 1)
+    assert bench.executor.steps == []
+    assert bench.ring.progress.queued == 0, "it waits for the link, not for this stage"
+    bench.outlet.full = False
+    bench.ring.pump()
+    assert len(bench.executor.steps) == 1
+
+
+async def test_an_error_of_our_own_ends_the_stage(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    bench.outlet.error = ValueError("no room")
+    await bench.end()
+    assert bench.broken == ["ValueError: no room"]
+    bench.arrive(3, 1)
+    assert bench.executor.steps == [], "nothing is computed any more"
+
+
+async def test_steps_that_fail_one_after_another_end_the_stage(bench: Bench) -> None:
+    for tick in range(2, 2 + MAX_FAILED_STEPS):
+        assert bench.broken == []
+        bench.arrive(tick, tick - 1)
+        await bench.end(error="device lost")
+    (reason,) = bench.broken
+    assert "device lost" in reason
+
+
+async def test_a_good_step_in_between_is_forgiving(bench: Bench) -> None:
+    for tick in range(2, 20):
+        bench.arrive(tick, tick - 1)
+        await bench.end(error=None if tick % 2 else "a hiccup")
+    assert bench.broken == []
+
+
+async def test_a_step_that_ends_after_the_epoch_is_ignored(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    bench.ring.close()
+    await bench.end()
+    assert [body.tick for body in bench.outlet.sent] == [1]
+
+
+async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    release = Release(4, 0, 3, (2,))
+    bench.ring.arrive(release, None)
+    bench.arrive(3, 2)
+    assert bench.outlet.sent[1:] == [Tombstone(3)]
+    await bench.end()
+    assert [body.tick for body in bench.outlet.sent[1:]] == [3, 2, 4]
+    assert not bench.ring.progress.busy
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
+    bench: Bench, last: bool
+) -> None:
+    bench.ring._stage.is_last = last
+    history = History(4, 0, 0, Payload("i32", (5,)))
+    bench.ring.arrive(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
+    bench.ring.arrive(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
+    bench.ring.arrive(history, bytearray(array("i", [7, 8, 9, 10, 11]).tobytes()))
+    state = bench.ring._requests[0]
+    known = (state.prompt.tolist(), state.generated.tolist())
+    assert known == (([7, 8, 9, 10], [11]) if last else ([], []))
+    bench.ring.arrive(Release(5, 0, 1), None)
+    passed = [Tombstone(2), Tombstone(3), *([] if last else [history]), Release(5, 0, 1)]
+    assert bench.outlet.sent[1:] == passed
+    assert bench.broken == []
+    assert bench.ring.stats()[0]["stage_refused_total"] == 2.0
