@@ -18,6 +18,7 @@ from molink.peer.keeper import (
     Tell,
     TellWorker,
 )
+from molink.peer.prefetcher import Prefetcher
 from molink.peer.roster import Roster
 from molink.peer.settings import Settings
 from molink.peer.store import Progress, Store
@@ -27,6 +28,8 @@ from molink.wire.control import (
     ControlMessage,
     Form,
     ModelFacts,
+    Prefetch,
+    Prefetched,
     Unassign,
     WorkerState,
 )
@@ -66,6 +69,7 @@ class Assignments:
         self._on_change = on_change
         self._on_blocked = on_blocked
         self._keeper = Keeper()
+        self._prefetcher = Prefetcher(store, on_change)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._progress: dict[int, Progress] = {}
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
@@ -75,10 +79,13 @@ class Assignments:
         """The device is known: stages may be started on it."""
         self._measured.set_result(device)
 
-    def handle(self, message: Assign | Form | Unassign) -> None:
+    def handle(self, message: Prefetch | Assign | Form | Unassign) -> None:
         """Take an order of the coordinator."""
         match message:
+            case Prefetch():
+                self._prefetcher.begin(message)
             case Assign():
+                self._prefetcher.cancel()  # one transfer of a model at a time: now this one
                 self._carry_out(self._keeper.assign(message))
             case Form():
                 self._carry_out(self._keeper.form(message))
@@ -97,13 +104,20 @@ class Assignments:
         """All stages of this peer."""
         return self._keeper.states()
 
+    @property
+    def prefetched(self) -> Prefetched | None:
+        """How far the files of a stage that is to be are."""
+        return self._prefetcher.state
+
     def describe(self) -> str:
         """All stages, and how far transfers are, in one line for a person."""
         under_way = [f"{p}" for p in self._progress.values() if p.total]
+        under_way += [text for text in (self._prefetcher.under_way,) if text]
         return " ".join([self._keeper.describe(), *under_way])
 
     async def close(self) -> None:
         """End transfers and workers."""
+        await self._prefetcher.close()
         tasks = list(self._fetches.values())
         for task in tasks:
             task.cancel()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from molink.api.backend import ServedModel
 from molink.errors import MolinkError
@@ -35,9 +36,15 @@ class Catalogue:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update(self, route: Route) -> None:
-        """A pipeline serves ``route.model``."""
+        """A pipeline serves ``route.model``; once it is ready, with the context that it has."""
         self._routes[route.pipeline] = route
-        if route.model not in self._served and route.model not in self._tasks:
+        served = self._served.get(route.model)
+        if served is not None:
+            context = self._context(route.model)
+            if route.ready and context not in (0, served.context):
+                self._served[route.model] = replace(served, context=context)
+                self._on_change(tuple(self._served.values()))
+        elif route.model not in self._tasks:
             task = asyncio.get_running_loop().create_task(self._get(route.model))
             self._tasks[route.model] = task
 
@@ -61,6 +68,12 @@ class Catalogue:
 
     def _route(self, model: str) -> Route | None:
         return next((route for route in self._routes.values() if route.model == model), None)
+
+    def _context(self, model: str) -> int:
+        """Tokens that a request may have, in any pipeline that is ready; 0 if not known."""
+        routes = [route for route in self._routes.values() if route.model == model]
+        known = [route for route in routes if route.ready] or routes
+        return min((route.context for route in known), default=0)
 
     async def _get(self, model: str) -> None:
         attempt = 0
@@ -86,5 +99,5 @@ class Catalogue:
     async def _load(self, route: Route) -> ServedModel:
         folder = await self._store.metadata(route.model, route.sources)
         config = await asyncio.to_thread(ModelConfig.load, folder)
-        context = route.context or config.context
+        context = self._context(route.model) or config.context  # as known by now
         return ServedModel(route.model, folder, context, int(time.time()))

@@ -87,6 +87,8 @@ class _Stage:
     forming: int = -1
     #: Why it failed.
     reason: str = ""
+    #: What its worker said of a neighbour in this epoch.
+    neighbour: StageFailed | None = None
 
 
 class Keeper:
@@ -108,7 +110,7 @@ class Keeper:
         if stage is not None and stage.state != "failed" and _same_worker(stage.assign, message):
             if stage.state == "ready" and message.epoch == stage.assign.epoch:
                 return [*_repeated(stage)]
-            stage.assign = message
+            stage.assign, stage.neighbour = message, None
             if stage.loaded is None:
                 return []
             stage.state = "loaded"
@@ -126,7 +128,7 @@ class Keeper:
         stage = self._stages.get(message.pipeline)
         if stage is None or stage.loaded is None or message.epoch != stage.assign.epoch:
             return []
-        stage.forming = message.epoch
+        stage.forming, stage.neighbour = message.epoch, None
         ring = FormRing(
             epoch=message.epoch,
             ring=message.ring,
@@ -183,11 +185,15 @@ class Keeper:
             case NextStageLost():
                 if message.epoch != stage.assign.epoch:
                     return []
-                return [Tell(_stage_failed(stage.assign, message.reason, next_lost=True))]
+                stage.neighbour = _stage_failed(stage.assign, message.reason, next_lost=True)
+                return [Tell(stage.neighbour)]
             case MemberBlocked():
                 if not message.previous or message.epoch != stage.assign.epoch:
                     return []
-                return [Tell(_stage_failed(stage.assign, message.reason, previous_blocked=True))]
+                stage.neighbour = _stage_failed(
+                    stage.assign, message.reason, previous_blocked=True
+                )
+                return [Tell(stage.neighbour)]
 
     def _formed(self, stage: _Stage, epoch: int) -> list[Decision]:
         if epoch != stage.assign.epoch or epoch != stage.forming:
@@ -286,6 +292,8 @@ def _repeated(stage: _Stage) -> list[Tell]:
         told.append(Tell(_stage_ready(stage.assign)))
     if stage.state == "failed":
         told.append(Tell(_stage_failed(stage.assign, stage.reason)))
+    elif stage.neighbour is not None:
+        told.append(Tell(stage.neighbour))
     return told
 
 

@@ -41,6 +41,7 @@ from molink.wire.control import (
     Member,
     MemberGone,
     PeerReport,
+    Prefetch,
     RevokeRequest,
     Route,
     RouteGone,
@@ -184,10 +185,13 @@ class Node:
             device=self._measured.device,
             models=self._place.library.names,
             workers=self._assignments.states(),
+            prefetched=self._assignments.prefetched,
         )
 
     def _welcomed(self) -> None:
         self._roster.welcomed()
+        if self._sweep is not None:
+            self._sweep.cancel()
         self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._roster.sweep)
         self._assignments.repeat()
 
@@ -198,7 +202,7 @@ class Node:
                     log.warning("the coordinator announces a member by another's id")
             case MemberGone():
                 self._roster.remove(message.peer)
-            case Assign() | Form() | Unassign():
+            case Prefetch() | Assign() | Form() | Unassign():
                 self._assignments.handle(message)
             case Route():
                 self._heads.update(message)

@@ -44,13 +44,13 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float]) 
             found.update((row, token) for row, is_enough, token in drawn if is_enough)
     left = [i for i in filtered if i not in found]
     plain = sorted(set(range(len(samplings))).difference(filtered))
-    for rows in (*_grouped(left, logits), *_grouped(plain, logits)):
-        part, few = _take(logits, rows), filters.take(rows)
-        least = None
-        if rows[0] in left:
-            least, _ = cut(part.sort(dim=-1, descending=True).values, totals[rows], few)
-        tokens = _draw_wide(part, least, few, aims[rows])
-        found.update(zip(rows, tokens.tolist(), strict=True))
+    for group in (*_grouped(left, logits), *_grouped(plain, logits)):
+        part, few = _take(logits, group), filters.take(group)
+        edge: Tensor | None = None
+        if group[0] in left:
+            edge, _ = cut(part.sort(dim=-1, descending=True).values, totals[group], few)
+        tokens = _draw_wide(part, edge, few, aims[group])
+        found.update(zip(group, tokens.tolist(), strict=True))
     return [found[index] for index in range(len(samplings))]
 
 
@@ -68,7 +68,7 @@ def _take(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits[list(rows)]
 
 
-def _grouped(rows: Sequence[int], logits: Tensor) -> list[Sequence[int]]:
+def _grouped(rows: list[int], logits: Tensor) -> list[list[int]]:
     on_cpu = logits.device.type == "cpu"
     size = max(1, _CPU_LOGITS // logits.shape[1]) if on_cpu else max(1, len(rows))
     return [rows[first : first + size] for first in range(0, len(rows), size)]

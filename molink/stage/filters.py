@@ -31,7 +31,7 @@ class Filters:
             [
                 max(s.temperature, _LEAST_TEMPERATURE),
                 limit(s, vocabulary),
-                s.top_p if s.top_p < 1.0 else math.inf,
+                s.top_p,
                 math.log(s.min_p) if s.min_p else -math.inf,
             ]
             for s in samplings
@@ -54,7 +54,7 @@ class Filters:
 
     @property
     def shares(self) -> Tensor:
-        """top_p; infinity is off."""
+        """top_p; 1 is off."""
         return self.numbers[:, 2:3]
 
     @property
@@ -93,6 +93,7 @@ def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Te
     stays = likeliest >= kth
     total = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
     inside = weights.cumsum(dim=-1) - weights < filters.shares * total
+    inside |= filters.shares >= 1.0
     inside[:, 0] = True
     last = (inside & stays).sum(dim=-1, keepdim=True) - 1
     floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)

@@ -67,9 +67,8 @@ def _penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tens
         [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for _, s, _ in found]
     )
     factors, presence, frequency = settings.repeat_interleave(lengths, dim=0).unbind(dim=1)
-    return ids + offsets.repeat_interleave(lengths), factors, presence * (times > 0) + (
-        frequency * times
-    )
+    amounts = presence * (times > 0) + frequency * times
+    return ids + offsets.repeat_interleave(lengths), factors, amounts
 
 
 def _biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:

@@ -1,8 +1,9 @@
 """Measures a device for the daemon, which never imports torch: ``python -m molink.stage.probe``.
 
 Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
-memory in bytes, ``read_rate`` (bytes/s at which a decode step streams weights), ``bf16`` (whether
-it computes in it), ``threads``, ``torch`` (version).
+memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
+a decode step streams weights), ``bf16`` (whether it computes in it natively), ``threads``,
+``torch`` (version).
 """
 
 import argparse
@@ -17,6 +18,9 @@ from typing import Literal
 
 import psutil
 import torch
+
+from molink.stage.dtypes import cpu_has_bf16
+from molink.stage.linear import can_pack, make_projection
 
 _ROWS = 4096
 _REPEATS = 5
@@ -33,11 +37,12 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def measure(device: torch.device, nbytes: int) -> float:
-    """Bytes/s at which a matrix of ``nbytes`` is multiplied with one vector (median of five)."""
+    """Bytes/s at which a stage's projection of ``nbytes`` takes one row (median of five)."""
     dtype = torch.bfloat16 if _has_bf16(device) else torch.float32
     itemsize = torch.empty((), dtype=dtype).element_size()
     columns = max(64, nbytes // (itemsize * _ROWS))
     weight = torch.ones(_ROWS, columns, dtype=dtype, device=device)
+    projection = make_projection(weight, None, can_pack(dtype, device))
     row = torch.ones(1, columns, dtype=dtype, device=device)
     synchronize = _synchronizer(device)
     times = []
@@ -45,7 +50,7 @@ def measure(device: torch.device, nbytes: int) -> float:
         for _ in range(_REPEATS + 1):
             synchronize()
             begin = time.perf_counter()
-            torch.nn.functional.linear(row, weight)
+            projection(row)
             synchronize()
             times.append(time.perf_counter() - begin)
     return weight.numel() * itemsize / max(1e-9, statistics.median(times[1:]))
@@ -89,8 +94,7 @@ def cpu_name() -> str:
 def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
-    capability = torch.backends.cpu.get_cpu_capability()
-    return "AMX" in capability or "BF16" in capability
+    return cpu_has_bf16()
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from molink.wire.control import (
     Member,
     MemberGone,
     PeerReport,
+    Prefetch,
     Route,
     RouteGone,
     StageFailed,
@@ -69,7 +70,9 @@ Event = MemberAdded | MemberRemoved | Reported | StageSaid | Serve | Tick
 
 # --- decisions, to be carried out in the order given --------------------------------------------
 
-Instruction = Welcome | Member | MemberGone | Assign | Form | Unassign | Route | RouteGone
+Instruction = (
+    Welcome | Member | MemberGone | Prefetch | Assign | Form | Unassign | Route | RouteGone
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,18 @@ MISSING_TIMEOUT = 3.0
 class Formation:
     """Which stages have loaded and are ready, and who is late. Never goes back a state."""
 
-    def __init__(self, record: PipelineRecord, state: FormationState, now: float) -> None:
+    def __init__(
+        self,
+        record: PipelineRecord,
+        state: FormationState,
+        now: float,
+        *,
+        fetched: bool = False,
+    ) -> None:
+        """``fetched``: all stages' files are there already."""
         self.record = record
         self.state: FormationState = state
+        self._fetched = fetched
         #: Stages that have loaded in this epoch.
         self.loaded: dict[int, StageLoaded] = {}
         #: Stages that stand in the ring of this epoch; all of them in state ``ready``.
@@ -61,6 +70,11 @@ class Formation:
             and message.epoch == self.record.epoch
             and message.stage == self.stage_of(peer)
         )
+
+    @property
+    def worth_keeping(self) -> bool:
+        """Whether it serves, or will within seconds."""
+        return self.state == "ready" or (self._fetched and self.state != "adopting")
 
     # --- what happens ------------------------------------------------------------------------
 

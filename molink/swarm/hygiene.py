@@ -9,7 +9,7 @@ import zmq
 from molink.errors import RequestError
 from molink.swarm.placement import parse_range
 from molink.swarm.plain import printable
-from molink.wire.control import PeerReport, StageFailed, StageLoaded
+from molink.wire.control import PeerReport, Prefetched, StageFailed, StageLoaded
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
 _MAX_NAME = 64
@@ -37,12 +37,19 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
             msgspec.structs.replace(worker, pipeline=clean_name(worker.pipeline, "?"))
             for worker in report.workers
         ),
+        prefetched=_clean_prefetched(report.prefetched),
         device=msgspec.structs.replace(
             device,
             name=clean_name(device.name, device.kind),
             read_rate=rate if math.isfinite(rate) and rate > 0 else 0.0,
         ),
     )
+
+
+def _clean_prefetched(said: Prefetched | None) -> Prefetched | None:
+    if said is None:
+        return None
+    return msgspec.structs.replace(said, reason=printable(said.reason)[:_MAX_REASON])
 
 
 def clean_loaded(message: StageLoaded) -> StageLoaded:

@@ -1,9 +1,10 @@
 """The messages that say what a stage has to do, and where requests go."""
 
 from molink.swarm.formation import Formation
+from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.roster import Roster
-from molink.wire.control import BLOCK_SIZE, Assign, Form, Route, StageAddress
+from molink.wire.control import BLOCK_SIZE, Assign, Form, Prefetch, Route, StageAddress
 
 MAX_SOURCES = 8
 
@@ -33,6 +34,16 @@ def instruction(
             micro_batches=record.micro_batches,
         )
     return None
+
+
+def prefetch(move: Move, peer: str, desired: Desired, roster: Roster) -> Prefetch:
+    """The wish that a peer gets its files for the stage that it is to have."""
+    return Prefetch(
+        number=move.number,
+        layers=move.layers(peer),
+        model=desired.facts.name,
+        sources=sources(desired, roster),
+    )
 
 
 def route(

@@ -88,10 +88,13 @@ class Planner:
         """There is a placement, and it need not be looked at again for these candidates."""
         self._tried, self._pending = candidates, None
 
-    def again(self, candidates: Candidates, now: float) -> None:
-        """What was placed is no more: place soon, whether the candidates change or not."""
+    def again(self, candidates: Candidates, now: float, pause: float = LOSS_DEBOUNCE) -> None:
+        """What was placed is no more: place after ``pause``, whether the candidates change or not.
+
+        Where they do, it may be sooner.
+        """
         self._tried, self._pending = None, candidates
-        self._pending_since, self._place_at = now, now + LOSS_DEBOUNCE
+        self._pending_since, self._place_at = now, now + pause
 
     def restart(self) -> None:
         """Another model is to be placed for the first time."""

@@ -27,8 +27,9 @@ from molink.swarm.events import (
     Tick,
 )
 from molink.swarm.formation import Formation
+from molink.swarm.move import RETRY, Move
 from molink.swarm.placement import Candidate, Placement, Unplaceable
-from molink.swarm.planner import Planner
+from molink.swarm.planner import LOSS_DEBOUNCE, Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.roster import Roster
 from molink.wire.control import PeerReport, StageFailed, StageLoaded, Unassign
@@ -60,6 +61,9 @@ class Reconciler:
         self.desired = desired
         #: The current epoch, if it is being formed or ready.
         self.formation: Formation | None = None
+        #: Where a pipeline that serves goes once the files are there.
+        self.move: Move | None = None
+        self._moves = 0
         #: Why no pipeline is ready, or why a change was not followed; for a person.
         self.reason = NO_MODEL if desired is None else "waiting for peers"
         #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
@@ -121,6 +125,7 @@ class Reconciler:
         self.planner.backoff.forget(peer)
         if self.formation is not None and peer in self.formation.peers:
             self._break(f"{name} {why}", None, now)
+        self._stay_without(peer, now)
 
     def _lost(self, peer: str, now: float) -> None:
         name = self.roster.name(peer)
@@ -128,6 +133,7 @@ class Reconciler:
         self.roster.drop(peer)
         if self.formation is not None and peer in self.formation.peers:
             self._break(f"{name} has not reported any more", None, now)
+        self._stay_without(peer, now)
 
     def _reported(self, event: Reported, now: float) -> None:
         peer = event.peer
@@ -139,6 +145,7 @@ class Reconciler:
         self._out += self.roster.publish_members()  # whom an instruction may name
         formation = self.formation
         stage = formation.stage_of(peer) if formation is not None else None
+        self._prefetched(event, now)
         self._stop_strays(peer, event.report, stage)
         if formation is None or stage is None:
             return
@@ -148,6 +155,29 @@ class Reconciler:
             self._break(f"{self.roster.name(peer)}: {failure}", blamed, now)
         elif event.fresh or formation.unaware(stage, now):
             self._instruct(formation, stage)
+
+    def _prefetched(self, event: Reported, now: float) -> None:
+        move, peer, said = self.move, event.peer, event.report.prefetched
+        if move is None or self.desired is None:
+            return
+        failure = move.observe(peer, said)
+        if failure is not None:
+            self._note(now, f"{self.roster.name(peer)} can't get its files: {failure}")
+            serves = self.formation is not None and peer in self.formation.peers
+            if not serves:
+                self.planner.backoff.failed(peer, failure, now)
+            self._stay(now, RETRY if serves else LOSS_DEBOUNCE)
+        elif move.unaware(peer, said, now) or (event.fresh and peer in move.lacking):
+            self._send(peer, instructions.prefetch(move, peer, self.desired, self.roster))
+
+    def _stay_without(self, peer: str, now: float) -> None:
+        if self.move is not None and peer in self.move.peers:
+            self._stay(now)
+
+    def _stay(self, now: float, pause: float = LOSS_DEBOUNCE) -> None:
+        """Give up a move; what serves was never touched. Look again after a pause."""
+        self.move = None
+        self.planner.again(self._candidates(now), now, pause)
 
     def _stop_strays(self, peer: str, report: PeerReport, stage: int | None) -> None:
         """End workers that no pipeline needs; while none is formed their weights may be of use."""
@@ -209,7 +239,7 @@ class Reconciler:
             if delay:
                 self._note(now, f"{self.roster.name(blamed)} is left out for {delay:.0f} s")
         self.reason = reason
-        self.formation = None
+        self.formation = self.move = None
         self.planner.again(self._candidates(now), now)
 
     # --- what follows ------------------------------------------------------------------------
@@ -237,7 +267,9 @@ class Reconciler:
         self._break(f"{self.roster.name(peer)} {late[1]}", None if adopting else peer, now)
 
     def _move_on(self, now: float) -> None:
-        """Take the formation to its next state if all stages are there."""
+        """Take the formation to its next state if all stages are there, or to the next one."""
+        if self.move is not None and not self.move.lacking:
+            self._begin(self.move.stages, now, fetched=True)
         formation = self.formation
         if formation is None:
             return
@@ -245,7 +277,8 @@ class Reconciler:
             self._form(formation, now)
         elif formation.state in ("linking", "adopting") and formation.all_ready:
             if formation.state == "adopting":
-                self.planner.settle(self._candidates(now))
+                kept = [one for one in self._candidates(now) if one.peer in formation.peers]
+                self.planner.settle(tuple(kept))  # the others may have been about to join in
                 self.planner.placed = True
             formation.state = "ready"
             self.reason = ""
@@ -253,24 +286,41 @@ class Reconciler:
 
     def _follow(self, placed: Placement | Unplaceable, now: float) -> None:
         """Go over to a new placement. Without one what runs goes on, and what doesn't waits."""
+        self.move = None
         if isinstance(placed, Unplaceable):
             self.reason = placed.reason
             self._note(now, f"not placed: {placed.reason}")
             return
         stages = tuple(StageRecord(stage.peer, stage.layers) for stage in placed.stages)
         old = self.formation
-        if old is None or _layout(old.record.stages) != _layout(stages):
+        if old is not None and _layout(old.record.stages) == _layout(stages):
+            self.reason = "" if self.ready else self.reason
+        elif old is not None and old.worth_keeping:
+            self._prepare(old, stages, now)
+        else:
             self._begin(stages, now)
-        elif self.ready:
-            self.reason = ""
 
-    def _begin(self, stages: tuple[StageRecord, ...], now: float) -> None:
+    def _prepare(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Have the files fetched first; :meth:`_move_on` goes on once they are there."""
+        assert self.desired is not None
+        self.reason = "" if self.ready else self.reason
+        self._moves += 1
+        self.move = Move(self._moves, old.record, stages, now)
+        names = ", ".join(self.roster.name(peer) for peer in self.move.lacking)
+        self._note(now, f"the next epoch waits for files: {names or 'all are there'}")
+        for peer in self.move.lacking:
+            self._send(peer, instructions.prefetch(self.move, peer, self.desired, self.roster))
+
+    def _begin(
+        self, stages: tuple[StageRecord, ...], now: float, *, fetched: bool = False
+    ) -> None:
         """Commit a placement as a new epoch and hand out its stages."""
+        self.move = None
         assert self.desired is not None
         old = self.formation
         self.epoch += 1
         record = PipelineRecord(self.pipeline, self.desired.facts.name, self.epoch, stages)
-        self.formation = Formation(record, "loading", now)
+        self.formation = Formation(record, "loading", now, fetched=fetched)
         self.reason = "loading the model"
         layout = ", ".join(
             f"{self.roster.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
@@ -350,6 +400,11 @@ class Reconciler:
         if not set(self.roster.sessions) <= set(self.roster.members):
             raise InvariantError("somebody is there who is no member", self._story)
         formation = self.formation
+        if self.move is not None:
+            if formation is None:
+                raise InvariantError("a move from nothing", self._story)
+            if not all(map(self.roster.live, self.move.peers)):
+                raise InvariantError("a move to a peer that is not there", self._story)
         if formation is None:
             return
         formation.validate()

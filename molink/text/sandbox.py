@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from molink.text.budget import Budget, TemplateTooCostly, size_of
+from molink.text.rewriting import account
 
 _METHOD_NAMES = """
 capitalize casefold count endswith find format index isalnum isalpha isascii isdecimal isdigit
@@ -120,16 +121,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
     def compile_bounded(self, source: str) -> jinja2.Template:
         """Compile ``source`` with every loop, comparison and concatenation accounted for."""
         tree = self.parse(source)
-        loops = list(tree.find_all(nodes.For))
-        called = [loop.body for loop in loops if loop.recursive]
-        called += [macro.body for macro in tree.find_all(nodes.Macro)]
-        called += [block.body for block in tree.find_all(nodes.CallBlock)]
-        called += [block.body for block in tree.find_all(nodes.Block)]
-        self._call_weight = sum(map(_weight, called))
-        for loop in loops:
-            weight = nodes.Const(_weight(loop.body))
-            loop.iter = _call("iterate", [loop.iter, weight], loop.lineno)
-        _account(tree)
+        self._call_weight = account(tree)
         tree.set_environment(self)
         return self.from_string(tree)
 
@@ -347,46 +339,3 @@ def _width(option: object) -> int:
 
 def _growth(text: str, old: str, new: str) -> int:
     return text.count(old) * len(new)
-
-
-def _weight(body: Iterable[nodes.Node]) -> int:
-    """What one run through ``body`` costs, without the rounds of its inner loops."""
-    total = 0
-    for node in body:
-        inner = list(node.find_all(nodes.Node))
-        total += 8 * (1 + len(inner))
-        total += sum(
-            len(part.data) for part in (node, *inner) if isinstance(part, nodes.TemplateData)
-        )
-    return total
-
-
-def _call(name: str, arguments: list[Any], line: int) -> nodes.Call:
-    """A call of a method of the environment, which no assignment in a template can shadow."""
-    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
-
-
-def _account(node: nodes.Node) -> None:
-    """Turn what the budget has to know of, in ``node``, into calls that account for it."""
-    for name, value in node.iter_fields():
-        if isinstance(value, list):
-            setattr(node, name, [_accounted(item) for item in value])
-        else:
-            setattr(node, name, _accounted(value))
-    if isinstance(node, nodes.Compare | nodes.Operand):
-        node.expr = _readable(node.expr)
-    elif isinstance(node, nodes.Pair):
-        node.key = _readable(node.key)
-
-
-def _accounted(value: Any) -> Any:
-    if not isinstance(value, nodes.Node):
-        return value
-    _account(value)
-    if isinstance(value, nodes.Concat):
-        return _call("concatenate", value.nodes, value.lineno)
-    return value
-
-
-def _readable(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _call("readable", [node], node.lineno)

@@ -67,6 +67,8 @@ class Device(Message, frozen=True, kw_only=True):
     name: Text
     memory: Count
     read_rate: float = 0.0
+    #: Whether it computes in bf16; if not, 16-bit models take four bytes per weight on a CPU.
+    bf16: bool = True
 
 
 class WorkerState(Message, frozen=True, kw_only=True):
@@ -84,6 +86,14 @@ class WorkerState(Message, frozen=True, kw_only=True):
     epoch: Count = 0
 
 
+class Prefetched(Message, frozen=True, kw_only=True):
+    """How far a peer is with the newest :class:`Prefetch`; ``reason`` says why it failed."""
+
+    number: Count
+    state: Literal["fetching", "done", "failed"]
+    reason: Sentence = ""
+
+
 class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     """What a peer is and has; the first message of a session, then each second (heartbeat)."""
 
@@ -99,6 +109,7 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     #: Names of models of which this peer can serve every file to others.
     models: tuple[Text, ...]
     workers: Annotated[tuple[WorkerState, ...], msgspec.Meta(max_length=8)] = ()
+    prefetched: Prefetched | None = None
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
@@ -247,6 +258,19 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
 
 
+class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
+    """Get the files of ``layers`` of ``model``, and say in your reports how far you are.
+
+    A pipeline serves meanwhile; the epoch in which they are needed begins once all have theirs.
+    ``number`` tells this wish from earlier ones.
+    """
+
+    number: Count
+    layers: LayerRange
+    model: Text
+    sources: tuple[Text, ...]
+
+
 class StageAddress(Message, frozen=True, kw_only=True):
     """Where a stage's worker listens."""
 
@@ -377,6 +401,7 @@ ControlMessage = (
     | Welcome
     | Member
     | MemberGone
+    | Prefetch
     | Assign
     | Form
     | Unassign

@@ -1,8 +1,8 @@
 """What a stage knows of each request beyond the rows of the moment."""
 
-from array import array
 from dataclasses import dataclass, field
 
+from molink.stage.history import History
 from molink.wire.data import Admit, Sampling
 
 
@@ -10,16 +10,15 @@ from molink.wire.data import Admit, Sampling
 class RequestState:
     """One request at one stage.
 
-    ``blocks`` is its block table so far. ``prompt`` and ``generated`` are filled at the tail only,
-    and only if its penalties are recomputed from them. ``failed`` is set once a step of it failed
-    here or at an earlier stage: its KV can't be trusted from then on.
+    ``blocks`` is its block table so far. ``history`` is filled at the tail only, and only if its
+    penalties are recomputed from it. ``failed`` is set once a step of it failed here or at an
+    earlier stage: its KV can't be trusted from then on.
     """
 
     sampling: Sampling
     prompt_tokens: int
     blocks: list[int] = field(default_factory=list)
-    prompt: "array[int]" = field(default_factory=lambda: array("i"))
-    generated: "array[int]" = field(default_factory=lambda: array("i"))
+    history: History = field(default_factory=History)
     failed: bool = False
 
 
@@ -42,8 +41,8 @@ class RequestTable:
         """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
         state = self._states[request]
         split = max(0, min(len(ids), state.prompt_tokens - first))
-        state.prompt.extend(ids[:split])
-        state.generated.extend(ids[split:])
+        state.history.add_prompt(ids[:split])
+        state.history.add_generated(ids[split:])
 
     def release(self, request: int) -> None:
         """A request is over."""

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from molink.stage.base import SequenceRows, StageInput
+from molink.stage.dtypes import TORCH_DTYPES
 from molink.stage.sampler import SampledToken, SampleRow, sample
 from molink.stage.stage import Stage
 from molink.wire.data import Choice, Rows, Sampled, TopLogprobs, Volume
 from molink.worker.requests import RequestTable
-
-TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ def _sample(
     for rows in wanted:
         state = requests[rows.request]
         position = rows.start + rows.count
-        inputs.append(SampleRow(state.sampling, position, state.prompt, state.generated))
+        inputs.append(SampleRow(state.sampling, position, state.history))
     drawn = iter(sample(logits, inputs) if inputs else [])
     results = []
     for segment in segments:
@@ -181,7 +180,7 @@ def _sampled(
             failed.append(rows.request)
         elif drawn is not None:
             if state.sampling.needs_history:
-                state.generated.append(drawn.token)
+                state.history.add_generated((drawn.token,))
             choices.append(Choice(rows.request, position, drawn.token, drawn.logprob))
             if drawn.top:
                 ids, logprobs = zip(*drawn.top, strict=True)

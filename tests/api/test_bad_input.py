@@ -9,6 +9,7 @@ from aiohttp.test_utils import TestClient
 
 from molink.api.settings import ApiSettings
 from molink.errors import ModelNotFound, NotAuthorized, Overloaded, Unavailable, WorkerError
+from molink.text.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"Content-Type": "application/json"}
@@ -296,3 +297,16 @@ async def test_a_body_that_never_comes(backend: Any, serve: Any) -> None:
         assert b" 408 " in await reader.readline()
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+async def test_a_text_far_beyond_the_context_is_not_even_encoded(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    text = "x" * (16 * 512 + 16 * 1024 + 1)
+    field = "prompt" if route == "completions" else "messages"
+    body = {field: text if field == "prompt" else [{"role": "user", "content": text}]}
+    error = await problem(await client.post(f"/v1/{route}", json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == field

@@ -1,6 +1,7 @@
 """The endpoint's thread, its ports and its connections."""
 
 import asyncio
+import json
 import socket
 import threading
 from typing import Any
@@ -98,6 +99,18 @@ def test_connections_are_bounded(backend: Any) -> None:
         for connection in idle:
             connection.close()
         server.stop()
+
+
+@pytest.mark.parametrize("junk", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
+def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+        connection.sendall(junk)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    assert b"application/json" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
 
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo"])

@@ -48,6 +48,11 @@ async def test_metrics(client: TestClient, backend: Any) -> None:
     assert samples["molink_link_bytes_total",] == 5
     assert samples["molink_kv_blocks_free",] == 7
     assert samples["molink_odd_name",] == 1
+    for family in families.values():
+        assert family.documentation.endswith(".")
+        assert " " in family.documentation
+        total = [sample.name.endswith("_total") for sample in family.samples]
+        assert all(total) if family.type == "counter" else not any(total)
 
 
 def test_histogram() -> None:

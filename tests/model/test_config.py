@@ -1,10 +1,12 @@
 """``config.json`` in its many spellings, and what is refused."""
 
 import json
+import os
 
 import pytest
 
 from molink.errors import BrokenModel, UnsupportedModel
+from molink.model import fields
 from molink.model.config import ModelConfig
 
 BASE = {
@@ -101,6 +103,8 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_attention"),
+        ({"use_sliding_window": True, "max_window_layers": -(2**31)}, "sliding_attention"),
+        ({"use_sliding_window": True, "max_window_layers": -1e300}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope'.*yarn"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
@@ -123,7 +127,7 @@ def test_a_sliding_window_that_no_layer_uses_is_fine(tmp_path):
         ({"hidden_size": "64"}, "hidden_size has to be a positive integer, not '64'"),
         ({"vocab_size": -1}, "vocab_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is over"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers has to be at most 4096, not 1000000"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple"),
         ({"head_dim": 15}, "head_dim 15"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
@@ -139,6 +143,17 @@ def test_a_sliding_window_that_no_layer_uses_is_fine(tmp_path):
             "low_freq_factor",
         ),
         ({"architectures": ...}, "architectures is missing"),
+        ({"layer_types": 5}, "layer_types has to be a list"),
+        ({"layer_types": {"a": 1}}, "layer_types has to be a list"),
+        ({"hidden_size": 2**20}, "hidden_size has to be at most"),
+        ({"intermediate_size": 2**30}, "intermediate_size has to be at most"),
+        ({"num_attention_heads": 2**20}, "num_attention_heads has to be at most"),
+        ({"vocab_size": 2**30}, "vocab_size has to be at most"),
+        ({"max_position_embeddings": 2**30}, "max_position_embeddings has to be at most"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps has to be a finite number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e308}}, "factor 1e.308 makes a context"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 9e99}}, "factor 9e.99 makes a context"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast"),
     ],
 )
 def test_impossible_fields_are_named(tmp_path, fields, message):
@@ -151,4 +166,23 @@ def test_impossible_fields_are_named(tmp_path, fields, message):
 def test_a_config_that_is_no_object(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"config\.json"):
+        ModelConfig.load(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize("kind", ["endless", "pipe"])
+def test_a_config_that_is_no_file(tmp_path, kind):
+    path = tmp_path / "config.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(BrokenModel, match=r"config\.json is no regular file"):
+        ModelConfig.load(tmp_path)
+
+
+def test_a_config_that_is_longer_than_it_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(fields, "MAX_JSON_BYTES", 100)
+    (tmp_path / "config.json").write_text(" " * 200, encoding="utf-8")
+    with pytest.raises(BrokenModel, match="longer than 100 bytes"):
         ModelConfig.load(tmp_path)

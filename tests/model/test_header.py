@@ -1,5 +1,6 @@
 """Headers of safetensors files: every lie is refused before anything is read."""
 
+import os
 import struct
 
 import pytest
@@ -90,3 +91,10 @@ def test_any_bytes_give_spans_inside_the_file_or_an_error(tmp_path_factory, raw)
     for span in spans.values():
         assert isinstance(span, TensorSpan)
         assert span.offset + span.nbytes <= len(raw) + 8
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(BrokenModel, match="is no regular file"):
+        read_header(tmp_path / "x.safetensors")

@@ -191,6 +191,20 @@ def test_a_previous_stage_that_was_cut_off_is_to_blame() -> None:
         assert keeper.worker_said(1, msgspec.structs.replace(blocked, **change)) == []
 
 
+def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
+    keeper = running()
+    said = keeper.worker_said(1, NextStageLost(epoch=1, reason="silent"))
+    assert keeper.repeat() == [told(), ready(), *said]
+    assert keeper.assign(assign()) == [told(), ready(), *said]
+    keeper.form(form())
+    assert keeper.repeat() == [told(), ready()]
+    blocked = MemberBlocked(epoch=1, peer="b", reason="nonsense", previous=True)
+    said = keeper.worker_said(1, blocked)
+    assert keeper.repeat() == [told(), ready(), *said]
+    keeper.assign(assign(epoch=2))
+    assert keeper.repeat() == [told(2)]
+
+
 def test_unassign_ends_it() -> None:
     keeper = running()
     assert keeper.unassign("p1") == [StopWorker(1)]

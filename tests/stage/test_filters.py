@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molink.stage.filters import filter_weights
+from molink.stage.filters import Filters, cut, weigh
 from molink.wire.data import Sampling
 
 SETTINGS = [
@@ -37,21 +37,46 @@ def kept_by_transformers(logits, sampling):
     return scores[0].isfinite()
 
 
+def thresholds(likeliest, logits, settings):
+    """Of rows ``logits``, by their tokens ``likeliest``."""
+    filters = Filters.of(settings, logits.shape[1], torch.device("cpu"))
+    totals = weigh(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
+    return cut(likeliest, totals, filters)
+
+
+def kept(logits, settings):
+    least, _ = thresholds(logits.sort(-1, descending=True).values, logits, settings)
+    return logits >= least
+
+
 @pytest.mark.parametrize("vocabulary", [30, 64, 65, 3000])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_all_together_keep_what_each_keeps_alone(vocabulary, scale):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(len(SETTINGS), vocabulary, generator=generator) * scale
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    kept = filter_weights(weights, SETTINGS)
+    found = kept(logits, SETTINGS)
     for row, sampling in enumerate(SETTINGS):
         expected = kept_by_transformers(logits[row], sampling)
-        # float32 sums may put the edge of a nucleus one token off.
-        assert (expected != (kept[row] > 0)).sum() <= (sampling.top_p < 1.0)
-        assert torch.equal(kept[row][kept[row] > 0], weights[row][kept[row] > 0])
+        # Another order of summing may put the edge of a nucleus one token off.
+        assert (expected != found[row]).sum() <= (sampling.top_p < 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 2999])
+@pytest.mark.parametrize("step", [0.0, 0.25])
+def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size, step):
+    logits = torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(size)) * 4
+    if step:  # with many ties, as logits in bf16 have
+        logits = (logits / step).round() * step
+    ordered = logits.sort(-1, descending=True).values
+    least, _ = thresholds(ordered, logits, SETTINGS)
+    found, enough = thresholds(ordered[:, :size], logits, SETTINGS)
+    assert torch.equal(found[enough], least[enough])
+    assert (least[enough, 0] > ordered[enough, size - 1]).all(), "more may be as likely"
+    assert enough.any() or size == 1
+    assert not enough[SETTINGS.index(Sampling())]
 
 
 def test_ties_at_the_edge_stay_together():
-    weights = torch.tensor([[0.5, 1.0, 0.5, 0.5, 0.1]])
-    assert filter_weights(weights, [Sampling(top_k=2)]).tolist() == [[0.5, 1.0, 0.5, 0.5, 0.0]]
-    assert filter_weights(weights, [Sampling(top_p=0.5)]).tolist() == [[0.5, 1.0, 0.5, 0.5, 0.0]]
+    logits = torch.tensor([[0.5, 1.0, 0.5, 0.5, 0.1]]).log()
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert kept(logits, [sampling]).tolist() == [[True, True, True, True, False]]

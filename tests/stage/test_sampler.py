@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from molink.stage.history import History
+from molink.stage.noise import uniform
 from molink.stage.sampler import SampleRow, sample
 from molink.wire.data import Sampling
 
@@ -57,7 +59,7 @@ def test_the_logits_are_left_unchanged():
     sampling = Sampling(
         temperature=0.5, top_p=0.8, repetition_penalty=1.3, logit_bias=((3, 5.0),), logprobs=3
     )
-    sample(logits, [SampleRow(sampling, 1, [1, 2], [3])] * 2)
+    sample(logits, [SampleRow(sampling, 1, History([1, 2], [3]))] * 2)
     assert torch.equal(logits, before)
 
 
@@ -94,6 +96,50 @@ def test_frequencies_follow_the_distribution(sampling):
     kept = [(p * draws, counts[i]) for i, p in enumerate(expected.tolist()) if p > 0]
     chi = sum((seen - mean) ** 2 / mean for mean, seen in kept)
     assert chi < len(kept) + 5 * math.sqrt(2 * len(kept))
+
+
+@pytest.mark.parametrize("vocabulary", [50, 300, 8192, 20000])
+@pytest.mark.parametrize("step", [0.0, 0.125])
+def test_tokens_are_those_of_the_plain_formula(vocabulary, step):
+    """Whichever way is taken: among the likeliest tokens, or all, in blocks or not."""
+    settings = [
+        {},
+        {"temperature": 0.5, "top_k": 20, "top_p": 0.8},
+        {"top_k": 1},
+        {"top_k": 64},
+        {"top_k": 5000},
+        {"top_p": 0.95},
+        {"top_p": 0.99999},
+        {"temperature": 3.0, "top_p": 0.97},
+        {"min_p": 0.2},
+        {"min_p": 1e-9},
+    ]
+    logits = logits_of(len(settings), vocabulary)
+    if step:  # with many ties, as logits in bf16 have
+        logits = (logits / step).round() * step
+    for seed in range(5):
+        rows = [SampleRow(Sampling(seed=seed, **each), 3) for each in settings]
+        found = [each.token for each in sample(logits, rows)]
+        expected = [plain_formula(logits[i], row.sampling) for i, row in enumerate(rows)]
+        assert found == expected
+        alone = [sample(logits[i : i + 1], [row])[0].token for i, row in enumerate(rows)]
+        assert alone == found
+
+
+def plain_formula(logits, sampling):
+    """The token for noise at position 3: the filters by sorting, then the inverse cumulative sum.
+
+    Tokens as likely as the last one kept stay.
+    """
+    weights = ((logits.double() - logits.max()) / sampling.temperature).exp()
+    if sampling.top_k:
+        weights[weights < weights.sort(descending=True).values[: sampling.top_k][-1]] = 0
+    ordered = weights.sort(descending=True).values
+    inside = ordered.cumsum(0) - ordered < sampling.top_p * ordered.sum()
+    weights[weights < max(ordered[inside][-1], sampling.min_p)] = 0
+    cumulative = weights.cumsum(0)
+    aim = cumulative[-1] * uniform(sampling.seed, 3)
+    return int((cumulative <= aim).sum())
 
 
 def reference_weights(logits, sampling):

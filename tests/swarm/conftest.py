@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from molink.swarm.events import (
@@ -22,6 +23,8 @@ from molink.wire.control import (
     Member,
     ModelFacts,
     PeerReport,
+    Prefetch,
+    Prefetched,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -50,7 +53,7 @@ def member(name, **changes):
     return MemberRecord(name, key(name), name.upper(), **changes)
 
 
-def report(name, *workers, stage="auto", memory=100 * GB, pid=1, models=()):
+def report(name, *workers, stage="auto", memory=100 * GB, pid=1, models=(), prefetched=None):
     return PeerReport(
         name=name.upper(),
         version="1",
@@ -62,6 +65,7 @@ def report(name, *workers, stage="auto", memory=100 * GB, pid=1, models=()):
         device=Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9),
         models=models or (("toy",) if name == "a" else ()),
         workers=workers,
+        prefetched=prefetched,
     )
 
 
@@ -152,7 +156,9 @@ class Paper:
         while batch := batch or self.take():
             everything += batch
             for peer, message in batch:
-                if isinstance(message, Assign):
+                if isinstance(message, Prefetch):
+                    self.prefetched(peer, message.number)
+                elif isinstance(message, Assign):
                     self.loaded(message, peer)
                 elif isinstance(message, Form):
                     stage = next(i for i, a in enumerate(message.ring) if a.peer == peer)
@@ -160,6 +166,11 @@ class Paper:
             batch = None
         self.show_workers()
         return everything
+
+    def prefetched(self, peer, number, state="done", reason=""):
+        said = Prefetched(number=number, state=state, reason=reason)
+        old = self.reconciler.roster.sessions[peer].report
+        self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
 
     def show_workers(self):
         """Every stage of the formation shows up in its peer's report."""

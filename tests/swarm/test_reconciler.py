@@ -8,6 +8,7 @@ from molink.wire.control import (
     Form,
     Member,
     MemberGone,
+    Prefetch,
     Route,
     RouteGone,
     StageAddress,
@@ -27,6 +28,10 @@ def assign(epoch, stage, stages, layers, pipeline="p1"):
         sources=("a",),
         dtype="auto",
     )
+
+
+def prefetch(number, layers):
+    return Prefetch(number=number, layers=layers, model="toy", sources=("a",))
 
 
 def route(epoch, head=None, pipeline="p1"):
@@ -158,6 +163,14 @@ def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running):
     running.wait(1.25, *"abcde")
     sent = running.take()
     assert ("e", route(1, address("a"))) in sent
+    # It goes on serving until the files are there: only `e` needs any that it hasn't.
+    assert sent[-1:] == [("e", prefetch(1, (5, 6)))]
+    running.wait(600, *"abcde")
+    assert running.reconciler.formation.record.epoch == 1
+    assert running.reconciler.ready
+    running.take()
+    running.prefetched("e", 1)
+    sent = running.take()
     assert [m for _, m in sent if isinstance(m, Assign)] == [
         assign(2, 0, 4, (0, 2)),
         assign(2, 1, 4, (2, 4)),
@@ -167,6 +180,85 @@ def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running):
     assert sent[-5:] == [(p, route(2)) for p in "abcde"]
     running.obey(sent)
     assert running.reconciler.ready
+
+
+def joined(running):
+    """`d` is asked to fetch."""
+    running.join("d")
+    running.wait(1.25, *"abcd")
+    return [(p, m) for p, m in running.take() if isinstance(m, Prefetch)]
+
+
+def test_a_wish_for_files_is_said_again_until_reports_show_it(running):
+    asked = joined(running)
+    assert asked == [("d", prefetch(1, (5, 6)))]
+    running.wait(3.25, *"abcd")
+    assert running.take() == asked
+    running.prefetched("d", 1, "fetching")
+    running.wait(10, *"abcd")
+    assert running.take() == []
+    running.report("d", fresh=True)  # its daemon was started anew
+    assert asked[0] in running.take()
+    running.prefetched("d", 0)  # of another move
+    assert running.reconciler.formation.record.epoch == 1
+    running.prefetched("d", 1)
+    assert running.reconciler.formation.record.epoch == 2
+
+
+def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running):
+    joined(running)
+    running.prefetched("d", 1, "failed", "the disk is full")
+    assert running.reconciler.move is None
+    assert "D can't get its files: the disk is full" in " ".join(running.reconciler.story)
+    running.wait(60, *"abcd")
+    assert running.take() == []
+    assert running.reconciler.formation.record.epoch == 1
+    running.join("e")  # others come in without it
+    running.wait(1.25, *"abcde")
+    running.obey()
+    assert running.reconciler.formation.peers == ("a", "b", "c", "e")
+
+
+def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running):
+    running.report("b", *running.reconciler.roster.sessions["b"].report.workers, stage="none")
+    running.wait(1.25, *"abc")
+    assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
+    running.prefetched("c", 1, "failed")
+    running.wait(59, *"abc")
+    assert running.take() == []
+    assert running.reconciler.ready
+    running.wait(2, *"abc")
+    assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
+
+
+@pytest.mark.parametrize("how", ["left", "silent"])
+def test_a_newcomer_that_goes_while_it_fetches(running, how):
+    joined(running)
+    if how == "left":
+        running.do(MemberRemoved("d", "left"))
+    running.wait(8, *"abc")
+    assert running.reconciler.move is None
+    assert running.reconciler.ready
+    assert running.reconciler.formation.record.epoch == 1
+
+
+def test_a_loss_does_not_wait_for_files(running):
+    joined(running)
+    running.failed("b", 1, epoch=1)
+    running.wait(0.5, *"abcd")
+    assert running.reconciler.formation.record.epoch == 2
+    assert running.reconciler.formation.peers == ("a", "b", "c", "d")
+    assert running.reconciler.move is None
+
+
+def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running):
+    joined(running)
+    running.prefetched("d", 1)
+    assert running.reconciler.formation.state == "loading"
+    running.join("e")
+    running.wait(1.25, *"abcde")
+    assert running.reconciler.formation.record.epoch == 2
+    assert ("e", prefetch(2, (5, 6))) in running.take()
 
 
 def test_joins_close_together_form_once(kit):
@@ -232,6 +324,7 @@ def test_what_works_is_not_disturbed_for_a_suspect(running):
     assert running.reconciler.ready
     assert running.reconciler.formation.record.epoch == 3
     running.wait(600, *"abc")
+    running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
@@ -454,7 +547,7 @@ def test_workers_of_nothing_are_stopped(running, kit):
 def test_a_peer_that_gets_no_stage_any_more_is_told_so(running):
     running.report("b", *running.reconciler.roster.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
-    assert running.take()[0] == ("b", Unassign(pipeline="p1"))
+    assert ("b", Unassign(pipeline="p1")) in running.obey()
     assert running.reconciler.formation.peers == ("a", "c")
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm.events import Commit, MemberRemoved, Reported, Send, Tick
-from molink.wire.control import Assign, Form, Route
+from molink.wire.control import Assign, Form, Prefetch, Prefetched, Route
 
 NAMES = "abcde"
 
@@ -34,6 +34,7 @@ class World:
         self.history = []
         self.workers = {name: {} for name in NAMES}
         self.stages = dict.fromkeys(NAMES, "auto")
+        self.prefetched = dict.fromkeys(NAMES)
         self.pids = dict.fromkeys(NAMES, 1)
         self.desired = self.record = self.kept = None
         self.epoch = 0
@@ -51,6 +52,7 @@ class World:
                     *self.workers[name].values(),
                     stage=self.stages[name],
                     pid=self.pids[name],
+                    prefetched=self.prefetched[name],
                 ),
                 fresh,
             )
@@ -72,7 +74,10 @@ class World:
         if not self.inbox[name]:
             return
         message = self.inbox[name].pop(0)
-        if isinstance(message, Assign):
+        if isinstance(message, Prefetch):
+            self.prefetched[name] = Prefetched(number=message.number, state="done")
+            self.report(name)
+        elif isinstance(message, Assign):
             shown = (message.epoch, message.stage, message.layers, message.pipeline)
             self.workers[name][message.pipeline] = self.kit.worker("loaded", *shown)
             self.act(("loaded", message, name))
@@ -113,6 +118,7 @@ class World:
     def reconnect(self, name, pid):
         if self.pids[name] != pid:
             self.pids[name], self.workers[name] = pid, {}
+            self.prefetched[name] = None
         if name in self.paper.reconciler.roster.members:
             self.report(name, fresh=True)
 
@@ -162,6 +168,9 @@ class World:
             assert message.epoch == self.record.epoch == self.epoch
             assert isinstance(message, Assign) or self.record.formed
             self.inbox[peer].append(message)
+        elif isinstance(message, Prefetch):
+            assert self.paper.reconciler.move is None or self.paper.reconciler.formation
+            self.inbox[peer].append(message)
         elif isinstance(message, Route) and message.ready:
             assert message.epoch == self.epoch
             assert self.record.formed
@@ -170,6 +179,7 @@ class World:
     def check(self):
         reconciler = self.paper.reconciler
         assert bool(reconciler.reason) or reconciler.ready
+        assert reconciler.move is None or reconciler.formation.worth_keeping
         if reconciler.ready:
             record = reconciler.formation.record
             said = {

@@ -1,5 +1,6 @@
 """A model folder's tokenizer and what its configs say."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tokenizers import processors
 
 from molink.errors import BrokenModel, RequestError
 from molink.text.generation import GenerationDefaults
+from molink.text.native import failing_as
 from molink.text.tokenizer import Tokenizer
 
 
@@ -118,3 +120,46 @@ def test_a_broken_file_is_named(folder: Path, name: str, content: str | None) ->
 def test_text_that_is_no_unicode_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError):
         Tokenizer.open(folder).encode("\ud800")
+
+
+def edited(folder: Path, **parts: Any) -> Path:
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text(encoding="utf-8")) | parts
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+def test_a_panic_while_loading_names_the_file(folder: Path) -> None:
+    unknown = {"SpecialToken": {"id": "nope", "type_id": 0}}
+    post = {"type": "TemplateProcessing", "single": [unknown], "pair": [], "special_tokens": {}}
+    with pytest.raises(BrokenModel, match=r"tokenizer\.json"):
+        Tokenizer.open(edited(folder, post_processor=post))
+
+
+def test_a_panic_while_encoding_is_the_requests_failure(folder: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    tokenizer = Tokenizer.open(edited(folder, pre_tokenizer=split | {"invert": False}))
+    assert tokenizer.encode("a")
+    with pytest.raises(RequestError, match="can't be tokenized"):
+        tokenizer.encode("a" * 60 + "!")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_what_is_no_failure_passes(error: type[BaseException]) -> None:
+    with pytest.raises(error), failing_as(BrokenModel):
+        raise error
+
+
+def test_a_panic_is_a_failure() -> None:
+    panic = type("PanicException", (BaseException,), {})
+    with pytest.raises(BrokenModel, match="why"), failing_as(BrokenModel):
+        raise panic("why")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs an endless file")
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_an_endless_file_is_not_read(folder: Path, name: str) -> None:
+    (folder / name).symlink_to("/dev/zero")
+    assert Tokenizer.open(folder).template is None
