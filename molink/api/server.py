@@ -25,6 +25,8 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_PORT = 5465
 #: How many ports are tried from the one asked for.
 PORT_TRIES = 15
+#: How often to look whether the listener is still there, in seconds.
+LISTENER_CHECK_S = 1.0
 _START_TIMEOUT_S = 30.0
 _IN_USE = frozenset({errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEACCES", errno.EACCES)})
 
@@ -115,10 +117,14 @@ class EndpointServer:
             factory = ConnectionFactory(runner.server, self._settings, loop)
             listener = await self._listen(factory, port)
             try:
-                self._stopping = asyncio.Event()
+                stopping = self._stopping = asyncio.Event()
                 self._loop = loop
                 self._started.set()
-                await self._stopping.wait()
+                while not await _is_set_within(stopping, LISTENER_CHECK_S):
+                    # A Proactor loop closes its listener when a client resets too early.
+                    if any(socket.fileno() < 0 for socket in listener.sockets):
+                        listener.close()
+                        listener = await self._listen(factory, self._port)
             finally:
                 listener.close()
         finally:
@@ -147,3 +153,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if sys.platform == "win32":
         return asyncio.ProactorEventLoop
     return None
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

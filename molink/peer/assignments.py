@@ -23,6 +23,8 @@ from molink.peer.roster import Roster
 from molink.peer.settings import Settings
 from molink.peer.store import Progress, Store
 from molink.peer.supervisor import Supervisor
+from molink.swarm.placement import MARGIN
+from molink.wire.base import DTYPE_SIZES
 from molink.wire.control import (
     Assign,
     ControlMessage,
@@ -37,10 +39,6 @@ from molink.wire.keys import KeyPair
 from molink.wire.pipe import MemberBlocked, Start
 
 log = logging.getLogger(__name__)
-
-#: A KV pool has room for this many tokens even where the budget says otherwise.
-MIN_KV_TOKENS = 2048
-_ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 class Assignments:
@@ -213,13 +211,13 @@ class Assignments:
 def kv_budget(folder: ModelFolder, assign: Assign, measured: Measured, requests: int) -> int:
     """Bytes for the KV pool of a stage: what its weights leave, and no more than can be used.
 
-    ``requests`` is how many may run at once; each has the model's context at most.
+    As placement does, it leaves a part of the memory for activations and buffers. ``requests`` is how many may run at once; each has the model's context at most.
     """
-    element = _ELEMENT_BYTES.get(assign.dtype, 0)
+    element = DTYPE_SIZES.get(assign.dtype, 0)
     if not element:
-        element = _ELEMENT_BYTES[folder.config.dtype]
+        element = DTYPE_SIZES[folder.config.dtype]
         if measured.device.kind == "cpu" and not measured.bf16:
-            element = 4
+            element = DTYPE_SIZES["f32"]
     facts: ModelFacts = folder.facts(assign.model)
     first, last = assign.layers
     stored = (last - first) * facts.layer_bytes
@@ -227,5 +225,4 @@ def kv_budget(folder: ModelFolder, assign: Assign, measured: Measured, requests:
     weights = stored * element // facts.element_bytes
     token = facts.kv_bytes * element // facts.element_bytes * (last - first)
     most = token * facts.context * requests
-    least = token * min(facts.context, MIN_KV_TOKENS)
-    return min(most, max(least, measured.device.memory - weights))
+    return max(0, min(most, int(measured.device.memory * (1 - MARGIN)) - weights))

@@ -29,6 +29,8 @@ _TIMEOUT_S = 300.0
 #: Part of the memory that stages may use where the user hasn't said: a CPU shares it with all else.
 _CPU_SHARE = 0.5
 _CUDA_SHARE = 0.9
+#: What the CUDA context and its libraries take of each stage's memory, in bytes.
+_CUDA_CONTEXT = 1 << 30
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +82,7 @@ async def measure_device(
     mbytes = 256 if settings.stages_here == 1 else 32
     key = f"{settings.device} {threads} threads {mbytes} MB torch {_torch_version()}"
     probe = _read_cache(cache, key)
-    if probe is None:
+    if probe is None or probe.kind == "cuda":  # what is free there changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
         arguments += ["--mbytes", str(mbytes)]
         probe = await _run_probe([*command, *arguments])
@@ -92,6 +94,7 @@ async def measure_device(
         name=probe.name[:256],
         memory=budget(settings, probe),
         read_rate=probe.read_rate,
+        bf16=probe.bf16,
     )
     return Measured(device, probe.bf16)
 
@@ -100,8 +103,10 @@ def budget(settings: Settings, probe: Probe) -> int:
     """Bytes of the device that one stage of this daemon may use."""
     if settings.memory:
         return min(settings.memory, probe.total)
-    share = _CPU_SHARE if probe.kind == "cpu" else _CUDA_SHARE
-    return int(probe.total * share) // settings.stages_here
+    if probe.kind == "cpu":
+        return int(probe.total * _CPU_SHARE) // settings.stages_here
+    usable = min(int(probe.total * _CUDA_SHARE), probe.free)
+    return max(0, usable // settings.stages_here - _CUDA_CONTEXT)
 
 
 def _read_cache(path: Path, key: str) -> Probe | None:

@@ -190,9 +190,7 @@ class Keeper:
             case MemberBlocked():
                 if not message.previous or message.epoch != stage.assign.epoch:
                     return []
-                stage.neighbour = _stage_failed(
-                    stage.assign, message.reason, previous_blocked=True
-                )
+                stage.neighbour = _stage_failed(stage.assign, message.reason, previous_blocked=True)
                 return [Tell(stage.neighbour)]
 
     def _formed(self, stage: _Stage, epoch: int) -> list[Decision]:

@@ -19,7 +19,6 @@ from molink.wire.pipe import (
     Members,
     Start,
     Stats,
-    Stop,
     ToWorker,
     read_pipe,
     write_pipe,
@@ -100,11 +99,10 @@ class Supervisor:
             self.tell(generation, message)
 
     def stop(self, generation: int) -> None:
-        """End a worker; returns at once."""
+        """End a worker by closing its pipe; returns at once."""
         worker = self._workers.get(generation)
         if worker is None or worker.stopping:
             return
-        self.tell(generation, Stop())
         worker.stopping = True
         task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S))
         self._stopping.add(task)

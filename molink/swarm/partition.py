@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from molink.wire.base import DTYPE_SIZES
 from molink.wire.control import ModelFacts
 
 #: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
 KV_TOKENS = 2048
 #: Ways to spread peers over gaps that are tried one by one.
 MAX_SPREADS = 256
-_DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Costs:
     @classmethod
     def of(cls, facts: ModelFacts, dtype: str = "auto") -> "Costs":
         """Scale what is stored to ``dtype`` (``auto``: as stored)."""
-        element = _DTYPE_BYTES.get(dtype, facts.element_bytes)
+        element = DTYPE_SIZES.get(dtype, facts.element_bytes)
 
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
+from molink.wire.base import DTYPE_SIZES
 from molink.wire.control import LayerRange, ModelFacts
 
 #: Bound of the ring in :class:`molink.wire.control.Form`.
@@ -23,13 +24,17 @@ MAX_STAGES = 16
 MARGIN = 0.1
 #: Bytes/s that are assumed where no peer has measured its own.
 ASSUMED_RATE = 10e9
+#: Bytes of a weight where bf16 can't be computed with.
+_WIDE = DTYPE_SIZES["f32"]
+_WIDER = " (a CPU without bf16 computes in f32: its memory counts for less)"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
 
-    ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured).
+    ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). Without ``bf16`` the dtype
+    ``auto`` takes four bytes per weight there.
     """
 
     peer: str
@@ -37,6 +42,7 @@ class Candidate:
     memory: int
     read_rate: float
     stage: str = "auto"
+    bf16: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ def place(
 ) -> Placement | Unplaceable:
     """Place a model over ``candidates``, which are in the order in which they joined."""
     try:
-        return _Placer(facts, candidates, Costs.of(facts, dtype)).place()
+        return _Placer(facts, candidates, dtype).place()
     except _NoPlacement as reason:
         return Unplaceable(str(reason))
 
@@ -98,9 +104,12 @@ def parse_range(stage: str) -> LayerRange | None:
 class _Placer:
     """One call of :func:`place`."""
 
-    def __init__(self, facts: ModelFacts, candidates: Sequence[Candidate], costs: Costs) -> None:
+    def __init__(self, facts: ModelFacts, candidates: Sequence[Candidate], dtype: str) -> None:
         self.facts = facts
-        self.costs = costs
+        self.costs = Costs.of(facts, dtype)
+        self.widens = dtype == "auto" and facts.element_bytes < _WIDE
+        used = [c for c in candidates if c.stage != "none"]
+        self.hint = _WIDER if self.widens and not all(c.bf16 for c in used) else ""
         known = [c.read_rate for c in candidates if c.stage != "none" and c.read_rate > 0]
         self.default_rate = median(known) if known else ASSUMED_RATE
         self.autos = [self.runner(c) for c in candidates if c.stage == "auto"]
@@ -110,11 +119,13 @@ class _Placer:
         )
 
     def runner(self, candidate: Candidate) -> Runner:
-        return Runner(
-            candidate.peer,
-            int(candidate.memory * (1 - MARGIN)),
-            candidate.read_rate if candidate.read_rate > 0 else self.default_rate,
-        )
+        """What a peer has, in bytes as the model is stored: where those widen it has room for less.
+
+        A rate is scaled alike: so many stored bytes are read per second.
+        """
+        part = self.facts.element_bytes / _WIDE if self.widens and not candidate.bf16 else 1.0
+        rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
+        return Runner(candidate.peer, int(candidate.memory * (1 - MARGIN) * part), rate * part)
 
     def place(self) -> Placement:
         if not self.autos and not self.fixed:
@@ -146,6 +157,7 @@ class _Placer:
         if needs > runner.memory:
             raise _NoPlacement(
                 f"{named} needs {size(needs)} for its layers, but has {size(runner.memory)}"
+                f"{self.hint}"
             )
         seconds = self.costs.seconds(last - first, runner.rate, closes=closes)
         return Placed(candidate.peer, layers, seconds)
@@ -218,13 +230,13 @@ class _Placer:
         if needs > offers:
             return (
                 f"{what} needs {size(needs)}, the swarm offers {size(offers)} on {peers}; add a "
-                "peer, give more memory or serve a smaller model"
+                f"peer, give more memory or serve a smaller model{self.hint}"
             )
         layer = self.costs.memory(1, opens=False, closes=False)
         return (
             f"{what} needs {size(needs)} and the swarm offers {size(offers)} on {peers}, but no "
             f"split fits: a layer takes {size(layer)}, the first stage {size(self.costs.first)} "
-            f"and the last one {size(self.costs.last)} more"
+            f"and the last one {size(self.costs.last)} more{self.hint}"
         )
 
 

@@ -62,8 +62,11 @@ class Planner:
             offers = report.stage == "auto" or parse_range(report.stage) is not None
             if offers and not left_out:
                 device = report.device
+                bf16 = device.bf16 or device.kind == "cuda"  # CUDA keeps the model's own type
                 found.append(
-                    Candidate(peer, report.name, device.memory, device.read_rate, report.stage)
+                    Candidate(
+                        peer, report.name, device.memory, device.read_rate, report.stage, bf16
+                    )
                 )
         return tuple(found)
 

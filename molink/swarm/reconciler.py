@@ -311,9 +311,7 @@ class Reconciler:
         for peer in self.move.lacking:
             self._send(peer, instructions.prefetch(self.move, peer, self.desired, self.roster))
 
-    def _begin(
-        self, stages: tuple[StageRecord, ...], now: float, *, fetched: bool = False
-    ) -> None:
+    def _begin(self, stages: tuple[StageRecord, ...], now: float, *, fetched: bool = False) -> None:
         """Commit a placement as a new epoch and hand out its stages."""
         self.move = None
         assert self.desired is not None

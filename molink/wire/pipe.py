@@ -70,10 +70,6 @@ class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
     micro_batches: Index
 
 
-class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """Exit in good order."""
-
-
 class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
     """Weights are loaded and the data socket is bound to ``port``."""
 
@@ -125,7 +121,7 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     gauges: dict[Text, float]
 
 
-ToWorker = Start | Members | FormRing | Stop
+ToWorker = Start | Members | FormRing
 FromWorker = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked | Stats
 
 T = TypeVar("T")

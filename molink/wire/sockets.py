@@ -101,7 +101,8 @@ def bind(
         try:
             socket.bind(f"tcp://{literal}:{port}")
         except zmq.ZMQError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            # zmq has numbers of its own where the C library's differ from Winsock's.
+            if error.errno in (zmq.EADDRINUSE, errno.EADDRINUSE, errno.EACCES):
                 continue
             raise UsageError(f"can't listen on {host} port {port}: {error}") from error
         return int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -3,14 +3,13 @@
 import asyncio
 import logging
 import signal
-import sys
 
 import torch
 
 from molink.errors import MolinkError
 from molink.wire.limits import raise_descriptor_limit
 from molink.wire.loop import EventLoop
-from molink.worker.pipe import DaemonPipe
+from molink.worker.pipe import DaemonPipe, leave
 from molink.worker.worker import Worker
 
 log = logging.getLogger("molink.worker")
@@ -39,4 +38,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    leave(code)

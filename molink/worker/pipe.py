@@ -1,11 +1,12 @@
 """The worker's end of the pipe to its daemon."""
 
 import asyncio
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
@@ -61,6 +62,17 @@ class DaemonPipe:
             except (WireError, RuntimeError) as error:  # RuntimeError: the loop has closed
                 print(f"molink worker: pipe: {error}", file=sys.stderr, flush=True)
                 code = 1
-            os._exit(code)
+            leave(code)
 
         threading.Thread(target=read, name="daemon-pipe", daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, whatever its threads hold or do.
+
+    The pipe's thread may be in the middle of a read, which an ordinary exit waits for or aborts
+    on; on Windows ``os._exit`` still runs the exit code of every DLL, CUDA's included.
+    """
+    if sys.platform == "win32":
+        ctypes.windll.kernel32.TerminateProcess(ctypes.c_void_p(-1), code)
+    os._exit(code)

@@ -26,7 +26,6 @@ from molink.wire.pipe import (
     NextStageLost,
     Start,
     Stats,
-    Stop,
     ToWorker,
     WorkerFailed,
 )
@@ -127,8 +126,6 @@ class Worker:
                     self._admit(members)
                 case FormRing() as order:
                     await self._form(stage, order)
-                case Stop():
-                    return
                 case Start():
                     raise WorkerError("a worker is started only once")
                 case WorkerError() as error:

@@ -16,7 +16,6 @@ from molink.wire.pipe import (
     Members,
     Start,
     Stats,
-    Stop,
     ToWorker,
     read_pipe,
     write_pipe,
@@ -44,8 +43,6 @@ def main() -> None:
             write_pipe(sink, stats)
         elif isinstance(message, FormRing):
             write_pipe(sink, Formed(epoch=message.epoch))
-        elif isinstance(message, Stop):
-            return
 
 
 if __name__ == "__main__":

@@ -87,6 +87,23 @@ def test_budgets() -> None:
     assert budget(Settings(name="n", memory=10**9), PROBE) == 16_000
 
 
+def test_a_gpu_leaves_room_for_its_context_and_for_others() -> None:
+    gib = 1 << 30
+    gpu = Probe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 10 * gib})
+    assert budget(Settings(name="n"), gpu) == 8 * gib
+    busy = Probe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 3 * gib})
+    assert budget(Settings(name="n"), busy) == 2 * gib
+    full = Probe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 0})
+    assert budget(Settings(name="n"), full) == 0
+
+
+async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> None:
+    for _ in range(2):
+        gpu = command(tmp_path, RESULT | {"kind": "cuda"})
+        await measure_device(Settings(name="n"), tmp_path / "device.json", gpu)
+    assert (tmp_path / "runs").read_text(encoding="utf-8") == "xx"
+
+
 def test_threads() -> None:
     assert worker_threads(Settings(name="n", threads=5)) == 5
     assert worker_threads(Settings(name="n", stages_here=64)) == max(1, cores() // 64)

@@ -32,8 +32,8 @@ def facts(layers=8, layer=GB, first=GB // 2, last=GB // 2, kv=0, context=4096):
     )
 
 
-def peer(name, memory=100 * GB, rate=10e9, stage="auto"):
-    return Candidate(name, name, memory, rate, stage)
+def peer(name, memory=100 * GB, rate=10e9, stage="auto", bf16=True):
+    return Candidate(name, name, memory, rate, stage, bf16)
 
 
 def layers_of(placement):
@@ -82,6 +82,17 @@ def test_a_wider_dtype_needs_more():
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
     assert isinstance(place(facts(), [peer("a", memory=memory)], "bf16"), Placement)
     assert isinstance(place(facts(), [peer("a", memory=memory)], "f32"), Unplaceable)
+
+
+def test_a_cpu_without_bf16_takes_fewer_layers():
+    wide = peer("wide", memory=int(10 * GB / (1 - MARGIN)), bf16=False)
+    found = place(facts(), [wide])
+    assert isinstance(found, Unplaceable)
+    assert "computes in f32" in found.reason
+    assert isinstance(place(facts(), [wide], "bf16"), Placement)
+    # Equal rates: it reads twice the bytes for each layer.
+    placed = place(facts(layers=9, last=0), [peer("wide", bf16=False), peer("a")])
+    assert layers_of(placed) == {"wide": (0, 3), "a": (3, 9)}
 
 
 def test_explicit_ranges_are_respected_and_gaps_filled():

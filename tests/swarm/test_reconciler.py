@@ -603,6 +603,17 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit):
     assert again.committed == []
 
 
+def test_a_newcomer_is_not_forgotten_by_a_restart(running, kit):
+    joined(running)
+    again = restarted(running, kit)
+    again.join("d")
+    for stage, name in enumerate("abc"):
+        again.report(name, kit.worker("ready", 1, stage, (2 * stage, 2 * stage + 2)))
+    again.wait(1.25, *"abcd")
+    again.obey()
+    assert again.reconciler.formation.peers == ("a", "b", "c", "d")
+
+
 def test_who_has_not_reported_is_not_adopted(running, kit):
     again = restarted(running, kit)
     for stage, name in enumerate("abc"):

@@ -169,7 +169,6 @@ class World:
             assert isinstance(message, Assign) or self.record.formed
             self.inbox[peer].append(message)
         elif isinstance(message, Prefetch):
-            assert self.paper.reconciler.move is None or self.paper.reconciler.formation
             self.inbox[peer].append(message)
         elif isinstance(message, Route) and message.ready:
             assert message.epoch == self.epoch
