@@ -22,7 +22,6 @@ from molink.wire.pipe import (
     Members,
     Start,
     Stats,
-    Stop,
     WorkerFailed,
 )
 from molink.wire.sockets import make_client
@@ -123,7 +122,7 @@ async def running(
         await pipe.listening.wait()
         yield pipe, worker, task
     finally:
-        pipe.order(Stop())
+        task.cancel()
         await asyncio.wait([task])
 
 
