@@ -15,7 +15,7 @@ from molink.peer.child import Child
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "molink.swarm")
+COMMAND = (sys.executable, "-P", "-m", "molink.swarm")
 START_TIMEOUT_S = 30.0
 #: Pauses before a coordinator that died is started again, in seconds.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

@@ -29,7 +29,7 @@ from molink.wire.secrets import private_folder
 
 log = logging.getLogger(__name__)
 
-DAEMON_COMMAND = (sys.executable, "-m", "molink.peer")
+DAEMON_COMMAND = (sys.executable, "-P", "-m", "molink.peer")
 #: How many demos may run at once under one home.
 MAX_DEMOS = 8
 GRACE_S = 15.0

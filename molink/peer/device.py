@@ -24,7 +24,7 @@ from molink.wire.secrets import write_secret
 
 log = logging.getLogger(__name__)
 
-PROBE_COMMAND = (sys.executable, "-m", "molink.stage.probe")
+PROBE_COMMAND = (sys.executable, "-P", "-m", "molink.stage.probe")
 _TIMEOUT_S = 300.0
 #: Part of the memory that stages may use where the user hasn't said: a CPU shares it with all else.
 _CPU_SHARE = 0.5

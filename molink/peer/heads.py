@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import zmq.asyncio
 
-from molink.errors import MolinkError
+from molink.errors import Unavailable
 from molink.peer.stream import Target
 from molink.wire.client import Client
 from molink.wire.codec import Buffer, data_codec
@@ -88,17 +88,18 @@ class Heads:
         """All pipelines that are known."""
         return tuple(head.route for head in self._heads.values())
 
-    def send(self, target: Target, message: DataMessage, payload: Buffer | None = None) -> bool:
-        """Send to the head of ``target``; ``False`` if it can't be reached or takes no more."""
+    def send(self, target: Target, message: DataMessage, payload: Buffer | None = None) -> None:
+        """Send to the head of ``target``.
+
+        Raises:
+            Unavailable: it can't be reached.
+            Overloaded: it takes no more at the moment.
+            MessageTooLarge: the message is too long for its header.
+        """
         head = self._heads.get(target.pipeline)
         if head is None or head.client is None or head.route.epoch != target.epoch:
-            return False
-        try:
-            head.client.send(message, payload)
-        except MolinkError as error:
-            log.debug("to the head of %s: %s", target.pipeline, error)
-            return False
-        return True
+            raise Unavailable(f"the head of {target.pipeline} in epoch {target.epoch} is gone")
+        head.client.send(message, payload)
 
     async def close(self) -> None:
         """End all connections."""

@@ -16,12 +16,20 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.api.backend import GeneratedToken, GenerationRequest, ServedModel
-from molink.errors import ModelNotFound, MolinkError
+from molink.errors import MessageTooLarge, ModelNotFound, MolinkError, Overloaded
 from molink.peer.feed import Feed
 from molink.peer.heads import Heads
 from molink.peer.stream import Act, Emit, Fail, Send, SendSubmit, Stream, StreamLimits, Target
 from molink.wire.base import Payload
-from molink.wire.data import Cancel, DataMessage, Prompt, Rejected, Tokens
+from molink.wire.data import (
+    Cancel,
+    Credit,
+    DataMessage,
+    Prompt,
+    Rejected,
+    RejectReason,
+    Tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +189,7 @@ class Requests:
                     self._counters["failed"] += 1
                     active.feed.put(error)
                 case Send(target, message):
-                    self._heads.send(target, message)
+                    self._mention(target, message)
                 case SendSubmit():
                     self._submit(active, act)
         self._set_timer(active)
@@ -198,18 +206,34 @@ class Requests:
         self._counters["submitted"] += 1
         messages: list[tuple[DataMessage, bytes | None]]
         messages = [(act.submit, None), *prompt_parts(act.submit.key, act.ids)]
-        if all(self._heads.send(act.target, message, part) for message, part in messages):
-            return
-        # The head takes no more now: forget the half that it may have, and try again later.
-        self._heads.send(act.target, Cancel(act.submit.key))
-        refused = Rejected(
-            epoch=act.target.epoch,
-            key=act.submit.key,
-            reason="overloaded",
-            message="the connection to the pipeline is congested",
-            retry_after=1.0,
-        )
-        self._loop.call_soon(self.message, act.target.pipeline, refused)
+        try:
+            for message, part in messages:
+                self._heads.send(act.target, message, part)
+        except MolinkError as error:
+            # Have the head forget the half that it may have.
+            self._mention(act.target, Cancel(act.submit.key))
+            refused = _refused(act, error)
+            self._loop.call_soon(self.message, act.target.pipeline, refused)
+
+    def _mention(self, target: Target, message: Cancel | Credit) -> None:
+        """Send what a head that can't be told now need not know."""
+        try:
+            self._heads.send(target, message)
+        except MolinkError as error:
+            log.debug("to the head of %s: %s", target.pipeline, error)
+
+
+def _refused(act: SendSubmit, error: MolinkError) -> Rejected:
+    """A submission that couldn't be sent, as if its head had refused it."""
+    reason: RejectReason = "epoch"  # its connection is lost: a pause
+    text, pause = str(error), 0.0
+    if isinstance(error, MessageTooLarge):
+        reason = "invalid"
+        text = f"`logit_bias` and `stop_token_ids` have too many entries together: {error}"
+    elif isinstance(error, Overloaded):
+        reason, pause = "overloaded", 1.0
+        text = "the connection to the pipeline is congested"
+    return Rejected(act.target.epoch, act.submit.key, reason, text, pause)
 
 
 def prompt_parts(key: str, ids: Sequence[int]) -> Iterator[tuple[Prompt, bytes]]:

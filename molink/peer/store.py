@@ -12,8 +12,8 @@ import shutil
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -35,6 +35,7 @@ from molink.peer.fetchplan import GroupPlan, Piece, cut, group_file, group_tenso
 from molink.peer.library import MAX_FILES, Library, folder_name, listing_identity
 from molink.swarm.backoff import Backoff
 from molink.wire.control import FileEntry
+from molink.wire.files import patiently
 from molink.wire.secrets import private_folder
 
 log = logging.getLogger(__name__)
@@ -212,11 +213,11 @@ class Store:
         draft = private_folder(folder.with_name(f".{folder.name}.part"))
         try:
             for entry in entries:
-                with _new_file(draft / entry.name) as file:
+                async with _new_file(draft / entry.name) as file:
                     pieces = cut(entry.name, 0, entry.size)
                     await self._transfer(source, model, pieces, file, Progress())
             await asyncio.to_thread(ModelConfig.load, draft)
-            draft.rename(folder)
+            await asyncio.to_thread(patiently, lambda: draft.rename(folder))
         except OSError as error:
             raise ModelError(f"can't make {folder}: {error}") from error
         finally:
@@ -249,8 +250,8 @@ class Store:
     async def _fetch_group(
         self, source: Source, model: str, folder: Path, plan: GroupPlan, progress: Progress
     ) -> None:
-        with _new_file(folder / plan.file) as file:
-            file.write(plan.header)
+        async with _new_file(folder / plan.file) as file:
+            await asyncio.to_thread(file.write, plan.header)
             await self._transfer(source, model, plan.pieces(), file, progress)
         log.info("%s of %s is here (%s)", plan.file, model, progress)
 
@@ -294,12 +295,17 @@ class Store:
     ) -> None:
         """Read all pieces, several at a time, into their places in ``file``."""
         waiting = iter(pieces)
+        turn = asyncio.Lock()
+
+        def write(piece: Piece, data: bytes) -> None:
+            file.seek(piece.target)
+            file.write(data)
 
         async def work() -> None:
             for piece in waiting:
                 data = await _read(source, model, piece)
-                file.seek(piece.target)
-                file.write(data)
+                async with turn:
+                    await asyncio.to_thread(write, piece, data)
                 progress.done += len(data)
                 self.received += len(data)
 
@@ -336,20 +342,24 @@ async def _read(source: Source, model: str, piece: Piece) -> bytes:
     return data
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name once it is whole."""
+@asynccontextmanager
+async def _new_file(path: Path) -> AsyncIterator[BinaryIO]:
+    """A file that appears under its name once it is whole; disks are waited for in threads."""
     draft = path.with_name(f".{path.name}.part")
+
+    def finish() -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
     try:
         with draft.open("wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+            await asyncio.to_thread(finish)
+        await asyncio.to_thread(patiently, lambda: draft.replace(path))
     except OSError as error:
         raise ModelError(f"can't write {path}: {error}") from error
     finally:
-        draft.unlink(missing_ok=True)
+        patiently(lambda: draft.unlink(missing_ok=True))
 
 
 async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:

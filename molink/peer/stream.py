@@ -96,6 +96,10 @@ class Stream:
         self._emitted: list[int] = []
         self._taken = 0
         self._credited = 0
+        #: Tokens that the present head may be ahead of the client.
+        self._window = limits.window
+        #: How many tokens heads may have sent by now.
+        self._granted = 0
         self._attempt = 0
         #: Where the last submission went; ``None`` before the first.
         self._submitted: Target | None = None
@@ -146,7 +150,7 @@ class Stream:
             return []
         if message.position > expected:
             return self._retry(f"position {message.position} came, not {expected}", now)
-        if len(self._emitted) - self._taken >= 2 * self._limits.window:
+        if len(self._emitted) >= self._granted + self._limits.window:
             return self._end(Unavailable("the pipeline sends more than it was asked for"))
         self._fruitless = 0
         self._waiting_since = None
@@ -187,9 +191,10 @@ class Stream:
         self._taken += count
         if self.state != "running" or self._submitted is None:
             return []
-        if self._taken - self._credited < max(1, self._limits.window // 4):
+        if self._taken - self._credited < max(1, self._window // 4):
             return []
         self._credited = self._taken
+        self._granted = max(self._granted, self._taken + self._window)
         position = len(self._prompt) + self._taken
         return [Send(self._submitted, Credit(self.attempt_key, position))]
 
@@ -236,7 +241,10 @@ class Stream:
         self._abandoned = None
         self._attempt += 1
         self._submitted, self._submitted_at = target, now
-        self._credited = len(self._emitted)
+        # What the client hasn't taken yet counts: a slow one doesn't get a whole window each time.
+        unread = len(self._emitted) - self._taken
+        self._window = max(1, self._limits.window // 8, self._limits.window - unread)
+        self._credited, self._granted = self._taken, len(self._emitted) + self._window
         self.state = "running"
         self._note(f"submit {self.attempt_key} to {target}")
         ids = (*self._prompt, *self._emitted)
@@ -249,7 +257,7 @@ class Stream:
             max_tokens=self.request.max_tokens - len(self._emitted),
             sampling=self.request.sampling,
             stop_ids=self.request.stop_ids,
-            window=self._limits.window,
+            window=self._window,
         )
         return [*acts, SendSubmit(target, submit, ids)]
 

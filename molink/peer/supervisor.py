@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a worker has to exit before it is terminated, and then killed.
 GRACE_S = 5.0
-WORKER_COMMAND = (sys.executable, "-m", "molink.worker")
+#: ``-P``: a folder called molink, or torch, where the user happens to be is none of ours.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "molink.worker")
 
 
 @dataclass(slots=True)

@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import time
 from dataclasses import asdict
 
 import zmq.asyncio
 
-from molink.errors import NotAuthorized, PortInUse, RequestError, StateError
+from molink.errors import InvariantError, NotAuthorized, PortInUse, RequestError, StateError
 from molink.swarm.door import Door, is_invitation
 from molink.swarm.events import (
     Announce,
@@ -79,10 +80,13 @@ FROM_MEMBERS = (
     | RevokeRequest
     | StatusRequest
 )
-#: A restart waits this long, in seconds, for the port that members know.
-_PORT_PATIENCE = 3.0
+#: A restart waits this long, in seconds, for the port that members know: Windows keeps it from
+#: others while old connections linger.
+_PORT_PATIENCE = 120.0 if sys.platform == "win32" else 3.0
 #: Until an answer is out, before connections are cut.
 _CUT_DELAY = 0.2
+#: What a person sets when no port is free.
+_OPTION = "--coordinator-port"
 
 
 class Coordinator:
@@ -138,6 +142,7 @@ class Coordinator:
 
         Raises:
             StateError: the state can't be written.
+            InvariantError: what was decided contradicts it.
         """
         assert self._ended is not None
         await self._ended
@@ -167,9 +172,9 @@ class Coordinator:
                 await asyncio.sleep(0.1)
             log.warning("port %d, which the members know, is in use by something else", known)
         if asked == 0:
-            return self._server.bind(host, (0, 1))
+            return self._server.bind(host, (0, 1), _OPTION)
         first = asked or DEFAULT_PORT
-        return self._server.bind(host, (first, max(LAST_PORT, first + 10)))
+        return self._server.bind(host, (first, max(LAST_PORT, first + 10)), _OPTION)
 
     async def _tick(self) -> None:
         while True:
@@ -195,7 +200,7 @@ class Coordinator:
                         self._state.save_announced(decision.member)
                     case Send():
                         self._tell(decision.peer, decision.message)
-        except StateError as error:
+        except (StateError, InvariantError) as error:
             # What wasn't committed must not be announced; a restart begins from what was.
             self._ended.set_exception(error)
             raise

@@ -95,6 +95,9 @@ def test_unreachable() -> None:
 def test_an_interrupt_prints_what_was_measured(fake, threaded_url: str) -> None:
     fake.held_from = 6
     code = (
+        # A job that a script starts in the background inherits an ignored SIGINT.
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from molink.bench import run\n"
         "import molink.cli.bench as command\n"
         "done = []\n"
@@ -111,10 +114,13 @@ def test_an_interrupt_prints_what_was_measured(fake, threaded_url: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"three\n"
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"three\n"
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     report = json.loads(out)
     assert (report["interrupted"], report["completed"]) == (True, 3)
     assert b"Interrupted" in errors

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from molink.api.backend import Backend, GenerationRequest, ServedModel
-from molink.errors import ModelNotFound, Overloaded, Unavailable
+from molink.errors import ModelNotFound, MolinkError, Overloaded, RequestError, Unavailable
 from molink.peer.requests import PROMPT_PART, Requests, prompt_parts
 from molink.peer.stream import StreamLimits, Target
+from molink.wire.codec import data_codec
 from molink.wire.data import (
     Cancel,
     Credit,
@@ -34,17 +35,19 @@ class FakeHeads:
         self.usable: list[Target] = [Target("p1", 1)]
         self.sent: list[DataMessage] = []
         self.on_send: Callable[[DataMessage], None] = lambda _: None
-        self.broken = False
+        self.error: MolinkError | None = None
 
     def targets(self, model: str) -> list[Target]:
         return list(self.usable) if model == "m" else []
 
-    def send(self, target: Target, message: DataMessage, payload: bytes | None = None) -> bool:
-        if self.broken or target not in self.usable:
-            return False
+    def send(self, target: Target, message: DataMessage, payload: bytes | None = None) -> None:
+        if target not in self.usable:
+            raise Unavailable("gone")
+        if self.error is not None:
+            raise self.error
+        data_codec().encode(message, payload)
         self.sent.append(message)
         asyncio.get_running_loop().call_soon(self.on_send, message)
-        return True
 
 
 @pytest.fixture
@@ -170,9 +173,32 @@ async def test_refusals_reach_the_client(requests: Requests, heads: FakeHeads) -
 async def test_a_connection_that_takes_no_more_is_overload(
     requests: Requests, heads: FakeHeads
 ) -> None:
-    heads.broken = True
+    heads.error = Overloaded("full", 1.0)
     with pytest.raises(Overloaded, match="congested"):
         await collect(requests, ask())
+
+
+async def test_what_no_header_holds_is_the_clients_error(
+    requests: Requests, heads: FakeHeads
+) -> None:
+    bias = tuple((10**8 + n, float(n) + 0.1) for n in range(256))
+    stops = tuple(10**8 + n for n in range(64))
+    request = GenerationRequest("m", (1, 2), 4, Sampling(seed=1, logit_bias=bias), stops)
+    with pytest.raises(RequestError, match="logit_bias.*stop_token_ids"):
+        await collect(requests, request)
+
+
+async def test_a_connection_that_just_broke_is_a_pause(
+    requests: Requests, heads: FakeHeads
+) -> None:
+    heads.error = Unavailable("not connected")
+    heads.on_send = answering(requests, heads, 2)
+
+    def mended() -> None:
+        heads.error = None
+
+    asyncio.get_running_loop().call_later(0.05, mended)
+    assert await collect(requests, ask(2)) == [100, 101]
 
 
 async def test_nobody_there(heads: FakeHeads) -> None:

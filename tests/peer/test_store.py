@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import struct
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -151,6 +153,22 @@ async def test_the_ends_of_the_model(tmp_path: Path, tied: bool) -> None:
     assert last == first
     ModelFolder.open(last, (2, 4))
     ModelFolder.open(last)
+
+
+async def test_the_disk_is_never_waited_for_on_the_loop(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        threads.add(threading.get_ident())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    await make_store(tmp_path / "store", {"a": source}).stage("m", (1, 2), ["a"])
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_what_is_here_is_not_fetched_again(tmp_path: Path, source: FakeSource) -> None:

@@ -216,6 +216,21 @@ def test_credit_goes_out_in_quarters_of_the_window() -> None:
     assert stream.taken(1) == []
 
 
+def test_a_slow_client_survives_any_number_of_new_epochs() -> None:
+    stream = make(max_tokens=1000)
+    position, windows = 3, []
+    for epoch in range(1, 12):
+        windows.append(submitted(stream.head(Target("p1", epoch), float(epoch))).submit.window)
+        for _ in range(windows[-1]):
+            assert emitted(stream.token(token(stream, position, 50, epoch), float(epoch)))
+            position += 1
+    assert windows == [8] + [1] * 10
+    # Small windows are credited in small steps, or their heads would wait for ever.
+    credits = [act for _ in range(position - 3) for act in stream.taken(1)]
+    assert credits[-1] == Send(Target("p1", 11), Credit(stream.attempt_key, position))
+    stream.validate()
+
+
 def test_a_head_that_ignores_credit_is_dropped() -> None:
     stream = make(max_tokens=1000)
     stream.head(ONE, 0.0)
