@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -17,7 +18,8 @@ from molink.peer.settings import Dtype
 from molink.swarm.plain import printable
 from molink.wire.loop import EventLoop
 
-_SAMPLE = {"messages": [{"role": "user", "content": "What is molink?"}], "stream": True}
+_QUESTION = "What is molink?"
+_SAMPLE = {"messages": [{"role": "user", "content": _QUESTION}], "stream": True}
 
 
 class DemoConsole:
@@ -62,10 +64,7 @@ class DemoConsole:
         for url in urls:
             self._line(f"  {url}")
         self._line("\nTry:\n")
-        self._line(
-            f"  curl -N {urls[0]}/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d '{json.dumps(_SAMPLE)}'\n"
-        )
+        self._line(f"{sample(urls[0])}\n")
         self._line(f"or `molink chat`, or {swarm.peers[0].endpoint}/ in a browser. Ctrl-C ends it.")
 
     def _progress(self, text: str) -> None:
@@ -76,6 +75,16 @@ class DemoConsole:
 
     def _line(self, text: str) -> None:
         self._console.print(printable(text, keep="\n"), markup=False)
+
+
+def sample(url: str, platform: str = sys.platform) -> str:
+    """A command to try, in words that the platform's shell takes."""
+    if platform == "win32":
+        return f'  molink chat "{_QUESTION}"'
+    return (
+        f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(_SAMPLE)}'"
+    )
 
 
 def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: str | None) -> int:

@@ -11,6 +11,7 @@ import typer
 
 from molink.errors import MolinkError, UsageError
 from molink.swarm.plain import printable
+from molink.wire.files import patiently
 
 HomeOption = Annotated[
     Path | None,
@@ -124,7 +125,7 @@ def leave(
     except MolinkError as error:
         reason = printable(str(error))
         print(f"The coordinator could not be told ({reason}); forgetting the swarm here.")
-    place.membership.unlink(missing_ok=True)
+    patiently(lambda: place.membership.unlink(missing_ok=True))
     if member.own and not wait_until(lambda: _removed(place.coordinator)):
         raise UsageError(f"can't delete {place.coordinator}: delete it by hand")
     print(printable(f"This PC has left swarm {member.swarm}."))

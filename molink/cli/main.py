@@ -1,9 +1,11 @@
 """The command ``molink``: finds the verb, runs it, and turns errors into one clear line."""
 
 import functools
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -61,7 +63,16 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line of this process and exit with its code."""
+    if sys.platform == "win32" and "PYTHONIOENCODING" not in os.environ:
+        speak_utf8((sys.stdin, sys.stdout, sys.stderr))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def speak_utf8(streams: Iterable[TextIO | None]) -> None:
+    """Have files and pipes get UTF-8: a Windows code page lacks half of what we print."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.reconfigure(encoding="utf-8", errors="replace")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -211,7 +211,8 @@ class Assignments:
 def kv_budget(folder: ModelFolder, assign: Assign, measured: Measured, requests: int) -> int:
     """Bytes for the KV pool of a stage: what its weights leave, and no more than can be used.
 
-    As placement does, it leaves a part of the memory for activations and buffers. ``requests`` is how many may run at once; each has the model's context at most.
+    As placement does, it leaves a part of the memory for activations and buffers. ``requests``
+    is how many may run at once; each has the model's context at most.
     """
     element = DTYPE_SIZES.get(assign.dtype, 0)
     if not element:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 MAX_LOG_BYTES = 1 << 20
 #: Lines of the log that an error message may quote.
 TAIL_LINES = 12
+#: Exit codes from here on are Windows' own.
+_WINDOWS_CODES = 0x8000_0000
 
 #: Reads one message from the child's standard output; ``None`` at its end.
 Reader = Callable[[BinaryIO], object | None]
@@ -52,7 +54,6 @@ class Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._writes: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._exited = asyncio.Event()
-        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the process and the threads that listen to it.
@@ -154,6 +155,13 @@ class Child:
         stream.close()
 
 
+def how_it_ended(code: int) -> str:
+    """A process's exit in words. Windows' own codes are known in hexadecimal."""
+    if code < 0:
+        return f"was ended by signal {-code}"
+    return f"exited with code {f'0x{code:08X}' if code >= _WINDOWS_CODES else code}"
+
+
 class BoundedLog:
     """A log file that is moved to ``….1`` when it has grown to :data:`MAX_LOG_BYTES`."""
 
@@ -168,7 +176,8 @@ class BoundedLog:
         try:
             if self._file.tell() + len(line) > self._limit:
                 self._file.close()
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                with contextlib.suppress(OSError):  # somebody reads it (Windows): next time
+                    self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._file = self._path.open("ab")
             self._file.write(line)
             self._file.flush()

@@ -11,12 +11,12 @@ from typing import BinaryIO
 import msgspec
 
 from molink.errors import UsageError, WorkerError
-from molink.peer.child import Child
+from molink.peer.child import Child, how_it_ended
 
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "molink.swarm")
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
 #: Pauses before a coordinator that died is started again, in seconds.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: A coordinator that ran for this long begins with the shortest pause again.
@@ -108,7 +108,7 @@ class CoordinatorProcess:
         if self._announced is not None and not self._announced.done() and self._child is not None:
             last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
             self._announced.set_exception(
-                UsageError(f"the coordinator can't start: {last or f'exit code {code}'}")
+                UsageError(f"the coordinator can't start: {last or how_it_ended(code)}")
             )
 
     async def _keep(self) -> None:

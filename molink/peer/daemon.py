@@ -24,6 +24,7 @@ from molink.peer.service import Service, UserCommands
 from molink.peer.settings import port_range
 from molink.wire.codec import control_codec
 from molink.wire.control import ControlMessage, Device
+from molink.wire.files import patiently
 from molink.wire.server import Server
 from molink.wire.zap import Gatekeeper
 
@@ -60,7 +61,7 @@ class Daemon:
                 await self._start(stack)
                 await self._stop.wait()
             if self._leaving:
-                self._home.membership.unlink(missing_ok=True)
+                patiently(partial(self._home.membership.unlink, missing_ok=True))
         finally:
             lock.release()
 
@@ -145,7 +146,7 @@ class Daemon:
         here = from_here(self._settings.host)
         note = RunFile.of_this_process(place.server.port, url, control_host=here)
         note.save(self._home.run_file)
-        stack.callback(self._home.run_file.unlink, missing_ok=True)
+        stack.callback(patiently, partial(self._home.run_file.unlink, missing_ok=True))
         self._announce(
             Listening(
                 name=self._settings.name,

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from molink.errors import MolinkError, UsageError, WorkerError
-from molink.peer.child import Child
+from molink.peer.child import Child, how_it_ended
 from molink.peer.home import Home, HomeLock
 from molink.peer.launch import (
     AnyEvent,
@@ -25,6 +25,7 @@ from molink.peer.launch import (
 )
 from molink.peer.runfile import RunFile
 from molink.peer.settings import Dtype, Settings
+from molink.wire.files import patiently
 from molink.wire.secrets import private_folder
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ DAEMON_COMMAND = (sys.executable, "-P", "-m", "molink.peer")
 #: How many demos may run at once under one home.
 MAX_DEMOS = 8
 GRACE_S = 15.0
+#: How long a daemon of an earlier demo may still keep files open, in seconds.
+_DYING_S = 20.0
 
 
 @dataclass(slots=True)
@@ -78,10 +81,10 @@ class DemoSwarm:
             MolinkError: one of them couldn't start; says why.
         """
         self.home, self._lock = take_home(self._under)
-        first = self._launch_peer(1, None)
+        first = await self._launch_peer(1, None)
         await self._until(first, lambda: bool(first.token))
         self._share_device()
-        others = [self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
+        others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
         for peer in (first, *others):
             await self._until(peer, partial(getattr, peer, "ready"))
         endpoints = tuple(peer.endpoint for peer in self.peers)
@@ -92,15 +95,15 @@ class DemoSwarm:
         """End all daemons and what they started."""
         self._closing = True
         if self._lock is not None:
-            self.home.run_file.unlink(missing_ok=True)
+            patiently(partial(self.home.run_file.unlink, missing_ok=True))
         await asyncio.gather(*(peer.child.stop(GRACE_S) for peer in self.peers))
         if self._lock is not None:
             self._lock.release()
 
-    def _launch_peer(self, number: int, token: str | None) -> DemoPeer:
+    async def _launch_peer(self, number: int, token: str | None) -> DemoPeer:
         home = Home(self.home.root / f"peer-{number}")
         if home.root.exists():
-            shutil.rmtree(home.root)
+            await asyncio.to_thread(_delete, home)
         private_folder(home.root)
         if self.home.device.exists():
             shutil.copyfile(self.home.device, home.device)
@@ -175,7 +178,7 @@ class DemoSwarm:
             return
         if peer.ended is None:
             last = (peer.child.tail.splitlines() or [""])[-1]
-            peer.ended = Ended(code=1, text=f"it exited with code {code}. {last}".strip())
+            peer.ended = Ended(code=1, text=f"it {how_it_ended(code)}. {last}".strip())
         peer.news.set()
         self._on_event(number, peer.ended)
 
@@ -190,7 +193,7 @@ def take_home(under: Home) -> tuple[Home, HomeLock]:
         private_folder(home.root)
         lock = HomeLock(home)
         if lock.try_acquire():
-            home.run_file.unlink(missing_ok=True)
+            patiently(partial(home.run_file.unlink, missing_ok=True))
             return home, lock
     raise UsageError(f"{MAX_DEMOS} demos run already under {under.root}: stop one with Ctrl-C")
 
@@ -212,6 +215,16 @@ def read_event(stream: BinaryIO) -> object | None:
             event: AnyEvent = msgspec.json.decode(line, type=AnyEvent)
             return event
     return None
+
+
+def _delete(home: Home) -> None:
+    """Delete the home of an earlier demo's daemon, which may not have quite ended."""
+    try:
+        patiently(partial(shutil.rmtree, home.root), _DYING_S)
+    except OSError as error:
+        raise UsageError(
+            f"can't delete {home.root}: {error}. End what still uses it, or delete it by hand."
+        ) from error
 
 
 def _error(number: int, ended: Ended) -> MolinkError:

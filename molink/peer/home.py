@@ -1,5 +1,6 @@
 """The folder in which a daemon keeps its state, and the lock that makes it the only one there."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import IO
 import platformdirs
 
 from molink.errors import UsageError
-from molink.peer.platform import lock_file
+from molink.peer.platform import lock_file, unlock_file
 from molink.wire.keys import KeyPair
 from molink.wire.secrets import load_keys, private_folder
 
@@ -108,5 +109,7 @@ class HomeLock:
     def release(self) -> None:
         """Let go of the lock; harmless if it isn't held."""
         if self._file is not None:
+            with contextlib.suppress(OSError):
+                unlock_file(self._file)
             self._file.close()
             self._file = None

@@ -14,6 +14,7 @@ from pathlib import Path
 from molink.errors import BrokenModel, ModelNotFound, RequestError
 from molink.model.folder import METADATA_FILES
 from molink.wire.control import FileEntry
+from molink.wire.files import plain_name
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
 MAX_FILES = 4096
@@ -129,8 +130,7 @@ def folder_name(model: str, identity: str) -> str:
     Names come from other peers: only plain characters are kept, and the identity tells apart what
     this makes equal.
     """
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", model)[:64].strip("._") or "model"
-    return f"{plain}-{identity}"
+    return f"{plain_name(model, 'model')}-{identity}"
 
 
 def _wanted(path: Path) -> bool:

@@ -12,8 +12,12 @@ _SECRETS = frozenset({"MOLINK_API_KEY", "MOLINK_TOKEN"})
 
 
 def child_options() -> dict[str, Any]:
-    """``Popen`` options that keep the terminal's Ctrl-C, windows and our secrets from a child."""
+    """``Popen`` options that keep the terminal's Ctrl-C, windows and our secrets from a child.
+
+    It writes UTF-8 to its pipes, whatever the console has.
+    """
     environment = {name: text for name, text in os.environ.items() if name not in _SECRETS}
+    environment["PYTHONUTF8"] = "1"
     return {"env": environment, **_own_group()}
 
 
@@ -29,6 +33,11 @@ if sys.platform == "win32":
             return False
         return True
 
+    def unlock_file(file: IO[bytes]) -> None:
+        """Let go of it: Windows does so some time after the file was closed."""
+        file.seek(0)
+        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+
     def _own_group() -> dict[str, Any]:
         flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
         return {"creationflags": flags}
@@ -43,6 +52,10 @@ else:
         except OSError:
             return False
         return True
+
+    def unlock_file(file: IO[bytes]) -> None:
+        """Let go of it."""
+        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
     def _own_group() -> dict[str, Any]:
         return {"start_new_session": True}

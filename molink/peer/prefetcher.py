@@ -66,9 +66,11 @@ class Prefetcher:
         except Exception as error:
             reason = f"internal error: {error!r}"
             log.exception("layers %d:%d of %s", *message.layers, message.model)
-        state = "failed" if reason else "done"
-        said = Prefetched(number=message.number, state=state, reason=reason[:_MAX_REASON])
-        self._say(said)
+        number = message.number
+        if reason:
+            self._say(Prefetched(number=number, state="failed", reason=reason[:_MAX_REASON]))
+        else:
+            self._say(Prefetched(number=number, state="done"))
 
     def _say(self, said: Prefetched) -> None:
         self.state = said

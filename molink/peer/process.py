@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import logging
 import logging.handlers
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,6 +17,7 @@ from molink.peer.platform import on_terminate
 from molink.swarm.plain import LogFormatter
 from molink.wire.limits import raise_descriptor_limit
 from molink.wire.loop import EventLoop
+from molink.wire.parent import watch_input
 
 #: Longest order on standard input, in bytes.
 _MAX_ORDER = 1 << 20
@@ -89,7 +88,7 @@ def main() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(LogFormatter())
         logging.basicConfig(level=launch.settings.log_level.upper(), handlers=[handler])
-        run_daemon(launch, _print_event, _watch_input)
+        run_daemon(launch, _print_event, watch_input)
     except MolinkError as error:
         _print_event(Ended(code=error.exit_code, text=str(error)))
         sys.exit(error.exit_code)
@@ -103,16 +102,6 @@ def _read_order() -> Launch:
         return msgspec.json.decode(order, type=Launch)
     except msgspec.MsgspecError as error:
         raise UsageError(f"standard input holds no order for a daemon: {error}") from None
-
-
-def _watch_input(stop: Callable[[], None]) -> None:
-    def wait() -> None:
-        # Not sys.stdin: a thread that holds its lock would spoil the interpreter's exit.
-        while os.read(0, 4096):
-            pass
-        stop()
-
-    threading.Thread(target=wait, name="molink-input", daemon=True).start()
 
 
 def _print_event(event: AnyEvent) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from molink.peer.membership import Membership
+from molink.swarm.status import device_text
 from molink.wire.control import PeerReport, Route
 
 
@@ -22,7 +23,7 @@ def local_status(
         "address": report.addresses[0] if report.addresses else "",
         "endpoint": report.endpoint,
         "state": "here",
-        "device": device_text(report),
+        "device": device_text(report.device),
         "daemon_pid": report.daemon_pid,
         "workers": [
             {
@@ -47,10 +48,3 @@ def local_status(
         "trouble": reason,
     }
     return json.dumps(status).encode("utf-8")
-
-
-def device_text(report: PeerReport) -> str:
-    """A device in a few words."""
-    device = report.device
-    index = f" {device.index}" if device.kind == "cuda" else ""
-    return f"{device.kind}{index}: {device.name}"

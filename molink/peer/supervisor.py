@@ -12,8 +12,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from molink.peer.child import Child
+from molink.peer.child import Child, how_it_ended
 from molink.peer.keeper import FromStage
+from molink.wire.files import plain_name
 from molink.wire.pipe import (
     FromWorker,
     Members,
@@ -77,7 +78,7 @@ class Supervisor:
             reader=read,
             on_message=lambda message: self._said(generation, message),
             on_exit=lambda code: self._exited(generation, code),
-            log_file=self._logs / f"worker-{start.pipeline}-{start.stage}.log",
+            log_file=self._logs / f"worker-{plain_name(start.pipeline, 'p')}-{start.stage}.log",
         )
         child.start()
         self._workers[generation] = _Worker(child, start)
@@ -152,6 +153,5 @@ class Supervisor:
 
 def exit_reason(code: int, tail: str) -> str:
     """One line about a process that ended by itself."""
-    how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
     last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
-    return f"the worker {how}" + (f": {last.strip()}" if last else "")
+    return f"the worker {how_it_ended(code)}" + (f": {last.strip()}" if last else "")

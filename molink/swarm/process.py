@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq.asyncio
 
@@ -18,6 +16,7 @@ from molink.swarm.plain import LogFormatter, printable
 from molink.swarm.state import State
 from molink.wire.limits import raise_descriptor_limit
 from molink.wire.loop import EventLoop
+from molink.wire.parent import watch_input
 from molink.wire.secrets import load_keys
 
 KEY_FILE = "coordinator.key"
@@ -69,7 +68,8 @@ async def serve(options: Options) -> None:
 async def _until_the_end(coordinator: Coordinator, standalone: bool) -> None:
     ended = asyncio.Event()
     if not standalone:
-        _watch_input(asyncio.get_running_loop(), ended.set)
+        loop = asyncio.get_running_loop()
+        watch_input(lambda: loop.call_soon_threadsafe(ended.set))
     waits = [asyncio.ensure_future(coordinator.wait()), asyncio.ensure_future(ended.wait())]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -79,17 +79,3 @@ async def _until_the_end(coordinator: Coordinator, standalone: bool) -> None:
         for task in waits:
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
-
-
-def _watch_input(loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
-    """Call ``ended`` on the loop when whoever started this process has gone."""
-
-    def read() -> None:
-        # Not sys.stdin: a thread that holds its lock makes the interpreter's exit fail.
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with contextlib.suppress(RuntimeError):  # the loop has closed already
-            loop.call_soon_threadsafe(ended)
-
-    threading.Thread(target=read, name="molink-stdin", daemon=True).start()

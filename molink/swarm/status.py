@@ -70,7 +70,7 @@ def _peer(member: MemberRecord, session: Session | None) -> dict[str, Any]:
         shown |= {
             "endpoint": report.endpoint,
             "state": "here",
-            "device": _device(report.device),
+            "device": device_text(report.device),
             "daemon_pid": report.daemon_pid,
             "version": report.version,
             "stage": report.stage,
@@ -109,14 +109,14 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
         return {
             "peer": stage.peer,
             "layers": list(stage.layers),
-            "device": _device(session.report.device) if session is not None else "",
+            "device": device_text(session.report.device) if session is not None else "",
             "decode_s": stage.decode_s,
         }
 
     return [shown(stage) for stage in formation.record.stages]
 
 
-def _device(device: Device) -> str:
+def device_text(device: Device) -> str:
     """A device in a few words."""
     index = f" {device.index}" if device.kind == "cuda" else ""
     return f"{device.kind}{index}: {device.name}"

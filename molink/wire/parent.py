@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-def watch_input(ended: Callable[[], None]) -> None:
+def watch_input(ended: Callable[[], object]) -> None:
     """Call ``ended`` from a thread of its own at the end of standard input.
 
     That the event loop has closed by then (``RuntimeError``) is no error.

@@ -13,6 +13,7 @@ from pathlib import Path
 import zmq
 
 from molink.errors import UsageError
+from molink.wire.files import patiently
 from molink.wire.keys import KeyPair
 
 _KEY_LENGTH = 40
@@ -32,7 +33,7 @@ def write_secret(path: Path, text: str) -> None:
     The folder has to be there.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
+    patiently(lambda: draft.unlink(missing_ok=True))
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
@@ -40,9 +41,9 @@ def write_secret(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        patiently(lambda: draft.replace(path))
     except BaseException:
-        draft.unlink(missing_ok=True)
+        patiently(lambda: draft.unlink(missing_ok=True))
         raise
 
 

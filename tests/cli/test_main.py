@@ -1,5 +1,7 @@
 """The command line: help, errors in one line, exit codes, and finding the daemon."""
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,8 @@ import pytest
 
 import molink
 from molink.cli import finding
-from molink.cli.main import run
+from molink.cli.demonstration import sample
+from molink.cli.main import run, speak_utf8
 from molink.errors import Unavailable, UsageError
 from molink.peer.demo import first_peer
 from molink.peer.home import Home
@@ -170,3 +173,17 @@ def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]
     for text in (captured.out, captured.err):
         assert "PWNED" in text
         assert not set("\x1b\x07") & set(text)
+
+
+def test_pipes_get_utf8() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="cp1252")
+    speak_utf8((stream, None))
+    print("日本 …", file=stream, flush=True)
+    assert raw.getvalue().decode("utf-8").strip() == "日本 …"
+
+
+def test_the_sample_suits_the_shell() -> None:
+    assert sample("http://u/v1", "win32").strip() == 'molink chat "What is molink?"'
+    curl = sample("http://u/v1", "linux")
+    assert json.loads(curl.split("'")[-2])["stream"] is True

@@ -24,9 +24,7 @@ class FakeStore:
 
 
 def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
-    return Route(
-        pipeline="p1", epoch=epoch, model="m", ready=ready, head=None, context=context
-    )
+    return Route(pipeline="p1", epoch=epoch, model="m", ready=ready, head=None, context=context)
 
 
 @pytest.fixture

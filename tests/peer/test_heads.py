@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from molink.errors import Unavailable
 from molink.peer import catalogue as catalogue_module
@@ -46,14 +47,15 @@ async def test_a_head_is_usable_once_it_is_connected(net) -> None:
     assert heads.targets("m") == []
     await net.until(lambda: heads.targets("m") == [Target("p1", 1)])
     assert heads.targets("other") == []
-    assert heads.send(Target("p1", 1), Cancel("k"))
+    heads.send(Target("p1", 1), Cancel("k"))
     await net.until(lambda: said)
     assert got == [Cancel("k")]
     assert said[0][0] == "p1"
     # Another epoch of the same head goes over the same connection.
     heads.update(route(net, server.port, 2))
     assert heads.targets("m") == [Target("p1", 2)]
-    assert not heads.send(Target("p1", 1), Cancel("k"))
+    with pytest.raises(Unavailable):
+        heads.send(Target("p1", 1), Cancel("k"))
     heads.update(route(net, server.port, 1))
     assert heads.targets("m") == [Target("p1", 2)]
     heads.update(route(net, 0, 3, ready=False))
@@ -72,7 +74,8 @@ async def test_a_broken_connection_is_a_change(net) -> None:
     await net.until(lambda: heads.targets("m"))
     await server.close()
     await net.until(lambda: not heads.targets("m"))
-    assert not heads.send(Target("p1", 1), Cancel("k"))
+    with pytest.raises(Unavailable):
+        heads.send(Target("p1", 1), Cancel("k"))
     await heads.close()
 
 

@@ -117,3 +117,11 @@ async def test_revoking_leaves_time_for_the_answer(scene: Scene, net) -> None:
     await net.until(lambda: not net.gatekeeper.admits(peer))
     assert scene.control.counters.rebuilds == 0
     await net.until(lambda: scene.control.counters.rebuilds == 1)
+
+
+async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net) -> None:
+    first = scene.node._sweep
+    assert first is not None
+    scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
+    await net.until(lambda: scene.node._sweep is not first)
+    assert first.cancelled()

@@ -184,7 +184,7 @@ async def test_what_no_header_holds_is_the_clients_error(
     bias = tuple((10**8 + n, float(n) + 0.1) for n in range(256))
     stops = tuple(10**8 + n for n in range(64))
     request = GenerationRequest("m", (1, 2), 4, Sampling(seed=1, logit_bias=bias), stops)
-    with pytest.raises(RequestError, match="logit_bias.*stop_token_ids"):
+    with pytest.raises(RequestError, match=r"logit_bias.*stop_token_ids"):
         await collect(requests, request)
 
 

@@ -150,6 +150,7 @@ async def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
 
 def test_exit_reasons() -> None:
     assert exit_reason(-9, "") == "the worker was ended by signal 9"
+    assert exit_reason(0xC0000005, "") == "the worker exited with code 0xC0000005"
     assert exit_reason(1, "a\nb\n\n") == "the worker exited with code 1: b"
 
 
@@ -162,6 +163,20 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
     assert set(sizes) == {"x.log", "x.log.1"}
     assert max(sizes.values()) <= 100
     assert "line 0099" in (tmp_path / "x.log").read_text(encoding="utf-8")
+
+
+def test_a_log_that_cannot_be_moved_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(*_: object) -> None:
+        raise PermissionError("somebody reads it")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    log = BoundedLog(tmp_path / "x.log", limit=20)
+    for number in range(9):
+        log.write(f"line {number}\n".encode())
+    log.close()
+    assert (tmp_path / "x.log").read_text(encoding="utf-8").count("line") == 9
 
 
 async def test_a_child_gets_no_secrets_and_its_log_is_plain(

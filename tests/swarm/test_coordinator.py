@@ -11,6 +11,7 @@ import pytest
 import zmq.asyncio
 
 from molink.errors import (
+    InvariantError,
     MolinkError,
     NotAuthorized,
     PortInUse,
@@ -346,15 +347,16 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene):
             await owner.ask(RevokeRequest(ref=0, target=target))
 
 
-async def test_a_state_that_fails_ends_the_run(scene, kit, monkeypatch):
+@pytest.mark.parametrize("kind", [StateError, InvariantError])
+async def test_a_state_that_fails_ends_the_run(scene, kit, monkeypatch, kind):
     owner = await scene.peer()
 
     def full(_pipeline):
-        raise StateError("disk full")
+        raise kind("disk full")
 
     monkeypatch.setattr(scene.state, "commit", full)
     await owner.ask(serve(kit))
-    with pytest.raises(StateError, match="disk full"):
+    with pytest.raises(kind, match="disk full"):
         async with asyncio.timeout(10):
             await scene.coordinator.wait()
     assert owner.last(Assign) is None
