@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 import sys
 import unicodedata
 from collections.abc import AsyncGenerator
@@ -16,6 +17,8 @@ from rich.console import Console
 from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
+#: A path is no command, nor is a question that only begins with a slash.
+_COMMAND = re.compile(r"/[A-Za-z?]+$")
 _HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 
 
@@ -118,6 +121,9 @@ def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Con
                 console.print("Forgotten.", style="dim")
             case "/help" | "/?":
                 console.print(_HELP, style="dim")
+            case _ if _COMMAND.match(question):
+                text = f"Unknown command '{_printable(question)}'. Commands: /clear, /exit"
+                console.print(text, style="dim", markup=False)
             case _:
                 _ask(runner, conversation, question, console, errors)
 

@@ -8,6 +8,7 @@ from molink.peer.launch import (
     Invitation,
     Listening,
     ModelReady,
+    NotServed,
     Serving,
     StageNow,
     Trouble,
@@ -36,7 +37,11 @@ class DaemonConsole:
             case ModelReady(ready=True):
                 self._line(f"[green]{escape(event.model)} is ready.[/green]")
             case ModelReady():
-                self._line(f"[yellow]{escape(event.model)} can't be served at the moment.[/yellow]")
+                model = escape(event.model)
+                self._line(f"[yellow]{model}: layers are being moved; requests wait.[/yellow]")
+            case NotServed():
+                model, reason = escape(event.model), escape(event.reason)
+                self._line(f"[yellow]{model} can't be served yet: {reason}[/yellow]")
             case Trouble():
                 self._line(f"[red]molink: {escape(event.text)}[/red]")
 

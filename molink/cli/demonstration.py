@@ -12,7 +12,7 @@ from rich.text import Text
 
 from molink.peer.demo import DemoSwarm
 from molink.peer.home import Home
-from molink.peer.launch import AnyEvent, Ended, ModelReady, Serving, StageNow, Trouble
+from molink.peer.launch import AnyEvent, Ended, ModelReady, NotServed, Serving, StageNow, Trouble
 from molink.peer.platform import on_terminate
 from molink.peer.settings import Dtype
 from molink.swarm.plain import printable
@@ -29,18 +29,21 @@ class DemoConsole:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status: Status | None = None
         self._stages: dict[int, str] = {}
+        self._started = False
 
     @contextlib.contextmanager
     def starting(self, peers: int) -> Iterator[None]:
         """A spinner on a terminal, plain lines elsewhere."""
-        text = f"Starting {peers} peers on this PC"
+        text = f"Starting {peers} {'peer' if peers == 1 else 'peers'} on this PC"
         if not self._console.is_terminal:
             self._console.print(f"{text} …")
             yield
+            self._started = True
             return
         with self._console.status(f"{text} …") as self._status:
             yield
         self._status = None
+        self._started = True
 
     def show(self, number: int, event: AnyEvent) -> None:
         """Print what a person cares for in a daemon's event."""
@@ -53,7 +56,11 @@ class DemoConsole:
             case ModelReady(ready=True):
                 self._line(f"peer {number}: {self._stages.get(number, 'no stage')}: can answer")
             case ModelReady():
-                self._line(f"peer {number}: {event.model} can't be served at the moment")
+                self._line(f"peer {number}: {event.model}: layers are being moved")
+            case NotServed() if number == 1:
+                self._line(f"{event.model} can't be served yet: {event.reason}")
+            case Ended() if not self._started:
+                pass  # the demo ends with just this
             case Trouble() | Ended():
                 self._line(f"peer {number}: {event.text}")
 

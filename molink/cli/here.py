@@ -55,6 +55,8 @@ def chat(
     from molink.cli import finding
     from molink.cli.chat import run_chat
 
+    if url is not None and not url.lower().startswith(("http://", "https://")):
+        raise UsageError(f"--url is a URL such as http://127.0.0.1:5465, not {url!r}")
     root = (url or finding.need_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
     code = run_chat(
         f"{root}/v1",

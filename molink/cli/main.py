@@ -95,6 +95,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except KeyboardInterrupt:
+            print("Stopped.", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
     return guarded

@@ -21,6 +21,9 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
     elif not state.get("pipelines"):
         console.print(_text(f"No pipeline: {state.get('trouble')}"))
     console.print(_peers(state.get("peers", ())))
+    for peer in state.get("peers", ()):
+        if peer.get("reason"):
+            console.print(_text(f"{peer.get('name')} is {peer['reason']}", "yellow"))
     for pipeline in state.get("pipelines", ()):
         console.print(_text(_pipeline(pipeline)))
     for one in state.get("cut_off", ()):

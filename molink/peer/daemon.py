@@ -141,6 +141,7 @@ class Daemon:
         await endpoint.start()
         stack.push_async_callback(endpoint.close)
         url = endpoint.url
+        stack.push_async_callback(node.goodbye)
         node.start(measured)
         self._node = node
         here = from_here(self._settings.host)

@@ -152,8 +152,9 @@ class DemoSwarm:
 
     async def _until(self, peer: DemoPeer, met: Callable[[], bool]) -> None:
         while not met():
-            if peer.ended is not None:
-                raise _error(peer.number, peer.ended)
+            for one in self.peers:
+                if one.ended is not None:
+                    raise _error(one.number, one.ended)
             peer.news.clear()
             await peer.news.wait()
 
@@ -169,8 +170,9 @@ class DemoSwarm:
                 peer.ready = event.ready
             case Ended():
                 peer.ended = event
-        peer.news.set()
-        self._on_event(number, event)
+        self._wake()
+        if not self._closing:
+            self._on_event(number, event)
 
     def _exited(self, number: int, code: int) -> None:
         peer = self.peers[number - 1]
@@ -179,8 +181,12 @@ class DemoSwarm:
         if peer.ended is None:
             last = (peer.child.tail.splitlines() or [""])[-1]
             peer.ended = Ended(code=1, text=f"it {how_it_ended(code)}. {last}".strip())
-        peer.news.set()
+        self._wake()
         self._on_event(number, peer.ended)
+
+    def _wake(self) -> None:
+        for peer in self.peers:
+            peer.news.set()
 
 
 def take_home(under: Home) -> tuple[Home, HomeLock]:

@@ -149,6 +149,10 @@ def _start_probe(command: Sequence[str]) -> "subprocess.Popen[bytes]":
 def _parse_probe(code: int, output: bytes, errors: bytes) -> Probe:
     if code:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
+        if lines and "not compiled with CUDA" in lines[-1]:
+            raise WorkerError(
+                "a cuda device can't be used: torch here is the CPU build; run ./install.sh --cuda"
+            )
         raise WorkerError(f"can't measure the device: {lines[-1] if lines else 'no message'}")
     try:
         return msgspec.json.decode(output.strip().splitlines()[-1], type=Probe)

@@ -83,6 +83,11 @@ class Heads:
             if head.route.model == model and (target := head.target) is not None
         ]
 
+    def reason(self, model: str) -> str:
+        """Why the coordinator has no ready pipeline for ``model``; empty if it hasn't said."""
+        routes = [head.route for head in self._heads.values() if head.route.model == model]
+        return next((route.reason for route in routes if route.reason), "")
+
     @property
     def routes(self) -> tuple[Route, ...]:
         """All pipelines that are known."""

@@ -29,9 +29,18 @@ class Home:
         return cls(explicit.expanduser().absolute())
 
     def create(self) -> "Home":
-        """Make the folder if it isn't there."""
+        """Make the folder if it isn't there.
+
+        Raises:
+            UsageError: it can't be made.
+        """
         for folder in (self.root, self.models, self.logs):
-            private_folder(folder)
+            try:
+                private_folder(folder)
+            except OSError as error:
+                raise UsageError(
+                    f"can't make the state folder {folder}: {error.strerror or error} (--home)"
+                ) from error
         return self
 
     def keys(self) -> KeyPair:

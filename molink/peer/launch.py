@@ -62,6 +62,13 @@ class ModelReady(Event, frozen=True, kw_only=True, tag="ready"):
     ready: bool
 
 
+class NotServed(Event, frozen=True, kw_only=True, tag="not-served"):
+    """Why requests for a model can't be served; again whenever that is another reason."""
+
+    model: str
+    reason: str
+
+
 class Trouble(Event, frozen=True, kw_only=True, tag="trouble"):
     """Something a person may have to see to; the daemon goes on."""
 
@@ -75,5 +82,5 @@ class Ended(Event, frozen=True, kw_only=True, tag="ended"):
     text: str
 
 
-AnyEvent = Serving | Listening | Invitation | StageNow | ModelReady | Trouble | Ended
+AnyEvent = Serving | Listening | Invitation | StageNow | ModelReady | NotServed | Trouble | Ended
 Announce = Callable[[AnyEvent], None]

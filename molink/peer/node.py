@@ -19,7 +19,7 @@ from molink.peer.catalogue import Catalogue
 from molink.peer.device import Measured
 from molink.peer.heads import Heads
 from molink.peer.home import Home
-from molink.peer.launch import Announce, ModelReady, StageNow, Trouble
+from molink.peer.launch import Announce, ModelReady, NotServed, StageNow, Trouble
 from molink.peer.library import Library
 from molink.peer.membership import Membership
 from molink.peer.offenders import Offenders
@@ -94,6 +94,9 @@ class Node:
         self._endpoint = endpoint
         self._ready: dict[str, bool] = {}
         self._said = ""
+        self._left = False
+        #: Per pipeline, why it isn't ready, as announced last.
+        self._reasons: dict[str, str] = {}
         self._asking: asyncio.Task[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
         settings, context, keys = place.settings, place.context, place.keys
@@ -124,6 +127,12 @@ class Node:
         self._assignments.measured(measured)
         self.session.start()
 
+    async def goodbye(self) -> None:
+        """Have the others go on without this peer, before anything of it ends."""
+        # Our own coordinator ends with us: what runs is not to be placed anew for that moment.
+        if not self._membership.own and not self._left:
+            await self.session.goodbye()
+
     async def close(self) -> None:
         """End the session, all requests, transfers and workers."""
         if self._sweep is not None:
@@ -148,8 +157,12 @@ class Node:
             _, text = await self.session.request_payload(StatusRequest(ref=0), timeout=3.0)
         except MolinkError as error:
             reason = self.session.failure or str(error)
+            routes = self._heads.routes
+            usable = {
+                target.pipeline for route in routes for target in self._heads.targets(route.model)
+            }
             text = local_status(
-                self._membership, self._place.me, self._report(), self._heads.routes, reason
+                self._membership, self._place.me, self._report(), routes, reason, usable
             )
         return self._place.offenders.shown_in(text)
 
@@ -167,6 +180,7 @@ class Node:
         """Tell the coordinator that this peer is no member any more, if it can be told."""
         try:
             await self.session.request(LeaveRequest(ref=0), timeout=5.0)
+            self._left = True
         except MolinkError as error:
             self._trouble(f"the coordinator was not told: {error}")
 
@@ -207,11 +221,13 @@ class Node:
             case Route():
                 self._heads.update(message)
                 self._catalogue.update(message)
+                self._announce_reason(message)
                 if not message.ready and self._asking is None:
                     loop = asyncio.get_running_loop()
                     self._asking = loop.create_task(self._log_why(message.model))
             case RouteGone():
                 self._heads.remove(message.pipeline)
+                self._reasons.pop(message.pipeline, None)
                 self._catalogue.remove(message.pipeline)
             case _:
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
@@ -271,6 +287,13 @@ class Node:
         if ready != self._ready.get(model, False):
             self._ready[model] = ready
             self._place.announce(ModelReady(model=model, ready=ready))
+
+    def _announce_reason(self, route: Route) -> None:
+        if route.ready:
+            self._reasons.pop(route.pipeline, None)
+        elif route.reason and route.reason != self._reasons.get(route.pipeline):
+            self._reasons[route.pipeline] = route.reason
+            self._place.announce(NotServed(model=route.model, reason=route.reason))
 
     def _head_said(self, pipeline: str, message: DataMessage) -> None:
         self.requests.message(pipeline, message)

@@ -175,6 +175,9 @@ class Requests:
         if active.target not in targets:
             load = Counter(other.target for other in self._active.values())
             active.target = min(targets, key=lambda target: load[target], default=None)
+        reason = "" if targets else self._heads.reason(active.stream.request.model)
+        if reason:
+            active.stream.unserved(reason)
         self._carry_out(active, active.stream.head(active.target, self._loop.time()))
 
     def _wake(self, active: _Active) -> None:

@@ -14,12 +14,14 @@ from molink.errors import MolinkError
 from molink.peer.membership import Membership
 from molink.wire.client import Client
 from molink.wire.codec import control_codec
-from molink.wire.control import ControlMessage, PeerReport, Welcome
+from molink.wire.control import ControlMessage, Goodbye, PeerReport, Welcome
 from molink.wire.keys import KeyPair
 
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
+#: For how long the coordinator may take note of our end, in seconds.
+GOODBYE_S = 0.5
 
 
 class Session:
@@ -51,6 +53,7 @@ class Session:
         )
         self._beat: asyncio.Task[None] | None = None
         self._last_refusal = ""
+        self._ending = False
         #: Whether the coordinator has answered the first report of this connection.
         self.welcome = False
 
@@ -58,6 +61,16 @@ class Session:
         """Begin to connect."""
         self._client.start()
         self._beat = asyncio.get_running_loop().create_task(self._beats(), name="molink-reports")
+
+    async def goodbye(self) -> None:
+        """Report no more, and tell the coordinator so if it can be told."""
+        self._ending = True
+        if not self.welcome:
+            return
+        try:
+            await self._client.request(Goodbye(ref=0), timeout=GOODBYE_S)
+        except MolinkError as error:
+            log.info("no goodbye to the coordinator: %s", error)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -75,7 +88,7 @@ class Session:
 
     def tell(self, message: ControlMessage) -> None:
         """Send, if there is a session; else the next session's first reports tell it."""
-        if not self.welcome:
+        if not self.welcome or self._ending:
             return
         try:
             self._client.send(message)
@@ -115,7 +128,7 @@ class Session:
 
     def report_now(self) -> None:
         """Report at once: something has changed."""
-        if not self._client.connected:
+        if self._ending or not self._client.connected:
             return
         try:
             self._client.send(self._report())

@@ -20,7 +20,10 @@ Dtype = Literal["auto", "f32", "bf16", "f16"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
+_COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
+_BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
 
 
@@ -71,6 +74,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         match = _STAGE.match(self.stage)
         if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
+        if _DEVICE.match(self.device) is None:
+            raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
         if self.worker_ports[0] > self.worker_ports[1]:
             raise ValueError("`worker_ports` is a first and a last port")
 
@@ -108,7 +113,21 @@ def build(layer: Layer, below: Settings, where: str) -> Settings:
     try:
         return msgspec.convert(values, Settings, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{where}: {_in_words(str(error), values)}") from None
+
+
+def _in_words(error: str, values: Layer) -> str:
+    """What msgspec says of a field, by the option's name."""
+    told = _COMPLAINT.match(error)
+    if told is None:
+        return error
+    name = told["field"]
+    option, value = "--" + name.replace("_", "-"), values.get(name)
+    bound = _BOUND.match(told["what"])
+    if bound is None:
+        return f"{option} can't be {value!r}: {told['what']}"
+    side = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[bound["side"]]
+    return f"{option} is {side} {bound['limit']}, not {value}"
 
 
 def read_toml(path: Path) -> Layer:

@@ -1,12 +1,14 @@
 """The state of the swarm as one peer sees it, for when the coordinator can't be asked."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from molink.peer.membership import Membership
 from molink.swarm.status import device_text
 from molink.wire.control import PeerReport, Route
+
+_UNREACHABLE = "this PC can't reach its first stage"
 
 
 def local_status(
@@ -15,8 +17,12 @@ def local_status(
     report: PeerReport,
     routes: Sequence[Route],
     reason: str,
+    usable: Collection[str],
 ) -> bytes:
-    """``molink status --json`` (UTF-8) of this peer alone; ``reason`` says why no more."""
+    """``molink status --json`` (UTF-8) of this peer alone; ``reason`` says why no more.
+
+    ``usable`` are the pipelines whose heads this peer can reach.
+    """
     peer = {
         "id": me,
         "name": report.name,
@@ -42,7 +48,13 @@ def local_status(
         "model": routes[0].model if routes else None,
         "peers": [peer],
         "pipelines": [
-            {"id": route.pipeline, "epoch": route.epoch, "ready": route.ready, "stages": []}
+            {
+                "id": route.pipeline,
+                "epoch": route.epoch,
+                "ready": route.pipeline in usable,
+                "stages": [],
+                "reason": "" if route.pipeline in usable else route.reason or _UNREACHABLE,
+            }
             for route in routes
         ],
         "trouble": reason,

@@ -131,6 +131,11 @@ class Stream:
         assert self._waiting_since is not None
         return self._waiting_since + self._limits.hold_s
 
+    def unserved(self, reason: str) -> None:
+        """Why there is no head, for the error that may follow."""
+        if self.state == "waiting":
+            self._last_reason = reason
+
     def head(self, target: Target | None, now: float) -> list[Act]:
         """The head that can be asked now; ``None`` while there is none."""
         self._available = target

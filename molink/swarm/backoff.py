@@ -41,15 +41,20 @@ class Backoff:
         record = self._records.get(peer)
         return record is not None and now - record.last <= MEMORY
 
-    def explain(self, peer: str, now: float) -> str:
-        """Why the peer is left out, for a person; empty if it isn't."""
+    def explain(self, peer: str, now: float, suspects: bool = False) -> str:
+        """Why the peer is left out, for a person; empty if it isn't.
+
+        ``suspects``: they are left out too.
+        """
         record = self._records.get(peer)
-        if record is None or now >= record.until:
+        if record is None:
             return ""
-        return (
-            f"left out for {record.until - now:.0f} s more after {record.failures} failures, "
-            f"the last: {record.reason}"
-        )
+        left = (record.last + MEMORY if suspects else record.until) - now
+        if left <= 0:
+            return ""
+        duration = f"{left:.0f} s" if left < 90 else f"{left / 60:.0f} min"
+        times = f"{record.failures} failures, the last" if record.failures > 1 else "a failure"
+        return f"left out for {duration} more after {times}: {record.reason}"
 
     def forget(self, peer: str) -> None:
         """The peer is no member any more."""

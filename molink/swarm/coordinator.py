@@ -20,6 +20,7 @@ from molink.swarm.door import Door, is_invitation
 from molink.swarm.events import (
     Announce,
     Commit,
+    Departed,
     Event,
     MemberAdded,
     MemberRemoved,
@@ -47,6 +48,7 @@ from molink.wire.codec import control_codec
 from molink.wire.control import (
     ControlMessage,
     Done,
+    Goodbye,
     Invite,
     InviteRequest,
     Joined,
@@ -77,6 +79,7 @@ FROM_MEMBERS = (
     | ServeModel
     | InviteRequest
     | LeaveRequest
+    | Goodbye
     | RevokeRequest
     | StatusRequest
 )
@@ -241,6 +244,10 @@ class Coordinator:
             case LeaveRequest():
                 self._reply(sender, Done(ref=message.ref))
                 self._dismiss(peer, "left")
+            case Goodbye():
+                self._reply(sender, Done(ref=message.ref))
+                self._connections.pop(peer, None)
+                self._happened(Departed(peer))
             case RevokeRequest():
                 self._revoke(sender, message)
             case StatusRequest():

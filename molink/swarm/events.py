@@ -38,6 +38,13 @@ class MemberRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class Departed:
+    """A peer has stopped in good order; it stays a member."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """A peer's report. ``fresh``: it came over a connection that wasn't known before."""
 
@@ -66,7 +73,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = MemberAdded | MemberRemoved | Reported | StageSaid | Serve | Tick
+Event = MemberAdded | MemberRemoved | Departed | Reported | StageSaid | Serve | Tick
 
 # --- decisions, to be carried out in the order given --------------------------------------------
 

@@ -7,6 +7,8 @@ from molink.swarm.roster import Roster
 from molink.wire.control import BLOCK_SIZE, Assign, Form, Prefetch, Route, StageAddress
 
 MAX_SOURCES = 8
+#: Longest reason in a route, in characters: its header holds addresses too.
+MAX_REASON = 512
 
 
 def instruction(
@@ -47,9 +49,14 @@ def prefetch(move: Move, peer: str, desired: Desired, roster: Roster) -> Prefetc
 
 
 def route(
-    pipeline: str, epoch: int, ready: PipelineRecord | None, desired: Desired, roster: Roster
+    pipeline: str,
+    epoch: int,
+    ready: PipelineRecord | None,
+    desired: Desired,
+    roster: Roster,
+    reason: str = "",
 ) -> Route:
-    """Where requests go: to the first stage of ``ready``, or nowhere for the moment."""
+    """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``."""
     return Route(
         pipeline=pipeline,
         epoch=epoch,
@@ -58,6 +65,7 @@ def route(
         head=None if ready is None else address(ready.stages[0], roster),
         context=_context(desired, ready),
         sources=sources(desired, roster),
+        reason=reason[:MAX_REASON],
     )
 
 

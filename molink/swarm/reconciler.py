@@ -16,6 +16,7 @@ from molink.swarm import instructions
 from molink.swarm.events import (
     Commit,
     Decision,
+    Departed,
     Event,
     Instruction,
     MemberAdded,
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 #: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
 STANDSTILL = 2.0
 STORY_LENGTH = 200
+WAITING = "waiting for peers"
+JUST_ASKED = "the model was just asked for"
 NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
 
 
@@ -65,7 +68,7 @@ class Reconciler:
         self.move: Move | None = None
         self._moves = 0
         #: Why no pipeline is ready, or why a change was not followed; for a person.
-        self.reason = NO_MODEL if desired is None else "waiting for peers"
+        self.reason = NO_MODEL if desired is None else WAITING
         #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
         number, self.epoch = last
         #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
@@ -89,6 +92,10 @@ class Reconciler:
                 self._note(now, f"{event.member.name} ({event.member.peer}) is a member")
             case MemberRemoved():
                 self._removed(event.peer, event.why, now)
+            case Departed():
+                if self.roster.live(event.peer):
+                    self.planner.backoff.forget(event.peer)
+                    self._lost(event.peer, "has stopped", now)
             case Reported():
                 self._reported(event, now)
             case StageSaid():
@@ -100,7 +107,7 @@ class Reconciler:
                     self.roster.forgive(now - self._ticked)
                 self._ticked = now
                 for peer in self.roster.silent(now):
-                    self._lost(peer, now)
+                    self._lost(peer, "has not reported any more", now)
         self._advance(now)
         self._publish()
         decisions, self._out = self._out, []
@@ -127,12 +134,12 @@ class Reconciler:
             self._break(f"{name} {why}", None, now)
         self._stay_without(peer, now)
 
-    def _lost(self, peer: str, now: float) -> None:
+    def _lost(self, peer: str, why: str, now: float) -> None:
         name = self.roster.name(peer)
-        self._note(now, f"{name} ({peer}) has not reported any more")
+        self._note(now, f"{name} ({peer}) {why}")
         self.roster.drop(peer)
         if self.formation is not None and peer in self.formation.peers:
-            self._break(f"{name} has not reported any more", None, now)
+            self._break(f"{name} {why}", None, now)
         self._stay_without(peer, now)
 
     def _reported(self, event: Reported, now: float) -> None:
@@ -221,7 +228,7 @@ class Reconciler:
         self._note(now, f"serve {desired.facts.name} as {desired.dtype}")
         if old is not None and (old.facts, old.dtype) != (desired.facts, desired.dtype):
             self._abolish()
-        self._break("the model was just asked for", None, now)
+        self._break(JUST_ASKED, None, now)
 
     def _abolish(self) -> None:
         """End the pipeline; the next one has a new name, so that no worker is taken over."""
@@ -373,8 +380,24 @@ class Reconciler:
         if self.desired is None or (formation is not None and formation.state == "adopting"):
             return  # what the peers know of a running pipeline stays true meanwhile
         ready = formation.record if formation is not None and self.ready else None
-        route = instructions.route(self.pipeline, self.epoch, ready, self.desired, self.roster)
+        route = instructions.route(
+            self.pipeline, self.epoch, ready, self.desired, self.roster, self._hindrance
+        )
         self._out += self.roster.publish_route(route)
+
+    @property
+    def _hindrance(self) -> str:
+        """Why nothing is being formed; empty if something is, or is about to be."""
+        passing = self.formation is not None or self.reason in (WAITING, JUST_ASKED)
+        return "" if passing else self.reason
+
+    def left_out(self, peer: str) -> str:
+        """Why a peer that failed has no stage, for a person; empty if that is not why."""
+        if self.desired is None or not self.roster.live(peer):
+            return ""
+        if self.formation is not None and peer in self.formation.peers:
+            return ""
+        return self.planner.backoff.explain(peer, self._ticked, self.formation is not None)
 
     # --- small things ------------------------------------------------------------------------
 

@@ -27,7 +27,10 @@ def build_status(
     ``blocked`` are members that were cut off because they misbehaved.
     """
     roster, desired = reconciler.roster, reconciler.desired
-    peers = [_peer(member, roster.sessions.get(peer)) for peer, member in roster.members.items()]
+    peers = [
+        _peer(member, roster.sessions.get(peer)) | {"reason": reconciler.left_out(peer)}
+        for peer, member in roster.members.items()
+    ]
     return {
         "swarm": swarm,
         "coordinator": {"addresses": list(addresses), "state": "running", "pid": pid},

@@ -202,6 +202,12 @@ class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave"):
     ref: Count
 
 
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """The sender stops in good order; it stays a member and may come back. Answered by Done."""
+
+    ref: Count
+
+
 class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
     """Shut a peer out for good, or end an invitation (``invite:…``); only an owner may."""
 
@@ -307,6 +313,8 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     context: Count
     #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
     sources: tuple[Text, ...] = ()
+    #: Why it isn't ready, for a person; empty where that is only a matter of moments.
+    reason: Sentence = ""
 
 
 class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
@@ -397,6 +405,7 @@ ControlMessage = (
     | InviteRequest
     | Invite
     | LeaveRequest
+    | Goodbye
     | RevokeRequest
     | Welcome
     | Member

@@ -117,12 +117,14 @@ def test_a_question_from_a_pipe(
 def test_a_conversation(
     endpoint: Endpoint, typing_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typing_in("one", "", "two", "/clear", "/help", "three", "/exit", "never")
+    typing_in("one", "", "two", "/clear", "/help", "/foo", "three", "/exit", "never")
     assert run_chat(endpoint.url) == 0
     roles = [[message["content"] for message in body["messages"]] for body in endpoint.bodies]
     answer = "".join(endpoint.pieces)
     assert roles == [["one"], ["one", answer, "two"], ["three"]]
-    assert "first at " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "first at " in shown
+    assert "Unknown command '/foo'. Commands: /clear, /exit" in shown
 
 
 def test_an_error_is_no_part_of_the_conversation(

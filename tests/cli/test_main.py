@@ -58,6 +58,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["join", "molink-AAAA"], 3, "not a valid join token"),
         (["up", "--stage", "4:2"], 2, "stage"),
         (["up", "--memory", "much"], 2, "size"),
+        (["chat", "--url", "foo", "hi"], 2, "--url is a URL"),
         (["up", "--model", "no such model!"], 5, "no such model!"),
         (["up", "--worker-ports", "5"], 2, "worker_ports"),
     ],

@@ -20,6 +20,12 @@ def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert Home.find().root.is_absolute()
 
 
+def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"can't make the state folder .*--home"):
+        Home(tmp_path / "file" / "home").create()
+
+
 def test_keys_stay_the_same(tmp_path: Path) -> None:
     home = Home(tmp_path / "home").create()
     assert home.keys() == home.keys()

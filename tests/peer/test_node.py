@@ -5,11 +5,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from molink.peer import node as module
 from molink.peer.device import Measured
 from molink.peer.home import Home
-from molink.peer.launch import AnyEvent
+from molink.peer.launch import AnyEvent, NotServed
 from molink.peer.library import Library
 from molink.peer.membership import Membership
 from molink.peer.node import Node, Place
@@ -103,6 +104,16 @@ async def test_why_a_pipeline_is_not_ready_is_logged(
     route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
     scene.coordinator.send(scene.identity, route)
     await net.until(lambda: "m is not ready: 1 of 2 are there" in caplog.text)
+
+
+async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net) -> None:
+    route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
+    for reason in ("one", "one", "", "two"):
+        scene.coordinator.send(scene.identity, structs.replace(route, reason=reason))
+    await net.until(lambda: NotServed(model="m", reason="two") in scene.events)
+    told = [event.reason for event in scene.events if isinstance(event, NotServed)]
+    assert told == ["one", "two"]
+    assert scene.node._heads.reason("m") == "two"
 
 
 async def test_revoking_leaves_time_for_the_answer(scene: Scene, net) -> None:

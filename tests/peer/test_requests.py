@@ -37,6 +37,9 @@ class FakeHeads:
         self.on_send: Callable[[DataMessage], None] = lambda _: None
         self.error: MolinkError | None = None
 
+    def reason(self, model: str) -> str:
+        return ""
+
     def targets(self, model: str) -> list[Target]:
         return list(self.usable) if model == "m" else []
 

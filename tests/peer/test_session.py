@@ -9,6 +9,8 @@ from molink.peer.session import Session
 from molink.wire.codec import control_codec
 from molink.wire.control import (
     Device,
+    Done,
+    Goodbye,
     Invite,
     InviteRequest,
     Member,
@@ -46,6 +48,8 @@ class FakeCoordinator:
         if isinstance(message, PeerReport) and sender.identity != self.identity:
             self.identity = sender.identity
             self.server.send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
+        elif isinstance(message, Goodbye):
+            self.server.send(sender.identity, Done(ref=message.ref))
         elif isinstance(message, InviteRequest):
             if message.ttl < 0:
                 raise RequestError("a negative time", "ttl")
@@ -94,6 +98,21 @@ async def test_announcements_and_requests(net) -> None:
     assert isinstance(reply, Invite)
     with pytest.raises(RequestError, match="negative"):
         await session.request(InviteRequest(ref=0, ttl=-1.0))
+    await session.close()
+
+
+async def test_goodbye_is_the_last_word(net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    await session.goodbye()
+    assert isinstance(coordinator.got[-1], Goodbye)
+    said = len(coordinator.got)
+    session.report_now()
+    session.tell(READY)
+    await session.request(InviteRequest(ref=0))
+    assert not {type(one) for one in coordinator.got[said:]} & {PeerReport, StageReady}
     await session.close()
 
 

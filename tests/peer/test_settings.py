@@ -51,9 +51,10 @@ def test_text_is_converted() -> None:
     [
         ({"stage": "5:3"}, "stage"),
         ({"stage": "some"}, "stage"),
-        ({"control_port": 70000}, "control_port"),
-        ({"control_port": "many"}, "control_port"),
+        ({"control_port": 70000}, "--control-port is at most 65535, not 70000"),
+        ({"control_port": "many"}, "--control-port can't be 'many'"),
         ({"dtype": "f64"}, "dtype"),
+        ({"device": "tpu"}, "--device is auto, cpu or cuda:N, not 'tpu'"),
         ({"worker_ports": "5"}, "worker_ports"),
         ({"memory": "lots"}, "size"),
         ({"nonsense": 1}, "nonsense"),

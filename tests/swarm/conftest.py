@@ -25,6 +25,7 @@ from molink.wire.control import (
     PeerReport,
     Prefetch,
     Prefetched,
+    Route,
     StageFailed,
     StageLoaded,
     StageReady,
@@ -85,6 +86,7 @@ class Paper:
         self.min_peers = min_peers
         self.decisions = []
         self.committed = []
+        self._routes = {}
 
     def do(self, event):
         decisions = self.reconciler.handle(event, self.now)
@@ -95,15 +97,30 @@ class Paper:
         self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
         return decisions
 
-    def take(self, *, about_members=False):
-        """What was sent since, as ``(peer, message)``; greetings only if asked for."""
+    def take(self, *, about_members=False, with_reasons=False):
+        """What was sent since, as ``(peer, message)``; greetings and reasons only if asked for."""
         decisions, self.decisions = self.decisions, []
+        if not with_reasons:
+            decisions = [d for one in decisions if (d := self._without_reason(one)) is not None]
         boring = () if about_members else (Welcome, Member)
         return [
             (d.peer, d.message)
             for d in decisions
             if isinstance(d, Send) and not isinstance(d.message, boring)
         ]
+
+    def _without_reason(self, decision):
+        """The decision, but not a route of which only the reason is new."""
+        match decision:
+            case Send(peer, Welcome()):
+                self._routes.pop(peer, None)
+            case Send(peer, Route() as route):
+                route = msgspec.structs.replace(route, reason="")
+                if self._routes.get(peer) == route:
+                    return None
+                self._routes[peer] = route
+                return Send(peer, route)
+        return decision
 
     def wait(self, seconds, *alive):
         """Let time pass in ticks while ``alive`` peers report what they run."""

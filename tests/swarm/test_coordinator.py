@@ -31,6 +31,7 @@ from molink.wire.codec import control_codec
 from molink.wire.control import (
     Assign,
     Form,
+    Goodbye,
     Invite,
     InviteRequest,
     Joined,
@@ -329,6 +330,16 @@ async def test_leaving_and_coming_back(scene):
     assert owner.last(MemberGone).peer == guest.id
     await guest.client.close()
     assert (await scene.join(token, guest.keys)).id == guest.id
+
+
+async def test_a_goodbye_ends_the_session_but_no_membership(scene):
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    await scene.until(lambda: owner.last(Member), owner, guest)
+    await guest.ask(Goodbye(ref=0))
+    roster = scene.coordinator.reconciler.roster
+    assert guest.id in roster.members
+    assert not roster.live(guest.id)
 
 
 async def test_a_revoked_peer_is_cut_off_for_good(scene):

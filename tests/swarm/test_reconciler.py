@@ -1,7 +1,7 @@
 import pytest
 
 from molink.errors import InvariantError
-from molink.swarm.events import Announce, MemberRemoved, Reported, Tick
+from molink.swarm.events import Announce, Departed, MemberRemoved, Reported, Tick
 from molink.swarm.records import PipelineRecord, StageRecord
 from molink.wire.control import (
     Assign,
@@ -98,6 +98,30 @@ def test_a_pipeline_forms_step_by_step(kit):
     paper.ready("a", 0, epoch=1)
     assert paper.take() == [(p, route(1, address("a", 5470))) for p in "abc"]
     assert paper.reconciler.reason == ""
+
+
+def test_who_waits_is_told_why(kit):
+    paper = kit.Paper("a", "b", min_peers=2)
+    paper.serve()
+    paper.report("a")
+    paper.wait(2, "a")
+    first, second = (m for _, m in paper.take(with_reasons=True) if isinstance(m, Route))
+    assert (first.reason, second.reason) == (
+        "",
+        "waiting for peers: 1 of 2 with a stage are there",
+    )
+    paper.report("b", stage="0:4")
+    paper.report("a", stage="3:6")
+    paper.wait(2, *"ab")
+    told = {p: m for p, m in paper.take(with_reasons=True) if isinstance(m, Route)}
+    assert "overlap" in told["a"].reason
+    assert told["a"] == told["b"]
+    paper.wait(5, *"ab")
+    assert paper.take(with_reasons=True) == []
+    paper.report("b", stage="0:3")
+    paper.wait(2, *"ab")
+    routes = [m for p, m in paper.take(with_reasons=True) if isinstance(m, Route) and p == "a"]
+    assert routes[-1].reason == ""  # being formed
 
 
 def test_an_epoch_is_committed_before_anybody_hears_of_it(kit):
@@ -381,6 +405,35 @@ def test_a_silent_peer_is_replaced_by_who_is_left(running):
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c")
     assert running.reconciler.ready
+
+
+def test_a_peer_that_stops_in_good_order_is_no_suspect(running):
+    running.failed("c", running.reconciler.formation.stage_of("c"), 1)
+    running.wait(1.5, *"abc")
+    running.obey()
+    if "c" not in running.reconciler.formation.peers:
+        assert "left out for 10 min more after a failure" in running.reconciler.left_out("c")
+    running.do(Departed("c"))
+    assert not running.reconciler.roster.live("c")
+    running.wait(1.25, *"ab")
+    running.obey()
+    assert running.reconciler.ready
+    assert running.reconciler.formation.peers == ("a", "b")
+    running.report("c", fresh=True)
+    running.wait(1.25, *"abc")
+    running.obey()
+    assert running.reconciler.formation.peers == ("a", "b", "c")
+    assert running.reconciler.left_out("c") == ""
+
+
+def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running):
+    running.failed("b", 1, epoch=1, next_lost=True)  # before `c` counts as silent
+    running.wait(7, *"ab")
+    running.obey()
+    running.report("c", fresh=True)
+    running.wait(1.25, *"abc")
+    assert running.reconciler.formation.peers == ("a", "b")
+    assert "left out for 10 min more after a failure" in running.reconciler.left_out("c")
 
 
 def test_a_peer_that_just_went_silent_is_not_placed(running):

@@ -22,6 +22,7 @@ def test_the_shape(running):
         "state": "here",
         "device": "cpu: CPU",
         "daemon_pid": 1,
+        "reason": "",
         "version": "1",
         "stage": "auto",
         "memory": 10**11,
