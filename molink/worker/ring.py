@@ -268,10 +268,10 @@ class Ring:
         decoded = sum(_rows(each.volume) for each in done.results if not each.volume.prefill)
         if decoded and self._outlet is not None:
             self._outlet.handle(DecodeFinished(decoded))
+        # One by one: what waits for the decode rows need not wait for the prefill beside them.
         for result in done.results:
             self._send(result, now)
-        ticks = [result.volume.tick for result in done.results]
-        self._forward(self.scoreboard.complete(ticks, now))
+            self._forward(self.scoreboard.complete([result.volume.tick], now))
 
     def _send(self, result: SegmentResult, now: float) -> None:
         if result.sampled is None:
