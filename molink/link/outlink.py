@@ -205,7 +205,7 @@ class OutLink:
     def _set_timer(self, now: float) -> None:
         wakes = [now + _LOOK_INTERVAL]
         if self._connections[Lane.DECODE].welcome:
-            wakes.append(self._beats.next_at(self._progress().busy))
+            wakes.append(self._next_beat(now))
         if self._sender.wake_at is not None:
             wakes.append(self._sender.wake_at)
         for each in self._connections.values():
@@ -287,10 +287,15 @@ class OutLink:
 
     # --- signs of life -----------------------------------------------------------------------
 
+    def _next_beat(self, now: float) -> float:
+        """When to beat. Asks for our progress, which is not free, only once a beat may be due."""
+        soonest = self._beats.next_at(busy=True)
+        return soonest if now < soonest else self._beats.next_at(self._progress().busy)
+
     def _beat(self, now: float) -> None:
-        progress = self._progress()
-        if not self._connections[Lane.DECODE].welcome or now < self._beats.next_at(progress.busy):
+        if not self._connections[Lane.DECODE].welcome or now < self._next_beat(now):
             return
+        progress = self._progress()
         self._beats.beat(now)
         beat = Beat(
             self._sender.epoch,
