@@ -35,7 +35,8 @@ class ModelConfig:
 
     ``attention_bias`` is about the q, k and v projections, ``output_bias`` about o. ``context`` is
     the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer; those of
-    ``generation_config.json`` are included.
+    ``generation_config.json`` are included. ``attention_scale`` is the factor of q·k; ``windows``
+    has an entry for each layer: how many positions a row attends to, 0 = all before it.
     """
 
     family: Family
@@ -56,6 +57,9 @@ class ModelConfig:
     context: int
     dtype: WeightDType
     eos_ids: tuple[int, ...]
+    attention_scale: float
+    windows: tuple[int, ...]
+    attention_softcap: float = 0.0
 
     @property
     def groups(self) -> int:
@@ -93,6 +97,7 @@ def _parse(
     rope = parse_rope(raw, where)
     biased = fields.boolean("attention_bias", False)
     qwen3_head_dim = 128 if family == "qwen3" else None
+    head_dim = fields.integer("head_dim", qwen3_head_dim or max(1, hidden // heads))
     config = ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
@@ -100,7 +105,7 @@ def _parse(
         layers=layers,
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=fields.integer("head_dim", qwen3_head_dim or max(1, hidden // heads)),
+        head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", most=_MAX_INTERMEDIATE),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
@@ -112,6 +117,8 @@ def _parse(
         context=max(positions, rope.reach),
         dtype=_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
+        attention_scale=head_dim**-0.5,
+        windows=(0,) * layers,
     )
     _check_shape(config, where)
     return config

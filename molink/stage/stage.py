@@ -3,26 +3,23 @@
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm
 
 from molink.errors import InvariantError, UsageError
 from molink.model.config import ModelConfig, WeightDType
 from molink.model.folder import ModelFolder
-from molink.model.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
 from molink.stage.attention.base import (
     AttentionShape,
     BackendName,
     create_attention,
 )
 from molink.stage.base import SequenceRows, StageInput
-from molink.stage.block import DecoderBlock, ForwardContext, load_block
+from molink.stage.block import ForwardContext
+from molink.stage.decoder import Decoder, load_decoder
 from molink.stage.dtypes import TORCH_DTYPES, DTypeChoice, choose_dtype, choose_travel
-from molink.stage.linear import Linear, Projection
 from molink.stage.pool import KVPool, block_bytes
 from molink.stage.rope import Rope
 from molink.stage.weights import WeightReader
@@ -31,23 +28,6 @@ from molink.stage.weights import WeightReader
 _MEASURED_STEPS = 20
 _MEASURED_CONTEXT = 128
 _MEASURED_SECONDS = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class StageWeights:
-    """Tensors of a stage; the ends of the model are ``None`` where another stage has them."""
-
-    embedding: Tensor | None
-    blocks: tuple[DecoderBlock, ...]
-    norm: Tensor | None
-    head: Projection | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory; a head that is the embedding itself is counted once."""
-        shared = isinstance(self.head, Linear) and self.head.weight is self.embedding
-        ends = (self.embedding, self.norm, None if shared else self.head)
-        return sum(part.nbytes for part in (*ends, *self.blocks) if part is not None)
 
 
 class Stage:
@@ -60,7 +40,7 @@ class Stage:
         self,
         config: ModelConfig,
         layers: tuple[int, int],
-        weights: StageWeights,
+        decoder: Decoder,
         device: torch.device,
         dtype: WeightDType,
         travel_dtype: WeightDType,
@@ -68,11 +48,10 @@ class Stage:
     ) -> None:
         self.config, self.layers, self.device = config, layers, device
         self.dtype, self.travel_dtype = dtype, travel_dtype
-        self._weights = weights
+        self._decoder = decoder
         self._dtype = TORCH_DTYPES[dtype]
         self._travel = TORCH_DTYPES[travel_dtype]
-        shape = AttentionShape(config.kv_heads, config.groups, config.head_dim)
-        self._attention = create_attention(backend, shape)
+        self._attention = create_attention(backend, AttentionShape.of(config, layers))
         with torch.inference_mode():
             self._rope = Rope(config.rope, config.head_dim, self._dtype, device)
         self._pool: KVPool | None = None
@@ -95,9 +74,9 @@ class Stage:
         place, config = _device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
         with WeightReader(folder, TORCH_DTYPES[computed], place) as reader:
-            weights = _load(reader, config, layers)
+            decoder = load_decoder(reader, config, layers)
         travel = choose_travel(dtype, config.dtype)
-        return cls(config, layers, weights, place, computed, travel)
+        return cls(config, layers, decoder, place, computed, travel)
 
     @property
     def is_first(self) -> bool:
@@ -112,11 +91,11 @@ class Stage:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all its weights."""
-        return self._weights.nbytes
+        return self._decoder.nbytes
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over this stage's layers."""
-        return block_bytes(self.config, len(self._weights.blocks), block_size, self._dtype)
+        return block_bytes(self.config, len(self._decoder.blocks), block_size, self._dtype)
 
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make a fresh pool; an earlier one is dropped first."""
@@ -160,38 +139,29 @@ class Stage:
 
     @torch.inference_mode()
     def _make_pool(self, blocks: int, block_size: int) -> KVPool:
-        layers = len(self._weights.blocks)
+        layers = len(self._decoder.blocks)
         return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device)
 
     def _run(self, batch: StageInput, pool: KVPool) -> Tensor:
         rows = self._enter(batch)
         context = self._context(batch.sequences, pool, len(rows))
-        for block in self._weights.blocks:
-            rows = block(rows, context)
-        return self._leave(rows, batch.logit_rows)
+        rows = self._decoder.run(rows, context)
+        if self.is_last:
+            return self._decoder.logits(rows, batch.logit_rows)
+        return rows.to(self._travel)
 
     def _enter(self, batch: StageInput) -> Tensor:
-        if self._weights.embedding is not None:
+        if self.is_first:
             if batch.tokens is None:
                 raise InvariantError("the first stage was given no tokens")
             # On CUDA an id beyond the table would end every later computation of the process.
             least, greatest = batch.tokens.aminmax()
             if least < 0 or greatest >= self.config.vocab_size:
                 raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
-            return embedding(batch.tokens.to(self.device), self._weights.embedding)
+            return self._decoder.embed(batch.tokens.to(self.device))
         if batch.hidden is None:
             raise InvariantError(f"stage {self.layers} was given no hidden rows")
         return batch.hidden.to(self.device, self._dtype)
-
-    def _leave(self, rows: Tensor, logit_rows: Sequence[int]) -> Tensor:
-        norm, head = self._weights.norm, self._weights.head
-        if norm is None or head is None:
-            return rows.to(self._travel)
-        if not logit_rows:
-            return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        if tuple(logit_rows) != tuple(range(len(rows))):
-            rows = rows[torch.tensor(logit_rows, dtype=torch.int64, device=self.device)]
-        return head(rms_norm(rows, norm.shape, norm, self.config.norm_eps)).float()
 
     def _context(
         self, sequences: Sequence[SequenceRows], pool: KVPool, rows: int
@@ -233,23 +203,6 @@ def _locate(
         if start <= last * size and end % size:
             fresh.append(blocks[last])
     return positions, slots, fresh
-
-
-def _load(reader: WeightReader, config: ModelConfig, layers: tuple[int, int]) -> StageWeights:
-    first, last = layers
-    embedded = reader.read(EMBEDDING) if first == 0 else None
-    blocks = tuple(
-        load_block(reader, config, layer, index) for index, layer in enumerate(range(first, last))
-    )
-    if last != config.layers:
-        return StageWeights(embedded, blocks, None, None)
-    head: Projection
-    if config.tied and embedded is not None:
-        head = Linear(embedded)
-    else:
-        name = EMBEDDING if config.tied else OUTPUT_HEAD
-        head = reader.projection([name.removesuffix(".weight")], False)
-    return StageWeights(embedded, blocks, reader.read(FINAL_NORM), head)
 
 
 def _device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from molink.model.config import ModelConfig
 from molink.stage.base import SequenceRows
 from molink.stage.pool import KVPool
 
@@ -15,11 +16,32 @@ BackendName = Literal["auto", "gather"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend has to know of the model. ``groups`` is query heads per key-value head."""
+    """What a backend has to know of the model. ``groups`` is query heads per key-value head.
+
+    Scores are ``scale * q·k``. ``windows`` has an entry for each layer of the stage: how many
+    positions a row attends to, its own included; 0 = all before it. A ``softcap`` above 0 bounds
+    scores to ``softcap * tanh(score / softcap)`` (Gemma 2).
+    """
 
     kv_heads: int
     groups: int
     head_dim: int
+    scale: float
+    windows: tuple[int, ...]
+    softcap: float = 0.0
+
+    @classmethod
+    def of(cls, config: ModelConfig, layers: tuple[int, int]) -> "AttentionShape":
+        """That of layers ``first:last`` of a model."""
+        first, last = layers
+        return cls(
+            kv_heads=config.kv_heads,
+            groups=config.groups,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            windows=config.windows[first:last],
+            softcap=config.attention_softcap,
+        )
 
 
 class LayerAttention(Protocol):

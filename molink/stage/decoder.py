@@ -1,0 +1,76 @@
+"""The part of a decoder that a stage holds: its layers, and the ends of the model it touches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm
+
+from molink.errors import InvariantError
+from molink.model.config import ModelConfig
+from molink.model.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
+from molink.stage.block import DecoderBlock, ForwardContext, load_block
+from molink.stage.linear import Linear, Projection
+from molink.stage.weights import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Weights of a stage and how rows go through them.
+
+    The ends of the model are ``None`` where another stage has them.
+    """
+
+    config: ModelConfig
+    embedding: Tensor | None
+    blocks: tuple[DecoderBlock, ...]
+    norm: Tensor | None
+    head: Projection | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory; a head that is the embedding itself is counted once."""
+        shared = isinstance(self.head, Linear) and self.head.weight is self.embedding
+        ends = (self.embedding, self.norm, None if shared else self.head)
+        return sum(part.nbytes for part in (*ends, *self.blocks) if part is not None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
+        if self.embedding is None:
+            raise InvariantError("a stage without the embedding was given tokens")
+        return embedding(tokens, self.embedding)
+
+    def run(self, rows: Tensor, context: ForwardContext) -> Tensor:
+        """Rows ``[T, hidden]`` through all layers of the stage."""
+        for block in self.blocks:
+            rows = block(rows, context)
+        return rows
+
+    def logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
+        """Float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``, at the last stage."""
+        if self.norm is None or self.head is None:
+            raise InvariantError("a stage without the output head was asked for logits")
+        if not wanted:
+            return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        if tuple(wanted) != tuple(range(len(rows))):
+            rows = rows[torch.tensor(wanted, dtype=torch.int64, device=rows.device)]
+        return self.head(rms_norm(rows, self.norm.shape, self.norm, self.config.norm_eps)).float()
+
+
+def load_decoder(reader: WeightReader, config: ModelConfig, layers: tuple[int, int]) -> Decoder:
+    """Load layers ``first:last`` and the ends of the model that the range touches."""
+    first, last = layers
+    embedded = reader.read(EMBEDDING) if first == 0 else None
+    blocks = tuple(
+        load_block(reader, config, layer, index) for index, layer in enumerate(range(first, last))
+    )
+    if last != config.layers:
+        return Decoder(config, embedded, blocks, None, None)
+    head: Projection
+    if config.tied and embedded is not None:
+        head = Linear(embedded)
+    else:
+        name = EMBEDDING if config.tied else OUTPUT_HEAD
+        head = reader.projection([name.removesuffix(".weight")], False)
+    return Decoder(config, embedded, blocks, reader.read(FINAL_NORM), head)
