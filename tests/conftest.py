@@ -33,6 +33,21 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 320
 
+#: What small models of a family have beside what all have.
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 12},
+    "phi3": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+}
+
 MakeModel = Callable[..., Path]
 
 
@@ -87,6 +102,7 @@ def _make_model(
         "eos_token_id": 258,
         "pad_token_id": 256,
     }
+    settings |= FAMILY_FIELDS.get(family, {})
     config = AutoConfig.for_model(family, **(settings | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -95,7 +111,8 @@ def _make_model(
             if name.endswith("bias"):
                 parameter.data.normal_(0, 0.2)
             elif parameter.dim() == 1:
-                parameter.data.normal_(1, 0.1)
+                # Gemma adds 1 to the weights of its norms.
+                parameter.data.normal_(0 if family.startswith("gemma") else 1, 0.1)
             else:
                 parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,8 +125,8 @@ def _make_model(
 def make_model() -> MakeModel:
     """Make random small models: ``make_model(folder, family, seed, **config_fields) -> folder``.
 
-    ``family`` is ``llama``, ``qwen2`` or ``qwen3``. The folder has weights, configs, a byte-level
-    ``tokenizer.json`` (259 ids) and a ChatML template.
+    ``family`` is a ``model_type`` that molink supports. The folder has weights, configs, a
+    byte-level ``tokenizer.json`` (259 ids) and a ChatML template.
     """
     return _make_model
 

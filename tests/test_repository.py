@@ -91,7 +91,11 @@ def test_every_dependency_is_imported_and_every_import_declared() -> None:
 
 def test_the_test_extra_is_what_tests_and_tools_need() -> None:
     paths = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
+    bench = declared(PROJECT["optional-dependencies"]["bench"])
+    assert bench <= {normal(name) for name in imported(paths)}
+    # Only benchmarks import these, and CI doesn't install them.
     own = {"molink", "tools", *(path.stem for path in paths), *(path.parent.name for path in paths)}
+    own |= bench
     extra = declared(PROJECT["optional-dependencies"]["test"])
     needed = distributions(paths, own) - declared(PROJECT["dependencies"])
     assert needed | TEST_TOOLS == extra | TEST_TOOLS

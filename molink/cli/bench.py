@@ -1,4 +1,4 @@
-"""``molink bench``: measure a running server."""
+"""``molink bench``: measure a running server, or a stage on this PC."""
 
 import asyncio
 import json
@@ -18,9 +18,11 @@ from molink.bench.report import Report, summarize, table
 from molink.bench.run import Measurement, run_plan
 from molink.bench.sample import Sample
 from molink.bench.trace import read_trace
+from molink.cli.bench_stage import stage
 from molink.errors import Unavailable, UsageError
 
-bench_app = typer.Typer(help="Measure a running server.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure a server, or this PC.", no_args_is_help=True)
+bench_app.command("stage")(stage)
 
 #: Exit code after Ctrl-C, as shells count it.
 INTERRUPTED = 130
@@ -51,7 +53,7 @@ PolicyOption = Annotated[
 
 @bench_app.callback()
 def bench() -> None:
-    """Measure a running server."""
+    """Measure a server, or this PC."""
 
 
 @bench_app.command("serve")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import typer
 
-_HELP = "Measure a running server."
+_HELP = "Measure a server, or this PC."
 
 
 def add_bench(app: typer.Typer, arguments: Sequence[str]) -> None:
@@ -20,4 +20,4 @@ def add_bench(app: typer.Typer, arguments: Sequence[str]) -> None:
 
 
 def _nothing() -> None:
-    """Measure a running server."""
+    """Measure a server, or this PC."""

@@ -16,6 +16,7 @@ from molink.peer.launch import AnyEvent, Ended, ModelReady, NotServed, Serving, 
 from molink.peer.platform import on_terminate
 from molink.peer.settings import Dtype
 from molink.swarm.plain import printable
+from molink.wire.control import Quantize
 from molink.wire.loop import EventLoop
 
 _QUESTION = "What is molink?"
@@ -94,7 +95,14 @@ def sample(url: str, platform: str = sys.platform) -> str:
     )
 
 
-def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: str | None) -> int:
+def run_demo(
+    home: Home,
+    peers: int,
+    dtype: Dtype,
+    model: str | None,
+    question: str | None,
+    quantize: Quantize = "none",
+) -> int:
     """Run the demo; returns the exit code.
 
     Raises:
@@ -104,7 +112,7 @@ def run_demo(home: Home, peers: int, dtype: Dtype, model: str | None, question: 
     console = DemoConsole()
 
     async def run() -> int:
-        swarm = DemoSwarm(home, peers, dtype, model, console.show)
+        swarm = DemoSwarm(home, peers, dtype, model, console.show, quantize)
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
 

@@ -11,6 +11,7 @@ from molink.cli.here import HomeOption
 from molink.errors import UsageError
 
 DtypeChoice = Literal["auto", "f32", "bf16", "f16"]
+QuantizeChoice = Literal["none", "int8", "nf4"]
 
 ModelOption = Annotated[
     str | None,
@@ -37,9 +38,18 @@ ControlPortOption = Annotated[int | None, typer.Option(help="[default: 5467]")]
 WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  [default: 5468-5479]")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.")]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Memory that the stage may use, such as 6GB.")
+    str | None,
+    typer.Option(help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET)."),
+]
+QuantizeOption = Annotated[
+    QuantizeChoice | None,
+    typer.Option(help="Keep the layers' weights in 8 or 4 bits.  [default: none]"),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="Compute threads on the CPU.")]
+ChunkOption = Annotated[
+    str | None,
+    typer.Option(help="Rows of a prefill chunk: a number, or auto, as measured.  [default: auto]"),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
@@ -60,7 +70,9 @@ def up(
     device: DeviceOption = None,
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
+    chunk_tokens: ChunkOption = None,
     dtype: Annotated[DtypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
+    quantize: QuantizeOption = None,
     min_peers: Annotated[
         int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
     ] = None,
@@ -95,6 +107,7 @@ def join(
     device: DeviceOption = None,
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
+    chunk_tokens: ChunkOption = None,
     api_key: KeyOption = None,
     home: HomeOption = None,
 ) -> None:
@@ -112,6 +125,9 @@ def demo(
     ] = None,
     peers: Annotated[int, typer.Option(min=1, max=8, help="How many daemons to run.")] = 3,
     dtype: Annotated[DtypeChoice, typer.Option(help="Compute in.")] = "auto",
+    quantize: Annotated[
+        QuantizeChoice, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
+    ] = "none",
     model: Annotated[str | None, typer.Option(help="[default: the bundled demo model]")] = None,
     home: HomeOption = None,
 ) -> None:
@@ -119,7 +135,7 @@ def demo(
     from molink.cli.demonstration import run_demo
     from molink.peer.home import Home
 
-    raise typer.Exit(run_demo(Home.find(home), peers, dtype, model, ask))
+    raise typer.Exit(run_demo(Home.find(home), peers, dtype, model, ask, quantize))
 
 
 def coordinator(

@@ -14,7 +14,9 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
     """Print the state of a swarm."""
     console = Console(highlight=False)
     title = f"Swarm {state['swarm']}" + (" (demo)" if demo else "")
-    console.print(_text(f"{title}, model {state.get('model') or 'none'}", "bold"))
+    kept = state.get("quantize", "none")
+    model = f"{state.get('model') or 'none'}" + (f" in {kept}" if kept != "none" else "")
+    console.print(_text(f"{title}, model {model}", "bold"))
     coordinator = state.get("coordinator")
     if not isinstance(coordinator, dict) or coordinator.get("state") != "running":
         console.print(_text(f"Only what this PC knows: {state.get('trouble')}", "yellow"))

@@ -72,10 +72,19 @@ class Admission:
 
     def _check_fits(self, request: HeadRequest) -> None:
         limits, tokens = self._limits, len(request.tokens)
-        wanted = f"{tokens} tokens and up to {request.max_tokens} more"
-        field = "prompt" if tokens >= limits.max_context else "max_tokens"
-        if tokens + request.max_tokens > limits.max_context:
-            raise ContextTooLong(f"{wanted} exceed the context of {limits.max_context}", field)
-        if limits.blocks_for(tokens + request.max_tokens - 1) > limits.blocks:
-            room = limits.blocks * limits.block_size
-            raise ContextTooLong(f"{wanted} exceed the pipeline's KV cache of {room} tokens", field)
+        if tokens + request.max_tokens <= limits.longest:
+            return
+        if limits.longest < limits.max_context:
+            bound = f"the pipeline's KV cache of {limits.blocks * limits.block_size} tokens"
+        else:
+            bound = f"the context of {limits.max_context}"
+        answer = limits.longest - tokens
+        if answer > 0:
+            advice = f"max_tokens may be up to {answer} with this prompt"
+        else:
+            advice = "with this prompt nothing can be generated"
+        raise ContextTooLong(
+            f"{tokens} tokens and up to {request.max_tokens} more exceed {bound}; at most"
+            f" {limits.longest} tokens fit, prompt and answer together: {advice}",
+            "max_tokens" if answer > 0 else "prompt",
+        )

@@ -5,21 +5,22 @@ from dataclasses import dataclass
 
 from molink.head.job import Job
 from molink.wire.base import Payload
-from molink.wire.data import MAX_GROUPS, Admit, History, Release, Rows, Volume
+from molink.wire.data import MAX_GROUPS, Admit, History, Release, Rows, Table, Volume
 
 #: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
-_GROUP_BYTES_MOST = 3968
-#: Most bytes of a group without block ids: array, request, start, count, after, array, sample.
-_GROUP_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1
+_GROUP_BYTES_MOST = 4000
+#: Most bytes of a group without block ids: array, request, start, count, after, array, sample,
+#: no block to copy from. A block id takes ``_BLOCK_BYTES`` at most.
+_GROUP_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1
 _BLOCK_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class HeadControl:
-    """A control message; ``tokens`` are the ids of a :class:`History`'s payload."""
+    """A control message; ``ids`` are those of a :class:`History`'s or :class:`Table`'s payload."""
 
-    body: Admit | History | Release
-    tokens: Sequence[int] | None = None
+    body: Admit | History | Table | Release
+    ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class _Group:
     blocks: tuple[int, ...]
     sample: bool
     released: int
+    source: int
 
 
 class VolumeBuilder:
@@ -64,10 +66,13 @@ class VolumeBuilder:
 
     @property
     def room(self) -> int:
-        """Block ids that one more group may bring along; below 1 the volume is full."""
+        """Block ids that one more group may bring along; below 1 the volume is full.
+
+        The id of a block to copy from always fits beside them.
+        """
         if len(self._groups) >= MAX_GROUPS:
             return 0
-        return (_GROUP_BYTES_MOST - self._bytes - _GROUP_BYTES) // _BLOCK_BYTES
+        return (_GROUP_BYTES_MOST - self._bytes - _GROUP_BYTES) // _BLOCK_BYTES - 1
 
     def add(self, job: Job, count: int, blocks: Sequence[int], released: int) -> None:
         """Issue the next ``count`` rows of ``job``, which bring ``blocks`` to its block table.
@@ -76,9 +81,10 @@ class VolumeBuilder:
         """
         end = job.issued + count
         sample = end == len(job.tokens)
-        group = _Group(job, job.issued, count, tuple(blocks), sample, released)
+        source = job.source if job.issued == job.reused else -1
+        group = _Group(job, job.issued, count, tuple(blocks), sample, released, source)
         self._groups.append(group)
-        self._bytes += _GROUP_BYTES + _BLOCK_BYTES * len(blocks)
+        self._bytes += _GROUP_BYTES + _BLOCK_BYTES * (len(blocks) + (source >= 0))
         job.issued = end
         job.announced += len(blocks)
 
@@ -89,9 +95,19 @@ class VolumeBuilder:
             job = group.job
             end = group.start + group.count
             after = max(job.last, group.released)
-            rows.append(Rows(job.id, group.start, group.count, after, group.blocks, group.sample))
+            rows.append(
+                Rows(
+                    job.id,
+                    group.start,
+                    group.count,
+                    after,
+                    group.blocks,
+                    group.sample,
+                    group.source,
+                )
+            )
             tokens += job.tokens[group.start : end]
             job.last = tick
-            job.flight.add(tick)
+            job.flight[tick] = group.start
         payload = Payload("i32", (len(tokens),))
         return HeadVolume(Volume(tick, self.prefill, tuple(rows), payload), tokens)

@@ -1,18 +1,21 @@
 """Iteration-level scheduling: what goes into the next micro-batch."""
 
 import math
+from collections.abc import Iterator, Sequence
 
 from molink.head.batch import Batch, HeadControl, HeadVolume, VolumeBuilder
-from molink.head.blocks import BlockAllocator
+from molink.head.cache import BlockCache
+from molink.head.chunk import ChunkSize
 from molink.head.job import Job
 from molink.head.ledger import Ledger
 from molink.head.limits import HeadLimits
+from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
 from molink.wire.base import Payload
-from molink.wire.data import Admit, History, Release
+from molink.wire.data import Admit, History, Release, Table
 
-#: Ids per History message: 240 kB, below the longest message.
-HISTORY_IDS = 60_000
+#: Ids per History or Table message: 240 kB, below the longest message.
+MESSAGE_IDS = 60_000
 #: Tokens that each running job should be able to grow by before a new one takes the last blocks;
 #: with less, the new one would soon be preempted again and its prefill be lost.
 GROWTH_TOKENS = 16
@@ -23,18 +26,22 @@ class Batcher:
 
     Decode rows: jobs whose token has come back, spread over the ``K`` micro-batches. Prefill rows:
     chunks of jobs in order of admission, then of waiting ones as far as slots and blocks allow.
-    A job gets the blocks of its known tokens when it is admitted and grows one by one from then on.
+    A job gets the blocks of its known tokens when it is admitted, as many of them as can be from
+    the prefix cache, and grows one by one from then on.
     A decode row that gets no block preempts younger jobs; while one is *starved* nobody is admitted
     and nobody younger goes on prefilling, so the oldest job always makes progress.
     """
 
     def __init__(
-        self, limits: HeadLimits, roster: Roster, blocks: BlockAllocator, ledger: Ledger
+        self, limits: HeadLimits, roster: Roster, cache: BlockCache, ledger: Ledger
     ) -> None:
         self._limits = limits
         self._roster = roster
-        self._blocks = blocks
+        self._cache = cache
         self._ledger = ledger
+        self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, limits.micro_batches)
+        #: Prefill volumes in flight that went without decode rows.
+        self._alone: set[int] = set()
         #: Jobs that lacked a block when decode rows were last composed.
         self._starved: list[Job] = []
         self.preemptions = 0
@@ -48,12 +55,14 @@ class Batcher:
         if not self._ledger.wide:
             if self._ledger.volumes(prefill=False) < self._limits.micro_batches:
                 self._add_decode(decode, now)
-            if self._ledger.volumes(prefill=True) < self._limits.micro_batches:
+            if self._may_prefill(beside=len(decode) > 0):
                 self._add_prefill(prefill, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
             control += self._admission(job)
         volumes = tuple(self._issue(builder) for builder in (decode, prefill) if len(builder))
+        if len(prefill) and not len(decode):
+            self._alone.add(self._ledger.last)
         return Batch(tuple(control), volumes) if control or volumes else None
 
     def _issue(self, builder: VolumeBuilder) -> HeadVolume:
@@ -83,7 +92,7 @@ class Batcher:
         lacking = self._limits.blocks_for(len(job.tokens)) - len(job.blocks)
         if lacking <= 0:
             return 0
-        blocks = self._blocks.allocate(lacking)
+        blocks = self._cache.allocate(lacking)
         if blocks is None:
             return None
         job.blocks += blocks
@@ -104,7 +113,7 @@ class Batcher:
     @property
     def _coming(self) -> int:
         """Blocks on their way back."""
-        return self._blocks.retired + self._roster.leaving_blocks
+        return self._cache.coming(self._roster.leaving)
 
     def _still_starved(self) -> list[int]:
         return [job.id for job in self._starved if self._roster.of_id(job.id) is job]
@@ -112,7 +121,7 @@ class Batcher:
     # --- prefill -------------------------------------------------------------------------------
 
     def _add_prefill(self, builder: VolumeBuilder, admitted: list[Job], now: float) -> None:
-        left = self._limits.chunk_tokens
+        left = self._chunk_rows()
         starved = self._still_starved()
         oldest = min(starved, default=None)
         for job in self._roster.prefilling():
@@ -126,6 +135,27 @@ class Batcher:
             admitted.append(new)
             left -= self._add_chunk(builder, new, left)
 
+    def _may_prefill(self, *, beside: bool) -> bool:
+        """Whether a prefill volume may go: ``beside`` decode rows, or as a micro-batch by itself.
+
+        Of ``K`` micro-batches those that decode take their chunk along (SARATHI's decode-maximal
+        batches). If chunks went whenever stage 0 is idle, a decode volume would meet a stage busy
+        with a chunk, then run alone itself, and pay for reading the weights twice.
+        """
+        most = self._limits.micro_batches
+        if self._ledger.volumes(prefill=True) >= most:
+            return False
+        self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
+        return beside or self._ledger.volumes(prefill=False) + len(self._alone) < most
+
+    def _chunk_rows(self) -> int:
+        """Rows of the next prefill volume; 0 if nobody wants any."""
+        jobs = self._roster.prefilling()
+        new = None if jobs else self._roster.first_waiting()
+        left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
+        before = jobs[0].issued if jobs else 0
+        return self._chunk.rows(self._roster.decoding(), left, before) if left else 0
+
     def _add_chunk(self, builder: VolumeBuilder, job: Job, most: int) -> int:
         """Add up to ``most`` prefill rows of a job; how many it got."""
         in_header = (job.announced + builder.room) * self._limits.block_size - job.issued
@@ -138,24 +168,33 @@ class Batcher:
         job = self._roster.first_waiting()
         if job is None:
             return None
-        if not self._admissible(job):
+        found = self._admissible(job)
+        if found is None:
             self._evict_stalled(now)
             return None
-        blocks = self._blocks.allocate(self._limits.blocks_for(len(job.tokens)))
+        blocks = self._cache.take(found, self._limits.blocks_for(len(job.tokens)))
         if blocks is None:
             return None
-        self._roster.admit(job, blocks)
+        self._roster.admit(job, blocks, found)
         if job.admissions == 1:
             self.prompt_tokens += job.request.prompt_tokens
+            self._cache.count(job)
         return job
 
-    def _admissible(self, job: Job) -> bool:
+    def _admissible(self, job: Job) -> Match | None:
+        """What of the prefix cache the job may use if it is admitted now; ``None`` if it can't be.
+
+        Holding a block only to copy from it must not be what keeps a job out.
+        """
         running = self._roster.admitted
         if running >= self._limits.max_running:
-            return False
+            return None
         need = self._limits.blocks_for(min(len(job.tokens) + 1, job.kv_end))
-        reserve = math.ceil(running * GROWTH_TOKENS / self._limits.block_size)
-        return self._blocks.free >= need + reserve
+        need += math.ceil(running * GROWTH_TOKENS / self._limits.block_size)
+        found = self._cache.find(job)
+        if not self._cache.affords(found, need):
+            found = self._cache.whole(found)
+        return found if self._cache.affords(found, need) else None
 
     def _evict_stalled(self, now: float) -> None:
         """Make place for one who can go on.
@@ -174,12 +213,12 @@ class Batcher:
     def _add_rows(self, builder: VolumeBuilder, job: Job, count: int) -> None:
         upto = self._limits.blocks_for(job.issued + count)
         blocks = job.blocks[job.announced : max(upto, job.announced)]
-        builder.add(job, count, blocks, self._blocks.released_at(blocks))
+        builder.add(job, count, blocks, self._cache.blocks.released_at(blocks))
         self._roster.issued(job)
 
     def _release(self, leaving: Leaving) -> HeadControl:
         tick = self._ledger.issue()
-        self._blocks.retire(tick, leaving.blocks)
+        self._cache.release(tick, leaving)
         self._ledger.released(tick, leaving.trip)
         return HeadControl(Release(tick, leaving.id, leaving.last, leaving.also))
 
@@ -189,9 +228,18 @@ class Batcher:
         admit = Admit(job.last, job.id, request.sampling, request.prompt_tokens)
         control = [HeadControl(admit)]
         if request.sampling.needs_history:
-            for first in range(0, len(job.tokens), HISTORY_IDS):
-                ids = tuple(job.tokens[first : first + HISTORY_IDS])
+            for first, ids in _parts(job.tokens):
                 job.last = self._ledger.issue()
-                body = History(job.last, job.id, first, Payload("i32", (len(ids),)))
-                control.append(HeadControl(body, ids))
+                history = History(job.last, job.id, first, Payload("i32", (len(ids),)))
+                control.append(HeadControl(history, ids))
+        for _, ids in _parts(job.blocks[: job.depth]):
+            job.last = self._ledger.issue()
+            table = Table(job.last, job.id, Payload("i32", (len(ids),)))
+            control.append(HeadControl(table, ids))
         return control
+
+
+def _parts(ids: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """As few parts of ``ids`` as messages can hold, and where each begins."""
+    for first in range(0, len(ids), MESSAGE_IDS):
+        yield first, tuple(ids[first : first + MESSAGE_IDS])

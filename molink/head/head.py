@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from molink.errors import InvariantError, RequestError
 from molink.head.admission import Admission
+from molink.head.audit import audit
 from molink.head.batch import Batch
 from molink.head.batcher import Batcher
-from molink.head.blocks import BlockAllocator
+from molink.head.cache import BlockCache
 from molink.head.fcfs import Fcfs
 from molink.head.job import Job
 from molink.head.ledger import Ledger
@@ -32,10 +33,10 @@ class Head:
     def __init__(self, limits: HeadLimits, epoch: int, policy: Policy | None = None) -> None:
         self.limits = limits
         self.epoch = epoch
-        self._blocks = BlockAllocator(limits.blocks)
+        self._cache = BlockCache(limits)
         self._roster = Roster(policy if policy is not None else Fcfs())
         self._ledger = Ledger()
-        self._batcher = Batcher(limits, self._roster, self._blocks, self._ledger)
+        self._batcher = Batcher(limits, self._roster, self._cache, self._ledger)
         self._admission = Admission(limits)
         self._story = Story()
         self._counts = dict.fromkeys(
@@ -128,7 +129,9 @@ class Head:
             job = self._roster.of_id(rows.request)
             if job is None:
                 continue
-            job.flight.discard(message.tick)
+            job.flight.pop(message.tick, None)
+            if rows.source >= 0:
+                self._cache.copied(job)
             choice = choices.get(rows.request)
             if rows.request in failed:
                 reason = "a stage could not compute this request (its logits were unusable)"
@@ -156,7 +159,7 @@ class Head:
         if not self._ledger.went_round(tick):
             self._stray("release", tick, now)
             return
-        freed = self._blocks.reclaim(tick)
+        freed = self._cache.blocks.reclaim(tick)
         self._story.add(now, "released", tick, freed)
 
     # --- reports -------------------------------------------------------------------------------
@@ -166,28 +169,30 @@ class Head:
         """Owner and key of every request, to be told when the epoch ends."""
         return [(job.request.owner, job.request.key) for job in self._roster]
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is here and all blocks are free."""
-        return not len(self._roster) and self._blocks.free == self._blocks.total
-
     def stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters of this epoch and gauges, by name.
 
         ``head_cancel_iterations_*`` is how many iterations of the ring began between a cancel of an
-        admitted request and the moment when its blocks were free, the first one included.
+        admitted request and the moment when its blocks could be used again, the first one included.
+        Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
         """
-        batcher, blocks, ledger = self._batcher, self._blocks, self._ledger
+        batcher, cache, ledger = self._batcher, self._cache, self._ledger
+        blocks = cache.blocks
         counters = {f"head_{name}_total": float(count) for name, count in self._counts.items()}
         counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
         counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
         counters["head_preemptions_total"] = float(batcher.preemptions)
+        counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
+        counters["head_prefix_lookup_tokens_total"] = float(cache.lookup_tokens)
+        counters["head_prefix_evictions_total"] = float(cache.evictions)
         counters["head_strays_total"] = float(self.strays)
         gauges = {
             "head_blocks": blocks.total,
-            "head_blocks_used": blocks.total - blocks.free,
-            "head_blocks_releasing": blocks.retired,
+            "head_blocks_used": blocks.total - cache.available,
+            "head_blocks_releasing": blocks.releasing,
             "head_blocks_free": blocks.free,
+            "head_blocks_cached": blocks.settled,
+            "head_prefix_hit_rate": round(cache.hit_rate, 4),
             "head_running": self._roster.admitted,
             "head_waiting": len(self._roster.policy),
             "head_decode_in_flight": ledger.volumes(prefill=False),
@@ -204,10 +209,7 @@ class Head:
             InvariantError: one is broken; carries the last transitions.
         """
         try:
-            self._blocks.validate()
-            self._ledger.validate()
-            self._roster.validate()
-            self._validate_jobs()
+            audit(self.limits, self._roster, self._cache, self._ledger)
         except InvariantError as error:
             raise InvariantError(str(error), self._story.lines()) from error
 
@@ -240,6 +242,8 @@ class Head:
     def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
         """A token of a live request: keep it and pass it on."""
         self._counts["tokens"] += 1
+        if not job.offered:
+            self._cache.offer(job)
         job.tokens.append(choice.token)
         finish = self._finish(job)
         if finish is None:
@@ -253,7 +257,14 @@ class Head:
         pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
         request = job.request
         token = Token(
-            self.epoch, request.key, choice.position, choice.token, choice.logprob, pairs, finish
+            self.epoch,
+            request.key,
+            choice.position,
+            choice.token,
+            choice.logprob,
+            pairs,
+            finish,
+            job.cached if job.generated == 1 else 0,
         )
         return Emission(request.owner, token)
 
@@ -272,6 +283,7 @@ class Head:
 
     def _fail(self, job: Job, reason: str, now: float) -> Emission:
         self._counts["failed"] += 1
+        job.sound = False
         self._remove(job, "failed", now)
         request = job.request
         return Emission(request.owner, Rejected(self.epoch, request.key, "failed", reason))
@@ -284,21 +296,3 @@ class Head:
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self.strays += 1
         self._story.add(now, "stray", kind, tick)
-
-    def _validate_jobs(self) -> None:
-        """Blocks, rows in flight and emission windows of each job."""
-        held = self._roster.leaving_blocks
-        for job in self._roster:
-            held += len(job.blocks)
-            if len(job.tokens) - job.credited > job.request.window:
-                raise InvariantError(f"request {job.id} is ahead of its window")
-            if job.state == "waiting":
-                if job.blocks or job.flight:
-                    raise InvariantError(f"job {job.request.key} waits with blocks or rows")
-                continue
-            if len(job.blocks) < self.limits.blocks_for(job.issued):
-                raise InvariantError(f"request {job.id} has rows issued beyond its blocks")
-            if job.flight != self._ledger.flying(job.id):
-                raise InvariantError(f"request {job.id} does not know its rows in flight")
-        if held != self._blocks.held:
-            raise InvariantError(f"{self._blocks.held} blocks are held, {held} in block tables")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from molink.head.prefix import ROOT, Match
 from molink.head.request import HeadRequest
 
 #: Seconds after which a job whose client takes nothing may have to give way to others.
@@ -30,6 +31,10 @@ class Job:
     stalled_at: float = 0.0
     state: JobState = "waiting"
     admissions: int = 0
+    #: Prompt tokens that the prefix cache had when it was first admitted.
+    cached: int = 0
+    #: Whether all rows that came back were computed: others may share their KV.
+    sound: bool = True
     #: The request id that stages know it by; meaningless while waiting.
     id: int = -1
     #: Tokens whose rows have been issued; a decoding job's last token is issued as a row later.
@@ -39,8 +44,17 @@ class Job:
     announced: int = 0
     #: Latest tick that admits it or has rows of it.
     last: int = 0
-    #: Ticks with rows of it that have not come back.
-    flight: set[int] = field(default_factory=set)
+    #: Ticks with rows of it that have not come back, and the first of these rows.
+    flight: dict[int, int] = field(default_factory=dict)
+    #: Tokens whose KV it found in the prefix cache: its first row is the one after.
+    reused: int = 0
+    #: Block that the first rows copy from, until they have come back; -1 if none.
+    source: int = -1
+    #: End of the path in the prefix tree whose blocks are the first ``depth`` of ``blocks``.
+    node: int = ROOT
+    depth: int = 0
+    #: Whether the prefix tree has been offered the blocks of this admission's known tokens.
+    offered: bool = False
 
     @classmethod
     def of(cls, request: HeadRequest) -> "Job":
@@ -66,9 +80,20 @@ class Job:
         """Most tokens whose KV it can ever need: the last one sampled is never run."""
         return len(self.request.tokens) + self.request.max_tokens - 1
 
-    def begin(self, request_id: int, blocks: list[int]) -> None:
-        """It is admitted, with blocks for all its tokens."""
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV is at every stage: their rows have come back."""
+        return min(self.flight.values(), default=self.issued)
+
+    def begin(self, request_id: int, blocks: list[int], found: Match) -> None:
+        """It is admitted, with blocks for all its tokens, of which the first are ``found``."""
         self.state, self.id, self.blocks = "prefill", request_id, blocks
         self.admissions += 1
-        self.issued = self.announced = self.last = 0
-        self.flight = set()
+        if self.admissions == 1:
+            self.cached = min(found.tokens, self.request.prompt_tokens)
+        self.last = 0
+        self.flight = {}
+        self.issued = self.reused = found.tokens
+        self.announced = self.depth = len(found.blocks)
+        self.node, self.source = found.end, found.source
+        self.offered = False

@@ -39,10 +39,9 @@ class Ledger:
         """Volumes of that kind in flight."""
         return self._counts[prefill]
 
-    @property
-    def releases(self) -> int:
-        """Releases that have not gone round."""
-        return len(self._releases)
+    def flies(self, tick: int) -> bool:
+        """Whether that volume is in flight."""
+        return tick in self._volumes
 
     @property
     def wide(self) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.wire.data import MAX_MICRO_BATCHES
+from molink.wire.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,24 +13,28 @@ class HeadLimits:
 
     ``blocks`` KV blocks of ``block_size`` tokens at every stage; ``micro_batches`` (``K``) bounds
     decode volumes and, apart from them, prefill volumes in flight; ``chunk_tokens`` rows of a
-    prefill volume; ``max_running`` requests that hold blocks and ``max_waiting`` that queue;
-    ``max_context`` tokens of a request, prompt and answer together.
+    prefill volume (0: as :mod:`molink.head.chunk` decides by the stages' ``profiles``);
+    ``max_running`` requests that hold blocks and ``max_waiting`` that queue; ``max_context`` tokens
+    of a request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests
+    that are over are kept for others that begin with the same tokens.
     """
 
     blocks: int
     block_size: int
     micro_batches: int
-    chunk_tokens: int = 512
+    chunk_tokens: int = 0
     max_running: int = 64
     max_waiting: int = 256
     max_context: int = 1 << 20
+    prefix_cache: bool = True
+    profiles: tuple[Profile, ...] = ()
 
     def __post_init__(self) -> None:
         bounds = {
             "blocks": (1, 1 << 31),
             "block_size": (1, 1 << 16),
             "micro_batches": (1, MAX_MICRO_BATCHES),
-            "chunk_tokens": (1, 1 << 16),
+            "chunk_tokens": (0, 1 << 16),
             "max_running": (1, 1 << 16),
             "max_waiting": (0, 1 << 20),
             "max_context": (1, 1 << 24),
@@ -38,6 +43,11 @@ class HeadLimits:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise UsageError(f"{name} must be from {least} to {most}, not {value}")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request that fits: the last one sampled needs no KV."""
+        return min(self.max_context, self.blocks * self.block_size + 1)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of ``tokens`` tokens."""

@@ -1,24 +1,41 @@
 """All jobs of a head, by what can be done with them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.head.job import Job
 from molink.head.ledger import Trip
 from molink.head.policy import Policy
+from molink.head.prefix import ROOT, Match
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An admission that is over and whose release has still to be issued."""
+    """An admission that is over and whose release has still to be issued.
+
+    The first ``computed`` of ``tokens`` are in ``blocks`` at every stage, and the first ``depth``
+    of the blocks on the prefix tree's path to ``node``; unless it is ``sound``, nothing of that can
+    be relied on. ``source`` is a block that rows in flight copy from, -1 if none.
+    """
 
     id: int
     blocks: tuple[int, ...]
     last: int
     also: tuple[int, ...]
     trip: Trip | None
+    tokens: Sequence[int]
+    computed: int
+    node: int
+    depth: int
+    source: int = -1
+    sound: bool = True
+
+    @property
+    def holds(self) -> tuple[int, ...]:
+        """All blocks that it has a reference to."""
+        return self.blocks if self.source < 0 else (*self.blocks, self.source)
 
 
 class Roster:
@@ -48,9 +65,9 @@ class Roster:
         return len(self._admitted)
 
     @property
-    def leaving_blocks(self) -> int:
-        """Blocks whose release has still to be issued."""
-        return sum(len(leaving.blocks) for leaving in self._leaving)
+    def leaving(self) -> Sequence[Leaving]:
+        """The admissions whose release has still to be issued."""
+        return self._leaving
 
     def find(self, owner: str, key: str) -> Job | None:
         """The job of a daemon's request."""
@@ -131,10 +148,10 @@ class Roster:
         self._jobs[job.request.owner, job.request.key] = job
         self.policy.push(job, now)
 
-    def admit(self, job: Job, blocks: list[int]) -> None:
-        """A waiting job gets blocks for all its tokens and a request id."""
+    def admit(self, job: Job, blocks: list[int], found: Match) -> None:
+        """A waiting job gets blocks for all its tokens, the first of them found, and an id."""
         self.policy.discard(job)
-        job.begin(self._next_id, blocks)
+        job.begin(self._next_id, blocks, found)
         self._next_id += 1
         self._admitted[job.id] = self._prefilling[job.id] = job
 
@@ -173,10 +190,25 @@ class Roster:
         del self._admitted[job.id]
         self._prefilling.pop(job.id, None)
         self._idle.pop(job.id, None)
-        also = tuple(sorted(job.flight - {job.last}))
-        self._leaving.append(Leaving(job.id, tuple(job.blocks), job.last, also, trip))
+        self._leaving.append(
+            Leaving(
+                job.id,
+                tuple(job.blocks),
+                job.last,
+                tuple(sorted(job.flight.keys() - {job.last})),
+                trip,
+                job.tokens,
+                job.computed,
+                job.node,
+                job.depth,
+                job.source,
+                job.sound,
+            )
+        )
         job.blocks = []
-        job.flight = set()
+        job.flight = {}
+        job.source = -1
+        job.node = ROOT
 
     def validate(self) -> None:
         """Every job is where its state says.

@@ -104,9 +104,40 @@ class Fields:
             raise self._wrong(name, "a finite number", value)
         return number
 
-    def optional_number(self, name: str) -> float | None:
-        """A finite number, or ``None`` where there is none."""
-        return None if self._raw.get(name) is None else self.number(name)
+    def optional_number(self, name: str, default: float | None = None) -> float | None:
+        """A finite number, or ``None`` for ``null``; ``default`` only if absent."""
+        if name not in self._raw:
+            return default
+        return None if self._raw[name] is None else self.number(name)
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """A positive integer, or ``None`` for ``null``; ``default`` only if absent."""
+        if name not in self._raw:
+            return default
+        return None if self._raw[name] is None else self.integer(name)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers, not empty."""
+        listed = self._value(name, None)
+        if not isinstance(listed, list) or not listed:
+            raise self._wrong(name, "a list of numbers", listed)
+        return tuple(Fields({name: item}, self.where).number(name) for item in listed)
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A JSON object, empty if absent."""
+        value = self._raw.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(name, "an object", value)
+        return value or {}
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings, or ``None`` where there is none."""
+        listed = self._raw.get(name)
+        if listed is None:
+            return None
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise self._wrong(name, "a list of strings", listed)
+        return tuple(listed)
 
     def boolean(self, name: str, default: bool) -> bool:
         """``true`` or ``false``."""

@@ -1,16 +1,18 @@
 """A model folder in Hugging Face's layout, checked before anything is started with it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.model.config import ModelConfig, WeightDType
+from molink.model.facts import model_facts
 from molink.model.fields import read_json
 from molink.model.header import TensorSpan, read_header
-from molink.model.layout import Shapes, first_tensors, last_tensors, layer_tensors, stage_tensors
+from molink.model.layout import stage_tensors
+from molink.model.prequantized import Stored, stored_tensors
+from molink.model.strays import refuse_strays
 from molink.wire.control import ModelFacts
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,7 +28,6 @@ METADATA_FILES = (
     "chat_template.json",
 )
 _WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
-_ELEMENT_BYTES: dict[WeightDType, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class ModelFolder:
         Raises:
             ModelNotFound: there is no such folder.
             UnsupportedModel: an architecture, feature or weight type that isn't implemented.
-            BrokenModel: a file or tensor is missing, truncated or inconsistent; named.
+            BrokenModel: a file or tensor is missing, truncated or inconsistent, or there are
+                tensors that no model of this config has; named.
             UsageError: the model has no such layers.
         """
         if not path.is_dir():
@@ -61,30 +63,19 @@ class ModelFolder:
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
             raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
-        _check_tensors(path, tensors, stage_tensors(config, first, last))
+        shapes = stage_tensors(config, first, last)
+        _check_tensors(path, tensors, stored_tensors(shapes, config.quantized, tensors))
+        refuse_strays(path, config, tensors)
         return cls(path, config, tensors)
 
     def stage_tensors(self, first: int, last: int) -> list[str]:
         """Names of the tensors that a stage of layers ``first:last`` loads."""
-        return list(stage_tensors(self.config, first, last))
+        shapes = stage_tensors(self.config, first, last)
+        return list(stored_tensors(shapes, self.config.quantized, self.tensors))
 
     def facts(self, name: str) -> ModelFacts:
         """What placement has to know; sizes are those of the stored weights."""
-        config, size = self.config, _ELEMENT_BYTES[self.config.dtype]
-        return ModelFacts(
-            name=name,
-            layers=config.layers,
-            layer_bytes=_elements(layer_tensors(config, 0)) * size,
-            first_bytes=_elements(first_tensors(config)) * size,
-            last_bytes=_elements(last_tensors(config)) * size,
-            kv_bytes=2 * config.kv_heads * config.head_dim * size,
-            context=config.context,
-            element_bytes=size,
-        )
-
-
-def _elements(shapes: Shapes) -> int:
-    return sum(prod(shape) for shape in shapes.values())
+        return model_facts(self.config, name)
 
 
 def _scan(path: Path) -> dict[str, TensorSpan]:
@@ -123,21 +114,23 @@ def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
     return "f32"
 
 
-def _check_tensors(path: Path, tensors: dict[str, TensorSpan], wanted: Shapes) -> None:
+def _check_tensors(
+    path: Path, tensors: dict[str, TensorSpan], wanted: Mapping[str, Stored]
+) -> None:
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise _missing(path, missing)
-    for name, shape in wanted.items():
+    for name, stored in wanted.items():
         span = tensors[name]
-        if span.shape != shape:
+        if not stored.fits(span.shape):
             raise BrokenModel(
                 f"{path / span.file}: tensor {name} has shape {list(span.shape)}, "
-                f"but config.json demands {list(shape)}"
+                f"but config.json demands {list(stored.shape)}"
             )
-        if span.dtype not in _WEIGHT_DTYPES:
-            known = ", ".join(_WEIGHT_DTYPES)
+        if span.dtype not in stored.dtypes:
             raise UnsupportedModel(
-                f"{path / span.file}: tensor {name} is {span.dtype}; only {known} are supported"
+                f"{path / span.file}: tensor {name} is {span.dtype}; supported here: "
+                f"{', '.join(stored.dtypes)}"
             )
 
 

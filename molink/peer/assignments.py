@@ -7,6 +7,8 @@ from pathlib import Path
 
 from molink.errors import MolinkError
 from molink.model.folder import ModelFolder
+from molink.model.footprint import Load, Target
+from molink.model.memory import MemoryPlan, plan_memory
 from molink.peer.device import Measured, worker_threads
 from molink.peer.keeper import (
     Decision,
@@ -19,24 +21,24 @@ from molink.peer.keeper import (
     TellWorker,
 )
 from molink.peer.prefetcher import Prefetcher
+from molink.peer.quantize import check_quantize
 from molink.peer.roster import Roster
 from molink.peer.settings import Settings
 from molink.peer.store import Progress, Store
 from molink.peer.supervisor import Supervisor
-from molink.swarm.placement import MARGIN
-from molink.wire.base import DTYPE_SIZES
 from molink.wire.control import (
     Assign,
     ControlMessage,
     Form,
-    ModelFacts,
     Prefetch,
     Prefetched,
+    StageProfile,
     Unassign,
     WorkerState,
 )
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import MemberBlocked, Start
+from molink.wire.profile import MOST_CHUNK_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Assignments:
         store: Store,
         roster: Roster,
         logs: Path,
+        profiles: Path,
         tell: Callable[[ControlMessage], None],
         on_change: Callable[[], None],
         on_blocked: Callable[[str, str, str], None],
@@ -63,6 +66,7 @@ class Assignments:
         self._keys = keys
         self._store = store
         self._roster = roster
+        self._profiles = profiles
         self._tell = tell
         self._on_change = on_change
         self._on_blocked = on_blocked
@@ -77,7 +81,7 @@ class Assignments:
         """The device is known: stages may be started on it."""
         self._measured.set_result(device)
 
-    def handle(self, message: Prefetch | Assign | Form | Unassign) -> None:
+    def handle(self, message: Prefetch | Assign | StageProfile | Form | Unassign) -> None:
         """Take an order of the coordinator."""
         match message:
             case Prefetch():
@@ -85,6 +89,8 @@ class Assignments:
             case Assign():
                 self._prefetcher.cancel()  # one transfer of a model at a time: now this one
                 self._carry_out(self._keeper.assign(message))
+            case StageProfile():
+                self._keeper.profile(message)
             case Form():
                 self._carry_out(self._keeper.form(message))
             case Unassign():
@@ -166,6 +172,9 @@ class Assignments:
         opened = await asyncio.to_thread(ModelFolder.open, folder, assign.layers)
         measured = await asyncio.shield(self._measured)
         settings = self._settings
+        check_quantize(assign.quantize, opened.config, measured.device.kind)
+        plan = plan_stage(opened, assign, measured, settings)
+        log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
         first, last = settings.worker_ports
         return Start(
             pipeline=assign.pipeline,
@@ -180,12 +189,17 @@ class Assignments:
             secret_key=self._keys.secret,
             bind=settings.host,
             ports=(first, last + 1),
-            kv_bytes=kv_budget(opened, assign, measured, settings.max_running),
+            kv_bytes=plan.kv,
+            twin=plan.twin > 0,
             block_size=assign.block_size,
             max_context=opened.config.context,
             chunk_tokens=settings.chunk_tokens,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            profile_cache=str(self._profiles),
+            prefix_cache=settings.prefix_cache,
+            quantize=assign.quantize,
+            memory=0 if measured.name == "cpu" else plan.budget,
         )
 
     def _start(self, decision: StartWorker) -> None:
@@ -208,22 +222,26 @@ class Assignments:
         self._carry_out(self._keeper.failed(generation, reason))
 
 
-def kv_budget(folder: ModelFolder, assign: Assign, measured: Measured, requests: int) -> int:
-    """Bytes for the KV pool of a stage: what its weights leave, and no more than can be used.
+def plan_stage(
+    folder: ModelFolder, assign: Assign, measured: Measured, settings: Settings
+) -> MemoryPlan:
+    """How the device's memory is shared out for a stage.
 
-    As placement does, it leaves a part of the memory for activations and buffers. ``requests``
-    is how many may run at once; each has the model's context at most.
+    Raises:
+        UsageError: it isn't enough; says what would fit.
     """
-    element = DTYPE_SIZES.get(assign.dtype, 0)
-    if not element:
-        element = DTYPE_SIZES[folder.config.dtype]
-        if measured.device.kind == "cpu" and not measured.bf16:
-            element = DTYPE_SIZES["f32"]
-    facts: ModelFacts = folder.facts(assign.model)
-    first, last = assign.layers
-    stored = (last - first) * facts.layer_bytes
-    stored += facts.first_bytes * (first == 0) + facts.last_bytes * (last == facts.layers)
-    weights = stored * element // facts.element_bytes
-    token = facts.kv_bytes * element // facts.element_bytes * (last - first)
-    most = token * facts.context * requests
-    return max(0, min(most, int(measured.device.memory * (1 - MARGIN)) - weights))
+    target = Target(
+        kind=measured.device.kind,
+        bf16=measured.bf16,
+        dtype=assign.dtype,
+        quantize=assign.quantize,
+        load=Load(settings.chunk_tokens or MOST_CHUNK_ROWS, settings.max_running),
+    )
+    return plan_memory(
+        folder.facts(assign.model),
+        assign.layers,
+        target,
+        measured.device.memory,
+        requests=settings.max_running,
+        block_size=assign.block_size,
+    )

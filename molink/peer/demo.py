@@ -25,6 +25,7 @@ from molink.peer.launch import (
 )
 from molink.peer.runfile import RunFile
 from molink.peer.settings import Dtype, Settings
+from molink.wire.control import Quantize
 from molink.wire.files import patiently
 from molink.wire.secrets import private_folder
 
@@ -62,11 +63,13 @@ class DemoSwarm:
         dtype: Dtype,
         model: str | None,
         on_event: Callable[[int, AnyEvent], None],
+        quantize: Quantize = "none",
     ) -> None:
         """``under``: the home that the demo's own lies in. ``on_event`` gets the peer's number."""
         self._under = under
         self._count = count
         self._dtype: Dtype = dtype
+        self._quantize: Quantize = quantize
         self._model = model
         self._on_event = on_event
         self._lock: HomeLock | None = None
@@ -132,6 +135,7 @@ class DemoSwarm:
             stages_here=self._count,
             min_peers=self._count,
             dtype=self._dtype,
+            quantize=self._quantize,
         )
 
     def _child(self, number: int) -> Child:

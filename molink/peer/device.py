@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from molink.errors import WorkerError
 from molink.peer.platform import child_options, cores
-from molink.peer.settings import Settings
+from molink.peer.settings import Settings, Share
 from molink.wire.control import Device
 from molink.wire.secrets import write_secret
 
@@ -43,6 +43,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     free: int
     read_rate: float
     bf16: bool
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
     torch: str
 
@@ -95,14 +96,21 @@ async def measure_device(
         memory=budget(settings, probe),
         read_rate=probe.read_rate,
         bf16=probe.bf16,
+        block_size=probe.block_size,
     )
     return Measured(device, probe.bf16)
 
 
 def budget(settings: Settings, probe: Probe) -> int:
-    """Bytes of the device that one stage of this daemon may use."""
-    if settings.memory:
-        return min(settings.memory, probe.total)
+    """Bytes of the device that one stage of this daemon may use.
+
+    On a GPU a stage gets what the CUDA context leaves, however much it was promised.
+    """
+    asked = settings.memory
+    if isinstance(asked, Share):
+        asked = int(probe.total * asked.percent / 100)
+    if asked:
+        return min(asked, max(0, probe.total - _CUDA_CONTEXT * (probe.kind == "cuda")))
     if probe.kind == "cpu":
         return int(probe.total * _CPU_SHARE) // settings.stages_here
     usable = min(int(probe.total * _CUDA_SHARE), probe.free)

@@ -14,11 +14,11 @@ from molink.errors import BrokenModel
 from molink.model.config import ModelConfig
 from molink.model.header import TensorSpan
 from molink.model.layout import EMBEDDING, Shapes, layer_tensors, stage_tensors
+from molink.model.prequantized import Stored, stored_tensors
+from molink.model.quantization import Quantize
 
 #: Bytes per request; the wire's bound is 192 KiB.
 PIECE_BYTES = 192 * 1024
-#: What weights may be stored as.
-_DTYPES = ("F32", "BF16", "F16")
 _ALIGNMENT = 8
 
 
@@ -75,19 +75,26 @@ def group_file(group: str) -> str:
     return f"{group}.safetensors"
 
 
-def plan_group(group: str, shapes: Shapes, spans: Mapping[str, TensorSpan]) -> GroupPlan:
-    """Lay out the file of a group.
+def plan_group(
+    group: str,
+    shapes: Shapes,
+    spans: Mapping[str, TensorSpan],
+    quantized: Quantize = "none",
+) -> GroupPlan:
+    """Lay out the file of a group; ``quantized`` is how the config says that it is stored.
 
     Raises:
         BrokenModel: the source lacks one of the tensors, or it isn't what the config says.
+        UnsupportedModel: weights quantized in a way that isn't implemented.
     """
+    wanted = stored_tensors(shapes, quantized, spans)
     entries: dict[str, object] = {}
     end = 0
-    for name, shape in shapes.items():
+    for name, stored in wanted.items():
         span = spans.get(name)
         if span is None:
             raise BrokenModel(f"the source has no tensor {name}")
-        _check(name, span, shape)
+        _check(name, span, stored)
         entries[name] = {
             "dtype": span.dtype,
             "shape": list(span.shape),
@@ -95,7 +102,7 @@ def plan_group(group: str, shapes: Shapes, spans: Mapping[str, TensorSpan]) -> G
         }
         end += span.nbytes
     header = _header(entries)
-    placed = tuple(spans[name] for name in shapes)
+    placed = tuple(spans[name] for name in wanted)
     return GroupPlan(group_file(group), header, placed, len(header) + end)
 
 
@@ -106,12 +113,12 @@ def cut(file: str, offset: int, nbytes: int, target: int = 0) -> Iterator[Piece]
         yield Piece(file, offset + done, length, target + done)
 
 
-def _check(name: str, span: TensorSpan, shape: tuple[int, ...]) -> None:
-    """What a tensor takes follows from the config alone, whatever the source says of it."""
-    if span.shape != shape or span.dtype not in _DTYPES:
+def _check(name: str, span: TensorSpan, stored: Stored) -> None:
+    """What a tensor takes is bounded by the config alone, whatever the source says of it."""
+    if not stored.fits(span.shape) or span.dtype not in stored.dtypes:
         raise BrokenModel(
-            f"the source's tensor {name} is {span.dtype} {list(span.shape)}, not {list(shape)} "
-            f"in one of {', '.join(_DTYPES)}"
+            f"the source's tensor {name} is {span.dtype} {list(span.shape)}, not "
+            f"{list(stored.shape)} in one of {', '.join(stored.dtypes)}"
         )
 
 

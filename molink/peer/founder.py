@@ -15,6 +15,7 @@ from molink.peer.home import Home
 from molink.peer.launch import Announce, Invitation, Launch, Serving, Trouble
 from molink.peer.library import Library
 from molink.peer.membership import Membership, read_membership
+from molink.peer.quantize import check_files, check_quantize
 from molink.peer.session import Session
 from molink.peer.settings import Settings
 from molink.wire.control import ControlMessage, Invite, InviteRequest, ModelFacts, ServeModel
@@ -80,7 +81,7 @@ class Founder:
 
         Raises:
             ModelError: it can't be found or served; says why.
-            UsageError: this PC belongs to another swarm.
+            UsageError: this PC belongs to another swarm, or can't quantize as asked.
         """
         self._model = self._launch.model
         if self._launch.role == "up":
@@ -95,6 +96,8 @@ class Founder:
             return
         source = await asyncio.to_thread(find_model, self._model)
         folder = await asyncio.to_thread(ModelFolder.open, source.path)
+        check = check_files if self._settings.stage == "none" else check_quantize
+        check(self._settings.quantize, folder.config)
         self._facts = folder.facts(source.name)
         await asyncio.to_thread(self._library.add, source.name, source.path)
         self._announce(Serving(model=source.name, path=str(source.path)))
@@ -119,6 +122,7 @@ class Founder:
             min_peers=settings.min_peers,
             dtype=settings.dtype,
             micro_batches=settings.micro_batches,
+            quantize=settings.quantize,
         )
         requests: list[ControlMessage] = [order]
         if self._launch.role == "up":

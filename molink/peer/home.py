@@ -82,6 +82,11 @@ class Home:
         return self.root / "logs"
 
     @property
+    def profiles(self) -> Path:
+        """How long stages were measured to take."""
+        return self.root / "profiles"
+
+    @property
     def device(self) -> Path:
         """What was measured of this PC's device."""
         return self.root / "device.json"

@@ -6,7 +6,8 @@ is told apart from that of its successor.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import InvariantError
@@ -15,6 +16,7 @@ from molink.wire.control import (
     Form,
     StageFailed,
     StageLoaded,
+    StageProfile,
     StageReady,
     WorkerState,
 )
@@ -27,6 +29,7 @@ from molink.wire.pipe import (
     Start,
     WorkerFailed,
 )
+from molink.wire.profile import UNKNOWN, Profile
 
 StageState = Literal["fetching", "loading", "loaded", "ready", "failed"]
 #: States in which a worker process exists.
@@ -89,6 +92,8 @@ class _Stage:
     reason: str = ""
     #: What its worker said of a neighbour in this epoch.
     neighbour: StageFailed | None = None
+    #: What the coordinator said of this epoch's stages, by stage.
+    profiles: dict[int, Profile] = field(default_factory=dict)
 
 
 class Keeper:
@@ -110,7 +115,7 @@ class Keeper:
         if stage is not None and stage.state != "failed" and _same_worker(stage.assign, message):
             if stage.state == "ready" and message.epoch == stage.assign.epoch:
                 return [*_repeated(stage)]
-            stage.assign, stage.neighbour = message, None
+            stage.assign, stage.neighbour, stage.profiles = message, None, {}
             if stage.loaded is None:
                 return []
             stage.state = "loaded"
@@ -121,6 +126,12 @@ class Keeper:
         self._generations += 1
         self._stages[message.pipeline] = _Stage(message, self._generations)
         return [*decisions, Fetch(self._generations, message)]
+
+    def profile(self, message: StageProfile) -> None:
+        """Keep what the head has to know of a stage until the ring is formed."""
+        stage = self._stages.get(message.pipeline)
+        if stage is not None and message.epoch == stage.assign.epoch:
+            stage.profiles[message.stage] = message.profile
 
     def form(self, message: Form) -> list[Decision]:
         """Have the worker take its place in the ring of an epoch."""
@@ -134,6 +145,7 @@ class Keeper:
             ring=message.ring,
             blocks=message.blocks,
             micro_batches=message.micro_batches,
+            profiles=_in_order(stage.profiles, len(message.ring)),
         )
         return [TellWorker(stage.generation, ring)]
 
@@ -248,6 +260,12 @@ class Keeper:
         self._story.append(text)
 
 
+def _in_order(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ...]:
+    if not profiles:
+        return ()
+    return tuple(profiles.get(stage, UNKNOWN) for stage in range(stages))
+
+
 def _describe(stage: _Stage) -> str:
     first, last = stage.assign.layers
     reason = f": {stage.reason}" if stage.state == "failed" else ""
@@ -256,12 +274,15 @@ def _describe(stage: _Stage) -> str:
 
 def _same_worker(old: Assign, new: Assign) -> bool:
     """Whether the worker of ``old`` can serve ``new`` without loading anything."""
-    return (old.layers, old.stage, old.stages, old.model, old.dtype) == (
+    kept = (old.layers, old.stage, old.stages, old.model, old.dtype, old.quantize, old.block_size)
+    return kept == (
         new.layers,
         new.stage,
         new.stages,
         new.model,
         new.dtype,
+        new.quantize,
+        new.block_size,
     )
 
 
@@ -273,7 +294,7 @@ def _stage_loaded(stage: _Stage) -> StageLoaded:
         stage=stage.assign.stage,
         port=stage.loaded.port,
         max_blocks=stage.loaded.max_blocks,
-        decode_s=stage.loaded.decode_s,
+        profile=stage.loaded.profile,
     )
 
 

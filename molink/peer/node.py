@@ -45,6 +45,7 @@ from molink.wire.control import (
     RevokeRequest,
     Route,
     RouteGone,
+    StageProfile,
     StatusRequest,
     Unassign,
 )
@@ -112,6 +113,7 @@ class Node:
             self._store,
             self._roster,
             place.home.logs,
+            place.home.profiles,
             self.session.tell,
             self._stages_changed,
             place.offenders.blocked,
@@ -216,7 +218,7 @@ class Node:
                     log.warning("the coordinator announces a member by another's id")
             case MemberGone():
                 self._roster.remove(message.peer)
-            case Prefetch() | Assign() | Form() | Unassign():
+            case Prefetch() | Assign() | StageProfile() | Form() | Unassign():
                 self._assignments.handle(message)
             case Route():
                 self._heads.update(message)

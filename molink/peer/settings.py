@@ -15,16 +15,24 @@ import platformdirs
 
 from molink.errors import UsageError
 from molink.peer.home import Home
+from molink.wire.control import Quantize
 
 Dtype = Literal["auto", "f32", "bf16", "f16"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
+_PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
 _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
+
+
+class Share(msgspec.Struct, frozen=True):
+    """A part of a device's whole memory, in percent."""
+
+    percent: Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,18 +58,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stage: str = "auto"
     #: ``cpu``, ``cuda:N`` or ``auto``.
     device: str = "auto"
-    #: Bytes that stages may use on the device; 0 = by the device.
-    memory: int = 0
+    #: Bytes that stages may use on the device, or a share of it; 0 = by the device.
+    memory: Annotated[int, msgspec.Meta(ge=0)] | Share = 0
     #: Compute threads of a stage on the CPU; 0 = cores divided by ``stages_here``.
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     #: Stages of all daemons on this PC: they share its memory and its cores.
     stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     dtype: Dtype = "auto"
+    #: How layers' weights are kept; of a model that is quantized already, as its files have them.
+    quantize: Quantize = "none"
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 512
+    #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    #: Whether the KV of requests that are over is kept for others that begin alike.
+    prefix_cache: bool = True
     #: Seconds for which a request waits while no pipeline can serve it.
     hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
@@ -163,6 +176,23 @@ def parse_size(text: str) -> int:
     return int(float(number) * factor)
 
 
+def parse_memory(text: str) -> int | Share:
+    """Bytes as :func:`parse_size` reads them, or the share of ``80%``.
+
+    Raises:
+        UsageError: neither, or no possible share.
+    """
+    match = _PERCENT.match(text)
+    if match is None:
+        if "%" in text:
+            raise UsageError(f"not a share: {text!r}. Write for example 80%, or a size: 8GB.")
+        return parse_size(text)
+    percent = float(match[1])
+    if not 0 < percent <= 100:
+        raise UsageError(f"a share of memory is above 0% and at most 100%, not {text.strip()}")
+    return Share(percent)
+
+
 def port_range(first: int) -> tuple[int, int]:
     """Ports to try, from ``first`` on (half-open); 0 lets the system choose one."""
     return (first, min(65536, first + PORTS_TRIED)) if first else (0, 1)
@@ -173,9 +203,14 @@ def _parse(name: str, value: object, where: str) -> object:
     if not isinstance(value, str):
         return value
     if name in ("memory", "max_body"):
-        return parse_size(value)
+        try:
+            return parse_memory(value) if name == "memory" else parse_size(value)
+        except UsageError as error:
+            raise UsageError(f"{where}: {name}: {error}") from None
     if name in ("advertise", "allowed_hosts"):
         return [part.strip() for part in value.split(",") if part.strip()]
+    if name == "chunk_tokens" and value.strip().lower() == "auto":
+        return 0
     if name == "worker_ports":
         first, dash, last = value.partition("-")
         if not dash:

@@ -238,9 +238,7 @@ class Store:
         if not wanted:
             return
         spans = await self._headers(source, model, files)
-        plans = await asyncio.to_thread(
-            lambda: [plan_group(group, shapes, spans) for group, shapes in wanted.items()]
-        )
+        plans = await asyncio.to_thread(_plan, folder, wanted, spans)
         progress.total = sum(plan.nbytes for plan in plans)
         self._check_disk(progress.total)
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
@@ -323,6 +321,12 @@ def _metadata(model: str, files: dict[str, FileEntry]) -> list[FileEntry]:
         if entry.size > most:
             raise BrokenModel(f"{entry.name} of {model} has {entry.size} bytes, more than {most}")
     return entries
+
+
+def _plan(folder: Path, wanted: dict[str, Shapes], spans: dict[str, TensorSpan]) -> list[GroupPlan]:
+    """The files that are to be written, one for each group."""
+    quantized = ModelConfig.load(folder).quantized
+    return [plan_group(group, shapes, spans, quantized) for group, shapes in wanted.items()]
 
 
 def _missing(folder: Path, layers: tuple[int, int]) -> dict[str, Shapes]:

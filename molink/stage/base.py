@@ -13,11 +13,21 @@ class SequenceRows:
     ``blocks`` is the request's whole block table: block ``i`` holds the keys and values of
     positions ``i * block_size …``. One row after the first is a decode row, more are a prefill
     chunk; all earlier positions must have been computed in these blocks before.
+
+    ``reach`` is how many tokens the request may come to have, 0 if no more than now: by that,
+    models that rotate long sequences differently (LongRoPE) treat all its rows alike. Requests that
+    share blocks must agree on it.
     """
 
     start: int
     count: int
     blocks: Sequence[int]
+    reach: int = 0
+
+    @property
+    def end(self) -> int:
+        """The request's tokens after these rows."""
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,18 @@
-"""One decoder layer: attention and gated MLP, each on the normed sum of all before it."""
+"""One decoder layer: attention and an MLP, each on the normed sum of all before it."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
 from molink.model.config import ModelConfig
+from molink.model.layout import attention_projections, mlp_norm, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.linear import Projection
+from molink.stage.experts import ExpertMlp
+from molink.stage.linear import Linear, Projection
+from molink.stage.mlp import ACTIVATIONS, GatedMlp, Mlp
+from molink.stage.norm import Norm, load_norm
 from molink.stage.pool import KVPool
 from molink.stage.rope import rotate
 from molink.stage.weights import WeightReader
@@ -18,20 +23,22 @@ class ForwardContext:
     """What all layers of one forward share, made once.
 
     ``slots`` (int64 ``[T]``) is where each row's keys and values go; ``angles`` are the rows'
-    rotations, ``[T, 1, 2, head_dim]``.
+    rotations, ``[T, 1, 2, rotary_dim]``, for each of the model's ropes.
     """
 
     pool: KVPool
     slots: Tensor
-    angles: Tensor
+    angles: tuple[Tensor, ...]
     attention: LayerAttention
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Weights of one layer and how to run it. q, k, v are one projection, gate and up another.
+    """Weights of one layer and how to run it. q, k, v are one projection.
 
-    ``head_norm`` (Qwen3's q and k norms, ``[heads + kv_heads, head_dim]``) is ``None`` elsewhere.
+    ``rope`` says which of the angles are its own. ``head_norm`` (norms of q and k, float32
+    ``[heads + kv_heads, head_dim]``) and the norms of what attention and MLP give are ``None`` in
+    models without them.
     """
 
     index: int
@@ -39,31 +46,34 @@ class DecoderBlock:
     kv_heads: int
     head_dim: int
     eps: float
-    input_norm: Tensor
+    rope: int
+    input_norm: Norm
     qkv: Projection
     head_norm: Tensor | None
     output: Projection
-    mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    attended_norm: Norm | None
+    mlp_norm: Norm
+    mlp: Mlp
+    result_norm: Norm | None
 
     def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
-        attended = self._attend(self._norm(rows, self.input_norm), context)
-        rows = rows + self.output(attended)
-        gate, up = self.gate_up(self._norm(rows, self.mlp_norm)).chunk(2, dim=-1)
-        return self.down(silu(gate).mul_(up)).add_(rows)
-
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(rows, weight.shape, weight, self.eps)
+        attended = self.output(self._attend(self.input_norm(rows), context))
+        if self.attended_norm is not None:
+            attended = self.attended_norm(attended)
+        rows = _sum(rows, attended)
+        result = self.mlp(self.mlp_norm(rows))
+        if self.result_norm is not None:
+            result = self.result_norm(result)
+        return _sum(rows, result)
 
     def _attend(self, rows: Tensor, context: ForwardContext) -> Tensor:
         heads = self.qkv(rows).view(len(rows), self.heads + 2 * self.kv_heads, self.head_dim)
         turned = heads[:, : self.heads + self.kv_heads]
         if self.head_norm is not None:
-            normed = rms_norm(turned, (self.head_dim,), None, self.eps)
+            normed = rms_norm(turned.float(), (self.head_dim,), None, self.eps)
             turned.copy_(normed.mul_(self.head_norm))
-        rotate(turned, context.angles)
+        rotate(turned, context.angles[self.rope])
         both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
         context.pool.write(self.index, context.slots, both)
         return context.attention(self.index, heads, context.pool)
@@ -71,36 +81,70 @@ class DecoderBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        norms = (self.input_norm, self.mlp_norm, self.head_norm)
-        projections = (self.qkv, self.output, self.gate_up, self.down)
-        return sum(norm.nbytes for norm in norms if norm is not None) + sum(
-            projection.nbytes for projection in projections
-        )
+        norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.result_norm)
+        parts = (*norms, self.head_norm, self.qkv, self.output, self.mlp)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _sum(rows: Tensor, result: Tensor) -> Tensor:
+    """Both added up, in the type of the rows: they are float32 where float16 is computed in."""
+    return result.add_(rows) if result.dtype == rows.dtype else rows + result
 
 
 def load_block(reader: WeightReader, config: ModelConfig, layer: int, index: int) -> DecoderBlock:
     """Load the model's layer ``layer``, which is the stage's ``index``-th."""
     prefix = f"model.layers.{layer}."
 
-    def projection(biased: bool, *names: str) -> Projection:
-        return reader.projection([f"{prefix}{name}_proj" for name in names], biased)
+    def norm(name: str) -> Norm:
+        return load_norm(reader, config, f"{prefix}{name}.weight")
 
-    head_norm = None
-    if config.qk_norm:
-        norms = [f"{prefix}self_attn.{name}_norm.weight" for name in ("q", "k")]
-        repeated = [norms[0]] * config.heads + [norms[1]] * config.kv_heads
-        head_norm = reader.read(*repeated).view(-1, config.head_dim)
+    sandwiched = config.sandwich_norms
     return DecoderBlock(
         index=index,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         eps=config.norm_eps,
-        input_norm=reader.read(f"{prefix}input_layernorm.weight"),
-        qkv=projection(config.attention_bias, "self_attn.q", "self_attn.k", "self_attn.v"),
-        head_norm=head_norm,
-        output=projection(config.output_bias, "self_attn.o"),
-        mlp_norm=reader.read(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=projection(config.mlp_bias, "mlp.gate", "mlp.up"),
-        down=projection(config.mlp_bias, "mlp.down"),
+        rope=config.rope_of(layer),
+        input_norm=norm("input_layernorm"),
+        qkv=reader.projection(
+            [prefix + name for name in attention_projections(config)], config.attention_bias
+        ),
+        head_norm=_load_head_norm(reader, config, prefix) if config.qk_norm else None,
+        output=reader.projection([f"{prefix}self_attn.o_proj"], config.output_bias),
+        attended_norm=norm("post_attention_layernorm") if sandwiched else None,
+        mlp_norm=norm(mlp_norm(config)),
+        mlp=_load_mlp(reader, config, layer, prefix),
+        result_norm=norm("post_feedforward_layernorm") if sandwiched else None,
+    )
+
+
+def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Tensor:
+    queries, keys = (
+        reader.read(f"{prefix}self_attn.{name}_norm.weight").expand(count, -1)
+        for name, count in (("q", config.heads), ("k", config.kv_heads))
+    )
+    return torch.cat((queries, keys)).float().add_(config.norm_offset)
+
+
+def _load_mlp(reader: WeightReader, config: ModelConfig, layer: int, prefix: str) -> Mlp:
+    activate = ACTIVATIONS[config.activation]
+
+    def gated(gate_up: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
+        return GatedMlp(
+            gate_up=reader.projection([prefix + name for name in gate_up], biased),
+            down=reader.projection([prefix + down], biased),
+            activate=activate,
+        )
+
+    experts = config.experts_of(layer)
+    if experts is None:
+        return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
+    names = map(experts.projections, range(experts.count))
+    return ExpertMlp(
+        # Never quantized: a small error here sends a row to other experts.
+        router=Linear(reader.read(f"{prefix}{experts.router}.weight")),
+        experts=tuple(gated((gate, up), down, False) for gate, up, down in names),
+        chosen=experts.chosen,
+        normalized=experts.normalized,
     )

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm
+from torch.nn.functional import embedding
 
 from molink.errors import InvariantError
 from molink.model.config import ModelConfig
 from molink.model.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
 from molink.stage.block import DecoderBlock, ForwardContext, load_block
 from molink.stage.linear import Linear, Projection
+from molink.stage.norm import Norm, load_norm
+from molink.stage.transfer import upload_integers
 from molink.stage.weights import WeightReader
 
 
@@ -19,14 +21,21 @@ from molink.stage.weights import WeightReader
 class Decoder:
     """Weights of a stage and how rows go through them.
 
-    The ends of the model are ``None`` where another stage has them.
+    The ends of the model are ``None`` where another stage has them. ``embedding_scale`` is rounded
+    to the type of computation, as the models were trained.
     """
 
     config: ModelConfig
     embedding: Tensor | None
     blocks: tuple[DecoderBlock, ...]
-    norm: Tensor | None
+    norm: Norm | None
     head: Projection | None
+    embedding_scale: float = 1.0
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its layers do the same work whatever the rows are, as a CUDA graph has to."""
+        return all(block.mlp.capturable for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +48,8 @@ class Decoder:
         """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
         if self.embedding is None:
             raise InvariantError("a stage without the embedding was given tokens")
-        return embedding(tokens, self.embedding)
+        rows = embedding(tokens, self.embedding)
+        return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
     def run(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Rows ``[T, hidden]`` through all layers of the stage."""
@@ -54,23 +64,28 @@ class Decoder:
         if not wanted:
             return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if tuple(wanted) != tuple(range(len(rows))):
-            rows = rows[torch.tensor(wanted, dtype=torch.int64, device=rows.device)]
-        return self.head(rms_norm(rows, self.norm.shape, self.norm, self.config.norm_eps)).float()
+            rows = rows.index_select(0, upload_integers(wanted, rows.device))
+        logits = self.head(self.norm(rows)).float()
+        cap = self.config.final_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def load_decoder(reader: WeightReader, config: ModelConfig, layers: tuple[int, int]) -> Decoder:
     """Load layers ``first:last`` and the ends of the model that the range touches."""
     first, last = layers
     embedded = reader.read(EMBEDDING) if first == 0 else None
+    scale = 1.0
+    if embedded is not None:
+        scale = float(torch.tensor(config.embedding_scale, dtype=embedded.dtype))
     blocks = tuple(
         load_block(reader, config, layer, index) for index, layer in enumerate(range(first, last))
     )
     if last != config.layers:
-        return Decoder(config, embedded, blocks, None, None)
+        return Decoder(config, embedded, blocks, None, None, scale)
     head: Projection
     if config.tied and embedded is not None:
         head = Linear(embedded)
     else:
         name = EMBEDDING if config.tied else OUTPUT_HEAD
         head = reader.projection([name.removesuffix(".weight")], False)
-    return Decoder(config, embedded, blocks, reader.read(FINAL_NORM), head)
+    return Decoder(config, embedded, blocks, load_norm(reader, config, FINAL_NORM), head, scale)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from molink.stage.filters import Filters, cut, is_filtered, limit, needs_total, weigh
+from molink.stage.transfer import take_rows, upload, upload_integers
 from molink.wire.data import Sampling
 
 #: How many of a row's likeliest tokens are looked at, until all that are kept are among them.
@@ -28,7 +29,7 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float]) 
     """A token for every row of finite logits (float32 ``[n, V]``), by its number of ``noise``."""
     vocabulary = logits.shape[1]
     filters = Filters.of(samplings, vocabulary, logits.device)
-    aims = torch.tensor(noise, dtype=torch.float64).to(logits.device)[:, None]
+    aims = upload(torch.tensor(noise, dtype=torch.float64), logits.device)[:, None]
     filtered = [i for i, s in enumerate(samplings) if is_filtered(s, vocabulary)]
     limits = [limit(s, vocabulary) for s in samplings]
     totals = _totals(logits, samplings, filters)
@@ -37,19 +38,21 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float]) 
         rows = [i for i in filtered if i not in found and limits[i] < size]
         if rows:
             few = filters.take(rows)
-            values, ids = _likeliest(_take(logits, rows), size)
-            least, enough = cut(values, totals[rows], few)
-            tokens = _draw_among(values, ids, least, few, aims[rows])
-            drawn = zip(rows, enough.tolist(), tokens.tolist(), strict=True)
-            found.update((row, token) for row, is_enough, token in drawn if is_enough)
+            values, ids = _likeliest(take_rows(logits, rows), size)
+            least, enough = cut(values, take_rows(totals, rows), few)
+            tokens = _draw_among(values, ids, least, few, take_rows(aims, rows))
+            answers = torch.stack((tokens, enough.to(tokens.dtype))).tolist()
+            drawn = zip(rows, *answers, strict=True)
+            found.update((row, token) for row, token, is_enough in drawn if is_enough)
     left = [i for i in filtered if i not in found]
     plain = sorted(set(range(len(samplings))).difference(filtered))
     for group in (*_grouped(left, logits), *_grouped(plain, logits)):
-        part, few = _take(logits, group), filters.take(group)
+        part, few = take_rows(logits, group), filters.take(group)
         edge: Tensor | None = None
         if group[0] in left:
-            edge, _ = cut(part.sort(dim=-1, descending=True).values, totals[group], few)
-        tokens = _draw_wide(part, edge, few, aims[group])
+            ordered = part.sort(dim=-1, descending=True).values
+            edge, _ = cut(ordered, take_rows(totals, group), few)
+        tokens = _draw_wide(part, edge, few, take_rows(aims, group))
         found.update(zip(group, tokens.tolist(), strict=True))
     return [found[index] for index in range(len(samplings))]
 
@@ -59,13 +62,6 @@ def block_maxima(logits: Tensor) -> Tensor | None:
     if logits.shape[1] % BLOCK or not logits.is_contiguous():
         return None
     return logits.view(len(logits), -1, BLOCK).amax(dim=-1)
-
-
-def _take(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Rows in ascending order, copied only if they have gaps."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return logits[rows[0] : rows[-1] + 1]
-    return logits[list(rows)]
 
 
 def _grouped(rows: list[int], logits: Tensor) -> list[list[int]]:
@@ -93,8 +89,9 @@ def _totals(logits: Tensor, samplings: Sequence[Sampling], filters: Filters) -> 
     totals = filters.numbers.new_zeros(len(samplings), 1)
     needed = [i for i, s in enumerate(samplings) if needs_total(s, logits.shape[1])]
     for rows in _grouped(needed, logits):
-        weights = _weigh_all(_take(logits, rows), filters.take(rows))
-        totals[rows] = _block_sums(weights).sum(dim=-1, keepdim=True)
+        weights = _weigh_all(take_rows(logits, rows), filters.take(rows))
+        sums = _block_sums(weights).sum(dim=-1, keepdim=True)
+        totals.index_copy_(0, upload_integers(rows, logits.device), sums)
     return totals
 
 

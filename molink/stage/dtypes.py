@@ -19,19 +19,32 @@ TORCH_DTYPES: dict[WeightDType, torch.dtype] = {
 def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device) -> WeightDType:
     """What to compute in: as asked, else what suits the stored weights and the device.
 
-    On CUDA that is the model's own type. A CPU takes bf16 for 16-bit models where it has
-    instructions for it and fp32 otherwise (fp16 is slower than fp32 there).
+    On CUDA that is the model's own type, but fp16 instead of bf16 on a GPU that has to emulate bf16
+    (before Ampere). A CPU takes bf16 for 16-bit models where it has instructions for it and fp32
+    otherwise (fp16 is slower than fp32 there).
     """
     if wanted != "auto":
         return wanted
     if device.type != "cpu":
-        return stored
-    return "bf16" if stored != "f32" and cpu_has_bf16() else "f32"
+        return "f16" if stored == "bf16" and not has_bf16(device) else stored
+    return "bf16" if stored != "f32" and has_bf16(device) else "f32"
+
+
+def residual_dtype(computed: torch.dtype) -> torch.dtype:
+    """What the sums over the layers are kept in: those of bf16 models don't fit fp16."""
+    return torch.float32 if computed == torch.float16 else computed
 
 
 def choose_travel(wanted: DTypeChoice, stored: WeightDType) -> WeightDType:
     """What rows travel in: the same at every stage of a pipeline, whatever each computes in."""
     return stored if wanted == "auto" else wanted
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bf16 natively."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    return cpu_has_bf16()
 
 
 def cpu_has_bf16() -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from molink.stage.transfer import take_rows, upload
 from molink.wire.data import Sampling
 
 #: Below this only the likeliest token is left anyway, and float32 would not divide by it.
@@ -36,11 +37,11 @@ class Filters:
             ]
             for s in samplings
         ]
-        return cls(torch.tensor(numbers, dtype=torch.float64).to(device))
+        return cls(upload(torch.tensor(numbers, dtype=torch.float64), device))
 
     def take(self, rows: Sequence[int]) -> "Filters":
         """Those of some rows."""
-        return self if len(rows) == len(self.numbers) else Filters(self.numbers[list(rows)])
+        return self if len(rows) == len(self.numbers) else Filters(take_rows(self.numbers, rows))
 
     @property
     def temperatures(self) -> Tensor:

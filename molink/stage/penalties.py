@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from molink.stage.history import History
+from molink.stage.transfer import upload
 from molink.wire.data import Sampling
 
 
@@ -41,11 +42,11 @@ def penalize(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     # Flat: one index is several times faster on a CPU than the pair (row, token).
     flat = changed.view(-1)
     if penalties is not None:
-        where, factors, amounts = (part.to(logits.device) for part in penalties)
+        where, factors, amounts = (upload(part, logits.device) for part in penalties)
         values = flat[where]
         flat[where] = torch.where(values < 0, values * factors, values / factors) - amounts
     if biases is not None:
-        where, amounts = (part.to(logits.device) for part in biases)
+        where, amounts = (upload(part, logits.device) for part in biases)
         flat[where] += amounts
     return changed
 

@@ -2,8 +2,9 @@
 
 Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
 memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
-a decode step streams weights), ``bf16`` (whether it computes in it natively), ``threads``,
-``torch`` (version).
+a decode step streams weights), ``bf16`` (whether it computes in it natively), ``block_size`` (what
+its attention backend wants the positions of a KV block to be a multiple of), ``threads``, ``torch``
+(version).
 """
 
 import argparse
@@ -19,8 +20,9 @@ from typing import Literal
 import psutil
 import torch
 
-from molink.stage.dtypes import cpu_has_bf16
-from molink.stage.linear import can_pack, make_projection
+from molink.stage.attention.probe import wanted_block_size
+from molink.stage.dtypes import has_bf16
+from molink.stage.linear import can_pack, create_projection
 
 _ROWS = 4096
 _REPEATS = 5
@@ -38,11 +40,12 @@ def pick_device(wanted: str) -> torch.device:
 
 def measure(device: torch.device, nbytes: int) -> float:
     """Bytes/s at which a stage's projection of ``nbytes`` takes one row (median of five)."""
-    dtype = torch.bfloat16 if _has_bf16(device) else torch.float32
+    narrow = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if has_bf16(device) else narrow
     itemsize = torch.empty((), dtype=dtype).element_size()
     columns = max(64, nbytes // (itemsize * _ROWS))
     weight = torch.ones(_ROWS, columns, dtype=dtype, device=device)
-    projection = make_projection(weight, None, can_pack(dtype, device))
+    projection = create_projection(weight, None, "packed" if can_pack(dtype, device) else "plain")
     row = torch.ones(1, columns, dtype=dtype, device=device)
     synchronize = _synchronizer(device)
     times = []
@@ -75,7 +78,8 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
         "total": int(total),
         "free": int(free),
         "read_rate": measure(device, min(nbytes, int(free) // 4)),
-        "bf16": _has_bf16(device),
+        "bf16": has_bf16(device),
+        "block_size": wanted_block_size(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -89,12 +93,6 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    return cpu_has_bf16()
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None]:

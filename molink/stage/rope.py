@@ -1,8 +1,9 @@
 """Rotary position embedding: the angles of each row, for every kind of scaling.
 
-``dynamic`` (NTK) makes the frequencies depend on the sequence's length, which transformers takes to
-be the highest position of a forward plus one. Here that is taken per request: all rows of a
-request in one forward use the length it has after that forward, so
+Two kinds depend on the length of a sequence too, which transformers takes to be the highest
+position of a forward plus one. Here that is taken per request; others in the batch never matter.
+
+``dynamic`` (NTK) lets all rows of a request in one forward use the length it has after it, so
 
 - a prompt that is prefilled in one chunk gets what a full forward in transformers gives;
 - a decoded token at position ``p`` is rotated for length ``p + 1`` while the cached keys keep the
@@ -10,95 +11,124 @@ request in one forward use the length it has after that forward, so
 - a prompt longer than the original context that is prefilled in several chunks gets, per chunk,
   the frequencies of that chunk's end. Up to the original context nothing depends on the chunking.
 
-Other requests in the batch never matter. All other kinds depend on the position alone.
+``longrope`` has one set of frequencies for sequences that fit the original context and another for
+longer ones, too different for one cache. transformers decides anew in each forward and, when a
+sequence outgrows the original context, computes all its keys again. Here a request that may reach
+beyond it (``SequenceRows.reach``) uses the second set from its first row on. A worker takes what
+the model can serve for this reach, since requests share blocks of the prefix cache.
+
+All other kinds depend on the position alone.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from molink.model.rope import RopeConfig
+from molink.stage.base import SequenceRows
 
 #: Positions for which angles are computed at first; doubled as sequences grow.
 _FIRST_TABLE = 1024
 
 
 class Rope:
-    """Cosines and sines of rows, as ``[T, 1, 2, head_dim]`` for :func:`rotate`.
+    """Cosines and sines of rows, as ``[T, 1, 2, rotary_dim]`` for :func:`rotate`.
 
-    Tables are made once per position, in float32, and kept in the type of computation.
+    Tables are made once per position, in float32, and kept in the type of computation: one, or two
+    for ``longrope``, of which the second is for long sequences.
     """
 
-    __slots__ = ("_config", "_device", "_dtype", "_frequencies", "_head_dim", "_scale", "_table")
+    __slots__ = ("_config", "_device", "_dim", "_dtype", "_frequencies", "_scale", "_tables")
 
     def __init__(
         self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._config, self._head_dim = config, head_dim
+        self._config, self._dim = config, config.rotary_dim(head_dim)
         self._dtype, self._device = dtype, device
         self._frequencies, self._scale = frequencies(config, head_dim)
-        self._table = torch.empty(0, 1, 2, head_dim, dtype=dtype, device=device)
+        self._tables = torch.empty(0)
 
-    def angles(self, positions: Tensor, lengths: list[int], counts: list[int]) -> Tensor:
-        """Angles of rows at ``positions`` (int64 ``[T]``, on the device).
-
-        ``lengths`` is each sequence's tokens after this forward, ``counts`` its rows in it.
-        """
-        longest = max(lengths)
+    def angles(self, positions: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
+        """Angles of the rows of ``sequences``, at ``positions`` (int64 ``[T]``, on the device)."""
+        longest = max(sequence.end for sequence in sequences)
         config = self._config
         if config.kind == "dynamic" and longest > config.original_context:
-            per_length = [self._dynamic(length) for length in lengths]
-            rows = torch.stack(per_length).repeat_interleave(torch.tensor(counts), dim=0)
-            return self._turn(positions.cpu(), rows).to(self._device)
-        if longest > len(self._table):
+            per_row = _spread([self._dynamic(rows.end) for rows in sequences], sequences)
+            return self._turn(positions.cpu(), per_row).to(self._device)
+        if self._tables.dim() == 1 or longest > self._tables.shape[1]:
             self._grow(longest)
-        return self._table.index_select(0, positions)
+        if len(self._tables) == 1:
+            return self._tables[0].index_select(0, positions)
+        long = [max(rows.end, rows.reach) > config.original_context for rows in sequences]
+        if all(long) or not any(long):
+            return self._tables[int(long[0])].index_select(0, positions)
+        chosen = _spread([torch.tensor(int(one)) for one in long], sequences).to(self._device)
+        return self._tables[chosen, positions]
 
     def _grow(self, longest: int) -> None:
         size = max(_FIRST_TABLE, 1 << (longest - 1).bit_length())
-        self._table = self._turn(torch.arange(size), self._frequencies).to(self._device)
+        positions = torch.arange(size)
+        tables = [self._turn(positions, row) for row in self._frequencies]
+        self._tables = torch.stack(tables).to(self._device)
 
     def _turn(self, positions: Tensor, per_row: Tensor) -> Tensor:
         turns = positions[:, None].float() * per_row
         cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
         # The sign of rotate_half is kept in the sines: it then is a plain swap of halves.
         both = torch.cat((cos, cos, -sin, sin), dim=-1)
-        return both.view(len(positions), 1, 2, self._head_dim).to(self._dtype)
+        return both.view(len(positions), 1, 2, self._dim).to(self._dtype)
 
     def _dynamic(self, length: int) -> Tensor:
-        config, dim = self._config, self._head_dim
+        config, dim = self._config, self._dim
         if length <= config.original_context:
-            return self._frequencies
+            return self._frequencies[0]
         stretch = config.factor * length / config.original_context - (config.factor - 1)
         return _plain(config.theta * stretch ** (dim / (dim - 2)), dim)
 
 
+def _spread(values: list[Tensor], sequences: Sequence[SequenceRows]) -> Tensor:
+    """A value for each sequence → one for each row."""
+    counts = torch.tensor([rows.count for rows in sequences])
+    return torch.stack(values).repeat_interleave(counts, dim=0)
+
+
 def rotate(heads: Tensor, angles: Tensor) -> None:
-    """Turn ``heads`` (``[T, n, head_dim]``) in place by the rows' angles."""
+    """Turn ``heads`` (``[T, n, head_dim]``) in place, as many dimensions as the angles have."""
+    dim = angles.shape[-1]
+    if dim != heads.shape[-1]:
+        heads = heads[..., :dim]
     cos, sin = angles.unbind(2)
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    swapped = heads.roll(dim // 2, -1)
     heads.mul_(cos).addcmul_(swapped, sin)
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair (float32 ``[head_dim / 2]``), and the scale of cos and sin.
+    """Radians per position of each pair, and the scale of cos and sin.
 
-    For ``dynamic`` these are the frequencies within the original context.
+    They are float32 ``[n, rotary_dim / 2]``: for ``longrope`` two rows, those of short and of long
+    sequences, else one. For ``dynamic`` it is that within the original context.
     """
-    plain = _plain(config.theta, head_dim)
+    dim = config.rotary_dim(head_dim)
+    plain = _plain(config.theta, dim)
+    scale = 1.0
     if config.kind == "linear":
-        return plain / config.factor, 1.0
-    if config.kind == "llama3":
-        return _llama3(config, plain), 1.0
-    if config.kind == "yarn":
-        return _yarn(config, plain, head_dim), _yarn_scale(config)
-    return plain, 1.0
+        plain = plain / config.factor
+    elif config.kind == "llama3":
+        plain = _llama3(config, plain)
+    elif config.kind == "yarn":
+        plain, scale = _yarn(config, plain, dim), _yarn_scale(config)
+    elif config.kind == "longrope":
+        divisors = torch.tensor([config.short_factor, config.long_factor])
+        plain, scale = _plain(config.theta, dim, divisors), _longrope_scale(config)
+    return plain.view(-1, dim // 2), scale
 
 
-def _plain(theta: float, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / (theta**exponents)
+def _plain(theta: float, dim: int, divisors: Tensor | float = 1.0) -> Tensor:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    result: Tensor = 1.0 / (divisors * theta**exponents)
+    return result
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
@@ -111,20 +141,20 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
     return torch.where(wavelengths < length / high, plain, longer)
 
 
-def _yarn(config: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
+def _yarn(config: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     """YaRN (arXiv 2309.00071): a ramp over the dimensions from kept to divided frequencies."""
 
     def dimension(rotations: float) -> float:
         ratio = config.original_context / (rotations * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
+        return dim * math.log(ratio) / (2 * math.log(config.theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    steps = torch.arange(head_dim // 2, dtype=torch.float32)
+    steps = torch.arange(dim // 2, dtype=torch.float32)
     ramp = ((steps - low) / (high - low)).clamp(0, 1)
     return plain / config.factor * ramp + plain * (1 - ramp)
 
@@ -139,3 +169,11 @@ def _yarn_scale(config: RopeConfig) -> float:
     if config.mscale and config.mscale_all_dim:
         return scale(config.mscale) / scale(config.mscale_all_dim)
     return scale(1.0)
+
+
+def _longrope_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_context))

@@ -16,6 +16,7 @@ from torch import Tensor
 from molink.stage.draw import BLOCK, block_maxima, draw
 from molink.stage.noise import uniform
 from molink.stage.penalties import SampleRow, penalize
+from molink.stage.transfer import take_rows, upload_integers
 
 __all__ = ["SampleRow", "SampledToken", "sample"]
 
@@ -40,11 +41,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
         return []
     final = penalize(logits, rows)
     greatest, tokens = _greatest(final)
-    usable = (greatest.isfinite() & logits.amin(dim=-1).isfinite()).tolist()
-    picked = tokens.tolist()
+    finite = greatest.isfinite() & logits.amin(dim=-1).isfinite()
+    picked, usable = torch.stack((tokens, finite.to(tokens.dtype))).tolist()
     random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and usable[i]]
     if random:
-        subset = final if len(random) == len(rows) else final[random]
+        subset = take_rows(final, random)
         noise = [uniform(rows[i].sampling.seed, rows[i].position) for i in random]
         drawn = draw(subset, [rows[i].sampling for i in random], noise)
         for index, token in zip(random, drawn, strict=True):
@@ -76,8 +77,8 @@ def _report(
     """Tokens with logprobs, for the rows ``wanted``."""
     if not wanted:
         return {}
-    chosen = torch.tensor([[picked[index]] for index in wanted], device=logits.device)
-    logprobs = logits[list(wanted)].log_softmax(dim=-1)
+    chosen = upload_integers([picked[index] for index in wanted], logits.device)[:, None]
+    logprobs = take_rows(logits, wanted).log_softmax(dim=-1)
     own = logprobs.gather(1, chosen).flatten().tolist()
     most = min(max(rows[index].sampling.logprobs for index in wanted), logits.shape[1])
     values, ids = (part.tolist() for part in logprobs.topk(most, dim=-1))

@@ -1,9 +1,6 @@
 """A stage: a contiguous range of a model's layers on one device, with its KV pool."""
 
-import time
-from array import array
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -11,23 +8,32 @@ from torch import Tensor
 from molink.errors import InvariantError, UsageError
 from molink.model.config import ModelConfig, WeightDType
 from molink.model.folder import ModelFolder
+from molink.model.footprint import GRAPH_BYTES
+from molink.model.quantization import Quantize
 from molink.stage.attention.base import (
+    Attention,
     AttentionShape,
     BackendName,
     create_attention,
 )
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.block import ForwardContext
+from molink.stage.buckets import GraphPlan
+from molink.stage.capture import CudaCaptures
 from molink.stage.decoder import Decoder, load_decoder
-from molink.stage.dtypes import TORCH_DTYPES, DTypeChoice, choose_dtype, choose_travel
+from molink.stage.dtypes import (
+    TORCH_DTYPES,
+    DTypeChoice,
+    choose_dtype,
+    choose_travel,
+    residual_dtype,
+)
+from molink.stage.graphs import DecodeGraphs, DecodeRows
+from molink.stage.places import locate
 from molink.stage.pool import KVPool, block_bytes
 from molink.stage.rope import Rope
+from molink.stage.transfer import upload, upload_integers
 from molink.stage.weights import WeightReader
-
-#: One-token decode steps that are measured, the tokens before them, and the seconds spent at most.
-_MEASURED_STEPS = 20
-_MEASURED_CONTEXT = 128
-_MEASURED_SECONDS = 3.0
 
 
 class Stage:
@@ -51,10 +57,16 @@ class Stage:
         self._decoder = decoder
         self._dtype = TORCH_DTYPES[dtype]
         self._travel = TORCH_DTYPES[travel_dtype]
-        self._attention = create_attention(backend, AttentionShape.of(config, layers))
+        self._residual = residual_dtype(self._dtype)
+        self._backend: BackendName = backend
+        #: By block size: not every backend takes every one.
+        self._attentions: dict[int, Attention] = {}
         with torch.inference_mode():
-            self._rope = Rope(config.rope, config.head_dim, self._dtype, device)
+            self._ropes = tuple(
+                Rope(rope, config.head_dim, self._dtype, device) for rope in config.ropes
+            )
         self._pool: KVPool | None = None
+        self._graphs: DecodeGraphs | None = None
 
     @classmethod
     @torch.inference_mode()
@@ -64,16 +76,22 @@ class Stage:
         layers: tuple[int, int],
         device: str = "cpu",
         dtype: DTypeChoice = "auto",
+        quantize: Quantize = "none",
+        twin: bool = False,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
+        Their projections are quantized as they are read, or stay as a quantized checkpoint has
+        them. With ``twin`` there is memory to keep them twice where steps of few rows gain by it.
+
         Raises:
-            UsageError: there is no such device.
-            BrokenModel: a tensor can't be read.
+            UsageError: there is no such device, or the checkpoint is quantized in another way.
+            BrokenModel: a tensor can't be read, or holds NaN or infinity.
+            UnsupportedModel: a kind of quantized weights that isn't implemented.
         """
         place, config = _device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
-        with WeightReader(folder, TORCH_DTYPES[computed], place) as reader:
+        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, twin) as reader:
             decoder = load_decoder(reader, config, layers)
         travel = choose_travel(dtype, config.dtype)
         return cls(config, layers, decoder, place, computed, travel)
@@ -93,14 +111,22 @@ class Stage:
         """Bytes of all its weights."""
         return self._decoder.nbytes
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that its CUDA graphs take so far."""
+        return 0 if self._graphs is None else self._graphs.nbytes
+
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over this stage's layers."""
         return block_bytes(self.config, len(self._decoder.blocks), block_size, self._dtype)
 
     def allocate(self, blocks: int, block_size: int) -> None:
         """Make a fresh pool; an earlier one is dropped first."""
-        self._pool = None
+        self.free()
         self._pool = self._make_pool(blocks, block_size)
+        # Both try things out, for which there is time now.
+        self._attention(block_size)
+        self._graphs = self._make_graphs(self._pool)
 
     @torch.inference_mode()
     def forward(self, batch: StageInput) -> Tensor:
@@ -116,36 +142,64 @@ class Stage:
         """
         if self._pool is None:
             raise InvariantError("a stage was asked to compute before it had a KV pool")
+        if self.device.type == "cuda":
+            # Of this thread: what names no device (pinned memory, say) else goes by the first GPU.
+            torch.cuda.set_device(self.device)
         return self._run(batch, self._pool)
 
-    def measure_decode(self) -> float:
-        """Seconds of a one-token decode step (median), on a small pool of its own."""
-        block_size = 16
-        blocks = range(_MEASURED_CONTEXT // block_size + 1)
-        pool = self._make_pool(len(blocks), block_size)
-        row = SequenceRows(_MEASURED_CONTEXT, 1, blocks)
-        tokens = torch.zeros(1, dtype=torch.int64) if self.is_first else None
-        hidden = None if self.is_first else torch.zeros(1, self.config.hidden_size)
-        batch = StageInput(tokens, hidden, (row,), (0,) if self.is_last else ())
-        taken: list[float] = []
-        deadline = time.perf_counter() + _MEASURED_SECONDS
-        while len(taken) <= _MEASURED_STEPS and (not taken or time.perf_counter() < deadline):
-            begin = time.perf_counter()
-            with torch.inference_mode():
-                # Copied to the CPU as its sender would: that waits for the device.
-                self._run(batch, pool).cpu()
-            taken.append(time.perf_counter() - begin)
-        return median(taken[1:] or taken)
+    @torch.inference_mode()
+    def copy_block(self, source: int, table: Sequence[int], start: int) -> None:
+        """Copy the positions before ``start`` in its block of ``table`` from block ``source``."""
+        if self._pool is None:
+            raise InvariantError("a stage was asked to copy before it had a KV pool")
+        size = self._pool.block_size
+        self._pool.copy(source, table[start // size], start % size)
+
+    def free(self) -> None:
+        """Give back the memory of the pool."""
+        self._pool = self._graphs = None
 
     @torch.inference_mode()
     def _make_pool(self, blocks: int, block_size: int) -> KVPool:
         layers = len(self._decoder.blocks)
-        return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device)
+        spare = self._may_have_graphs
+        return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device, spare)
+
+    @property
+    def _may_have_graphs(self) -> bool:
+        return self.device.type == "cuda" and self._decoder.capturable
+
+    @torch.inference_mode()
+    def _make_graphs(self, pool: KVPool) -> DecodeGraphs | None:
+        """Graphs for decode steps on ``pool``, if they are faster here."""
+        if pool.spare is None:
+            return None
+        graphs = DecodeGraphs(
+            self._decoder,
+            pool,
+            self._attention(pool.block_size),
+            self._dtype,
+            GraphPlan(pool.block_size, GRAPH_BYTES * len(self._decoder.blocks)),
+            CudaCaptures(self.device),
+        )
+        row = SequenceRows(0, 1, (pool.spare,))
+        position = torch.zeros(1, dtype=torch.int64, device=self.device)
+        rows = position.new_zeros(1, self.config.hidden_size, dtype=self._residual)
+        angles = tuple(rope.angles(position, [row]) for rope in self._ropes)
+        slots = position + pool.spare * pool.block_size
+        return graphs if graphs.try_one(DecodeRows(rows, slots, angles, (row,))) else None
+
+    def _attention(self, block_size: int) -> Attention:
+        """The backend for a pool of such blocks."""
+        if block_size not in self._attentions:
+            shape = AttentionShape.of(self.config, self.layers)
+            self._attentions[block_size] = create_attention(
+                self._backend, shape, block_size, self._dtype, self.device
+            )
+        return self._attentions[block_size]
 
     def _run(self, batch: StageInput, pool: KVPool) -> Tensor:
-        rows = self._enter(batch)
-        context = self._context(batch.sequences, pool, len(rows))
-        rows = self._decoder.run(rows, context)
+        rows = self._through(self._enter(batch), batch.sequences, pool)
         if self.is_last:
             return self._decoder.logits(rows, batch.logit_rows)
         return rows.to(self._travel)
@@ -158,51 +212,28 @@ class Stage:
             least, greatest = batch.tokens.aminmax()
             if least < 0 or greatest >= self.config.vocab_size:
                 raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
-            return self._decoder.embed(batch.tokens.to(self.device))
+            rows = self._decoder.embed(upload(batch.tokens, self.device))
+            return rows.to(self._residual)
         if batch.hidden is None:
             raise InvariantError(f"stage {self.layers} was given no hidden rows")
-        return batch.hidden.to(self.device, self._dtype)
+        return upload(batch.hidden, self.device).to(self._residual)
 
-    def _context(
-        self, sequences: Sequence[SequenceRows], pool: KVPool, rows: int
-    ) -> ForwardContext:
-        positions, slots, fresh = _locate(sequences, pool)
-        if len(positions) != rows:
-            raise InvariantError(f"a batch has {rows} rows, its sequences {len(positions)}")
+    def _through(self, rows: Tensor, sequences: Sequence[SequenceRows], pool: KVPool) -> Tensor:
+        """Rows ``[T, hidden]`` through all layers, as one CUDA graph where that is faster."""
+        count = len(rows)
+        positions, slots, fresh = locate(sequences, pool)
+        if len(positions) != count:
+            raise InvariantError(f"a batch has {count} rows, its sequences {len(positions)}")
         pool.clear(fresh)
-        both = torch.frombuffer(positions + slots, dtype=torch.int64).to(self.device)
-        lengths = [sequence.start + sequence.count for sequence in sequences]
-        counts = [sequence.count for sequence in sequences]
-        return ForwardContext(
-            pool=pool,
-            slots=both[rows:],
-            angles=self._rope.angles(both[:rows], lengths, counts),
-            attention=self._attention.prepare(sequences, pool.block_size, self._dtype, self.device),
-        )
-
-
-def _locate(
-    sequences: Sequence[SequenceRows], pool: KVPool
-) -> "tuple[array[int], array[int], list[int]]":
-    """Position and slot of each row, and the blocks that are begun here but not filled."""
-    size = pool.block_size
-    positions, slots = array("q"), array("q")
-    fresh: list[int] = []
-    for sequence in sequences:
-        start, end, blocks = sequence.start, sequence.start + sequence.count, sequence.blocks
-        if start < 0 or end <= start or end > len(blocks) * size:
-            raise InvariantError(f"rows {start}:{end} don't fit {len(blocks)} blocks of {size}")
-        last = (end - 1) // size
-        for index in range(start // size, last + 1):
-            block = blocks[index]
-            if not 0 <= block < pool.blocks:
-                raise InvariantError(f"block {block} is not in a pool of {pool.blocks}")
-            first, stop = max(start, index * size), min(end, (index + 1) * size)
-            positions.extend(range(first, stop))
-            slots.extend(range((block - index) * size + first, (block - index) * size + stop))
-        if start <= last * size and end % size:
-            fresh.append(blocks[last])
-    return positions, slots, fresh
+        both = upload_integers(positions + slots, self.device)
+        angles = tuple(rope.angles(both[:count], sequences) for rope in self._ropes)
+        if self._graphs is not None:
+            done = self._graphs.run(DecodeRows(rows, both[count:], angles, sequences))
+            if done is not None:
+                return done
+        attention = self._attention(pool.block_size)
+        prepared = attention.prepare(sequences, pool.block_size, self._dtype, self.device)
+        return self._decoder.run(rows, ForwardContext(pool, both[count:], angles, prepared))
 
 
 def _device(name: str) -> torch.device:

@@ -32,7 +32,6 @@ from molink.swarm.events import (
 )
 from molink.swarm.hygiene import (
     clean_failed,
-    clean_loaded,
     clean_name,
     clean_report,
     is_model_name,
@@ -231,11 +230,9 @@ class Coordinator:
                 self._join(sender, message)
             case PeerReport():
                 self._report(sender, message)
-            case StageLoaded():
-                self._happened(StageSaid(peer, clean_loaded(message)))
             case StageFailed():
                 self._happened(StageSaid(peer, clean_failed(message)))
-            case StageReady():
+            case StageLoaded() | StageReady():
                 self._happened(StageSaid(peer, message))
             case ServeModel():
                 self._serve(sender, message)
@@ -278,6 +275,7 @@ class Coordinator:
             min_peers=message.min_peers,
             dtype=message.dtype,
             micro_batches=message.micro_batches,
+            quantize=message.quantize,
         )
         self._state.save_desired(desired)
         self._happened(Serve(desired))

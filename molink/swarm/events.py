@@ -14,6 +14,7 @@ from molink.wire.control import (
     RouteGone,
     StageFailed,
     StageLoaded,
+    StageProfile,
     StageReady,
     Unassign,
     Welcome,
@@ -78,7 +79,16 @@ Event = MemberAdded | MemberRemoved | Departed | Reported | StageSaid | Serve | 
 # --- decisions, to be carried out in the order given --------------------------------------------
 
 Instruction = (
-    Welcome | Member | MemberGone | Prefetch | Assign | Form | Unassign | Route | RouteGone
+    Welcome
+    | Member
+    | MemberGone
+    | Prefetch
+    | Assign
+    | StageProfile
+    | Form
+    | Unassign
+    | Route
+    | RouteGone
 )
 
 

@@ -9,7 +9,7 @@ import zmq
 from molink.errors import RequestError
 from molink.swarm.placement import parse_range
 from molink.swarm.plain import printable
-from molink.wire.control import PeerReport, Prefetched, StageFailed, StageLoaded
+from molink.wire.control import PeerReport, Prefetched, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
 _MAX_NAME = 64
@@ -50,13 +50,6 @@ def _clean_prefetched(said: Prefetched | None) -> Prefetched | None:
     if said is None:
         return None
     return msgspec.structs.replace(said, reason=printable(said.reason)[:_MAX_REASON])
-
-
-def clean_loaded(message: StageLoaded) -> StageLoaded:
-    """A measurement that is finite."""
-    seconds = message.decode_s
-    good = math.isfinite(seconds) and seconds >= 0
-    return msgspec.structs.replace(message, decode_s=seconds if good else 0.0)
 
 
 def clean_failed(message: StageFailed) -> StageFailed:

@@ -4,7 +4,14 @@ from molink.swarm.formation import Formation
 from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.roster import Roster
-from molink.wire.control import BLOCK_SIZE, Assign, Form, Prefetch, Route, StageAddress
+from molink.wire.control import (
+    Assign,
+    Form,
+    Prefetch,
+    Route,
+    StageAddress,
+    StageProfile,
+)
 
 MAX_SOURCES = 8
 #: Longest reason in a route, in characters: its header holds addresses too.
@@ -26,6 +33,8 @@ def instruction(
             model=record.model,
             sources=sources(desired, roster),
             dtype=desired.dtype,
+            block_size=record.block_size,
+            quantize=desired.quantize,
         )
     if formation.state == "linking" and stage not in formation.ready:
         return Form(
@@ -36,6 +45,18 @@ def instruction(
             micro_batches=record.micro_batches,
         )
     return None
+
+
+def profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
+    """What the head's peer is told before it forms the ring; the others schedule nothing."""
+    record = formation.record
+    if stage or formation.state != "linking" or stage in formation.ready:
+        return ()
+    return tuple(
+        StageProfile(pipeline=record.id, epoch=record.epoch, stage=index, profile=one.profile)
+        for index, one in enumerate(record.stages)
+        if one.profile.known
+    )
 
 
 def prefetch(move: Move, peer: str, desired: Desired, roster: Roster) -> Prefetch:
@@ -72,7 +93,7 @@ def route(
 def _context(desired: Desired, ready: PipelineRecord | None) -> int:
     """Tokens that a request may have: the model's context, or what the KV blocks hold of it."""
     context = desired.facts.context
-    return context if ready is None else min(context, ready.blocks * BLOCK_SIZE)
+    return context if ready is None else min(context, ready.blocks * ready.block_size)
 
 
 def sources(desired: Desired, roster: Roster) -> tuple[str, ...]:

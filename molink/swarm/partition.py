@@ -9,43 +9,46 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.wire.base import DTYPE_SIZES
-from molink.wire.control import ModelFacts
+from molink.model.footprint import Footprint
 
-#: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
-KV_TOKENS = 2048
 #: Ways to spread peers over gaps that are tried one by one.
 MAX_SPREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes that a model takes in the dtype in which it will run."""
+    """Bytes that a model takes on a peer: a stage's needs as a line over its layers."""
 
+    #: Weights of a layer, and what it needs beside: the least KV, CUDA graphs.
     layer_weights: int
-    layer_kv: int
+    layer_room: int
+    #: Weights that the first and the last stage hold beside, and what they share.
     first: int
     last: int
+    shared: int = 0
+    #: What any stage needs for a step, and what the last one does for logits.
+    stage: int = 0
+    logits: int = 0
 
     @classmethod
-    def of(cls, facts: ModelFacts, dtype: str = "auto") -> "Costs":
-        """Scale what is stored to ``dtype`` (``auto``: as stored)."""
-        element = DTYPE_SIZES.get(dtype, facts.element_bytes)
-
-        def scaled(stored: int) -> int:
-            return -(-stored * element // facts.element_bytes)
-
+    def of(cls, need: Footprint) -> "Costs":
+        """Those that :meth:`~molink.model.memory.Footprint.needs` sums up."""
+        tokens = need.least_tokens
         return cls(
-            layer_weights=scaled(facts.layer_bytes),
-            layer_kv=scaled(facts.kv_bytes) * min(facts.context, KV_TOKENS),
-            first=scaled(facts.first_bytes),
-            last=scaled(facts.last_bytes),
+            layer_weights=need.layer,
+            layer_room=need.layer_graphs + tokens * need.token,
+            first=need.first,
+            last=need.last,
+            shared=need.shared,
+            stage=need.activations(tokens, closes=False) + need.graphs,
+            logits=need.logits,
         )
 
     def memory(self, layers: int, *, opens: bool, closes: bool) -> int:
-        """Bytes that a stage of ``layers`` layers holds, with its least KV pool."""
-        ends = self.first * opens + self.last * closes
-        return layers * (self.layer_weights + self.layer_kv) + ends
+        """Bytes that a stage of ``layers`` layers needs at least."""
+        ends = self.first * opens + (self.last + self.logits) * closes
+        shared = self.shared * (opens and closes)
+        return layers * (self.layer_weights + self.layer_room) + ends - shared + self.stage
 
     def seconds(self, layers: int, rate: float, *, closes: bool) -> float:
         """Time of a decode step: each weight is read once. An embedding row costs nothing."""
@@ -54,17 +57,29 @@ class Costs:
     def capacity(self, memory: int, *, opens: bool, closes: bool) -> int:
         """Most layers that fit ``memory`` bytes; negative if not even the ends do."""
         free = memory - self.memory(0, opens=opens, closes=closes)
-        layer = self.layer_weights + self.layer_kv
+        layer = self.layer_weights + self.layer_room
         return free // layer if layer else (1 << 30 if free >= 0 else -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A peer that can take any layers: usable bytes, and bytes/s at which it reads weights."""
+    """A peer that can take any layers: usable bytes, and bytes/s at which it reads weights.
+
+    ``costs`` are the model's there: in its dtype, with what its kind of device needs.
+    """
 
     peer: str
     memory: int
     rate: float
+    costs: Costs
+
+    def capacity(self, *, opens: bool = False, closes: bool = False) -> int:
+        """Most layers that it can hold."""
+        return self.costs.capacity(self.memory, opens=opens, closes=closes)
+
+    def seconds(self, layers: int, *, closes: bool = False) -> float:
+        """Time of a decode step of ``layers`` layers."""
+        return self.costs.seconds(layers, self.rate, closes=closes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +110,7 @@ class Split:
 
 
 def share_out(
-    gaps: Sequence[Gap], runners: Sequence[Runner], costs: Costs, floor: float = 0.0
+    gaps: Sequence[Gap], runners: Sequence[Runner], floor: float = 0.0
 ) -> list[Split] | None:
     """Spread *all* ``runners`` over ``gaps`` and split each: the best of all ways to do so.
 
@@ -103,12 +118,12 @@ def share_out(
     """
     best: tuple[float, float] | None = None
     result: list[Split] | None = None
-    for choice in _spreads(gaps, runners, costs):
+    for choice in _spreads(gaps, runners):
         groups = [
             [runner for runner, at in zip(runners, choice, strict=True) if at == i]
             for i in range(len(gaps))
         ]
-        splits = _split_all(gaps, groups, costs, floor)
+        splits = _split_all(gaps, groups, floor)
         if splits is None:
             continue
         cost = (splits[0].slowest, sum(found.total for found in splits))
@@ -117,38 +132,36 @@ def share_out(
     return result
 
 
-def _spreads(
-    gaps: Sequence[Gap], runners: Sequence[Runner], costs: Costs
-) -> Iterator[tuple[int, ...]]:
+def _spreads(gaps: Sequence[Gap], runners: Sequence[Runner]) -> Iterator[tuple[int, ...]]:
     """Ways to spread: the gap of each runner."""
     if len(gaps) ** len(runners) <= MAX_SPREADS:
         yield from itertools.product(range(len(gaps)), repeat=len(runners))
     else:
-        yield _greedy(gaps, runners, costs)
+        yield _greedy(gaps, runners)
 
 
-def _greedy(gaps: Sequence[Gap], runners: Sequence[Runner], costs: Costs) -> tuple[int, ...]:
+def _greedy(gaps: Sequence[Gap], runners: Sequence[Runner]) -> tuple[int, ...]:
     """The largest runner to the gap that lacks most, again and again."""
     lacking = [gap.layers for gap in gaps]
     slots = [gap.layers for gap in gaps]
     choice = [0] * len(runners)
-    for i in sorted(range(len(runners)), key=lambda i: (-runners[i].memory, i)):
+    for i in sorted(range(len(runners)), key=lambda i: (-runners[i].capacity(), i)):
         at = max((g for g in range(len(gaps)) if slots[g]), key=lambda g: lacking[g])
         choice[i] = at
         slots[at] -= 1
-        lacking[at] -= costs.capacity(runners[i].memory, opens=False, closes=False)
+        lacking[at] -= runners[i].capacity()
     return tuple(choice)
 
 
 def _split_all(
-    gaps: Sequence[Gap], groups: Sequence[Sequence[Runner]], costs: Costs, floor: float
+    gaps: Sequence[Gap], groups: Sequence[Sequence[Runner]], floor: float
 ) -> list[Split] | None:
     """Split each gap; the slowest stage of all is then the floor of each."""
     if not all(0 < len(group) <= gap.layers for gap, group in zip(gaps, groups, strict=True)):
         return None
     splits: list[Split] = []
     for _ in range(2):
-        found = [split(gap, group, costs, floor) for gap, group in zip(gaps, groups, strict=True)]
+        found = [split(gap, group, floor) for gap, group in zip(gaps, groups, strict=True)]
         splits = [one for one in found if one is not None]
         if len(splits) < len(gaps):
             return None
@@ -156,7 +169,7 @@ def _split_all(
     return splits
 
 
-def split(gap: Gap, runners: Sequence[Runner], costs: Costs, floor: float = 0.0) -> Split | None:
+def split(gap: Gap, runners: Sequence[Runner], floor: float = 0.0) -> Split | None:
     """Share ``gap`` out among *all* ``runners``: least slowest stage, then least total time.
 
     A slowest stage below ``floor`` seconds is worth nothing: another stage takes that long anyway.
@@ -164,7 +177,7 @@ def split(gap: Gap, runners: Sequence[Runner], costs: Costs, floor: float = 0.0)
     """
     best: Split | None = None
     for order in _orders(gap, runners):
-        found = _share(gap, order, costs, floor)
+        found = _share(gap, order, floor)
         if found is None:
             continue
         if best is None or (found.slowest, found.total) < (best.slowest, best.total):
@@ -187,17 +200,16 @@ def _orders(gap: Gap, runners: Sequence[Runner]) -> Iterator[list[Runner]]:
             yield [*begin, *middle, *end]
 
 
-def _share(gap: Gap, order: Sequence[Runner], costs: Costs, floor: float) -> Split | None:
+def _share(gap: Gap, order: Sequence[Runner], floor: float) -> Split | None:
     tail = len(order) - 1
     stages: list[_Line] = []
     for i, runner in enumerate(order):
         closes = gap.closes and i == tail
-        cap = costs.capacity(runner.memory, opens=gap.opens and i == 0, closes=closes)
         stages.append(
             _Line(
-                cap=cap,
-                fixed=costs.seconds(0, runner.rate, closes=closes),
-                each=costs.seconds(1, runner.rate, closes=False),
+                cap=runner.capacity(opens=gap.opens and i == 0, closes=closes),
+                fixed=runner.seconds(0, closes=closes),
+                each=runner.seconds(1),
             )
         )
     caps = [stage.cap for stage in stages]

@@ -11,17 +11,18 @@ split has all of them.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
+from molink.model.footprint import Footprint, Target
+from molink.model.memory import refusal, size, smaller_modes, usable
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 from molink.wire.base import DTYPE_SIZES
-from molink.wire.control import LayerRange, ModelFacts
+from molink.wire.control import LayerRange, ModelFacts, Quantize
 
 #: Bound of the ring in :class:`molink.wire.control.Form`.
 MAX_STAGES = 16
-#: Part of a peer's memory that placement leaves for activations and buffers.
-MARGIN = 0.1
 #: Bytes/s that are assumed where no peer has measured its own.
 ASSUMED_RATE = 10e9
 #: Bytes of a weight where bf16 can't be computed with.
@@ -33,8 +34,8 @@ _WIDER = " (a CPU without bf16 computes in f32: its memory counts for less)"
 class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
 
-    ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). Without ``bf16`` the dtype
-    ``auto`` takes four bytes per weight there.
+    ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
+    four bytes per weight with the dtype ``auto``.
     """
 
     peer: str
@@ -43,6 +44,7 @@ class Candidate:
     read_rate: float
     stage: str = "auto"
     bf16: bool = True
+    cuda: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,14 @@ class _NoPlacement(Exception):
 
 
 def place(
-    facts: ModelFacts, candidates: Sequence[Candidate], dtype: str = "auto"
+    facts: ModelFacts,
+    candidates: Sequence[Candidate],
+    dtype: str = "auto",
+    quantize: Quantize = "none",
 ) -> Placement | Unplaceable:
     """Place a model over ``candidates``, which are in the order in which they joined."""
     try:
-        return _Placer(facts, candidates, dtype).place()
+        return _Placer(facts, candidates, Target(dtype=dtype, quantize=quantize)).place()
     except _NoPlacement as reason:
         return Unplaceable(str(reason))
 
@@ -104,12 +109,12 @@ def parse_range(stage: str) -> LayerRange | None:
 class _Placer:
     """One call of :func:`place`."""
 
-    def __init__(self, facts: ModelFacts, candidates: Sequence[Candidate], dtype: str) -> None:
-        self.facts = facts
-        self.costs = Costs.of(facts, dtype)
-        self.widens = dtype == "auto" and facts.element_bytes < _WIDE
+    def __init__(self, facts: ModelFacts, candidates: Sequence[Candidate], target: Target) -> None:
+        """``target`` has what is the same at every peer: dtype and quantization."""
+        self.facts, self.candidates, self.common = facts, candidates, target
+        widens = target.dtype == "auto" and facts.element_bytes < _WIDE
         used = [c for c in candidates if c.stage != "none"]
-        self.hint = _WIDER if self.widens and not all(c.bf16 for c in used) else ""
+        self.hint = _WIDER if widens and not all(c.bf16 or c.cuda for c in used) else ""
         known = [c.read_rate for c in candidates if c.stage != "none" and c.read_rate > 0]
         self.default_rate = median(known) if known else ASSUMED_RATE
         self.autos = [self.runner(c) for c in candidates if c.stage == "auto"]
@@ -119,13 +124,15 @@ class _Placer:
         )
 
     def runner(self, candidate: Candidate) -> Runner:
-        """What a peer has, in bytes as the model is stored: where those widen it has room for less.
-
-        A rate is scaled alike: so many stored bytes are read per second.
-        """
-        part = self.facts.element_bytes / _WIDE if self.widens and not candidate.bf16 else 1.0
+        """What a peer has, and what the model takes there."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        return Runner(candidate.peer, int(candidate.memory * (1 - MARGIN) * part), rate * part)
+        costs = Costs.of(Footprint.of(self.facts, self.target(candidate)))
+        return Runner(candidate.peer, usable(candidate.memory), rate, costs)
+
+    def target(self, candidate: Candidate) -> Target:
+        """How a peer would run a stage."""
+        kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
+        return replace(self.common, kind=kind, bf16=candidate.bf16)
 
     def place(self) -> Placement:
         if not self.autos and not self.fixed:
@@ -153,14 +160,10 @@ class _Placer:
             )
         opens, closes = first == 0, last == self.facts.layers
         runner = self.runner(candidate)
-        needs = self.costs.memory(last - first, opens=opens, closes=closes)
-        if needs > runner.memory:
-            raise _NoPlacement(
-                f"{named} needs {size(needs)} for its layers, but has {size(runner.memory)}"
-                f"{self.hint}"
-            )
-        seconds = self.costs.seconds(last - first, runner.rate, closes=closes)
-        return Placed(candidate.peer, layers, seconds)
+        if last - first > runner.capacity(opens=opens, closes=closes):
+            why = refusal(self.facts, layers, self.target(candidate), candidate.memory)
+            raise _NoPlacement(f"{named}: {why}{self.hint}")
+        return Placed(candidate.peer, layers, runner.seconds(last - first, closes=closes))
 
     def gaps(self) -> list[Gap]:
         """Ranges between the explicit ones."""
@@ -191,23 +194,19 @@ class _Placer:
                 f"there, {len(gaps)} are needed"
             )
         for runners in self.selections(gaps):
-            best = share_out(gaps, runners, self.costs, floor)
+            best = share_out(gaps, runners, floor)
             if best is not None:
                 return best
         raise _NoPlacement(self.shortage(gaps))
 
     def selections(self, gaps: Sequence[Gap]) -> Iterable[list[Runner]]:
         """Sets of auto peers to try, largest first; each in the order of joining."""
-        able = [
-            runner
-            for runner in self.autos
-            if self.costs.capacity(runner.memory, opens=False, closes=False) >= 1
-        ]
+        able = [runner for runner in self.autos if runner.capacity() >= 1]
         room = min(sum(gap.layers for gap in gaps), MAX_STAGES - len(self.fixed))
         if len(able) > room:
-            quickest = sorted(able, key=lambda runner: -runner.rate)[:room]
+            quickest = sorted(able, key=lambda runner: runner.seconds(1))[:room]
             yield [runner for runner in able if runner in quickest]
-        largest = sorted(able, key=lambda runner: -runner.memory)
+        largest = sorted(able, key=lambda runner: -runner.capacity())
         for count in range(min(room, len(able)), len(gaps) - 1, -1):
             yield [runner for runner in able if runner in largest[:count]]
 
@@ -215,34 +214,39 @@ class _Placer:
         at = gap.first
         for runner, count in found.shares:
             closes = at + count == self.facts.layers
-            seconds = self.costs.seconds(count, runner.rate, closes=closes)
+            seconds = runner.seconds(count, closes=closes)
             yield Placed(runner.peer, (at, at + count), seconds)
             at += count
 
     def shortage(self, gaps: Sequence[Gap]) -> str:
-        """Why memory isn't enough, with the numbers."""
-        needs = sum(
-            self.costs.memory(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps
-        )
+        """Why memory isn't enough, with the numbers and what would help."""
+        costs = max((runner.costs for runner in self.autos), key=lambda one: one.layer_weights)
+        needs = sum(costs.memory(gap.layers, opens=gap.opens, closes=gap.closes) for gap in gaps)
         offers = sum(runner.memory for runner in self.autos)
+        layers = sum(gap.layers for gap in gaps)
+        room = sum(max(0, runner.capacity()) for runner in self.autos)
         peers = "1 peer" if len(self.autos) == 1 else f"{len(self.autos)} peers"
         what = self.facts.name if not self.fixed else f"the rest of {self.facts.name}"
+        smaller = self.smaller()
+        helps = f"serve it with --quantize {smaller}" if smaller else "serve a smaller model"
         if needs > offers:
             return (
-                f"{what} needs {size(needs)}, the swarm offers {size(offers)} on {peers}; add a "
-                f"peer, give more memory or serve a smaller model{self.hint}"
+                f"{what} needs {size(needs)}, the swarm offers {size(offers)} on {peers}: room for "
+                f"{min(room, layers - 1)} of {layers} layers; add a peer, give more memory or "
+                f"{helps}{self.hint}"
             )
-        layer = self.costs.memory(1, opens=False, closes=False)
+        layer = costs.layer_weights + costs.layer_room
         return (
             f"{what} needs {size(needs)} and the swarm offers {size(offers)} on {peers}, but no "
-            f"split fits: a layer takes {size(layer)}, the first stage {size(self.costs.first)} "
-            f"and the last one {size(self.costs.last)} more{self.hint}"
+            f"split fits: a layer takes {size(layer)}, a stage {size(costs.stage)} beside its "
+            f"layers, the first {size(costs.first)} and the last {size(costs.last + costs.logits)} "
+            f"more; {helps}{self.hint}"
         )
 
-
-def size(count: int) -> str:
-    """Bytes for a person: ``14.2 GB``."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} bytes"
+    def smaller(self) -> Quantize | None:
+        """The gentlest quantization with which there would be a placement, if any."""
+        for mode in smaller_modes(self.facts, self.common):
+            found = place(self.facts, self.candidates, self.common.dtype, mode)
+            if isinstance(found, Placement):
+                return mode
+        return None

@@ -62,10 +62,15 @@ class Planner:
             offers = report.stage == "auto" or parse_range(report.stage) is not None
             if offers and not left_out:
                 device = report.device
-                bf16 = device.bf16 or device.kind == "cuda"  # CUDA keeps the model's own type
                 found.append(
                     Candidate(
-                        peer, report.name, device.memory, device.read_rate, report.stage, bf16
+                        peer,
+                        report.name,
+                        device.memory,
+                        device.read_rate,
+                        report.stage,
+                        bf16=device.bf16,
+                        cuda=device.kind == "cuda",
                     )
                 )
         return tuple(found)
@@ -112,7 +117,7 @@ class Planner:
                 f"waiting for peers: {len(candidates)} of {desired.min_peers} with a stage are "
                 "there"
             )
-        found = place(desired.facts, candidates, desired.dtype)
+        found = place(desired.facts, candidates, desired.dtype, desired.quantize)
         if isinstance(found, Placement):
             self.placed, self._waive_at = True, None
             return found

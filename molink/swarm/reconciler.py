@@ -33,7 +33,7 @@ from molink.swarm.placement import Candidate, Placement, Unplaceable
 from molink.swarm.planner import LOSS_DEBOUNCE, Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.roster import Roster
-from molink.wire.control import PeerReport, StageFailed, StageLoaded, Unassign
+from molink.wire.control import BLOCK_SIZE, PeerReport, StageFailed, StageLoaded, Unassign
 
 log = logging.getLogger(__name__)
 
@@ -225,8 +225,8 @@ class Reconciler:
             if self.formation is None:
                 self.planner.again(self._candidates(now), now)  # ``min_peers`` may be another
             return
-        self._note(now, f"serve {desired.facts.name} as {desired.dtype}")
-        if old is not None and (old.facts, old.dtype) != (desired.facts, desired.dtype):
+        self._note(now, f"serve {desired.facts.name} as {desired.dtype}, {desired.mode}")
+        if old is not None and old.weights != desired.weights:
             self._abolish()
         self._break(JUST_ASKED, None, now)
 
@@ -324,7 +324,13 @@ class Reconciler:
         assert self.desired is not None
         old = self.formation
         self.epoch += 1
-        record = PipelineRecord(self.pipeline, self.desired.facts.name, self.epoch, stages)
+        record = PipelineRecord(
+            self.pipeline,
+            self.desired.facts.name,
+            self.epoch,
+            stages,
+            block_size=self._block_size(stages),
+        )
         self.formation = Formation(record, "loading", now, fetched=fetched)
         self.reason = "loading the model"
         layout = ", ".join(
@@ -339,6 +345,20 @@ class Reconciler:
         for stage in range(len(stages)):
             self._instruct(self.formation, stage)
 
+    def _block_size(self, stages: tuple[StageRecord, ...]) -> int:
+        """The largest KV block that the attention of any stage wants, if it can run this model.
+
+        Kernels that read pages in place know neither float32 nor scores that are capped.
+        """
+        assert self.desired is not None
+        facts, dtype = self.desired.facts, self.desired.dtype
+        wide = dtype == "f32" or (dtype == "auto" and facts.element_bytes > 2)
+        if wide or facts.score_heads:
+            return BLOCK_SIZE
+        sessions = [self.roster.sessions.get(stage.peer) for stage in stages]
+        wanted = [one.report.device.block_size for one in sessions if one is not None]
+        return max([BLOCK_SIZE, *wanted])
+
     def _form(self, formation: Formation, now: float) -> None:
         """All have loaded: tell them to form the ring."""
         assert self.desired is not None
@@ -350,7 +370,7 @@ class Reconciler:
             self._break(f"{self.roster.name(peer)} has no memory left for KV", peer, now)
             return
         stages = tuple(
-            replace(stage, port=said.port, max_blocks=said.max_blocks, decode_s=said.decode_s)
+            replace(stage, port=said.port, max_blocks=said.max_blocks, profile=said.profile)
             for stage, said in zip(record.stages, loaded, strict=True)
         )
         # As many as there are stages keep each of them busy; more would only make each smaller,
@@ -369,6 +389,8 @@ class Reconciler:
     def _instruct(self, formation: Formation, stage: int) -> None:
         """Tell a stage's peer what it should be doing in this epoch."""
         assert self.desired is not None
+        for known in instructions.profiles(formation, stage):
+            self._send(formation.peers[stage], known)
         message = instructions.instruction(formation, stage, self.desired, self.roster)
         if message is not None:
             self._send(formation.peers[stage], message)

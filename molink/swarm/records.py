@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.wire.control import LayerRange, Member, ModelFacts
+from molink.wire.control import BLOCK_SIZE, LayerRange, Member, ModelFacts, Quantize
+from molink.wire.profile import UNKNOWN, Profile
 
 #: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.
 Standing = Literal["member", "left", "revoked"]
@@ -57,17 +58,28 @@ class Desired:
     min_peers: int = 1
     dtype: Dtype = "auto"
     micro_batches: int = 0
+    quantize: Quantize = "none"
+
+    @property
+    def weights(self) -> tuple[object, ...]:
+        """What makes every stage load anew if it changes."""
+        return self.facts, self.dtype, self.quantize
+
+    @property
+    def mode(self) -> Quantize:
+        """How projections are kept: as asked for, or as the files have them."""
+        return self.facts.quantized if self.facts.quantized != "none" else self.quantize
 
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A stage of an epoch. ``port``, ``max_blocks`` and ``decode_s`` are known once it loaded."""
+    """A stage of an epoch. ``port``, ``max_blocks`` and ``profile`` are known once it loaded."""
 
     peer: str
     layers: LayerRange
     port: int = 0
     max_blocks: int = 0
-    decode_s: float = 0.0
+    profile: Profile = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +93,5 @@ class PipelineRecord:
     formed: bool = False
     blocks: int = 0
     micro_batches: int = 0
+    #: Positions of a KV block, at every stage.
+    block_size: int = BLOCK_SIZE

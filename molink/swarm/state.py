@@ -25,6 +25,7 @@ from molink.swarm.records import (
 )
 from molink.swarm.schema import explain, prepare
 from molink.wire.control import Member, ModelFacts
+from molink.wire.profile import Profile
 from molink.wire.secrets import private_folder
 
 FILE = "swarm.sqlite"
@@ -177,25 +178,26 @@ class State:
     def desired(self) -> Desired | None:
         """The model to be served."""
         row = self._db.execute(
-            "SELECT facts, source, min_peers, dtype, micro_batches FROM models"
+            "SELECT facts, source, min_peers, dtype, micro_batches, quantize FROM models"
         ).fetchone()
         if row is None:
             return None
         return Desired(msgspec.msgpack.decode(row[0], type=ModelFacts), *row[1:])
 
     def save_desired(self, desired: Desired) -> None:
-        """Serve this model; a pipeline of another one, or of another dtype, is forgotten."""
+        """Serve this model; a pipeline of another one, or with other weights, is forgotten."""
         facts = msgspec.msgpack.encode(desired.facts)
         with self._transaction():
             self._db.execute(
-                "DELETE FROM models WHERE facts != ? OR dtype != ?", (facts, desired.dtype)
+                "DELETE FROM models WHERE facts != ? OR dtype != ? OR quantize != ?",
+                (facts, desired.dtype, desired.quantize),
             )
             self._db.execute(
-                "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches) "
-                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+                "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches, "
+                "quantize) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "facts = excluded.facts, source = excluded.source, "
                 "min_peers = excluded.min_peers, dtype = excluded.dtype, "
-                "micro_batches = excluded.micro_batches",
+                "micro_batches = excluded.micro_batches, quantize = excluded.quantize",
                 (
                     desired.facts.name,
                     facts,
@@ -203,6 +205,7 @@ class State:
                     desired.min_peers,
                     desired.dtype,
                     desired.micro_batches,
+                    desired.quantize,
                 ),
             )
 
@@ -214,20 +217,20 @@ class State:
     def pipeline(self) -> PipelineRecord | None:
         """The pipeline as last committed."""
         row = self._db.execute(
-            "SELECT id, model, epoch, formed, blocks, micro_batches FROM pipelines"
+            "SELECT id, model, epoch, formed, blocks, micro_batches, block_size FROM pipelines"
         ).fetchone()
         if row is None:
             return None
-        id, model, epoch, formed, blocks, micro_batches = row
+        id, model, epoch, formed, *sizes = row
         stages = tuple(
-            StageRecord(peer, (first, last), port, max_blocks, decode_s)
-            for peer, first, last, port, max_blocks, decode_s in self._db.execute(
-                "SELECT peer, first, last, port, max_blocks, decode_s FROM stages "
+            StageRecord(peer, (first, last), port, max_blocks, _profile(profile))
+            for peer, first, last, port, max_blocks, profile in self._db.execute(
+                "SELECT peer, first, last, port, max_blocks, profile FROM stages "
                 "WHERE pipeline = ? ORDER BY stage",
                 (id,),
             )
         )
-        return PipelineRecord(id, model, epoch, stages, bool(formed), blocks, micro_batches)
+        return PipelineRecord(id, model, epoch, stages, bool(formed), *sizes)
 
     def commit(self, pipeline: PipelineRecord) -> None:
         """Commit an epoch of a pipeline, or that it has formed.
@@ -241,8 +244,8 @@ class State:
         with self._transaction():
             self._db.execute("DELETE FROM pipelines")
             self._db.execute(
-                "INSERT INTO pipelines (id, model, epoch, formed, blocks, micro_batches) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO pipelines (id, model, epoch, formed, blocks, micro_batches, "
+                "block_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     pipeline.id,
                     pipeline.model,
@@ -250,13 +253,14 @@ class State:
                     pipeline.formed,
                     pipeline.blocks,
                     pipeline.micro_batches,
+                    pipeline.block_size,
                 ),
             )
             self._db.executemany(
                 "INSERT INTO stages (pipeline, stage, peer, first, last, port, max_blocks, "
-                "decode_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "profile) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [
-                    (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, s.decode_s)
+                    (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, _packed(s.profile))
                     for i, s in enumerate(pipeline.stages)
                 ],
             )
@@ -264,3 +268,11 @@ class State:
                 "UPDATE swarm SET last_pipeline = ?, last_epoch = ?",
                 (max(number, int(pipeline.id.removeprefix("p"))), pipeline.epoch),
             )
+
+
+def _packed(profile: Profile) -> bytes:
+    return msgspec.msgpack.encode(profile)
+
+
+def _profile(packed: bytes) -> Profile:
+    return msgspec.msgpack.decode(packed, type=Profile)

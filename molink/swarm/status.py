@@ -35,6 +35,7 @@ def build_status(
         "swarm": swarm,
         "coordinator": {"addresses": list(addresses), "state": "running", "pid": pid},
         "model": desired.facts.name if desired is not None else None,
+        "quantize": desired.mode if desired is not None else "none",
         "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
         "pipelines": [] if desired is None else [_pipeline(reconciler)],
         "trouble": reconciler.reason,
@@ -113,7 +114,7 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
             "peer": stage.peer,
             "layers": list(stage.layers),
             "device": device_text(session.report.device) if session is not None else "",
-            "decode_s": stage.decode_s,
+            "decode_s": stage.profile.decode_s(1),
         }
 
     return [shown(stage) for stage in formation.record.stages]

@@ -10,12 +10,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from molink.wire.base import Count, Index, Message, Payload, Sentence, Text
+from molink.wire.profile import UNKNOWN, Profile
 
 Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 #: A CURVE key in Z85.
 PublicKey = Annotated[str, msgspec.Meta(max_length=40, pattern=r"^[!-~]{40}$")]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 LayerRange = tuple[Index, Index]
+#: How a stage keeps the projections of its layers (:mod:`molink.model.quantization`).
+Quantize = Literal["none", "int8", "nf4"]
 
 
 class Failure(Message, frozen=True, kw_only=True, tag="failure"):
@@ -69,6 +72,8 @@ class Device(Message, frozen=True, kw_only=True):
     read_rate: float = 0.0
     #: Whether it computes in bf16; if not, 16-bit models take four bytes per weight on a CPU.
     bf16: bool = True
+    #: What its attention wants the positions of a KV block to be a multiple of.
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
 class WorkerState(Message, frozen=True, kw_only=True):
@@ -115,8 +120,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
     """The worker of an assignment holds its weights and listens on ``port``.
 
-    ``max_blocks`` KV blocks fit its pool; ``decode_s`` is its measured time of a one-token decode
-    step in seconds.
+    ``max_blocks`` KV blocks fit its pool; ``profile`` is how long it has measured its steps to
+    take.
     """
 
     pipeline: Text
@@ -124,7 +129,7 @@ class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
     stage: Index
     port: Port
     max_blocks: Index
-    decode_s: float
+    profile: Profile = UNKNOWN
 
 
 class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
@@ -151,9 +156,10 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
 
 
 class ModelFacts(Message, frozen=True, kw_only=True):
-    """What placement has to know of a model, in bytes (as stored) and tokens.
+    """What placement has to know of a model, in bytes (in its own dtype) and tokens.
 
-    ``element_bytes`` is the size of a stored weight; another dtype scales the byte counts.
+    ``element_bytes`` is the size of a weight; another dtype scales the byte counts, but not those
+    of quantized projections. What has a default was unknown to earlier versions.
     """
 
     name: Text
@@ -166,6 +172,22 @@ class ModelFacts(Message, frozen=True, kw_only=True):
     kv_bytes: Count
     context: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
+    #: Of ``layer_bytes``, those of the projections; and what these take as int8 and as nf4.
+    projection_bytes: Count = 0
+    int8_bytes: Count = 0
+    nf4_bytes: Count = 0
+    #: Elements of the largest merged projection of a layer.
+    widest: Count = 0
+    #: Elements that one row of a step takes in a layer, at most; and its own.
+    row_elements: Count = 0
+    hidden: Count = 0
+    #: Heads for which attention keeps all scores, where these are capped (Gemma 2).
+    score_heads: Count = 0
+    vocabulary: Count = 0
+    #: The output head is the embedding: a stage with both ends holds it once.
+    tied: bool = False
+    #: How the files themselves are quantized.
+    quantized: Quantize = "none"
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
@@ -180,6 +202,7 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     dtype: Literal["auto", "f32", "bf16", "f16"] = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    quantize: Quantize = "none"
 
 
 class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
@@ -262,6 +285,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     sources: tuple[Text, ...]
     dtype: Literal["auto", "f32", "bf16", "f16"]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
+    quantize: Quantize = "none"
 
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
@@ -294,6 +318,19 @@ class Form(Message, frozen=True, kw_only=True, tag="form"):
     ring: Annotated[tuple[StageAddress, ...], msgspec.Meta(min_length=1, max_length=16)]
     blocks: Index
     micro_batches: Index
+
+
+class StageProfile(Message, frozen=True, kw_only=True, tag="stage-profile"):
+    """How long a stage's steps take, for the head: it is told all stages' before its ``Form``.
+
+    One message each, since a header has no room for those of a whole ring. They are advice: a head
+    that lacks one schedules without.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=16)]
+    profile: Profile
 
 
 class Unassign(Message, frozen=True, kw_only=True, tag="unassign"):
@@ -412,6 +449,7 @@ ControlMessage = (
     | MemberGone
     | Prefetch
     | Assign
+    | StageProfile
     | Form
     | Unassign
     | Route

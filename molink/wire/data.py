@@ -90,6 +90,18 @@ class History(LeanMessage, frozen=True, tag="history"):
     payload: Payload
 
 
+class Table(LeanMessage, frozen=True, tag="table"):
+    """KV blocks that a request's block table begins with (payload ``i32 [n]``), in order.
+
+    Sent after :class:`Admit`, and before any rows, if the prefix cache has the request's first
+    tokens: its rows begin after them.
+    """
+
+    tick: Tick
+    request: RequestId
+    payload: Payload
+
+
 class Rows(LeanMessage, frozen=True, tag=False):
     """Consecutive rows of one request in a volume: tokens at ``start … start + count - 1``."""
 
@@ -102,6 +114,9 @@ class Rows(LeanMessage, frozen=True, tag=False):
     blocks: tuple[Index, ...] = ()
     #: Whether the tail samples a token from the last of these rows.
     sample: bool = False
+    #: Before these rows run, the positions before ``start`` in its block are copied from this one
+    #: (the prefix cache has them there, followed by others); -1 if nothing is to be copied.
+    source: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
 
 
 class Volume(LeanMessage, frozen=True, tag="volume"):
@@ -177,7 +192,9 @@ class Sampled(LeanMessage, frozen=True, tag="sampled"):
     failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
-RingBody = Admit | History | Volume | VolumePart | Release | Tombstone | TopLogprobs | Sampled
+RingBody = (
+    Admit | History | Table | Volume | VolumePart | Release | Tombstone | TopLogprobs | Sampled
+)
 
 
 class LinkHello(LeanMessage, frozen=True, tag="hello"):

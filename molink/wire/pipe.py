@@ -12,7 +12,8 @@ import msgspec
 
 from molink.errors import WireError
 from molink.wire.base import Count, Index, Message, Sentence, Text
-from molink.wire.control import LayerRange, Port, PublicKey, StageAddress
+from molink.wire.control import LayerRange, Port, PublicKey, Quantize, StageAddress
+from molink.wire.profile import UNKNOWN, Profile
 
 MAX_PIPE_MESSAGE = 1 << 20
 _LENGTH = struct.Struct("<I")
@@ -22,7 +23,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     """The first message: everything a worker has to know to load its stage.
 
     ``secret_key`` is the peer's CURVE key (it never appears in argv or the environment).
-    ``kv_bytes`` bounds the KV pool; ``ports`` is the range to bind the data socket in (half-open).
+    ``kv_bytes`` bounds the KV pool (``molink.model.memory``); ``ports`` is the range to bind the
+    data socket in (half-open).
     ``device`` is ``cpu`` or ``cuda:N``; ``threads`` 0 leaves torch's default.
     """
 
@@ -43,9 +45,18 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     max_context: Count
     #: How the link schedules what it sends (``molink.link.create``).
     policy: Text = "fifo"
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 512
+    #: Rows of a prefill chunk; 0 leaves them to the head.
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    prefix_cache: bool = True
+    #: Folder in which measured profiles are kept; empty: they are measured anew each time.
+    profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    quantize: Quantize = "none"
+    #: Whether there is memory to keep projections twice, if that makes steps of few rows faster.
+    twin: bool = False
+    #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
+    memory: Count = 0
 
 
 class MemberKey(Message, frozen=True, kw_only=True):
@@ -62,12 +73,16 @@ class Members(Message, frozen=True, kw_only=True, tag="members"):
 
 
 class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
-    """Begin (or begin again) under ``epoch``: fresh KV, links, ticks. ``ring[stage]`` is you."""
+    """Begin (or begin again) under ``epoch``: fresh KV, links, ticks. ``ring[stage]`` is you.
+
+    ``profiles`` are those of all stages in ring order, or nothing where none is known.
+    """
 
     epoch: Count
     ring: tuple[StageAddress, ...]
     blocks: Index
     micro_batches: Index
+    profiles: Annotated[tuple[Profile, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
@@ -75,7 +90,7 @@ class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
 
     port: Port
     max_blocks: Index
-    decode_s: float
+    profile: Profile = UNKNOWN
     weight_bytes: Count
 
 

@@ -52,7 +52,7 @@ class Desk:
         self._head = head
         self._pipeline = pipeline
         self._send = send
-        self._intake = Intake(head.limits.max_context, vocabulary)
+        self._intake = Intake(head.limits.longest, vocabulary)
         self._connections: dict[tuple[str, str], bytes] = {}
         #: Requests whose tokens could not be sent: where to say so, and until when to try.
         self._owed: dict[tuple[str, str], tuple[bytes, float]] = {}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from molink.stage.memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
 from molink.worker.requests import RequestTable
 from molink.worker.step import Segment, SegmentResult, failed_step, run_step
@@ -18,12 +19,14 @@ log = logging.getLogger(__name__)
 class StepDone:
     """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so.
 
-    A failed step without ``results`` could not even report its requests as failed.
+    ``out_of_memory`` says that this was for want of memory. A failed step without ``results`` could
+    not even report its requests as failed.
     """
 
     results: Sequence[SegmentResult]
     seconds: float
     error: str | None
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,23 @@ class Executor:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             began = time.perf_counter()
-            results, error = self._step(job)
-            job.done(StepDone(results, time.perf_counter() - began, error))
+            results, error, out_of_memory = self._step(job)
+            seconds = time.perf_counter() - began
+            job.done(StepDone(results, seconds, error, out_of_memory))
 
-    def _step(self, job: _Job) -> tuple[Sequence[SegmentResult], str | None]:
+    def _step(self, job: _Job) -> tuple[Sequence[SegmentResult], str | None, bool]:
+        """Results, what went wrong if anything did, and whether that was memory."""
         try:
-            return run_step(self._stage, job.requests, job.segments), None
+            return run_step(self._stage, job.requests, job.segments), None, False
         except Exception as caught:
             log.exception("a step failed; its rows are reported as failed")
             error = f"{type(caught).__name__}: {caught}"
+            out_of_memory = is_out_of_memory(caught)
+        # Only now are the step's tensors gone: its frames held them as long as the exception did.
         try:
-            return failed_step(self._stage, job.requests, job.segments), error
+            if out_of_memory:
+                release_cached()
+            return failed_step(self._stage, job.requests, job.segments), error, out_of_memory
         except Exception as caught:
             log.exception("nor can its rows be reported as failed")
-            return (), f"{error}; then {type(caught).__name__}: {caught}"
+            return (), f"{error}; then {type(caught).__name__}: {caught}", out_of_memory

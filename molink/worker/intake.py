@@ -53,7 +53,8 @@ class Intake:
             )
         if message.tokens >= self._max_context:
             raise ContextTooLong(
-                f"{message.tokens} tokens leave nothing of a context of {self._max_context}",
+                f"a prompt of {message.tokens} tokens leaves nothing of the {self._max_context}"
+                " that fit, prompt and answer together",
                 "prompt",
             )
         self.cancel(owner, message.key)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import zmq.asyncio
 
+from molink.head.chunk import most_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.link.create import create_policy
@@ -20,6 +21,7 @@ from molink.wire.data import MAX_GROUPS, Cancel, Credit, DataMessage, Prompt, Su
 from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import FormRing, Start
+from molink.wire.profile import Profile
 from molink.wire.server import Sender, Server
 from molink.worker.desk import Desk
 from molink.worker.executor import Executor
@@ -45,7 +47,7 @@ class Place:
         stage: Stage,
         context: zmq.asyncio.Context,
         server: Server[DataMessage],
-        decode_s: float,
+        profile: Profile,
         on_dead: Callable[[str], None],
         on_broken: Callable[[str], None],
     ) -> None:
@@ -67,7 +69,7 @@ class Place:
             self._executor,
             self._head,
             self.desk,
-            decode_s,
+            profile,
             on_broken,
             self._board_limits(),
         )
@@ -131,7 +133,9 @@ class Place:
             chunk_tokens=start.chunk_tokens,
             max_running=start.max_running,
             max_waiting=start.max_waiting,
-            max_context=min(start.max_context, order.blocks * start.block_size),
+            max_context=start.max_context,
+            prefix_cache=start.prefix_cache,
+            profiles=order.profiles,
         )
         return Head(limits, order.epoch)
 
@@ -150,7 +154,8 @@ class Place:
     def _most_bytes(self) -> int:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
         start, stage = self._start, self._stage
-        rows = 2 * self._order.micro_batches * (start.chunk_tokens + MAX_GROUPS)
+        chunk = most_chunk_rows(start.chunk_tokens)
+        rows = 2 * self._order.micro_batches * (chunk + MAX_GROUPS)
         return max(LEAST_BYTES, rows * stage.config.hidden_size * DTYPE_SIZES[stage.travel_dtype])
 
     def _make_outlink(

@@ -1,5 +1,6 @@
 """What a stage knows of each request beyond the rows of the moment."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from molink.stage.history import History
@@ -43,6 +44,10 @@ class RequestTable:
         split = max(0, min(len(ids), state.prompt_tokens - first))
         state.history.add_prompt(ids[:split])
         state.history.add_generated(ids[split:])
+
+    def table(self, request: int, blocks: Sequence[int]) -> None:
+        """Learn blocks that its table begins with; no row of it has run."""
+        self._states[request].blocks.extend(blocks)
 
     def release(self, request: int) -> None:
         """A request is over."""

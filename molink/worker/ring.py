@@ -23,23 +23,23 @@ from molink.wire.data import (
     Release,
     RingBody,
     Sampled,
+    Table,
     Tombstone,
     TopLogprobs,
     Volume,
 )
+from molink.wire.profile import Profile
 from molink.worker.desk import Desk
 from molink.worker.executor import Executor, StepDone
+from molink.worker.patience import Patience, StepSize
 from molink.worker.requests import RequestTable
 from molink.worker.scoreboard import BoardLimits, Scoreboard
 from molink.worker.step import Segment, SegmentResult
-from molink.worker.work import Control, ControlBody, Work
+from molink.worker.steptimes import StepTimes
+from molink.worker.work import Control, ControlBody, Work, block_ids
 
 #: Tops that wait for their ``Sampled``: a bound against a tail that sends nothing but tops.
 MAX_TOPS = 4096
-#: Steps that may fail one after another: a device in a bad state fails them all.
-MAX_FAILED_STEPS = 5
-#: Weight of the last step in the running mean of seconds per row.
-SMOOTHING = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class Ring:
     Everything here runs on the event loop; ``executor`` computes on its own thread and keeps at
     most one step. ``pump`` is called after every event and does whatever can be done now.
 
-    ``decode_s`` is the measured time of a one-token step. ``on_broken`` is told, once, why this
-    stage can't go on: an error of our own after which ticks would be missing, or steps that fail
-    one after another.
+    ``profile`` is how long its steps have been measured to take. ``on_broken`` is told, once, why
+    this stage can't go on: an error of our own after which ticks would be missing, or steps that
+    fail one after another.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Ring:
         executor: Executor,
         head: Head | None,
         desk: Desk | None,
-        decode_s: float,
+        profile: Profile,
         on_broken: Callable[[str], None],
         limits: BoardLimits | None = None,
     ) -> None:
@@ -103,11 +103,9 @@ class Ring:
         self.failed_steps = 0
         #: Messages that make no sense at this place of the ring.
         self.strays = 0
-        self._failed_in_a_row = 0
+        self._patience = Patience()
         self._on_broken = on_broken
-        self._decode_s = decode_s
-        #: Seconds per row, never below those of a one-token step: rows of larger steps cost less.
-        self._row_seconds = decode_s
+        self._times = StepTimes(profile)
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
 
@@ -152,7 +150,9 @@ class Ring:
     def _arrive(self, body: RingBody, data: bytearray | memoryview | None) -> None:
         now = time.monotonic()
         match body:
-            case Admit() | History() | Release() | Tombstone() | Volume() if self._head is None:
+            case Admit() | History() | Table() | Release() | Tombstone() | Volume() if (
+                self._head is None
+            ):
                 self.scoreboard.arrive(body, data, now)
             case Sampled() | TopLogprobs() | Release() | Tombstone():
                 self._came_round(body, now)
@@ -177,9 +177,10 @@ class Ring:
     def _start_step(self, work: Work) -> None:
         segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
         self._computing = True
-        self.predicted = self._row_seconds * sum(_rows(part.volume) for part in work.parts)
+        expected = self._times.begin(part.volume for part in work.parts)
+        self.predicted = expected.most
         if work.decode is not None and self._outlet is not None:
-            self._outlet.handle(DecodeStarted(_rows(work.decode.volume), self.predicted))
+            self._outlet.handle(DecodeStarted(_rows(work.decode.volume), expected.likely))
         self._executor.submit(self._requests, segments, self._hand_over)
 
     # --- from the head ---------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Ring:
     def _take_batch(self, batch: Batch, now: float) -> None:
         """Feed a micro-batch of the head into this stage's own scoreboard."""
         for control in batch.control:
-            data = None if control.tokens is None else array("i", control.tokens).tobytes()
+            data = None if control.ids is None else array("i", control.ids).tobytes()
             self.scoreboard.arrive(control.body, data, now)
         for volume in batch.volumes:
             self.scoreboard.arrive(volume.header, volume.tokens, now)
@@ -223,6 +224,8 @@ class Ring:
                         self._pass_on(body)
                 case History():
                     self._history(body, control.data)
+                case Table():
+                    self._table(body, control.data)
                 case Release():
                     self._requests.release(body.request)
                     self._pass_on(body)
@@ -236,6 +239,12 @@ class Ring:
         if self._stage.is_last:
             self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
         else:
+            self._pass_on(body, data)
+
+    def _table(self, body: Table, data: object) -> None:
+        """Blocks of the prefix cache (``i32``), which every stage has to know."""
+        self._requests.table(body.request, block_ids(body, data))
+        if not self._stage.is_last and isinstance(data, bytes | bytearray | memoryview):
             self._pass_on(body, data)
 
     def _pass_on(self, body: ControlBody, payload: Buffer | None = None) -> None:
@@ -262,8 +271,8 @@ class Ring:
         self._computing = False
         self.predicted = 0.0
         self._count(done)
-        if self._failed_in_a_row >= MAX_FAILED_STEPS or (done.error and not done.results):
-            self._break(f"{self._failed_in_a_row} steps failed one after another: {done.error}")
+        if self._patience.exhausted or (done.error and not done.results):
+            self._break(f"{self._patience.failures} steps failed one after another: {done.error}")
             return
         decoded = sum(_rows(each.volume) for each in done.results if not each.volume.prefill)
         if decoded and self._outlet is not None:
@@ -327,12 +336,13 @@ class Ring:
         self.steps += 1
         self.step_seconds += done.seconds
         self.failed_steps += done.error is not None
-        self._failed_in_a_row = 0 if done.error is None else self._failed_in_a_row + 1
-        rows = sum(_rows(result.volume) for result in done.results)
-        self.rows += rows
-        if rows:
-            seen = (1 - SMOOTHING) * self._row_seconds + SMOOTHING * done.seconds / rows
-            self._row_seconds = max(seen, self._decode_s)
+        size = StepSize.of(result.volume for result in done.results)
+        if done.error is None:
+            self._patience.worked(size)
+        else:
+            self._patience.failed(size, out_of_memory=done.out_of_memory)
+        self.rows += sum(_rows(result.volume) for result in done.results)
+        self._times.end(done.seconds)
 
 
 def _rows(volume: Volume) -> int:

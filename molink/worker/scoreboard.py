@@ -3,7 +3,8 @@
 One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
 its order; ticks say what has to come before what. At one stage a tick is *complete*
 
-- of an ``Admit`` or ``History``: when it arrives (they share a lane, so in the order of issue);
+- of an ``Admit``, ``History`` or ``Table``: when it arrives (they share a lane, so in the order of
+  issue);
 - of a ``Volume``: when its rows have run, or at once when none of its rows is left to run;
 - of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
 - of a ``Release``: when all of ``after`` and ``also`` are complete.
@@ -25,19 +26,22 @@ on the control lane, an earlier volume of the same request on the bulk lane.) Wh
 round, no stage will touch the request's blocks again. Nothing is kept of forgotten requests: ids
 rise with admission, so an id at or below the highest one admitted that is not live is over.
 
-**Sharing.** Rows of one request may read blocks that another one writes, if their ``after`` covers
-those writes and the writer is not released before they have come back: dropped rows write nothing.
+**Sharing.** Rows of one request may read blocks that another one writes, or copy from them, if
+their ``after`` covers those writes and the writer is not released before they have come back:
+dropped rows write nothing. The head's prefix cache has only what has come back by the time that it
+admits the reader, so that ``after`` need not name it.
 
 **Misbehaviour** of other stages is counted, noted in the story, and never wedges this one. A
 message that makes no sense becomes a tombstone: its tick completes here and further on, and the
 head, which knows what it sent, fails the requests concerned. So for a volume with an ``after`` not
 before itself or the same request twice; for rows whose ``after`` is complete but whose request was
-never admitted, or whose block table does not hold them or is no honest one; for an ``Admit`` of an
-id that is not new and a ``History`` of a request that is not live, or not the next ids of it; and
-for whatever exceeds the :class:`BoardLimits`, which keep the memory of this stage bounded. A tick
-that was seen already, or is absurdly far ahead, is ignored. A ``Release`` of a request that is not
-live completes like any other; ticks in it that are not before it are left out. Misuse by our own
-shell (completing what was not taken) raises ``InvariantError``.
+never admitted, or whose block table does not hold them or is no honest one, or that copy from no
+honest block; for an ``Admit`` of an id that is not new; for a ``History`` or ``Table`` of a request
+that is not live, or that is not the next ids of it, no blocks, or late; for whatever exceeds the
+:class:`BoardLimits`, which keep the memory of this stage bounded. A tick that was seen already, or
+is absurdly far ahead, is ignored. A ``Release`` of a request that is not live completes like any
+other; ticks in it that are not before it are left out. Misuse by our own shell (completing what was
+not taken) raises ``InvariantError``.
 """
 
 from collections import Counter
@@ -46,9 +50,9 @@ from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.head.story import Story
-from molink.wire.data import Admit, History, Release, Rows, Tombstone, Volume
+from molink.wire.data import Admit, History, Release, Rows, Table, Tombstone, Volume
 from molink.worker.tickset import TickSet
-from molink.worker.work import Control, ControlBody, Ready, Work
+from molink.worker.work import Control, ControlBody, Ready, Work, block_ids
 
 #: A tick further than this above the watermark is no honest message; the head keeps to half of it.
 MAX_SPAN = 1 << 16
@@ -77,10 +81,11 @@ class BoardLimits:
 
 @dataclass(slots=True)
 class _Live:
-    """A request and how many ids of its history and blocks of its table there are."""
+    """A request: ids of its history, blocks of its table, and whether rows of it were taken."""
 
     ids: int = 0
     blocks: int = 0
+    begun: bool = False
 
 
 @dataclass(slots=True)
@@ -137,6 +142,8 @@ class Scoreboard:
                 self._arrive_admit(body, now)
             case History():
                 self._arrive_history(body, data, now)
+            case Table():
+                self._arrive_table(body, data, now)
             case Tombstone():
                 self._finish(body, None)
         self._settle(now)
@@ -195,10 +202,6 @@ class Scoreboard:
     def refused(self) -> int:
         """Messages of other stages that made no sense, or were too many."""
         return self.counts.total() - sum(self.counts[what] for what in _HONEST)
-
-    def is_live(self, request: int) -> bool:
-        """Whether ``request`` was admitted and is not known to be over."""
-        return request in self._live
 
     def validate(self) -> None:
         """Check all invariants.
@@ -263,6 +266,20 @@ class Scoreboard:
             return
         live.ids = end
         self._finish(history, data)
+
+    def _arrive_table(self, table: Table, data: object, now: float) -> None:
+        live = self._live.get(table.request)
+        if live is None:
+            self._refuse(table.tick, "stray_tables", now)
+            return
+        blocks = block_ids(table, data)
+        end = live.blocks + len(blocks)
+        proper = len(blocks) and min(blocks) >= 0 and max(blocks) < self._limits.blocks
+        if not proper or live.begun or end > self._limits.table:
+            self._refuse(table.tick, "bad_tables", now)
+            return
+        live.blocks = end
+        self._finish(table, data)
 
     def _arrive_release(self, release: Release, now: float) -> None:
         named = {release.after, *release.also}
@@ -329,10 +346,14 @@ class Scoreboard:
         live, limits, end = self._live.get(rows.request), self._limits, rows.start + rows.count
         if live is None or any(block >= limits.blocks for block in rows.blocks):
             return False
+        if rows.source >= limits.blocks:
+            return False
+        if rows.source >= 0 and rows.start % limits.block_size == 0:
+            return False
         table = live.blocks + len(rows.blocks)
         if table > limits.table or end > min(limits.context, table * limits.block_size):
             return False
-        live.blocks = table
+        live.blocks, live.begun = table, True
         return True
 
     def _keep(self, waiting: _Waiting, kept: list[int], what: str) -> None:

@@ -10,6 +10,7 @@ from molink.stage.base import SequenceRows, StageInput
 from molink.stage.dtypes import TORCH_DTYPES
 from molink.stage.sampler import SampledToken, SampleRow, sample
 from molink.stage.stage import Stage
+from molink.stage.transfer import download
 from molink.wire.data import Choice, Rows, Sampled, TopLogprobs, Volume
 from molink.worker.requests import RequestTable
 
@@ -49,7 +50,10 @@ def run_step(
     """
     groups = [rows for segment in segments for rows in segment.volume.rows]
     for rows in groups:
-        requests[rows.request].blocks.extend(rows.blocks)
+        table = requests[rows.request].blocks
+        table.extend(rows.blocks)
+        if rows.source >= 0:
+            stage.copy_block(rows.source, table, rows.start)
     tokens, hidden = _gather_input(stage, segments)
     if hidden is not None:
         hidden = _mark_failed(requests, groups, hidden)
@@ -57,7 +61,10 @@ def run_step(
         tokens=tokens,
         hidden=hidden,
         sequences=tuple(
-            SequenceRows(rows.start, rows.count, requests[rows.request].blocks) for rows in groups
+            SequenceRows(
+                rows.start, rows.count, requests[rows.request].blocks, stage.config.context
+            )
+            for rows in groups
         ),
         logit_rows=_sampling_rows(groups),
     )
@@ -133,22 +140,18 @@ def _results(
     """Cut the fused output, rows ``[T, H]`` or logits ``[samples, V]``, into its volumes."""
     if stage.is_last:
         return _sample(segments, requests, output)
-    results, first = [], 0
+    parts, first = [], 0
     for segment in segments:
         begin = first
         for rows in segment.volume.rows:
             if requests[rows.request].failed:
                 output[first : first + rows.count] = torch.nan
             first += rows.count
-        results.append(SegmentResult(segment.volume, _to_host(output[begin:first]), None))
-    return results
-
-
-def _to_host(rows: torch.Tensor) -> bytearray:
-    """Copy rows ``[n, H]`` from the device into memory that the link can keep."""
-    data = bytearray(rows.nbytes)
-    torch.frombuffer(data, dtype=rows.dtype).view(rows.shape).copy_(rows)
-    return data
+        parts.append(output[begin:first])
+    return [
+        SegmentResult(segment.volume, data, None)
+        for segment, data in zip(segments, download(parts), strict=True)
+    ]
 
 
 def _sample(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from molink.wire.data import Admit, History, Release, Tombstone, Volume
+from molink.wire.data import Admit, History, Release, Table, Tombstone, Volume
 
-ControlBody = Admit | History | Release | Tombstone
+ControlBody = Admit | History | Table | Release | Tombstone
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +60,13 @@ class Work:
     def ticks(self) -> tuple[int, ...]:
         """Their ticks, for :meth:`Scoreboard.complete`."""
         return tuple(part.volume.tick for part in self.parts)
+
+
+def block_ids(table: Table, data: object) -> Sequence[int]:
+    """The blocks that came with ``table``; none if ``data`` is not what it promises."""
+    payload = table.payload
+    if payload.dtype != "i32" or len(payload.shape) != 1:
+        return ()
+    if not isinstance(data, bytes | bytearray | memoryview) or len(data) != payload.nbytes:
+        return ()
+    return memoryview(data).cast("B").cast("i")

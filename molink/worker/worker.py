@@ -13,6 +13,8 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.model.folder import ModelFolder
+from molink.stage.memory import limit_memory
+from molink.stage.profile import profile_stage
 from molink.stage.stage import Stage
 from molink.wire.codec import data_codec
 from molink.wire.data import DataMessage, Rejected, Submit
@@ -29,6 +31,7 @@ from molink.wire.pipe import (
     ToWorker,
     WorkerFailed,
 )
+from molink.wire.profile import UNKNOWN, Profile
 from molink.wire.server import Sender, Server
 from molink.wire.zap import Gatekeeper
 from molink.worker.meter import LoopMeter
@@ -61,7 +64,7 @@ class Worker:
         #: Why each member that was cut off was.
         self._blocks: dict[str, str] = {}
         self._orders: asyncio.Queue[ToWorker | WorkerError] = asyncio.Queue()
-        self._decode_s = 0.0
+        self._profile = UNKNOWN
         self._place: Place | None = None
         self._meter = LoopMeter()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
@@ -100,7 +103,7 @@ class Worker:
         start = self._start
         with _failing(f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"):
             stage = await asyncio.to_thread(_load_stage, start)
-            self._decode_s = await asyncio.to_thread(stage.measure_decode)
+            self._profile = await asyncio.to_thread(_profile, stage, start)
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
         if blocks < 1:
             raise WorkerError(
@@ -113,7 +116,7 @@ class Worker:
             Loaded(
                 port=port,
                 max_blocks=min(blocks, 2**31 - 1),
-                decode_s=self._decode_s,
+                profile=self._profile,
                 weight_bytes=stage.weight_bytes,
             )
         )
@@ -171,7 +174,7 @@ class Worker:
             stage,
             self._context,
             self._server,
-            self._decode_s,
+            self._profile,
             lost,
             self._broken,
         )
@@ -273,4 +276,12 @@ def _load_stage(start: Start) -> Stage:
             f"a context of {start.max_context} tokens is more than the model's"
             f" {folder.config.context}"
         )
-    return Stage.load(folder, start.layers, start.device, start.dtype)
+    limit_memory(start.device, start.memory)
+    return Stage.load(
+        folder, start.layers, start.device, start.dtype, quantize=start.quantize, twin=start.twin
+    )
+
+
+def _profile(stage: Stage, start: Start) -> Profile:
+    cache = Path(start.profile_cache) if start.profile_cache else None
+    return profile_stage(stage, start.kv_bytes, start.block_size, cache)

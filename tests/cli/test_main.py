@@ -15,7 +15,9 @@ from molink.cli.main import run, speak_utf8
 from molink.errors import Unavailable, UsageError
 from molink.peer.demo import first_peer
 from molink.peer.home import Home
+from molink.peer.launch import Launch
 from molink.peer.runfile import RunFile
+from molink.peer.settings import Share
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"molink {molink.__version__}\n"
 
 
+def test_quantize_and_memory_reach_the_daemon(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launches: list[Launch] = []
+    monkeypatch.setattr("molink.peer.process.run_daemon", lambda launch, _: launches.append(launch))
+    assert run(["up", "--quantize", "nf4", "--memory", "80%"]) == 0
+    (launch,) = launches
+    assert launch.settings.quantize == "nf4"
+    assert launch.settings.memory == Share(80.0)
+    assert run(["up", "--quantize", "int4"]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -58,6 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["join", "molink-AAAA"], 3, "not a valid join token"),
         (["up", "--stage", "4:2"], 2, "stage"),
         (["up", "--memory", "much"], 2, "size"),
+        (["up", "--memory", "150%"], 2, "the command line: memory: a share of memory is above 0%"),
         (["chat", "--url", "foo", "hi"], 2, "--url is a URL"),
         (["up", "--model", "no such model!"], 5, "no such model!"),
         (["up", "--worker-ports", "5"], 2, "worker_ports"),

@@ -32,6 +32,14 @@ def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         assert text in out
 
 
+def test_how_weights_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status({**STATE, "quantize": "nf4"}, demo=False)
+    show_status({**STATE, "quantize": "none"}, demo=False)
+    quantized, plain = capsys.readouterr().out.split("Swarm ")[1:]
+    assert "model m in nf4" in quantized
+    assert " in " not in plain.splitlines()[0]
+
+
 def test_an_unreachable_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     show_status({**STATE, "coordinator": {"state": "unreachable"}, "trouble": "gone"}, demo=False)
     assert "Only what this PC knows: gone" in capsys.readouterr().out

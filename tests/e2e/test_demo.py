@@ -54,8 +54,9 @@ def test_the_official_client_streams_from_each_endpoint(demo, tools) -> None:
     assert len(set(texts)) == 1
 
 
-def test_ask_prints_the_answer_alone(tools, tmp_path) -> None:
-    done = tools.run_molink(tmp_path, "demo", "--ask", "What is molink?")
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_ask_prints_the_answer_alone(tools, tmp_path, quantize) -> None:
+    done = tools.run_molink(tmp_path, "demo", "--quantize", quantize, "--ask", "What is molink?")
     assert done.returncode == 0, done.stderr
     assert "molink" in done.stdout
     assert "http" not in done.stdout
@@ -82,6 +83,35 @@ def test_closing_the_connection_frees_the_blocks(demo, tools) -> None:
     stream.close()
     tools.wait_for(lambda: tools.metrics(at_head)["molink_head_blocks_used"] == 0, demo)
     assert tools.metrics(at_head)["molink_head_cancelled_total"] >= 1
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo, tools) -> None:
+    status = demo.wait_ready()
+    head = status["pipelines"][0]["stages"][0]["peer"]
+    (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
+    elsewhere = next(e for e in demo.found().endpoints if e != at_head)
+    client = tools.client(elsewhere)
+    asked = {
+        "model": "molink-demo",
+        "messages": [{"role": "user", "content": "What is molink, and what is it for? " * 24}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    first = client.chat.completions.create(**asked)
+    again = client.chat.completions.create(**asked)
+    stream = client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    *_, last = stream
+    assert first.usage.prompt_tokens > 200
+    assert first.usage.prompt_tokens_details.cached_tokens < 200
+    # All but the last token, which has to be computed.
+    for usage in (again.usage, last.usage):
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    assert again.choices[0].message.content == first.choices[0].message.content
+    hits, least = "molink_head_prefix_hit_tokens_total", 2 * (first.usage.prompt_tokens - 1)
+    tools.wait_for(lambda: tools.metrics(at_head)[hits] >= least, demo)
+    assert 0 < tools.metrics(at_head)["molink_head_prefix_hit_rate"] < 1
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -2,6 +2,7 @@ import msgspec
 
 from molink.head.batch import VolumeBuilder
 from molink.head.job import Job
+from molink.head.prefix import Match
 from molink.head.request import HeadRequest
 from molink.wire.base import Payload
 from molink.wire.data import MAX_GROUPS, Frame, Lane, Sampling
@@ -14,7 +15,7 @@ def job(number: int, tokens: int) -> Job:
     """A job with the widest ids and ticks that there can be."""
     request = HeadRequest("d", "k", tuple(range(tokens)), tokens, 9, Sampling())
     made = Job.of(request)
-    made.begin(2**31 - 1 - number, [2**31 - 1] * tokens)
+    made.begin(2**31 - 1 - number, [2**31 - 1] * tokens, Match())
     made.last = LATE - 1
     return made
 
@@ -48,3 +49,13 @@ def test_many_blocks_fill_a_volume():
     builder.add(job(0, room), room, [2**31 - 1] * room, 0)
     assert builder.room < 1
     assert 3900 < header_bytes(builder) <= MAX_HEADER
+
+
+def test_copies_find_room_beside_the_blocks():
+    builder = VolumeBuilder(prefill=True)
+    while builder.room >= 1:
+        copying = job(len(builder), 1)
+        copying.source = 2**31 - 1
+        builder.add(copying, 1, [2**31 - 1] * min(7, builder.room), 0)
+    assert 50 < len(builder) < MAX_GROUPS
+    assert 3300 < header_bytes(builder) <= MAX_HEADER

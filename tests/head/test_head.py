@@ -30,7 +30,12 @@ PENALTY = Sampling(presence_penalty=0.5)
 
 def limits(**changes: int) -> HeadLimits:
     given = {"blocks": 64, "block_size": 4, "micro_batches": 2, "chunk_tokens": 8}
-    return HeadLimits(**{**given, **changes})
+    return HeadLimits(**{**given, "prefix_cache": False, **changes})
+
+
+def is_empty(head: Head) -> bool:
+    """Whether no request is here and all blocks can be used."""
+    return not head.live and not head.stats()[1]["head_blocks_used"]
 
 
 def request(
@@ -121,7 +126,7 @@ def test_a_resubmitted_request_goes_on_where_it_was():
     submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
     batch = head.next(0.0)
     assert controls(batch)[0] == Admit(1, 0, PENALTY, 6)
-    assert batch.control[1].tokens == tuple(range(9))
+    assert batch.control[1].ids == tuple(range(9))
     assert volumes(batch)[0].rows == (Rows(0, 0, 9, after=2, blocks=(0, 1, 2), sample=True),)
     (emission,) = back(head, volumes(batch)[0])
     assert emission.message == Token(1, "a", 9, 50, emission.message.logprob)
@@ -134,12 +139,12 @@ def test_history_only_for_penalties_and_in_parts():
     submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
     batch = head.next(0.0)
     parts = [control for control in batch.control if isinstance(control.body, History)]
-    assert [(part.body.tick, part.body.first, len(part.tokens)) for part in parts] == [
+    assert [(part.body.tick, part.body.first, len(part.ids)) for part in parts] == [
         (2, 0, 60_000),
         (3, 60_000, 60_000),
         (4, 120_000, 10_000),
     ]
-    assert all(part.body.payload.shape == (len(part.tokens),) for part in parts)
+    assert all(part.body.payload.shape == (len(part.ids),) for part in parts)
     assert volumes(batch)[0].rows[0].after == 4
 
 
@@ -217,7 +222,7 @@ def test_tokens_are_emitted_with_alternatives_and_stop():
     assert emission == Emission("daemon", Token(4, "a", 2, 9, -0.5, top, "stop"))
     assert controls(head.next(0.0)) == [Release(3, 0, after=2)]
     head.released(3, 0.0)
-    assert head.idle
+    assert is_empty(head)
 
 
 def test_the_context_ends_a_request():
@@ -270,7 +275,7 @@ def test_the_youngest_is_preempted_and_goes_on_later():
     texts: dict[str, list[int]] = {"old": [], "young": []}
     token = count(100)
     ended = []
-    while not head.idle:
+    while not is_empty(head):
         batch = head.next(0.0)
         head.validate()
         for volume in volumes(batch):
@@ -405,7 +410,7 @@ def test_cancelled_while_waiting_leaves_no_trace():
     head.cancel("daemon", "a", 0.0)
     head.cancel("daemon", "a", 0.0)
     assert head.next(0.0) is None
-    assert head.idle
+    assert is_empty(head)
 
 
 def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored():
@@ -417,7 +422,7 @@ def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored():
     assert back(head, sent[0]) == []
     assert head.tombstone(sent[1].tick, 0.0) == []
     head.released(4, 0.0)
-    assert head.idle
+    assert is_empty(head)
     assert head.strays == 0
     assert head.stats()[1]["head_cancel_iterations_last"] == 1.0
 
@@ -576,16 +581,29 @@ def test_time_to_retry_follows_departures():
 @pytest.mark.parametrize(
     ("tokens", "answer", "message", "param"),
     [
-        (90, 20, "90 tokens and up to 20 more exceed the context of 100", "max_tokens"),
-        (100, 1, "100 tokens and up to 1 more exceed the context of 100", "prompt"),
-        (30, 20, "30 tokens and up to 20 more exceed the pipeline's KV cache of 48 tokens", None),
+        (90, 20, "90 tokens and up to 20 more exceed the context of 100; at", "max_tokens"),
+        (90, 20, "max_tokens may be up to 10 with this prompt", "max_tokens"),
+        (100, 1, "100 tokens and up to 1 more exceed the context of 100; .*nothing", "prompt"),
     ],
 )
 def test_what_can_never_fit_is_refused_with_the_numbers(tokens, answer, message, param):
-    head = Head(limits(blocks=12, max_context=100), 1)
+    head = Head(limits(max_context=100), 1)
     with pytest.raises(ContextTooLong, match=message) as caught:
         submit(head, request("a", tokens, answer))
-    assert param is None or caught.value.param == param
+    assert caught.value.param == param
+
+
+def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can():
+    head = Head(limits(blocks=12, max_context=100), 1)
+    with pytest.raises(ContextTooLong) as caught:
+        submit(head, request("a", 30, 20))
+    assert str(caught.value) == (
+        "30 tokens and up to 20 more exceed the pipeline's KV cache of 48 tokens; at most 49 tokens"
+        " fit, prompt and answer together: max_tokens may be up to 19 with this prompt"
+    )
+    submit(head, request("a", 30, 19))
+    with pytest.raises(ContextTooLong, match="nothing can be generated"):
+        submit(head, request("b", 49, 1))
 
 
 def test_the_largest_request_that_fits_is_served():
@@ -593,7 +611,7 @@ def test_the_largest_request_that_fits_is_served():
     submit(head, request("a", 30, 19))
     emitted = [emission for _ in range(40) for emission in step(head)]
     assert len(emitted) == 19
-    assert head.idle
+    assert is_empty(head)
 
 
 @pytest.mark.parametrize(
@@ -633,6 +651,9 @@ def test_stats():
         "head_prompt_tokens_total": 8.0,
         "head_prefill_rows_total": 8.0,
         "head_preemptions_total": 0.0,
+        "head_prefix_hit_tokens_total": 0.0,
+        "head_prefix_lookup_tokens_total": 8.0,
+        "head_prefix_evictions_total": 0.0,
         "head_strays_total": 0.0,
     }
     assert gauges == {
@@ -640,6 +661,8 @@ def test_stats():
         "head_blocks_used": 3.0,
         "head_blocks_releasing": 0.0,
         "head_blocks_free": 7.0,
+        "head_blocks_cached": 0.0,
+        "head_prefix_hit_rate": 0.0,
         "head_running": 2.0,
         "head_waiting": 0.0,
         "head_decode_in_flight": 0.0,

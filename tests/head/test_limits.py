@@ -4,7 +4,7 @@ from molink.errors import UsageError
 from molink.head.limits import HeadLimits
 
 
-@pytest.mark.parametrize("changes", [{"blocks": 0}, {"micro_batches": 65}, {"chunk_tokens": 0}])
+@pytest.mark.parametrize("changes", [{"blocks": 0}, {"micro_batches": 65}, {"chunk_tokens": -1}])
 def test_out_of_range_is_refused(changes):
     with pytest.raises(UsageError, match=next(iter(changes))):
         HeadLimits(**{"blocks": 4, "block_size": 4, "micro_batches": 2, **changes})

@@ -1,12 +1,15 @@
 """A whole ring without I/O: the real head, real scoreboards, and stages that check their KV.
 
-Each simulated stage keeps, in every slot of every block, whose token of which position was written
-there, and reads all earlier positions of a request before it runs a row. A block reused too early,
-a row run too early, twice or after its request's release, or a block table out of order shows as a
-wrong entry. The tail computes tokens from what it reads, so a request's text proves the rest.
+What a real stage keeps of a position depends on all tokens up to it. So each simulated one keeps
+in every slot of every block the tokens up to and including that position: those that it reads in
+the slot before, and the row's. It reads all positions of a request when it runs a row. A block
+reused, shared or copied too early or wrongly, a row run too early, twice or after its request's
+release, or a block table out of order shows as a wrong entry. The tail computes tokens from what it
+reads, so a request's text proves the rest.
 """
 
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -29,17 +32,20 @@ from molink.wire.data import (
     Release,
     Sampled,
     Sampling,
+    Table,
     Token,
     Tombstone,
     Volume,
 )
-from molink.worker.scoreboard import Scoreboard
+from molink.worker.scoreboard import BoardLimits, Scoreboard
 from molink.worker.work import Work
 
 STOP = 7
 VOCABULARY = 40
 #: Requests with this seed fail at the tail once they are of a certain length.
 FAILING, FAILS_AT = 13, 6
+#: A row on its way: request, position, and all tokens up to there as they should be.
+Row = tuple[int, int, tuple[int, ...]]
 
 
 def model(tokens: list[int], seed: int) -> int:
@@ -69,10 +75,10 @@ class State:
 class Stage:
     """A scoreboard and a KV pool that remembers who wrote what."""
 
-    def __init__(self, index: int, last: bool, block_size: int) -> None:
-        self.index, self.last, self.block_size = index, last, block_size
-        self.board = Scoreboard()
-        self.kv: dict[tuple[int, int], tuple[int, int, int]] = {}
+    def __init__(self, index: int, last: bool, limits: HeadLimits) -> None:
+        self.index, self.last, self.block_size = index, last, limits.block_size
+        self.board = Scoreboard(BoardLimits(blocks=limits.blocks, block_size=limits.block_size))
+        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.requests: dict[int, State] = {}
         self.running: list[Work] = []
 
@@ -83,6 +89,8 @@ class Stage:
             state = self.requests[body.request]
             assert body.first == len(state.history)
             state.history += data
+        elif isinstance(body, Table):
+            self.requests[body.request].blocks += memoryview(data).cast("i")
         self.board.arrive(body, data, 0.0)
         return self.forward(())
 
@@ -102,14 +110,17 @@ class Stage:
         return self.forward(())
 
     def finish(self, which: int) -> list[tuple[int, object, object]]:
-        """Run a work: all writes, then all reads; volumes leave before controls."""
+        """Run a work: all copies, writes and then reads; volumes leave before controls."""
         work = self.running.pop(which)
         out = []
         parts = []
         for part in work.parts:
+            self._copy(part.volume)
+        for part in work.parts:
             rows = list(part.data)
             if part.kept is not None:
                 rows = [rows[index] for index in part.kept]
+            assert all(group.count for group in part.volume.rows)
             assert len(rows) == sum(group.count for group in part.volume.rows)
             parts.append((part.volume, rows))
             self._write(part.volume, rows)
@@ -124,26 +135,38 @@ class Stage:
     def _slot(self, state: State, position: int) -> tuple[int, int]:
         return state.blocks[position // self.block_size], position % self.block_size
 
-    def _write(self, volume: Volume, rows: list[tuple[int, int, int]]) -> None:
-        first = 0
+    def _copy(self, volume: Volume) -> None:
         for group in volume.rows:
             state = self.requests[group.request]
             state.blocks += group.blocks
+            if group.source >= 0:
+                target, end = self._slot(state, group.start)
+                assert end
+                for offset in range(self.block_size):
+                    self.kv.pop((target, offset), None)
+                for offset in range(end):
+                    self.kv[target, offset] = self.kv[group.source, offset]
+
+    def _write(self, volume: Volume, rows: list[Row]) -> None:
+        first = 0
+        for group in volume.rows:
+            state = self.requests[group.request]
             assert group.start + group.count <= len(state.blocks) * self.block_size
             for offset in range(group.count):
-                request, position, token = rows[first + offset]
+                request, position, tokens = rows[first + offset]
                 assert (request, position) == (group.request, group.start + offset)
-                self.kv[self._slot(state, position)] = (request, position, token)
+                before = self.kv[self._slot(state, position - 1)] if position else ()
+                self.kv[self._slot(state, position)] = (*before, tokens[-1])
+                assert (*before, tokens[-1]) == tokens
             first += group.count
 
     def _read(self, volume: Volume) -> tuple[list[Choice], list[int]]:
         choices, failed = [], []
         for group in volume.rows:
-            state, tokens = self.requests[group.request], []
-            for position in range(group.start + group.count):
-                request, there, token = self.kv[self._slot(state, position)]
-                assert (request, there) == (group.request, position)
-                tokens.append(token)
+            state, end = self.requests[group.request], group.start + group.count
+            tokens = list(self.kv[self._slot(state, end - 1)])
+            for position in range(end):
+                assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
             if state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT:
                 failed.append(group.request)
             elif self.last and group.sample:
@@ -178,11 +201,10 @@ class Ring:
     def __init__(self, stages: int, limits: HeadLimits) -> None:
         self.limits = limits
         self.head = Head(limits, 3)
-        self.stages = [Stage(i, i == stages - 1, limits.block_size) for i in range(stages)]
+        self.stages = [Stage(i, i == stages - 1, limits) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
-        self.sent_releases = 0
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -212,13 +234,25 @@ class Ring:
         ticks += [volume.header.tick for volume in batch.volumes]
         assert ticks == sorted(ticks)
         for control in batch.control:
-            self._send(0, self.stages[0].arrive(control.body, control.tokens))
+            data = control.ids
+            if isinstance(control.body, Table):
+                data = array("i", control.ids).tobytes()
+            self._send(0, self.stages[0].arrive(control.body, data))
         for volume in batch.volumes:
-            groups = volume.header.rows
-            at = [(g.request, p) for g in groups for p in range(g.start, g.start + g.count)]
-            rows = [(*where, token) for where, token in zip(at, volume.tokens, strict=True)]
+            rows = self._rows(volume.header)
+            assert [tokens[-1] for _, _, tokens in rows] == list(volume.tokens)
             self._send(0, self.stages[0].arrive(volume.header, rows))
         return True
+
+    def _rows(self, volume: Volume) -> list[Row]:
+        rows = []
+        for group in volume.rows:
+            request = self.head._roster.of_id(group.request).request
+            client = self.clients[request.key]
+            tokens = (*request.tokens, *client.got)
+            for position in range(group.start, group.start + group.count):
+                rows.append((group.request, position, tokens[: position + 1]))
+        return rows
 
     def deliver(self, hop: int, lane: int) -> None:
         body, data = self.lanes[hop, lane].popleft()
@@ -291,7 +325,8 @@ class Ring:
             elif not issued:
                 break
             self.validate()
-        assert self.head.idle, (self.head.stats(), self.head.live)
+        assert not self.head.live
+        assert not self.head.stats()[1]["head_blocks_used"]
         self.check_empty()
 
     def validate(self) -> None:
@@ -311,11 +346,22 @@ class Ring:
             assert not misbehaved
 
 
-def make_request(rng: random.Random, key: str, most: int) -> HeadRequest:
+def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
+    """New tokens, often after what an earlier request began with, or was answered."""
+    tokens = [rng.randrange(VOCABULARY) for _ in range(total)]
+    if ring.clients and rng.random() < 0.8:
+        client = rng.choice(list(ring.clients.values()))
+        known = [*client.request.tokens, *client.got]
+        shared = rng.choice([len(known), rng.randint(0, len(known))])
+        tokens[:shared] = known[: min(total, shared)]
+    return tuple(tokens)
+
+
+def make_request(rng: random.Random, ring: Ring, key: str, most: int) -> HeadRequest:
     """A request that fits into a KV pool of ``most`` tokens."""
     total = rng.randint(1, rng.choice([1, max(1, most // 4), max(1, most - 1)]))
     answer = rng.randint(1, max(1, min(most - total, 16)))
-    tokens = tuple(rng.randrange(VOCABULARY) for _ in range(total))
+    tokens = make_prompt(rng, ring, total)
     penalty = rng.choice([0.0, 0.5])
     return HeadRequest(
         owner=rng.choice(["one", "two", "two", "two"]),
@@ -336,16 +382,23 @@ def make_request(rng: random.Random, key: str, most: int) -> HeadRequest:
     blocks=st.integers(2, 20),
     chunk_tokens=st.sampled_from([2, 8, 64]),
     max_running=st.sampled_from([1, 4, 8]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_request_gets_its_own_tokens(
-    stages, micro_batches, block_size, blocks, chunk_tokens, max_running, seed
+    stages, micro_batches, block_size, blocks, chunk_tokens, max_running, prefix_cache, seed
 ):
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text."""
     rng = random.Random(seed)
     limits = HeadLimits(
-        blocks, block_size, micro_batches, chunk_tokens, max_running=max_running, max_waiting=8
+        blocks,
+        block_size,
+        micro_batches,
+        chunk_tokens,
+        max_running=max_running,
+        max_waiting=8,
+        prefix_cache=prefix_cache,
     )
     ring = Ring(stages, limits)
     most = min(blocks * block_size, 40)
@@ -357,7 +410,7 @@ def test_every_request_gets_its_own_tokens(
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
             for number in range(rng.randrange(1, 5)):
-                ring.submit(make_request(rng, f"r{step}.{number}", most))
+                ring.submit(make_request(rng, ring, f"r{step}.{number}", most))
         elif dice < 0.6 and live:
             ring.credit(rng.choice(live))
         ring.next()
@@ -384,10 +437,15 @@ class RingMachine(RuleBasedStateMachine):
     def live(self) -> list[str]:
         return [key for key, client in self.ring.clients.items() if not client.over]
 
-    @rule(tokens=st.integers(1, 8), answer=st.integers(1, 4), window=st.integers(1, 3))
-    def submit(self, tokens, answer, window):
+    @rule(
+        tokens=st.integers(1, 8),
+        shared=st.integers(0, 8),
+        answer=st.integers(1, 4),
+        window=st.integers(1, 3),
+    )
+    def submit(self, tokens, shared, answer, window):
         self.count += 1
-        ids = tuple((self.count + i) % VOCABULARY for i in range(tokens))
+        ids = tuple(i if i < shared else (self.count + i) % VOCABULARY for i in range(tokens))
         sampling = Sampling(seed=self.count)
         owner = f"owner {self.count % 2}"
         self.ring.submit(

@@ -136,10 +136,14 @@ def test_a_wrong_shape_is_named(folder):
         ModelFolder.open(folder)
 
 
-def test_a_wrong_dtype_is_named(folder):
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.int8, "I8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")],
+)
+def test_a_wrong_dtype_is_named(folder, dtype, stored):
     name = "model.layers.2.mlp.up_proj.weight"
-    change(shard_of(folder, name), name, torch.zeros(96, 64, dtype=torch.int8))
-    with pytest.raises(UnsupportedModel, match=f"{name} is I8"):
+    change(shard_of(folder, name), name, torch.zeros(96, 64).to(dtype))
+    with pytest.raises(UnsupportedModel, match=f"{name} is {stored}; supported here: F32, BF16"):
         ModelFolder.open(folder)
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         time.sleep(3600)
     while (message := read_pipe(source, decoder)) is not None:
         if isinstance(message, Start):
-            write_pipe(sink, Loaded(port=4242, max_blocks=10, decode_s=0.1, weight_bytes=1))
+            write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
             if how == "crash":
                 print("RuntimeError: out of luck", file=sys.stderr, flush=True)
                 sys.exit(3)

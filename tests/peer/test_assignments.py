@@ -1,34 +1,146 @@
-"""How much memory a stage's KV pool gets."""
+"""From an assignment to a worker's first message: its memory plan, or why there is none."""
 
-from types import SimpleNamespace
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from molink.peer.assignments import kv_budget
+from molink.model.folder import ModelFolder
+from molink.peer import quantize as module
+from molink.peer.assignments import Assignments
 from molink.peer.device import Measured
-from molink.swarm.partition import Costs
-from molink.swarm.placement import MARGIN
-from molink.wire.control import Assign, Device, ModelFacts
+from molink.peer.settings import Settings
+from molink.wire.control import Assign, Device, StageFailed
+from molink.wire.keys import KeyPair
+from molink.wire.pipe import Start
 
-FACTS = ModelFacts(
-    name="m", layers=4, layer_bytes=1000, first_bytes=0, last_bytes=0, kv_bytes=1, context=4096
-)
 ASSIGN = Assign(
-    pipeline="p1", epoch=1, stage=0, stages=1, layers=(0, 4), model="m", sources=(), dtype="auto"
+    pipeline="p1", epoch=1, stage=0, stages=1, layers=(0, 3), model="m", sources=(), dtype="auto"
 )
-FOLDER = SimpleNamespace(config=SimpleNamespace(dtype="bf16"), facts=lambda _: FACTS)
+SETTINGS = Settings(name="n", max_running=4, chunk_tokens=64)
 
 
-@pytest.mark.parametrize(("bf16", "wider"), [(True, 1), (False, 2)])
-def test_the_pool_leaves_what_placement_leaves(bf16: bool, wider: int) -> None:
-    def budget(memory: int) -> int:
-        device = Device(kind="cpu", name="x", memory=memory, bf16=bf16)
-        return kv_budget(FOLDER, ASSIGN, Measured(device, bf16), 10)  # type: ignore[arg-type]
+class FakeStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    # The least that placement puts here has room for the KV that placement counts with.
-    costs = Costs.of(FACTS)
-    least = -(-costs.memory(4, opens=True, closes=True) * wider // (1 - MARGIN))
-    assert 0 <= budget(int(least) + 1) - 4 * costs.layer_kv * wider < 3
-    assert budget(100_000) + 4000 * wider <= 100_000 * (1 - MARGIN)
-    assert budget(10**9) == 4 * 4096 * 10 * wider
-    assert budget(10) == 0
+    async def stage(self, *_: Any) -> Path:
+        return self.folder
+
+
+class FakeRoster:
+    def keys(self) -> None:
+        pass
+
+
+class FakeSupervisor:
+    """Starts nothing, and keeps what it should have started."""
+
+    def __init__(self) -> None:
+        self.started: list[Start] = []
+
+    def start(self, generation: int, start: Start, keys: Any) -> int:
+        self.started.append(start)
+        return 1
+
+    def stop(self, generation: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Bench:
+    """The assignments of a peer, with files but without processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.told: list[Any] = []
+        store: Any = FakeStore(folder)
+        roster: Any = FakeRoster()
+        self.done = asyncio.Event()
+        self.assignments = Assignments(
+            SETTINGS,
+            KeyPair.generate(),
+            store,
+            roster,
+            folder,
+            folder / "profiles",
+            self._tell,
+            lambda: None,
+            lambda *_: None,
+        )
+        self.supervisor = FakeSupervisor()
+        self.assignments.supervisor = self.supervisor  # type: ignore[assignment]
+
+    def _tell(self, message: Any) -> None:
+        self.told.append(message)
+
+    async def assign(self, memory: int, kind: str = "cpu", **changes: Any) -> Start | str:
+        """What comes of an assignment: the worker's first message, or the reason of a failure."""
+        device = Device(kind=kind, name="x", memory=memory)  # type: ignore[arg-type]
+        self.assignments.measured(Measured(device, bf16=True))
+        self.assignments.handle(msgspec.structs.replace(ASSIGN, **changes))
+        await asyncio.wait([*self.assignments._fetches.values()])
+        if self.supervisor.started:
+            return self.supervisor.started[0]
+        (failed,) = self.told
+        assert isinstance(failed, StageFailed)
+        return failed.reason
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = make_model(tmp_path_factory.mktemp("model"), dtype="bfloat16")
+    return made
+
+
+@pytest.fixture
+async def bench(folder: Path) -> AsyncIterator[Bench]:
+    made = Bench(folder)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(made.assignments.close)
+        yield made
+
+
+async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
+    start = await bench.assign(1 << 30)
+    assert isinstance(start, Start)
+    config = ModelFolder.open(folder).config
+    # As many blocks as four requests of the model's whole context can use.
+    assert start.kv_bytes == 4 * config.context * 3 * 2 * 2 * 16 * 2
+    assert (start.quantize, start.memory) == ("none", 0)
+
+
+async def test_a_gpu_is_bounded_by_its_budget(bench: Bench) -> None:
+    start = await bench.assign(1 << 30, "cuda")
+    assert isinstance(start, Start)
+    assert start.memory == 1 << 30
+
+
+async def test_too_small_a_budget_is_refused_with_the_numbers(bench: Bench) -> None:
+    reason = await bench.assign(600_000)
+    assert isinstance(reason, str), reason
+    for part in ("layers 0:3 of m need at least ", "weights +", "activations +", "margin +"):
+        assert part in reason
+    assert "the budget is 600.0 kB: " in reason
+
+
+async def test_quantize_reaches_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: object())
+    start = await bench.assign(1 << 30, quantize="nf4")
+    assert isinstance(start, Start)
+    assert start.quantize == "nf4"
+
+
+async def test_without_bitsandbytes_it_says_what_to_install(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    reason = await bench.assign(8 << 30, "cuda", quantize="int8")
+    assert isinstance(reason, str)
+    assert "int8 weights need bitsandbytes" in reason
+    assert "pip install bitsandbytes" in reason

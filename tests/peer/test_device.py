@@ -10,7 +10,7 @@ import pytest
 from molink.errors import WorkerError
 from molink.peer.device import Probe, budget, measure_device, worker_threads
 from molink.peer.platform import cores
-from molink.peer.settings import Settings
+from molink.peer.settings import Settings, Share
 
 RESULT = {
     "kind": "cpu",
@@ -85,6 +85,8 @@ def test_budgets() -> None:
     assert budget(Settings(name="n", stages_here=2), PROBE) == 4_000
     assert budget(Settings(name="n", memory=100), PROBE) == 100
     assert budget(Settings(name="n", memory=10**9), PROBE) == 16_000
+    assert budget(Settings(name="n", memory=Share(25.0)), PROBE) == 4_000
+    assert budget(Settings(name="n", memory=Share(100.0)), PROBE) == 16_000
 
 
 def test_a_gpu_leaves_room_for_its_context_and_for_others() -> None:
@@ -95,6 +97,9 @@ def test_a_gpu_leaves_room_for_its_context_and_for_others() -> None:
     assert budget(Settings(name="n"), busy) == 2 * gib
     full = Probe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 0})
     assert budget(Settings(name="n"), full) == 0
+    # What the user says holds whatever others use now, but the context is always there.
+    assert budget(Settings(name="n", memory=Share(80.0)), busy) == 8 * gib
+    assert budget(Settings(name="n", memory=12 * gib), busy) == 9 * gib
 
 
 async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> None:

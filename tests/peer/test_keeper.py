@@ -1,6 +1,7 @@
 """What a peer does about its assignments: exact decisions."""
 
 import msgspec
+import pytest
 
 from molink.peer.keeper import Fetch, Keeper, StartWorker, StopWorker, Tell, TellWorker
 from molink.wire.control import (
@@ -9,6 +10,7 @@ from molink.wire.control import (
     StageAddress,
     StageFailed,
     StageLoaded,
+    StageProfile,
     StageReady,
 )
 from molink.wire.pipe import (
@@ -20,10 +22,12 @@ from molink.wire.pipe import (
     Start,
     WorkerFailed,
 )
+from molink.wire.profile import Profile
 
 KEY = "k" * 40
+PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)
 RING = (StageAddress(peer="a", public_key=KEY, addresses=("127.0.0.1",), port=5468),)
-LOADED = Loaded(port=5468, max_blocks=100, decode_s=0.01, weight_bytes=1000)
+LOADED = Loaded(port=5468, max_blocks=100, profile=PROFILE, weight_bytes=1000)
 
 
 def assign(epoch: int = 1, layers: tuple[int, int] = (0, 4), stage: int = 0) -> Assign:
@@ -65,7 +69,7 @@ def start() -> Start:
 
 def told(epoch: int = 1) -> Tell:
     return Tell(
-        StageLoaded(pipeline="p1", epoch=epoch, stage=0, port=5468, max_blocks=100, decode_s=0.01)
+        StageLoaded(pipeline="p1", epoch=epoch, stage=0, port=5468, max_blocks=100, profile=PROFILE)
     )
 
 
@@ -114,6 +118,32 @@ def test_the_same_layers_in_a_new_epoch_keep_the_worker() -> None:
     assert [type(d) for d in keeper.form(form(2))] == [TellWorker]
     assert keeper.worker_said(1, Formed(epoch=2)) == [ready(2)]
     keeper.validate()
+
+
+@pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "nf4"}])
+def test_other_weights_take_another_worker(change: dict[str, str]) -> None:
+    keeper = running()
+    other = msgspec.structs.replace(assign(epoch=2), **change)
+    assert keeper.assign(other) == [StopWorker(1), Fetch(2, other)]
+
+
+def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
+    def known(epoch: int, stage: int = 1) -> StageProfile:
+        return StageProfile(pipeline="p1", epoch=epoch, stage=stage, profile=PROFILE)
+
+    ring = form().ring * 2
+    keeper = running()
+    keeper.assign(assign(epoch=2))
+    keeper.profile(known(1, 0))
+    keeper.profile(known(2))
+    keeper.profile(StageProfile(pipeline="p2", epoch=2, stage=0, profile=PROFILE))
+    (order,) = keeper.form(msgspec.structs.replace(form(2), ring=ring))
+    assert isinstance(order, TellWorker)
+    assert order.message.profiles == (Profile(), PROFILE), "stages nobody knows of keep their place"
+    keeper.assign(assign(epoch=3))
+    (order,) = keeper.form(form(3))
+    assert isinstance(order, TellWorker)
+    assert order.message.profiles == ()
 
 
 def test_other_layers_replace_the_worker() -> None:

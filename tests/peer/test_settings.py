@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import platformdirs
 import pytest
 
 from molink.errors import UsageError
 from molink.peer.home import Home
-from molink.peer.settings import Settings, load_settings, parse_size, port_range
+from molink.peer.settings import Settings, Share, load_settings, parse_size, port_range
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +57,45 @@ def test_text_is_converted() -> None:
         ({"dtype": "f64"}, "dtype"),
         ({"device": "tpu"}, "--device is auto, cpu or cuda:N, not 'tpu'"),
         ({"worker_ports": "5"}, "worker_ports"),
-        ({"memory": "lots"}, "size"),
+        ({"memory": "lots"}, "the command line: memory: not a size: 'lots'"),
+        ({"memory": "12XB"}, "not a size: '12XB'. Write for example 8GB"),
+        ({"memory": "-1GB"}, "not a size"),
+        ({"memory": "0%"}, "above 0% and at most 100%, not 0%"),
+        ({"memory": "150%"}, "above 0% and at most 100%, not 150%"),
+        ({"memory": "100.01%"}, "at most 100%"),
+        ({"memory": "-5%"}, "not a share: '-5%'. Write for example 80%"),
+        ({"memory": "%"}, "not a share"),
+        ({"memory": "nan%"}, "not a share"),
+        ({"memory": -1}, "--memory"),
+        ({"quantize": "int4"}, "--quantize can't be 'int4'"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
 def test_what_cannot_work_is_named(options: dict[str, object], names: str) -> None:
     with pytest.raises(UsageError, match=names):
         load_settings(Home(Path("nowhere")), options, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [("80%", Share(80)), (" 12.5 % ", Share(12.5)), ("12GB", 12 * 10**9), ("0", 0), (5000, 5000)],
+)
+def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
+    settings = load_settings(Home(Path("nowhere")), {"memory": text}, {})
+    assert settings.memory == memory
+    again = msgspec.json.decode(msgspec.json.encode(settings), type=Settings)
+    assert again == settings
+
+
+def test_the_command_line_wins_over_a_share_of_the_environment() -> None:
+    environment = {"MOLINK_VRAM_BUDGET": "80%", "MOLINK_QUANTIZE": "nf4"}
+    settings = load_settings(Home(Path("nowhere")), {}, environment)
+    assert (settings.memory, settings.quantize) == (Share(80), "nf4")
+    options = {"memory": "2GB", "quantize": "int8"}
+    settings = load_settings(Home(Path("nowhere")), options, environment)
+    assert (settings.memory, settings.quantize) == (2 * 10**9, "int8")
+    with pytest.raises(UsageError, match=r"the environment .*: memory: .*not 150%"):
+        load_settings(Home(Path("nowhere")), {}, {"MOLINK_VRAM_BUDGET": "150%"})
 
 
 def test_broken_toml_names_the_file(tmp_path: Path) -> None:
@@ -89,6 +122,20 @@ def test_unknown_key_of_a_file_names_it(tmp_path: Path) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "rows"), [("auto", 0), (" AUTO", 0), ("0", 0), ("256", 256)])
+def test_rows_of_a_chunk(text: str, rows: int) -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {"chunk_tokens": text}, {}).chunk_tokens == rows
+    assert load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text}).chunk_tokens == rows
+    assert load_settings(nowhere, {}, {}).chunk_tokens == 0
+
+
+def test_chunk_of_no_number() -> None:
+    for text in ("-1", "many", "1000000"):
+        with pytest.raises(UsageError, match="--chunk-tokens"):
+            load_settings(Home(Path("nowhere")), {"chunk_tokens": text}, {})
 
 
 def test_stage_ranges() -> None:

@@ -469,3 +469,39 @@ async def test_what_a_crash_left_is_removed(tmp_path: Path, source: FakeSource) 
     (draft / "tokenizer.json").write_bytes(b"x")
     make_store(tmp_path / "store", {"a": source})
     assert left_behind(tmp_path / "store") == []
+
+
+def quantized_spans(state_bytes: int) -> dict[str, TensorSpan]:
+    """An nf4 weight ``[64, 64]`` as a source's header describes it."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    parts = {
+        name: ("U8", (2048, 1)),
+        f"{name}.absmax": ("F32", (64,)),
+        f"{name}.quant_map": ("F32", (16,)),
+        f"{name}.quant_state.bitsandbytes__nf4": ("U8", (state_bytes,)),
+    }
+    return {
+        name: TensorSpan("f", dtype, shape, 0, shape[0] * (4 if dtype == "F32" else 1))
+        for name, (dtype, shape) in parts.items()
+    }
+
+
+def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    spans = quantized_spans(90)
+    plan = plan_group("layer-0000", {name: (64, 64)}, spans, "nf4")
+    assert plan.spans == tuple(spans.values())
+    assert plan.nbytes == len(plan.header) + 2048 + 4 * 64 + 4 * 16 + 90
+    with pytest.raises(MolinkError, match="is U8"):
+        plan_group("layer-0000", {name: (64, 64)}, spans)
+    del spans[f"{name}.absmax"]
+    with pytest.raises(MolinkError, match=r"has no tensor .*absmax"):
+        plan_group("layer-0000", {name: (64, 64)}, spans, "nf4")
+
+
+def test_what_a_quantized_weight_takes_is_bounded() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(MolinkError, match="quant_state"):
+        plan_group("layer-0000", {name: (64, 64)}, quantized_spans(1 << 30), "nf4")
+    with pytest.raises(MolinkError, match="up_proj"):
+        plan_group("layer-0000", {name: (32, 64)}, quantized_spans(90), "nf4")

@@ -1,5 +1,6 @@
 """A model split over stages in one process, and transformers beside it."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +33,10 @@ class Ring:
         opened = ModelFolder.open(folder)
         bounds = [0, *splits, opened.config.layers]
         device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
+        quantize = options.get("quantize", "none")
         self.stages = [
-            Stage.load(opened, (first, last), device, dtype) for first, last in pairwise(bounds)
+            Stage.load(opened, (first, last), device, dtype, quantize)
+            for first, last in pairwise(bounds)
         ]
         for stage in self.stages:
             stage.allocate(options.get("blocks", 64), options.get("block_size", BLOCK_SIZE))
@@ -116,3 +119,63 @@ def random_tokens() -> Callable[..., list[int]]:
         return torch.randint(0, 256, (count,), generator=generator).tolist()
 
     return make
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """The flash kernel by its documentation: rows are the last of their sequences.
+
+    It also checks what the kernel would refuse or read past.
+    """
+    count, width = block_table.shape
+    page, kv_heads = key.shape[1:3]
+    for numbers in (cu_seq_q, cu_seq_k, seqused_k, block_table):
+        assert numbers.dtype == torch.int32
+        assert numbers.is_contiguous()
+    assert cu_seq_q.shape == cu_seq_k.shape == (count + 1,)
+    assert cu_seq_k.tolist() == [index * width * page for index in range(count + 1)]
+    assert int(seqused_k.max()) <= max_k <= width * page
+    assert int(cu_seq_q.diff().max()) <= max_q
+    assert enable_gqa == (query.shape[1] != kv_heads)
+    result = torch.empty(query.shape, dtype=query.dtype)
+    left, right = window_size
+    for index, used in enumerate(seqused_k.tolist()):
+        rows = slice(int(cu_seq_q[index]), int(cu_seq_q[index + 1]))
+        pages = block_table[index].long()
+        keys, values = (
+            part[pages].flatten(0, 1)[:used].repeat_interleave(query.shape[1] // kv_heads, dim=1)
+            for part in (key, value)
+        )
+        own = torch.arange(used - (rows.stop - rows.start), used)[:, None]
+        places = torch.arange(used)[None, :]
+        hidden = torch.zeros(len(own), used, dtype=torch.bool)
+        if left >= 0:
+            hidden |= places < own - left
+        if right >= 0:
+            hidden |= places > own + right
+        # What no row sees is not read.
+        for part in (keys, values):
+            part[hidden.all(dim=0)] = 0
+        scores = torch.einsum("qhd,khd->hqk", query[rows], keys) * scale
+        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        result[rows] = torch.einsum("hqk,khd->qhd", weights, values)
+    return result
+
+
+@pytest.fixture(scope="session")
+def paged() -> Callable[..., Tensor]:
+    """A stand-in for ``torch.nn.attention.varlen.varlen_attn`` that runs on a CPU."""
+    return varlen_attn

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from molink.stage import dtypes
-from molink.stage.dtypes import choose_dtype, choose_travel, cpu_has_bf16
+from molink.stage.dtypes import choose_dtype, choose_travel, cpu_has_bf16, residual_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -16,8 +16,17 @@ def test_a_wish_is_granted(wanted):
 
 
 @pytest.mark.parametrize("stored", ["f32", "bf16", "f16"])
-def test_cuda_computes_in_the_models_own_type(stored):
-    assert choose_dtype("auto", stored, CUDA) == stored
+@pytest.mark.parametrize("generation", [(7, 5), (8, 0), (8, 9), (12, 0)])
+def test_cuda_computes_in_the_models_own_type_if_it_can(monkeypatch, stored, generation):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    emulated = stored == "bf16" and generation < (8, 0)
+    assert choose_dtype("auto", stored, CUDA) == ("f16" if emulated else stored)
+
+
+def test_what_is_computed_in_float16_is_summed_in_float32():
+    assert residual_dtype(torch.float16) == torch.float32
+    assert residual_dtype(torch.bfloat16) == torch.bfloat16
+    assert residual_dtype(torch.float32) == torch.float32
 
 
 @pytest.mark.parametrize(("native", "computed"), [(True, "bf16"), (False, "f32")])

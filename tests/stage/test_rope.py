@@ -1,9 +1,12 @@
 """Angles of rows: tables that grow, and dynamic scaling per request."""
 
+import math
+
 import pytest
 import torch
 
 from molink.model.rope import RopeConfig
+from molink.stage.base import SequenceRows
 from molink.stage.rope import Rope, frequencies, rotate
 
 CPU = torch.device("cpu")
@@ -14,9 +17,9 @@ def make(kind="default", **fields):
 
 
 def angles(rope, *rows):
-    """Angles of (start, count) rows of several requests."""
-    positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
-    return rope.angles(positions, [sum(row) for row in rows], [count for _, count in rows])
+    """Angles of (start, count[, reach]) rows of several requests."""
+    positions = torch.cat([torch.arange(row[0], row[0] + row[1]) for row in rows])
+    return rope.angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
 
 
 def test_rotation_turns_pairs_by_position_times_frequency():
@@ -44,3 +47,39 @@ def test_dynamic_scaling_is_a_requests_own_affair(others):
     assert torch.equal(angles(rope, (40, 5), *others)[:5], alone)
     assert not torch.equal(angles(make(), (40, 5)), alone)
     assert torch.equal(angles(rope, (40, 5), (0, 32))[5:], angles(make(), (0, 32)))
+
+
+LONG = {
+    "original_context": 32,
+    "factor": 8.0,
+    "short_factor": (1.0,) * 8,
+    "long_factor": tuple(range(1, 9)),
+}
+
+
+def test_longrope_goes_by_what_a_request_may_reach():
+    rope = make("longrope", **LONG)
+    short, long = angles(rope, (0, 32)), angles(rope, (0, 33))
+    assert not torch.equal(short, long[:32])
+    assert torch.equal(angles(rope, (0, 32, 33)), long[:32])
+    # Requests of either length in one batch, with rows in any order.
+    mixed = angles(rope, (0, 33), (4, 2), (8, 1, 40), (0, 32, 32))
+    expected = torch.cat((long, short[4:6], long[8:9], short))
+    assert torch.equal(mixed, expected)
+
+
+def test_longrope_scales_attention_by_its_factor():
+    scale = (1 + math.log(8) / math.log(32)) ** 0.5
+    assert frequencies(RopeConfig(kind="longrope", **LONG), 16)[1] == pytest.approx(scale)
+    for given, expected in (({"factor": 0.5}, 1.0), ({"attention_factor": 1.25}, 1.25)):
+        assert frequencies(RopeConfig(kind="longrope", **LONG | given), 16)[1] == expected
+
+
+def test_a_partial_rotation_leaves_the_rest_alone():
+    rope, rows = make(partial=0.75), torch.randn(3, 2, 16)
+    turned = rows.clone()
+    rotate(turned, angles(rope, (5, 3)))
+    assert torch.equal(turned[..., 12:], rows[..., 12:])
+    alone = rows[..., :12].clone()
+    rotate(alone, angles(Rope(RopeConfig(), 12, torch.float32, CPU), (5, 3)))
+    assert torch.equal(turned[..., :12], alone)

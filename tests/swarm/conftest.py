@@ -32,6 +32,7 @@ from molink.wire.control import (
     Welcome,
     WorkerState,
 )
+from molink.wire.profile import Profile
 
 GB = 10**9
 FACTS = ModelFacts(
@@ -43,6 +44,8 @@ FACTS = ModelFacts(
     kv_bytes=0,
     context=4096,
 )
+#: Too little for a head to go by.
+QUICK = Profile(decode=((1, 0.01),))
 BLOCKS = {"a": 100, "b": 80, "c": 90}
 
 
@@ -54,7 +57,9 @@ def member(name, **changes):
     return MemberRecord(name, key(name), name.upper(), **changes)
 
 
-def report(name, *workers, stage="auto", memory=100 * GB, pid=1, models=(), prefetched=None):
+def report(
+    name, *workers, stage="auto", memory=100 * GB, pid=1, models=(), prefetched=None, block_size=1
+):
     return PeerReport(
         name=name.upper(),
         version="1",
@@ -63,7 +68,7 @@ def report(name, *workers, stage="auto", memory=100 * GB, pid=1, models=(), pref
         endpoint="http://127.0.0.1:5465",
         daemon_pid=pid,
         stage=stage,
-        device=Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9),
+        device=Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9, block_size=block_size),
         models=models or (("toy",) if name == "a" else ()),
         workers=workers,
         prefetched=prefetched,
@@ -141,7 +146,7 @@ class Paper:
         values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, **changes}
         self.do(Serve(Desired(**values)))
 
-    def loaded(self, message: Assign, peer, port=5468, blocks=None):
+    def loaded(self, message: Assign, peer, port=5468, blocks=None, profile=QUICK):
         self.do(
             StageSaid(
                 peer,
@@ -151,7 +156,7 @@ class Paper:
                     stage=message.stage,
                     port=port,
                     max_blocks=BLOCKS.get(peer, 70) if blocks is None else blocks,
-                    decode_s=0.01,
+                    profile=profile,
                 ),
             )
         )

@@ -50,6 +50,7 @@ from molink.wire.control import (
     Welcome,
 )
 from molink.wire.keys import KeyPair, peer_id
+from molink.wire.profile import Profile
 
 
 class Peer:
@@ -96,7 +97,7 @@ class Peer:
                     stage=message.stage,
                     port=5468,
                     max_blocks=10,
-                    decode_s=0.1,
+                    profile=Profile(decode=((1, 0.1),)),
                 )
             )
         elif isinstance(message, Form):
@@ -227,6 +228,17 @@ async def test_join_serve_and_route(scene, kit):
     assert status["pipelines"][0]["ready"] is True
 
 
+async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(scene, kit):
+    owner = await scene.peer()
+    await owner.ask(serve(kit, quantize="nf4"))
+    await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
+    assert owner.last(Assign).quantize == "nf4"
+    assert (await scene.status(owner))["quantize"] == "nf4"
+    await scene.stop()
+    await scene.start(port=None)
+    assert scene.coordinator.reconciler.desired.quantize == "nf4"
+
+
 async def test_a_restart_adopts_what_runs(scene, kit):
     owner = await scene.peer()
     await owner.ask(serve(kit))
@@ -311,11 +323,7 @@ async def test_strangers_and_odd_requests(scene, kit):
     with pytest.raises(UsageError, match="can't be valid for"):
         await owner.ask(InviteRequest(ref=0, ttl=-1.0))
     owner.client.send(ShutdownRequest(ref=1))
-    owner.client.send(
-        StageLoaded(
-            pipeline="p9", epoch=0, stage=2**31 - 1, port=0, max_blocks=0, decode_s=float("nan")
-        )
-    )
+    owner.client.send(StageLoaded(pipeline="p9", epoch=0, stage=2**31 - 1, port=0, max_blocks=0))
     await scene.until(lambda: scene.coordinator._server.counters.forbidden)
     assert (await scene.status(owner))["counters"]["strangers"] >= 1
 

@@ -5,12 +5,11 @@ from molink.errors import RequestError
 from molink.swarm.hygiene import (
     check_key,
     clean_failed,
-    clean_loaded,
     clean_name,
     clean_report,
     is_model_name,
 )
-from molink.wire.control import StageFailed, StageLoaded
+from molink.wire.control import StageFailed
 from molink.wire.keys import KeyPair
 
 
@@ -39,12 +38,6 @@ def test_reports(kit):
     assert [worker.pipeline for worker in clean.workers] == ["p1"]
     assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
     assert clean_report(kit.report("a"), "a") == kit.report("a")
-
-
-def test_measurements():
-    values = {"pipeline": "p1", "epoch": 1, "stage": 0, "port": 1, "max_blocks": 1}
-    assert clean_loaded(StageLoaded(**values, decode_s=float("inf"))).decode_s == 0.0
-    assert clean_loaded(StageLoaded(**values, decode_s=0.5)).decode_s == 0.5
 
 
 def test_reasons():

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molink.model.footprint import Footprint, Target
+from molink.model.memory import MARGIN_PART, plan_memory
 from molink.swarm.partition import Costs, Gap, Runner, share_out
 from molink.swarm.placement import (
-    MARGIN,
     MAX_STAGES,
     Candidate,
     Placement,
@@ -18,9 +19,12 @@ from molink.swarm.placement import (
 from molink.wire.control import ModelFacts
 
 GB = 10**9
+#: Part of a peer's memory that its plan leaves alone.
+MARGIN = 1 / MARGIN_PART
 
 
-def facts(layers=8, layer=GB, first=GB // 2, last=GB // 2, kv=0, context=4096):
+def facts(layers=8, layer=GB, first=GB // 2, last=GB // 2, kv=0, context=4096, **more):
+    """A model whose rows take nothing, unless ``more`` says otherwise."""
     return ModelFacts(
         name="m",
         layers=layers,
@@ -29,11 +33,17 @@ def facts(layers=8, layer=GB, first=GB // 2, last=GB // 2, kv=0, context=4096):
         last_bytes=last,
         kv_bytes=kv,
         context=context,
+        **more,
     )
 
 
-def peer(name, memory=100 * GB, rate=10e9, stage="auto", bf16=True):
-    return Candidate(name, name, memory, rate, stage, bf16)
+def peer(name, memory=100 * GB, rate=10e9, stage="auto", bf16=True, cuda=False):
+    return Candidate(name, name, memory, rate, stage, bf16, cuda)
+
+
+def memory_for(nbytes):
+    """A memory that has room for ``nbytes`` of weights, and for what a step takes beside."""
+    return int((nbytes + 10_000_000) / (1 - MARGIN))
 
 
 def layers_of(placement):
@@ -64,7 +74,7 @@ def test_unmeasured_peers_count_as_average():
 
 
 def test_memory_limits_a_fast_peer_and_its_order():
-    small = peer("fast", memory=int(3 * GB / (1 - MARGIN)) + 9, rate=100e9)
+    small = peer("fast", memory=memory_for(3 * GB), rate=100e9)
     placed = place(facts(layers=8), [small, peer("a"), peer("b")])
     # At an end of the model it would hold two layers, between the others three.
     assert layers_of(placed) == {"a": (0, 3), "fast": (3, 6), "b": (6, 8)}
@@ -72,20 +82,22 @@ def test_memory_limits_a_fast_peer_and_its_order():
 
 def test_room_for_kv_is_kept():
     one = facts(layers=4, first=0, last=0, kv=GB // 2048, context=2048)
-    memory = int(4 * (GB + GB // 2048 * 2048) / (1 - MARGIN)) + 9
+    needs = Footprint.of(one, Target()).needs(4, opens=True, closes=True)
+    assert needs > 4 * (GB + GB // 2048 * 2048)
+    memory = int(needs / (1 - MARGIN)) + 9
     assert isinstance(place(one, [peer("a", memory=memory)]), Placement)
     assert isinstance(place(one, [peer("a", memory=memory - GB)]), Unplaceable)
 
 
 def test_a_wider_dtype_needs_more():
-    memory = int(10 * GB / (1 - MARGIN))
+    memory = memory_for(10 * GB)
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
     assert isinstance(place(facts(), [peer("a", memory=memory)], "bf16"), Placement)
     assert isinstance(place(facts(), [peer("a", memory=memory)], "f32"), Unplaceable)
 
 
 def test_a_cpu_without_bf16_takes_fewer_layers():
-    wide = peer("wide", memory=int(10 * GB / (1 - MARGIN)), bf16=False)
+    wide = peer("wide", memory=memory_for(10 * GB), bf16=False)
     found = place(facts(), [wide])
     assert isinstance(found, Unplaceable)
     assert "computes in f32" in found.reason
@@ -134,20 +146,27 @@ def test_peers_that_fit_nowhere_beside_the_others_are_left_out():
         ([], "no peer offers to run layers"),
         ([peer("a", stage="none")], "no peer offers to run layers"),
         (
-            [peer("a", 6 * GB), peer("b", 4 * GB)],
-            "m needs 9.0 GB and the swarm offers 9.0 GB on 2 peers, but no split fits",
+            [peer("a", 56 * GB // 10), peer("b", 4 * GB)],
+            "m needs 9.0 GB and the swarm offers 9.1 GB on 2 peers, but no split fits",
         ),
-        ([peer("a", 5 * GB)], "m needs 9.0 GB, the swarm offers 4.5 GB on 1 peer; add a peer"),
+        (
+            [peer("a", 5 * GB)],
+            "m needs 9.0 GB, the swarm offers 4.8 GB on 1 peer: room for 4 of 8 layers; add a peer",
+        ),
         (
             [peer("a", stage="0:5"), peer("b", stage="4:8")],
             r"the layers of a \(--stage 0:5\) and of b \(--stage 4:8\) overlap",
         ),
         ([peer("a", stage="0:5")], "no peer runs layers 5:8: 0 peers with --stage auto"),
         ([peer("a", stage="2:9")], "names layers that m doesn't have: it has 8"),
-        ([peer("a", stage="0:8", memory=2 * GB)], "needs 9.0 GB for its layers, but has 1.8 GB"),
+        (
+            [peer("a", stage="0:8", memory=2 * GB)],
+            r"a \(--stage 0:8\): layers 0:8 of m need at least 9.1 GB \(9.0 GB weights .* budget "
+            "is 2.0 GB: 1 layer would fit",
+        ),
         (
             [peer("a", stage="0:4"), peer("b", memory=2 * GB)],
-            "the rest of m needs 4.5 GB, the swarm offers 1.8 GB on 1 peer",
+            "the rest of m needs 4.5 GB, the swarm offers 1.9 GB on 1 peer",
         ),
     ],
 )
@@ -155,6 +174,64 @@ def test_the_reason_says_what_is_missing(candidates, reason):
     found = place(facts(), candidates)
     assert isinstance(found, Unplaceable)
     assert re.search(reason, found.reason), found.reason
+
+
+#: Its projections, nine tenths of a layer, shrink to a half and to a quarter.
+SHRINKS = {
+    "projection_bytes": GB * 9 // 10,
+    "int8_bytes": GB * 9 // 20,
+    "nf4_bytes": GB * 9 // 40,
+}
+
+
+def test_quantized_layers_take_less_and_are_read_sooner():
+    model = facts(**SHRINKS)
+    peers = [peer("a", memory=memory_for(4 * GB))]
+    assert isinstance(place(model, peers), Unplaceable)
+    assert isinstance(place(model, peers, quantize="int8"), Unplaceable)
+    placed = place(model, peers, quantize="nf4")
+    assert layers_of(placed) == {"a": (0, 8)}
+    # 8 × (0.1 + 0.225) GB and the output head.
+    assert placed.slowest == pytest.approx((8 * 0.325 + 0.5) / 10)
+
+
+def test_widening_leaves_quantized_projections_as_they_are():
+    model = facts(layers=9, first=0, last=0, **SHRINKS)
+    wide = [peer("wide", bf16=False), peer("a")]
+    # 0.2 + 0.225 GB for each layer there, 0.1 + 0.225 GB here.
+    assert layers_of(place(model, wide, quantize="nf4")) == {"wide": (0, 4), "a": (4, 9)}
+    tight = [peer("wide", memory=memory_for(9 * 0.425 * GB + 30_000_000), bf16=False)]
+    assert isinstance(place(model, tight, quantize="nf4"), Placement)
+
+
+def test_files_that_are_quantized_already_need_no_option():
+    peers = [peer("a", memory=memory_for(4 * GB))]
+    assert isinstance(place(facts(**SHRINKS, quantized="nf4"), peers), Placement)
+
+
+def test_the_reason_names_the_gentlest_quantization_that_helps():
+    model = facts(**SHRINKS)
+    for memory, stage, hint in [
+        (6 * GB, "auto", r"serve it with --quantize int8$"),
+        (4 * GB, "auto", r"serve it with --quantize nf4$"),
+        (GB, "auto", r"serve a smaller model$"),
+        (6 * GB, "0:8", r"5 layers would fit, or --quantize int8$"),
+        (4 * GB, "0:8", r"3 layers would fit, or --quantize nf4$"),
+        (GB // 4, "0:8", r"not one layer would fit$"),
+    ]:
+        found = place(model, [peer("a", memory=memory_for(memory), stage=stage)])
+        assert isinstance(found, Unplaceable)
+        assert re.search(hint, found.reason), found.reason
+    found = place(facts(), [peer("a", memory=4 * GB)])  # nothing is known of its projections
+    assert "--quantize" not in found.reason
+
+
+def test_a_gpu_keeps_room_for_graphs():
+    memory = memory_for(9 * GB)
+    assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
+    gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="0:8")])
+    assert isinstance(gpu, Unplaceable)
+    assert "16.8 MB CUDA graphs" in gpu.reason
 
 
 @pytest.mark.parametrize(
@@ -165,7 +242,7 @@ def test_parse_range(text, expected):
     assert parse_range(text) == expected
 
 
-def brute_force(gap, runners, costs):
+def brute_force(gap, runners):
     """The best (slowest, total) over every order and every composition."""
     best = None
     n = len(runners)
@@ -175,35 +252,39 @@ def brute_force(gap, runners, costs):
             times = []
             for i, (runner, count) in enumerate(zip(order, counts, strict=True)):
                 opens, closes = gap.opens and i == 0, gap.closes and i == n - 1
-                if costs.memory(count, opens=opens, closes=closes) > runner.memory:
+                if runner.costs.memory(count, opens=opens, closes=closes) > runner.memory:
                     break
-                times.append(costs.seconds(count, runner.rate, closes=closes))
+                times.append(runner.costs.seconds(count, runner.rate, closes=closes))
             else:
                 cost = (max(times), sum(times))
                 best = cost if best is None else min(best, cost)
     return best
 
 
-runners = st.lists(
-    st.builds(Runner, st.just("p"), st.integers(0, 40), st.sampled_from([1.0, 2.0, 4.0, 8.0])),
-    min_size=1,
-    max_size=4,
-)
 costs = st.builds(
     Costs,
     layer_weights=st.integers(0, 6),
-    layer_kv=st.integers(0, 2),
+    layer_room=st.integers(0, 2),
     first=st.integers(0, 8),
     last=st.integers(0, 8),
+    stage=st.integers(0, 2),
+    logits=st.integers(0, 2),
+)
+runners = st.lists(
+    st.builds(
+        Runner, st.just("p"), st.integers(0, 40), st.sampled_from([1.0, 2.0, 4.0, 8.0]), costs
+    ),
+    min_size=1,
+    max_size=4,
 )
 
 
-@given(runners, costs, st.integers(1, 7), st.booleans(), st.booleans())
+@given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_no_split_is_better(runners, costs, layers, opens, closes):
+def test_no_split_is_better(runners, layers, opens, closes):
     gap = Gap(0, layers, opens, closes)
-    found = share_out([gap], runners, costs)
-    expected = brute_force(gap, runners, costs)
+    found = share_out([gap], runners)
+    expected = brute_force(gap, runners)
     assert (found and (found[0].slowest, found[0].total)) == expected  # powers of two: exact
 
 
@@ -213,17 +294,35 @@ stages = st.one_of(
     st.tuples(st.integers(0, 6), st.integers(1, 4)).map(lambda t: f"{t[0]}:{t[0] + t[1]}"),
 )
 swarms = st.lists(
-    st.tuples(st.integers(0, 30), st.sampled_from([0.0, 1.0, 3.0, 7.5]), stages), max_size=6
+    st.tuples(
+        st.integers(0, 30),
+        st.sampled_from([0.0, 1.0, 3.0, 7.5]),
+        stages,
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+models = st.builds(
+    facts,
+    st.integers(1, 10),
+    layer=st.integers(0, 6 << 20),
+    first=st.integers(0, 8 << 20),
+    last=st.integers(0, 8 << 20),
+    kv=st.integers(0, 512),
+    context=st.sampled_from([1, 100, 4096]),
+    projection_bytes=st.just(0),
+    row_elements=st.integers(0, 100),
+    vocabulary=st.integers(0, 1000),
 )
 
 
-@given(swarms, st.integers(1, 10), costs)
+@given(swarms, models, st.sampled_from(["auto", "f32", "bf16"]))
 @settings(max_examples=300, deadline=None)
-def test_a_placement_covers_the_model_within_memory(swarm, layers, costs):
-    model = facts(layers, costs.layer_weights, costs.first, costs.last, costs.layer_kv, 1)
-    candidates = [peer(str(i), *values) for i, values in enumerate(swarm)]
-    placed = place(model, candidates)
-    assert placed == place(model, candidates)
+def test_a_placement_covers_the_model_within_memory(swarm, model, dtype):
+    candidates = [peer(str(i), memory << 20, *values) for i, (memory, *values) in enumerate(swarm)]
+    placed = place(model, candidates, dtype)
+    assert placed == place(model, candidates, dtype)
     if isinstance(placed, Unplaceable):
         assert placed.reason
         return
@@ -235,9 +334,19 @@ def test_a_placement_covers_the_model_within_memory(swarm, layers, costs):
         at = last
         candidate = by_name.pop(stage.peer)
         assert candidate.stage in ("auto", f"{first}:{last}")
-        needs = costs.memory(last - first, opens=first == 0, closes=last == layers)
-        assert needs <= candidate.memory * (1 - MARGIN)
-    assert at == layers
+        kind = "cuda" if candidate.cuda else "cpu"
+        target = Target(kind=kind, bf16=candidate.bf16, dtype=dtype)
+        # What is placed there fits the plan that the peer's daemon makes of its own.
+        plan = plan_memory(model, stage.layers, target, candidate.memory)
+        assert plan.total <= candidate.memory
+    assert at == model.layers
     left = [c for c in by_name.values() if c.stage == "auto"]
     assert sorted(placed.spares) == sorted(c.peer for c in left)
     assert not [c for c in by_name.values() if ":" in c.stage]
+
+
+@given(models, st.integers(0, 12), st.booleans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
+def test_costs_are_those_of_the_footprint(model, layers, opens, closes, kind):
+    need = Footprint.of(model, Target(kind=kind))
+    expected = need.needs(layers, opens=opens, closes=closes)
+    assert Costs.of(need).memory(layers, opens=opens, closes=closes) == expected

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from molink.errors import InvariantError
@@ -12,9 +13,13 @@ from molink.wire.control import (
     Route,
     RouteGone,
     StageAddress,
+    StageProfile,
     Unassign,
     Welcome,
 )
+from molink.wire.profile import Profile
+
+QUICK = Profile(decode=((1, 0.01),))
 
 
 def assign(epoch, stage, stages, layers, pipeline="p1"):
@@ -87,7 +92,7 @@ def test_a_pipeline_forms_step_by_step(kit):
         "p1",
         "toy",
         1,
-        (StageRecord("a", (0, 3), 5470, 100, 0.01), StageRecord("b", (3, 6), 5471, 80, 0.01)),
+        (StageRecord("a", (0, 3), 5470, 100, QUICK), StageRecord("b", (3, 6), 5471, 80, QUICK)),
         True,
         80,
         2,
@@ -98,6 +103,58 @@ def test_a_pipeline_forms_step_by_step(kit):
     paper.ready("a", 0, epoch=1)
     assert paper.take() == [(p, route(1, address("a", 5470))) for p in "abc"]
     assert paper.reconciler.reason == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype", "chosen"),
+    [
+        ({"element_bytes": 2}, "auto", 256),
+        ({"element_bytes": 4}, "auto", 16),
+        ({"element_bytes": 4}, "bf16", 256),
+        ({"element_bytes": 2}, "f32", 16),
+        ({"element_bytes": 2, "score_heads": 8}, "auto", 16),
+    ],
+)
+def test_kv_blocks_are_the_largest_that_any_stage_wants(kit, facts, dtype, chosen):
+    paper = kit.Paper("a", "b", min_peers=2)
+    paper.serve(facts=msgspec.structs.replace(kit.facts, **facts), dtype=dtype)
+    paper.report("a", block_size=256)
+    paper.report("b")
+    paper.wait(3, "a", "b")
+    orders = [message for _, message in paper.take() if isinstance(message, Assign)]
+    assert [order.block_size for order in orders] == [chosen, chosen]
+    for order, peer in zip(orders, "ab", strict=True):
+        paper.loaded(order, peer, blocks=3)
+    for stage, peer in enumerate("ab"):
+        paper.ready(peer, stage, epoch=1)
+    told = [message for _, message in paper.take() if isinstance(message, Route)]
+    assert told[-1].context == min(kit.facts.context, 3 * chosen)
+
+
+def test_the_head_is_told_how_long_steps_take_before_it_forms_the_ring(kit):
+    paper = kit.Paper("a", "b")
+    paper.serve()
+    paper.report("a")
+    paper.report("b")
+    paper.wait(2, "a", "b")
+    first, second = assign(1, 0, 2, (0, 3)), assign(1, 1, 2, (3, 6))
+    paper.take()
+    profiles = [Profile(decode=((1, s),), prefill=((16, 2 * s),)) for s in (0.01, 0.02)]
+    paper.loaded(first, "a", profile=profiles[0])
+    paper.loaded(second, "b", profile=profiles[1])
+    told = [
+        ("a", StageProfile(pipeline="p1", epoch=1, stage=stage, profile=profile))
+        for stage, profile in enumerate(profiles)
+    ]
+    batch = paper.take()
+    assert batch[:2] == told
+    assert [(peer, type(message)) for peer, message in batch[2:]] == [("a", Form), ("b", Form)]
+    assert [stage.profile for stage in paper.committed[-1].stages] == profiles
+    # A connection was lost in between: the head's peer is told again, another's only to form.
+    paper.report("a", fresh=True)
+    assert paper.take()[:2] == told
+    paper.report("b", fresh=True)
+    assert [type(message) for _, message in paper.take()][:1] == [Form]
 
 
 def test_who_waits_is_told_why(kit):
@@ -365,9 +422,9 @@ def test_the_reason_names_who_is_left_out(running):
     running.failed("b", 1, running.reconciler.formation.record.epoch)
     running.wait(0.5, *"ab")
     assert running.reconciler.reason.startswith(
-        "toy needs 6.0 GB, the swarm offers 3.6 GB on 1 peer; add a peer, give more memory or "
-        "serve a smaller model; B is left out for 4 s more after 4 failures, the last: stage 1 "
-        "on B: oops"
+        "toy needs 6.0 GB, the swarm offers 3.8 GB on 1 peer: room for 3 of 6 layers; add a peer, "
+        "give more memory or serve a smaller model; B is left out for 4 s more after 4 failures, "
+        "the last: stage 1 on B: oops"
     )
 
 
@@ -480,7 +537,7 @@ def test_without_enough_memory_it_waits_and_says_why(kit):
     paper.serve()
     paper.report("a", memory=4 * kit.GB)
     paper.wait(2, "a")
-    assert paper.reconciler.reason.startswith("toy needs 6.0 GB, the swarm offers 3.6 GB on 1 peer")
+    assert paper.reconciler.reason.startswith("toy needs 6.0 GB, the swarm offers 3.8 GB on 1 peer")
     assert paper.take() == [("a", route(0))]
     paper.report("b", memory=4 * kit.GB)
     paper.wait(1.25, *"ab")
@@ -610,8 +667,9 @@ def test_the_same_wish_changes_nothing(running):
     assert running.take() == []
 
 
-def test_another_model_gets_another_pipeline(running, kit):
-    running.serve(dtype="f32")
+@pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "int8"}])
+def test_another_model_gets_another_pipeline(running, change):
+    running.serve(**change)
     sent = running.take()
     assert sent == [
         *[(p, Unassign(pipeline="p1")) for p in "abc"],
@@ -623,6 +681,9 @@ def test_another_model_gets_another_pipeline(running, kit):
     running.wait(0.5, *"abc")
     assert running.committed[-1].id == "p2"
     assert running.committed[-1].epoch == 2
+    assert {m.quantize for _, m in running.take() if isinstance(m, Assign)} == {
+        change.get("quantize", "none")
+    }
 
 
 def test_another_number_of_micro_batches_is_another_epoch(running):

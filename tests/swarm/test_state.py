@@ -16,7 +16,9 @@ from molink.swarm.records import (
 from molink.swarm.state import State
 from molink.wire.control import Member, ModelFacts
 from molink.wire.keys import KeyPair, peer_id
+from molink.wire.profile import Profile
 
+PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)
 KEYS = [KeyPair.generate() for _ in range(2)]
 A, B = (peer_id(keys.public) for keys in KEYS)
 FACTS = ModelFacts(
@@ -41,7 +43,7 @@ def reopened(state):
 
 
 def pipeline(epoch=1, id="p1", **changes):
-    stages = (StageRecord(A, (0, 3), 5468, 10, 0.5), StageRecord(B, (3, 6)))
+    stages = (StageRecord(A, (0, 3), 5468, 10, PROFILE), StageRecord(B, (3, 6)))
     return PipelineRecord(id, "toy", epoch, stages, **changes)
 
 
@@ -78,6 +80,35 @@ def test_a_new_folder_is_empty(tmp_path):
         assert state.last() == (0, 0)
 
 
+def test_a_file_of_the_first_format_goes_on(state):
+    state.save_desired(Desired(FACTS, A))
+    state.commit(pipeline(formed=True, blocks=10))
+    state._db.executescript(
+        """
+        DROP TABLE stages;
+        CREATE TABLE stages (
+            pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE,
+            stage INTEGER NOT NULL, peer TEXT NOT NULL REFERENCES members (peer),
+            first INTEGER NOT NULL, last INTEGER NOT NULL, port INTEGER NOT NULL,
+            max_blocks INTEGER NOT NULL, decode_s REAL NOT NULL, PRIMARY KEY (pipeline, stage)
+        );
+        ALTER TABLE models DROP COLUMN quantize;
+        ALTER TABLE pipelines DROP COLUMN block_size;
+        UPDATE schema SET version = 1;
+        """
+    )
+    for values in (("p1", 0, A, 0, 3, 5468, 10, 0.5), ("p1", 1, B, 3, 6, 0, 0, 0.0)):
+        state._db.execute("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    with reopened(state) as again:
+        stages = (StageRecord(A, (0, 3), 5468, 10), StageRecord(B, (3, 6)))
+        assert again.pipeline() == PipelineRecord("p1", "toy", 1, stages, True, 10)
+        again.commit(pipeline(epoch=2, block_size=256))
+        assert again.pipeline() == pipeline(epoch=2, block_size=256)
+        assert again.desired() == Desired(FACTS, A)
+        again.save_desired(Desired(FACTS, A, dtype="f32"))
+        assert again.pipeline() is None, "stages go with their pipeline"
+
+
 def test_an_epoch_never_goes_back(state):
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(epoch=5))
@@ -94,6 +125,9 @@ def test_another_model_ends_the_pipeline_but_not_the_counting(state):
     state.save_desired(Desired(FACTS, B, dtype="f32"))
     assert state.pipeline() is None
     state.commit(pipeline(epoch=6, id="p2"))
+    state.save_desired(Desired(FACTS, B, dtype="f32", quantize="nf4"))
+    assert state.pipeline() is None
+    assert state.desired() == Desired(FACTS, B, dtype="f32", quantize="nf4")
     other = ModelFacts(
         name="x", layers=1, layer_bytes=1, first_bytes=1, last_bytes=1, kv_bytes=1, context=1
     )
@@ -130,7 +164,7 @@ def test_one_process_at_a_time(state, monkeypatch):
 
 
 def test_a_newer_format_is_refused(state):
-    state._db.execute("UPDATE schema SET version = 2")
+    state._db.execute("UPDATE schema SET version = 99")
     state.close()
     with pytest.raises(StateError, match="written by a newer molink"):
         State.open(state.path.parent)

@@ -13,7 +13,7 @@ def test_the_shape(running):
         "state": "running",
         "pid": 42,
     }
-    assert status["model"] == "toy"
+    assert (status["model"], status["quantize"]) == ("toy", "none")
     assert status["peers"][1] == {
         "id": "b",
         "name": "B",

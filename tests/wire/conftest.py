@@ -7,11 +7,20 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from molink.wire.profile import Profile
+
+
+def _ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    """As a profile demands them."""
+    return tuple(sorted(dict(points).items()))
+
 
 def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901  a case per type
     match kind:
         case inspect.StructType(cls=cls, fields=fields):
             parts = {field.name: _strategy(field.type) for field in fields}
+            if cls is Profile:
+                parts |= {name: parts[name].map(_ascending) for name in ("decode", "prefill")}
             return st.fixed_dictionaries(parts).map(lambda values: cls(**values))
         case inspect.UnionType(types=types):
             return st.one_of([_strategy(each) for each in types])

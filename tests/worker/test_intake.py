@@ -50,7 +50,7 @@ def test_parts_that_do_not_fit(parts: list[tuple[int, list[int]]], message: str)
 
 
 def test_too_long_is_refused_before_its_ids_come() -> None:
-    with pytest.raises(ContextTooLong, match="leave nothing of a context of 16"):
+    with pytest.raises(ContextTooLong, match="leaves nothing of the 16"):
         Intake(16, 100).submit("peer", submit(tokens=16, prompt_tokens=16), 0.0)
 
 

@@ -1,6 +1,8 @@
 """Lanes deliver in any order, requests are cancelled and share blocks: logits stay the same."""
 
+import itertools
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,19 +14,22 @@ from molink.model.folder import ModelFolder
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.wire.base import Payload
-from molink.wire.data import Admit, Release, Rows, Sampling, Tombstone, Volume
+from molink.wire.data import Admit, Release, Rows, Sampling, Table, Tombstone, Volume
 from molink.worker.requests import RequestTable
 from molink.worker.scoreboard import Scoreboard
 from molink.worker.step import Segment, run_step
+from molink.worker.work import block_ids
 
 BLOCK = 4
-A, C, B, D = range(4)
-#: B begins with A's first 8 tokens and reads them from A's blocks; D gets the blocks of C.
+A, C, B, D, E = range(5)
+#: B begins with A's first 8 tokens and reads them from A's blocks; D gets the blocks of C. E begins
+#: with A's first 11: it reads 8 from A's blocks and copies 3 that A goes on writing after.
 TOKENS = {
     A: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14],
     B: [5, 9, 2, 7, 1, 8, 3, 6, 40, 41, 42, 43],
     C: [30, 31, 32, 33, 34, 35, 36, 37, 38],
     D: [50, 51, 52, 53, 54, 55, 56, 57, 58],
+    E: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 60, 61, 62],
 }
 GREEDY = Sampling(temperature=0.0)
 
@@ -91,12 +96,16 @@ def script() -> list[tuple[Any, Any]]:
 
 
 def afterword() -> list[tuple[Any, Any]]:
-    """What follows once the release of C has gone round: its blocks are used again."""
+    """What follows once the release of C has gone round, and what E begins with has come back."""
     return [
         (Admit(12, D, GREEDY, 8), None),
         volume(13, rows(D, 0, 7, 12, (6, 5)), prefill=True),
         volume(14, rows(D, 7, 1, 13), prefill=False),
         volume(15, rows(D, 8, 1, 14, (2,)), prefill=False),
+        (Admit(16, E, GREEDY, 14), None),
+        (Table(17, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
+        volume(18, Rows(E, 11, 2, 17, (0, 4), True, source=1), prefill=True),
+        volume(19, rows(E, 13, 1, 18), prefill=False),
     ]
 
 
@@ -110,15 +119,21 @@ class Driver:
         self.ended: list[Any] = []
 
     def run(self) -> Logits:
-        todo = deque(script())
-        later = deque(afterword())
+        self._drive(deque(script()), deque(afterword()))
+        return self.logits
+
+    def settle(self) -> None:
+        """Let everything that is on its way come to its end."""
+        self._drive(deque(), deque())
+
+    def _drive(self, todo: deque[Any], later: deque[Any]) -> None:
         while True:
             moves: list[Any] = [hop.decode for hop in self.hops if hop.decode]
             moves += [hop.bulk for hop in self.hops if hop.bulk]
             moves += [hop for hop in self.hops if hop.board.queued]
             if todo:
                 moves.append(todo)
-            elif later and any(isinstance(body, Release) for body in self.ended):
+            elif later and (A, 11) in self.logits and self._released():
                 moves.append(later)
             if not moves:
                 break
@@ -126,7 +141,9 @@ class Driver:
         for hop in self.hops:
             hop.board.validate()
             assert hop.board.waiting == 0
-        return self.logits
+
+    def _released(self) -> bool:
+        return any(isinstance(body, Release) for body in self.ended)
 
     def _do(self, move: Any, todo: deque[Any], later: deque[Any]) -> None:
         if move is todo or move is later:
@@ -158,6 +175,9 @@ class Driver:
         for control in controls:
             if isinstance(control.body, Admit):
                 self.hops[index].requests.admit(control.body)
+            elif isinstance(control.body, Table):
+                blocks = block_ids(control.body, control.data)
+                self.hops[index].requests.table(control.body.request, blocks)
             elif isinstance(control.body, Release):
                 self.hops[index].requests.release(control.body.request)
             if index + 1 < len(self.hops):
@@ -228,7 +248,7 @@ def test_logits_do_not_depend_on_the_order_of_arrival(
 
     kept = {key: value for key, value in logits.items() if key[0] != C}
     wanted = {(A, 8), (A, 9), (A, 10), (A, 11), (A, 12), (A, 13)}
-    wanted |= {(B, 10), (B, 11), (B, 12), (D, 7), (D, 8), (D, 9)}
+    wanted |= {(B, 10), (B, 11), (B, 12), (D, 7), (D, 8), (D, 9), (E, 13), (E, 14)}
     assert set(kept) == wanted
     for key, value in logits.items():
         torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)
@@ -246,3 +266,45 @@ def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> Non
     bodies = [control.body for control in first.board.complete((), 0.0)]
     assert bodies == [Admit(1, C, GREEDY, 8), Tombstone(2), Release(3, C, 2)]
     assert first.board.take(0.0) is None
+
+
+@torch.inference_mode()
+def spoil(stage: Stage, slots: list[int]) -> None:
+    """Write NaN to slots of the pool, in all layers."""
+    pool = stage._pool
+    assert pool is not None
+    rows = torch.full((len(slots), 2, pool.kv_heads, pool.head_dim), torch.nan)
+    for layer in range(stage.layers[1] - stage.layers[0]):
+        pool.write(layer, torch.tensor(slots), rows)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3)], ids=["whole", "two stages"])
+def test_copied_positions_give_the_logits_of_computed_ones(
+    make_model: Any, tmp_path: Any, undisturbed: Logits, cuts: tuple[int, ...]
+) -> None:
+    """What the copy's source holds beyond, another request's or nothing usable, is not seen."""
+    folder = ModelFolder.open(make_model(tmp_path))
+    ranges = itertools.pairwise(cuts)
+    stages = [Stage.load(folder, layers, "cpu", "f32") for layers in ranges]
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, in_turn)
+    parts = [
+        (Admit(1, A, GREEDY, 13), None),
+        volume(2, rows(A, 0, 11, 1, (3, 7, 1)), prefill=True),
+        volume(3, rows(A, 11, 1, 2), prefill=False),
+        (Admit(4, E, GREEDY, 14), None),
+        (Table(5, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
+        volume(6, Rows(E, 11, 1, 5, (0,), True, source=1), prefill=True),
+        volume(7, rows(E, 12, 2, 6, (4,)), prefill=True),
+    ]
+    for number, part in enumerate(parts):
+        if number == 3:
+            # The target as an earlier owner left it, and what follows in the source.
+            for stage in stages:
+                spoil(stage, [0, 1, 2, 3, BLOCK + 3])
+        driver.hops[0].put(*part)
+        driver.settle()
+    assert {key for key in driver.logits if key[0] == E} == {(E, 12), (E, 14)}
+    for key, value in driver.logits.items():
+        torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)

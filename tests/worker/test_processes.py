@@ -91,6 +91,7 @@ def ring_of(folder: Path, cuts: list[int], client: KeyPair) -> Iterator[list[Sta
         for stage in stages:
             stage.tell(Members(members=members))
             loaded = stage.hear(Loaded)
+            assert loaded.profile.known
             stage.port = loaded.port
             blocks.append(loaded.max_blocks)
         form(stages, 1, min(blocks))
@@ -140,6 +141,8 @@ class Daemon:
         self._client = client
         self.tokens: dict[str, list[int]] = {}
         self.rejected: dict[str, str] = {}
+        #: What was said with each request's first token.
+        self.cached: dict[str, int] = {}
         self._over: dict[str, asyncio.Event] = {}
 
     def heard(self, message: DataMessage, _: memoryview | None) -> None:
@@ -147,6 +150,7 @@ class Daemon:
             for token in message.tokens:
                 assert token.position == len(self.tokens[token.key])
                 self.tokens[token.key].append(token.token)
+                self.cached.setdefault(token.key, token.cached)
                 if token.finish is not None:
                     self._over[token.key].set()
         elif isinstance(message, Rejected):
@@ -232,7 +236,20 @@ async def test_ring_generates_what_transformers_does(
             for index, prompt in enumerate(prompts):
                 daemon.submit(f"r{index}", prompt)
             results = [await daemon.finished(f"r{index}") for index in range(len(prompts))]
-    assert results == expected
+            assert results == expected
+
+            # What was computed serves those who begin alike, copied parts of blocks included.
+            for index, prompt in enumerate(prompts):
+                daemon.submit(f"again{index}", prompt)
+            daemon.submit("turn", turn := [*expected[3], *PROMPT])
+            again = [await daemon.finished(f"again{index}") for index in range(len(prompts))]
+            turned = await daemon.finished("turn")
+    assert again == expected
+    assert [daemon.cached[f"again{index}"] for index in range(len(prompts))] == [
+        len(prompt) - 1 for prompt in prompts
+    ]
+    assert turned == reference(folder, turn)
+    assert daemon.cached["turn"] == len(expected[3]) - 1
 
 
 async def test_cancel_new_epoch_and_penalties(

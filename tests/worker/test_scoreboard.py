@@ -1,10 +1,12 @@
 """Exact decisions of one stage's scoreboard; a whole ring of them is in tests/head/test_ring.py."""
 
+from array import array
+
 import pytest
 
 from molink.errors import InvariantError
 from molink.wire.base import Payload
-from molink.wire.data import Admit, History, Release, Rows, Sampling, Tombstone, Volume
+from molink.wire.data import Admit, History, Release, Rows, Sampling, Table, Tombstone, Volume
 from molink.worker.scoreboard import MAX_SPAN, MAX_WAITING, BoardLimits, Scoreboard, _Live
 from molink.worker.work import Control, Ready, Work
 
@@ -120,8 +122,8 @@ def test_rows_of_a_released_request_are_dropped_from_a_volume():
     assert work.prefill.volume.rows == (groups[0], groups[2])
     assert work.prefill.kept == (0, 1, 5)
     assert [control.body for control in board.complete((4,), 0.0)] == [Release(5, 1, after=4)]
-    assert not board.is_live(1)
-    assert board.counts == {"dropped_groups": 1}
+    assert feed(board, volume(6, rows(1, after=4))) == [Tombstone(6)]
+    assert board.counts == {"dropped_groups": 2, "buried_volumes": 1}
 
 
 def test_a_volume_without_rows_becomes_a_tombstone():
@@ -227,9 +229,14 @@ def test_controls_that_make_no_sense_become_tombstones():
     assert feed(board, admit(2, 3)) == [Tombstone(2)]
     assert feed(board, admit(3, 4)) == [Tombstone(3)]
     assert feed(board, History(4, 9, 0, Payload("i32", (1,)))) == [Tombstone(4)]
-    assert board.is_live(4)
-    assert not board.is_live(3)
-    assert board.counts == {"stale_admits": 2, "stray_histories": 1}
+    feed(board, volume(5, rows(4, after=1)), volume(6, rows(3, after=1)))
+    assert run(board)[0] == (5,)
+    assert board.counts == {
+        "stale_admits": 2,
+        "stray_histories": 1,
+        "dropped_groups": 1,
+        "buried_volumes": 1,
+    }
 
 
 def test_releases_that_make_no_sense_complete():
@@ -296,16 +303,67 @@ def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(first, pay
     assert board.counts == {"bad_histories": 2}
 
 
+def ids(*blocks: int) -> bytes:
+    return array("i", blocks).tobytes()
+
+
+def test_rows_begin_after_the_blocks_that_are_brought_along():
+    board = Scoreboard(BoardLimits(table=4, blocks=8, block_size=2, context=16))
+    head = Table(2, 0, Payload("i32", (2,)))
+    feed(board, admit(1, 0))
+    board.arrive(head, ids(5, 6), 0.0)
+    assert board.complete((), 0.0) == [Control(head, ids(5, 6))]
+    feed(board, volume(3, Rows(0, 5, 2, 2, (7, 0), False, source=4)))
+    feed(board, volume(4, Rows(0, 7, 1, 3, (), True)))
+    assert run(board) == ((3,), [])
+    assert run(board) == ((4,), [])
+    assert board.refused == 0
+
+
+@pytest.mark.parametrize(
+    ("payload", "data"),
+    [
+        (Payload("i32", (2,)), ids(5)),
+        (Payload("i32", (2,)), ids(5, 8)),
+        (Payload("i32", (2,)), ids(5, -1)),
+        (Payload("i32", (1, 2)), ids(5, 6)),
+        (Payload("f32", (2,)), ids(5, 6)),
+        (Payload("i32", (2,)), None),
+        (Payload("i32", (0,)), b""),
+        (Payload("i32", (4,)), ids(1, 2, 3, 4)),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(payload, data):
+    board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2))
+    feed(board, admit(1, 0))
+    assert feed(board, Table(2, 0, payload), data=data) == [Tombstone(2)]
+    assert feed(board, Table(3, 7, Payload("i32", (1,))), data=ids(1)) == [Tombstone(3)]
+    feed(board, volume(4, Rows(0, 0, 2, 1, (1,))))
+    assert run(board) == ((4,), [])
+    assert feed(board, Table(5, 0, Payload("i32", (1,))), data=ids(2)) == [Tombstone(5)]
+    assert board.counts == {"bad_tables": 2, "stray_tables": 1}
+
+
 @pytest.mark.parametrize(
     "bad",
     [
+        Rows(0, 4, 1, 3, (6,), True, source=3),
+        Rows(0, 5, 1, 3, (6,), True, source=8),
         Rows(0, 4, 1, 3, (6, 7), True),
         Rows(0, 4, 1, 3, (8,), True),
         Rows(0, 4, 1, 3, (), True),
         Rows(0, 2**53, 1, 3, (), True),
         Rows(0, 4, 7, 3, (7,), True),
     ],
-    ids=["long table", "block beyond the pool", "no block", "far position", "beyond the context"],
+    ids=[
+        "nothing to copy",
+        "copy from beyond the pool",
+        "long table",
+        "block beyond the pool",
+        "no block",
+        "far position",
+        "beyond the context",
+    ],
 )
 def test_rows_that_no_stage_could_compute_are_dropped(bad):
     board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2, context=10))

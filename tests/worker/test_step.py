@@ -137,3 +137,29 @@ def test_history_needs_no_order_of_prompt_and_answer(tmp_path: Path) -> None:
     assert made[0].history.counts == {1: 0, 2: 0, 3: 1, 4: 1}
     made.release(0)
     assert len(made) == 0
+
+
+def test_a_prompts_first_chunk_is_rotated_like_its_last(make_model: Any, tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 8}
+    folder = ModelFolder.open(make_model(tmp_path, "phi3", 0, **fields))
+
+    def rows(*counts: int) -> torch.Tensor:
+        stage, requests, start, found = load(folder, 0, 2), table(0), 0, []
+        for count in counts:
+            blocks = () if start else (0, 1, 2)
+            header = volume(start + 1, Rows(0, start, count, start, blocks))
+            (result,) = run_step(
+                stage, requests, [Segment(header, list(range(start, start + count)))]
+            )
+            assert result.rows is not None
+            found.append(torch.frombuffer(result.rows, dtype=torch.float32))
+            start += count
+        return torch.cat(found)
+
+    torch.testing.assert_close(rows(4, 8), rows(12))

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -24,10 +25,12 @@ from molink.wire.pipe import (
     Stats,
     WorkerFailed,
 )
+from molink.wire.profile import Profile
 from molink.wire.sockets import make_client
 from molink.worker.worker import Worker
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
+PROFILE = Profile(decode=((1, 0.1),), prefill=((16, 0.2),))
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
@@ -61,9 +64,6 @@ class FakeStage:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.allocated = 0
-
-    def measure_decode(self) -> float:
-        return 0.1
 
     def block_bytes(self, size: int) -> int:
         return 1 << 20
@@ -115,6 +115,7 @@ async def running(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]
 ) -> AsyncIterator[tuple[FakePipe, Worker, "asyncio.Task[None]"]]:
     monkeypatch.setattr(molink.worker.worker, "_load_stage", load)
+    monkeypatch.setattr(molink.worker.worker, "profile_stage", lambda *_: PROFILE)
     pipe: Any = FakePipe()
     worker = Worker(start(), pipe)
     task = asyncio.create_task(worker.run())
@@ -138,6 +139,23 @@ async def test_running_out_of_memory_while_loading_is_reported(
     (failed,) = pipe.heard
     assert failed.kind == "WorkerError"
     assert failed.message.startswith("layers 2:4 can't run on cpu: OutOfMemoryError: CUDA out of")
+
+
+def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = molink.worker.worker
+    done: list[Any] = []
+    folder = SimpleNamespace(config=SimpleNamespace(context=64))
+    monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
+    monkeypatch.setattr(module, "limit_memory", lambda *given: done.append(given))
+    monkeypatch.setattr(
+        module.Stage, "load", lambda *given, **more: done.append((*given[1:], more))
+    )
+    order = msgspec.structs.replace(start(), device="cuda:1", memory=8 << 30, quantize="nf4")
+    module._load_stage(order)
+    assert done == [
+        ("cuda:1", 8 << 30),
+        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "twin": False}),
+    ]
 
 
 async def test_running_out_of_memory_for_blocks_is_reported(

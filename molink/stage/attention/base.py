@@ -7,11 +7,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from molink.errors import UsageError
 from molink.model.config import ModelConfig
 from molink.stage.base import SequenceRows
 from molink.stage.pool import KVPool
 
-BackendName = Literal["auto", "gather"]
+BackendName = Literal["auto", "flash", "gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,14 @@ class LayerAttention(Protocol):
         ...
 
 
+class FixedAttention(LayerAttention, Protocol):
+    """Attention of decode steps of one shape, whose tables stay where they are in memory."""
+
+    def load(self, sequences: Sequence[SequenceRows]) -> None:
+        """Take the tables of a step: a decode row for each row of the shape."""
+        ...
+
+
 class Attention(Protocol):
     """A backend. It keeps no state between forwards."""
 
@@ -69,9 +78,34 @@ class Attention(Protocol):
         """Make indices and masks for a forward over ``sequences``."""
         ...
 
+    def fix(
+        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> FixedAttention:
+        """For decode steps of ``rows`` rows, whose tables have ``blocks`` blocks at most."""
+        ...
 
-def create_attention(name: BackendName, shape: AttentionShape) -> Attention:
-    """The backend called ``name``; ``auto`` takes the best one that works here."""
+
+def create_attention(
+    name: BackendName,
+    shape: AttentionShape,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    """The backend called ``name``; ``auto`` takes ``flash`` if it works here, else ``gather``.
+
+    Raises:
+        UsageError: ``flash`` was asked for and doesn't work.
+    """
     from molink.stage.attention.gather import GatherAttention
 
+    if name == "gather":
+        return GatherAttention(shape)
+    from molink.stage.attention.probe import try_flash
+
+    flash, reason = try_flash(shape, block_size, dtype, device)
+    if flash is not None:
+        return flash
+    if name == "flash":
+        raise UsageError(f"flash attention can't run on {device}: {reason}; use auto or gather")
     return GatherAttention(shape)

@@ -1,0 +1,169 @@
+"""How many rows the next prefill chunk has.
+
+SARATHI's chunked prefills with decode-maximal batches: a prompt is cut into chunks, and each runs
+as one forward pass with the decode rows of that moment. The decodes ride along at little cost, and
+no stream stands still while a long prompt is computed. What a chunk costs is known from the stages'
+profiles, so its size is not a constant here but follows from what it does to those who decode:
+
+- An iteration with a chunk takes at most :data:`STRETCH` times one without. A turn of the ring is
+  what a stream waits for its next token: with ``K`` micro-batches ``K`` steps of the slowest stage,
+  or all stages' steps one after another, whichever is longer.
+- *Tile quantization*: chunk and decode rows together are a multiple of the matrix products' tile
+  (257 rows cost the paper's A100 32 % more than 256). Where not even one tile is within the bound,
+  as on CPUs, a smaller chunk is taken if it is really faster.
+- While nobody decodes, a chunk is as small as is nearly as efficient as any: small chunks fill a
+  ring of several stages sooner, and let newcomers in sooner.
+
+The paper's other rule, ``P:D = C / (B - 1)``, balances a chunk against the decodes that ride along;
+here they never wait for a prompt, so that nothing has to be balanced.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from molink.wire.profile import MOST_CHUNK_ROWS, Profile
+
+#: How much longer a chunk may make an iteration. Below 2, since no step is exactly as predicted.
+STRETCH = 1.7
+#: Without decodes, a chunk may be this much slower than the best one.
+NEAR_BEST = 1.08
+#: Where nothing within the bound is to be had: how much dearer than the least a chunk may be.
+NEAR_LEAST = 1.1
+#: Rows of a chunk where no stage's times are known.
+UNKNOWN_ROWS = 512
+#: Chunks are compared in steps of this many rows at least, and none is smaller without need.
+_STEP = 16
+#: Chunks of this size may be made even where no profile goes so far.
+_LEAST_MOST = 128
+#: Without decodes no chunk is smaller, whatever a noisy measurement says.
+_LEAST_ALONE = 64
+_REMEMBERED = 1024
+#: So many steps of rows are left, or more: a long prompt.
+_MANY = 256
+
+
+def most_chunk_rows(fixed: int) -> int:
+    """Rows of the largest chunk there can be; ``fixed`` is the setting, 0 = as decided here."""
+    return fixed or MOST_CHUNK_ROWS
+
+
+class ChunkSize:
+    """Decides for one ring. ``fixed`` rows if that is not 0.
+
+    ``profiles`` are those of its stages; unknown ones say nothing.
+    """
+
+    def __init__(self, fixed: int, profiles: Sequence[Profile], micro_batches: int) -> None:
+        self._fixed = fixed
+        self._profiles = [profile for profile in profiles if profile.known]
+        self._micro_batches = micro_batches
+        self._tile = max((profile.tile for profile in self._profiles), default=1)
+        self._step = -(-_STEP // self._tile) * self._tile
+        measured = min((each.prefill[-1][0] for each in self._profiles), default=0)
+        most = min(MOST_CHUNK_ROWS, max(_LEAST_MOST, self._tile, measured))
+        self._most = most // self._step * self._step or self._step
+        self._remembered: dict[tuple[int, int, int], int] = {}
+
+    def rows(self, decoding: int, left: int, before: int = 0) -> int:
+        """Rows of the next chunk, at least 1.
+
+        ``decoding`` streams are between two tokens, spread over the micro-batches. ``left`` prompt
+        rows are still to be computed, the first of them after ``before`` tokens of its prompt.
+        """
+        if self._fixed:
+            return self._fixed
+        if not self._profiles:
+            return UNKNOWN_ROWS
+        riding = -(-decoding // self._micro_batches)
+        # Rounded, so that what was decided once can be remembered.
+        before = before // _LEAST_MOST * _LEAST_MOST
+        steps = 0 if riding else max(1, min(-(-left // self._step), _MANY))
+        key = riding, steps, before
+        if key not in self._remembered:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = (
+                self._bounded(riding, before)
+                if riding
+                else self._efficient(steps * self._step, before)
+            )
+        return self._remembered[key]
+
+    # --- nobody decodes ------------------------------------------------------------------------
+
+    def _efficient(self, left: int, before: int) -> int:
+        """The smallest chunk with which ``left`` rows are through the ring in almost no time."""
+        sizes = [
+            rows
+            for rows in self._ladder(0)
+            if rows < left + self._step and _is_coarse(rows // self._step)
+        ]
+        sizes = [rows for rows in sizes if rows >= min(_LEAST_ALONE, sizes[-1])]
+        times = [self._prompt_s(left, rows, before) for rows in sizes]
+        good = NEAR_BEST * min(times)
+        return next(rows for rows, seconds in zip(sizes, times, strict=True) if seconds <= good)
+
+    def _prompt_s(self, left: int, rows: int, before: int) -> float:
+        """Seconds until the last of ``left`` rows has left the ring, in chunks of ``rows``."""
+        steps = [self._step_s(profile, rows, 0, before) for profile in self._profiles]
+        return (-(-left // rows) - 1) * max(steps) + sum(steps)
+
+    # --- others decode -------------------------------------------------------------------------
+
+    def _bounded(self, riding: int, before: int) -> int:
+        """The largest chunk that doesn't make ``riding`` decode rows wait too long.
+
+        It is no larger than pays: than one for a long prompt that nobody would wait for.
+        """
+        most = self._efficient(_MANY * self._step, before)
+        sizes = [rows - riding for rows in self._ladder(riding)]
+        sizes = [rows for rows in sizes if rows <= most] or sizes[:1]
+        least = self._turn_s(sizes[0], riding, before)
+        bound = max(STRETCH * self._turn_s(0, riding, before), NEAR_LEAST * least)
+        fitting = bisect_right(sizes, bound, key=lambda rows: self._turn_s(rows, riding, before))
+        return sizes[max(0, fitting - 1)]
+
+    def _turn_s(self, rows: int, riding: int, before: int) -> float:
+        """Seconds of a turn of the ring, in each step a chunk of ``rows`` rows.
+
+        The first stage has a chunk and the decode rows beside it at the same time. At the others
+        the chunk comes later, in the midst of another micro-batch's step or between two: decode
+        rows wait for half a chunk more there.
+        """
+        steps = [self._step_s(profile, rows, riding, before) for profile in self._profiles]
+        waits = [self._step_s(profile, rows, 0, before) / 2 for profile in self._profiles[1:]]
+        return max(self._micro_batches * max(steps), sum(steps) + sum(waits))
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _ladder(self, riding: int) -> list[int]:
+        """Numbers of rows that a step may have in all, ascending, more than ``riding``."""
+        step = self._step
+        first = -(-(riding + step // 2) // step) * step  # a chunk is half a step at least
+        parts = [step >> shift for shift in range(step.bit_length() - 1, 0, -1)]
+        below = [rows for rows in parts if rows >= max(_STEP, 2 * riding)]
+        return [*below, *range(first, max(first, self._most) + 1, step)]
+
+    def _step_s(self, profile: Profile, rows: int, riding: int, before: int) -> float:
+        """Seconds of a fused step: what all rows' matrix products take, and decodes' attention.
+
+        The latter is what ``T_d`` is longer than a chunk of as many rows; two passes one after
+        another are an upper bound.
+        """
+        alone = profile.decode_s(riding)
+        if not rows:
+            return alone
+        attention = max(0.0, alone - profile.prefill_s(riding))
+        fused = profile.prefill_s(self._padded(rows + riding)) + attention
+        apart = profile.prefill_s(self._padded(rows)) + alone
+        return min(fused, apart) + profile.prefill_token_s * rows * before
+
+    def _padded(self, rows: int) -> int:
+        """What ``rows`` rows cost as much as: full tiles, beyond the first."""
+        return rows if rows <= self._tile else -(-rows // self._tile) * self._tile
+
+
+def _is_coarse(count: int) -> bool:
+    """Whether it is one of 0, 1, 2, 3, 4, 6, 8, 12, 16 …: enough sizes to compare."""
+    low = max(0, count.bit_length() - 2)
+    return count == count >> low << low

@@ -1,0 +1,172 @@
+"""Which token sequences are in which KV blocks: a radix tree over token ids."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from molink.errors import InvariantError
+
+#: The token ids that a block holds the keys and values of.
+Key = tuple[int, ...]
+#: Stands for the parent of the blocks that sequences begin with.
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is cached of a token sequence.
+
+    The full ``blocks`` lead from the root to ``end``; ``source`` has those of the ``tokens`` that
+    follow them, and possibly others after these. If there are none it is -1.
+    """
+
+    end: int = ROOT
+    blocks: tuple[int, ...] = ()
+    source: int = -1
+    tokens: int = 0
+
+
+class PrefixTree:
+    """Maps token sequences to blocks of ``block_size`` tokens. Its nodes are the blocks.
+
+    Only a full block has others below it, and no two of these hold the same tokens. The tree
+    decides nothing about memory: who adds or removes a block sees to that. A block is removed
+    before the one above it is.
+
+    Plain dictionaries of numbers, not objects that refer to each other: there may be a hundred
+    thousand blocks, and the garbage collector would have to look at every object again and again.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        #: Parent and key of each block.
+        self._places: dict[int, tuple[int, Key]] = {}
+        #: The same the other way round.
+        self._children: dict[tuple[int, Key], int] = {}
+        #: Keys below each block that has others below it, in order: the one that shares most with
+        #: given tokens is a neighbour of the place where these would be.
+        self._keys: dict[int, list[Key]] = {}
+        #: Rises with every change: what was found before may differ from what there is now.
+        self.version = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest cached beginning of ``tokens``, token by token."""
+        size, end, blocks = self._size, ROOT, list[int]()
+        for last in range(size, len(tokens) + 1, size):
+            block = self._children.get((end, tuple(tokens[last - size : last])))
+            if block is None:
+                break
+            end = block
+            blocks.append(block)
+        first = len(blocks) * size
+        source, extra = self._nearest(end, tuple(tokens[first : first + size]))
+        return Match(end, tuple(blocks), source, first + extra)
+
+    def parent(self, block: int) -> int:
+        """The block above ``block``, or :data:`ROOT`."""
+        return self._places[block][0]
+
+    def child(self, parent: int, key: Key) -> int | None:
+        """The block with the tokens ``key`` below ``parent``."""
+        return self._children.get((parent, key))
+
+    def add(self, parent: int, key: Key, block: int) -> None:
+        """A block has the tokens ``key`` after those of ``parent``.
+
+        Raises:
+            InvariantError: it is in the tree, or these tokens are, or can't be.
+        """
+        full = parent == ROOT or len(self._places[parent][1]) == self._size
+        if not full or not 0 < len(key) <= self._size or (parent, key) in self._children:
+            raise InvariantError(f"block {block} of {len(key)} tokens can't follow {parent}")
+        if block in self._places:
+            raise InvariantError(f"block {block} is in the tree twice")
+        self._places[block] = parent, key
+        self._children[parent, key] = block
+        insort(self._keys.setdefault(parent, []), key)
+        self.version += 1
+
+    def remove(self, block: int) -> None:
+        """Forget a block with none below it.
+
+        Raises:
+            InvariantError: there are some.
+        """
+        if block in self._keys:
+            raise InvariantError(f"block {block} can't be removed before what follows it")
+        parent, key = place = self._places.pop(block)
+        del self._children[place]
+        keys = self._keys[parent]
+        del keys[bisect_left(keys, key)]
+        if not keys:
+            del self._keys[parent]
+        self.version += 1
+
+    def longer(self, parent: int, key: Key) -> bool:
+        """Whether a block below ``parent`` begins with ``key``."""
+        keys = self._keys.get(parent, [])
+        at = bisect_left(keys, key)
+        return at < len(keys) and keys[at][: len(key)] == key
+
+    def shorter(self, parent: int, key: Key) -> int | None:
+        """A block below ``parent`` that ``key`` begins with and goes beyond."""
+        keys = self._keys.get(parent, [])
+        at = bisect_left(keys, key) - 1
+        if at < 0 or key[: len(keys[at])] != keys[at]:
+            return None
+        return self._children[parent, keys[at]]
+
+    def path(self, block: int) -> Iterator[int]:
+        """From ``block`` up to the one that its sequence begins with."""
+        while block != ROOT:
+            yield block
+            block = self._places[block][0]
+
+    def below(self, top: int) -> list[int]:
+        """``top`` and all blocks below it, each after the one above it."""
+        found = [top]
+        for block in found:
+            found += (self._children[block, key] for key in self._keys.get(block, ()))
+        return found
+
+    def validate(self) -> None:
+        """Both directions agree, and every block leads to the root.
+
+        Raises:
+            InvariantError: they don't.
+        """
+        if {place: block for block, place in self._places.items()} != self._children:
+            raise InvariantError("blocks are not below those that they should be below")
+        keys: dict[int, list[Key]] = {}
+        for parent, key in self._children:
+            keys.setdefault(parent, []).append(key)
+            if parent != ROOT and len(self._places[parent][1]) != self._size:
+                raise InvariantError(f"block {parent} is not full but others follow it")
+        if {parent: sorted(found) for parent, found in keys.items()} != self._keys:
+            raise InvariantError("the keys below a block are not in order")
+        if set(self.below(ROOT)) != {ROOT, *self._places}:
+            raise InvariantError("a block does not lead to the root")
+
+    def _nearest(self, parent: int, tokens: Key) -> tuple[int, int]:
+        """The block below ``parent`` with most leading ``tokens``, and how many; -1 if none."""
+        keys = self._keys.get(parent, [])
+        at = bisect_left(keys, tokens)
+        best, most = -1, 0
+        for key in keys[max(0, at - 1) : at + 1]:
+            common = _common(key, tokens)
+            if common > most:
+                best, most = self._children[parent, key], common
+        return best, most
+
+
+def _common(one: Key, other: Key) -> int:
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))

@@ -1,0 +1,164 @@
+"""Attention by torch's own flash kernels, which read the paged pool in place.
+
+``torch.nn.attention.varlen.varlen_attn`` with a block table: on CUDA from compute capability 8.0,
+in fp16 and bf16, with pages of a multiple of :data:`PAGE` positions. Decode rows and prefill chunks
+are a call each: the kernel packs the query heads that share a key-value head only if there is one
+row per sequence and no window at all, and a decode row needs no mask, since nothing lies after it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import AttentionShape, FixedAttention, LayerAttention
+from molink.stage.attention.pages import Pages, pack, row_indices
+from molink.stage.base import SequenceRows
+from molink.stage.pool import KVPool
+from molink.stage.transfer import refill, upload
+
+#: What the size of a page has to be a multiple of.
+PAGE = 256
+
+Kernel = Callable[..., Any]
+
+
+def find_kernel() -> Kernel | None:
+    """``varlen_attn``, if this torch has it and it takes a block table."""
+    import inspect
+
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except (ImportError, RuntimeError):
+        return None
+    wanted = {"block_table", "seqused_k", "enable_gqa", "window_size", "scale"}
+    return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+@dataclass(frozen=True, slots=True)
+class FlashCall:
+    """One call of the kernel for some rows of the batch; ``most`` bounds each one's positions."""
+
+    kernel: Kernel
+    shape: AttentionShape
+    rows: Tensor | slice
+    pages: Pages
+    longest: int
+    most: int
+
+    def attend(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+        """Attention of the rows ``[n, heads * head_dim]``."""
+        shape, pages = self.shape, self.pages
+        keys, values = pool.pages(layer)
+        window = shape.windows[layer] if shape.windows[layer] < self.most else 0
+        right = -1 if self.longest == 1 and not window else 0
+        attended: Tensor = self.kernel(
+            heads[self.rows, : shape.groups * shape.kv_heads],
+            keys,
+            values,
+            pages.starts,
+            pages.ends,
+            self.longest,
+            self.most,
+            scale=shape.scale,
+            window_size=(window - 1, right),
+            enable_gqa=shape.groups > 1,
+            seqused_k=pages.used,
+            block_table=pages.table,
+        )
+        return attended.flatten(1)
+
+    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+        """See :class:`~molink.stage.attention.base.LayerAttention`, for a batch of these rows."""
+        return self.attend(layer, heads, pool)
+
+
+class _FlashLayers:
+    """Decode rows and prefill chunks of one forward."""
+
+    __slots__ = ("_calls",)
+
+    def __init__(self, calls: Sequence[FlashCall]) -> None:
+        self._calls = calls
+
+    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+        shape = self._calls[0].shape
+        attended = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
+        for call in self._calls:
+            attended[call.rows] = call.attend(layer, heads, pool)
+        return attended
+
+
+class _FixedFlash:
+    """See :class:`~molink.stage.attention.base.FixedAttention`."""
+
+    __slots__ = ("_call", "_numbers", "_page", "_width")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        shape: AttentionShape,
+        rows: int,
+        width: int,
+        page: int,
+        device: torch.device,
+    ) -> None:
+        self._width, self._page = width, page
+        self._numbers = torch.zeros(rows * (width + 3) + 2, dtype=torch.int32, device=device)
+        pages = Pages.of(self._numbers, rows)
+        self._call = FlashCall(kernel, shape, slice(0, rows), pages, 1, width * page)
+
+    def load(self, sequences: Sequence[SequenceRows]) -> None:
+        numbers = torch.frombuffer(pack(sequences, self._width, self._page), dtype=torch.int32)
+        refill(self._numbers, numbers)
+
+    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+        return self._call(layer, heads, pool)
+
+
+class FlashAttention:
+    """The ``flash`` backend; ``kernel`` is :func:`find_kernel`'s, the model has no softcap."""
+
+    __slots__ = ("_kernel", "_shape")
+
+    def __init__(self, shape: AttentionShape, kernel: Kernel) -> None:
+        self._shape, self._kernel = shape, kernel
+
+    def prepare(
+        self,
+        sequences: Sequence[SequenceRows],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerAttention:
+        """See :class:`~molink.stage.attention.base.Attention`."""
+        kinds: dict[bool, list[tuple[int, SequenceRows]]] = {True: [], False: []}
+        row = 0
+        for sequence in sequences:
+            kinds[sequence.count == 1].append((row, sequence))
+            row += sequence.count
+        calls = [self._call(part, block_size, device) for part in kinds.values() if part]
+        return calls[0] if len(calls) == 1 else _FlashLayers(calls)
+
+    def fix(
+        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> FixedAttention:
+        """See :class:`~molink.stage.attention.base.Attention`."""
+        return _FixedFlash(self._kernel, self._shape, rows, blocks, block_size, device)
+
+    def _call(
+        self, part: Sequence[tuple[int, SequenceRows]], page: int, device: torch.device
+    ) -> FlashCall:
+        sequences = [sequence for _, sequence in part]
+        width = max(-(-(each.start + each.count) // page) for each in sequences)
+        numbers = torch.frombuffer(pack(sequences, width, page), dtype=torch.int32)
+        return FlashCall(
+            kernel=self._kernel,
+            shape=self._shape,
+            rows=row_indices(part, device),
+            pages=Pages.of(upload(numbers, device), len(sequences)),
+            longest=max(sequence.count for sequence in sequences),
+            most=width * page,
+        )

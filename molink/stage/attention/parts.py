@@ -1,0 +1,73 @@
+"""What ``gather`` runs in each layer: a bucket of decode rows, or a chunk of a prompt."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from molink.stage.attention.base import AttentionShape
+from molink.stage.attention.scores import attend
+from molink.stage.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decode rows of similar length. ``rows`` are their indices in the batch.
+
+    Without a ``mask`` (additive, ``[rows, 1, 1, positions]``) all attend to ``seen``.
+    """
+
+    rows: Tensor | slice
+    count: int
+    blocks: Tensor | slice
+    scratch: Tensor | None
+    seen: slice
+    mask: Tensor | None
+
+    def attend(self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape) -> Tensor:
+        queries = heads[self.rows, : shape.groups * shape.kv_heads]
+        folded = queries.view(self.count, shape.kv_heads, shape.groups, shape.head_dim)
+        keys, values = pool.read(layer, self.blocks, self.count, self.scratch)
+        if self.mask is None:
+            keys, values = keys[:, :, self.seen], values[:, :, self.seen]
+        attended = attend(folded, keys, values, self.mask, False, shape.scale, shape.softcap)
+        return attended.reshape(self.count, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Rows of one sequence. Without ``blocks`` nothing lies before them.
+
+    ``mask`` is additive, ``[count, positions of seen]``; without one they are causal.
+    """
+
+    rows: slice
+    count: int
+    blocks: Tensor | slice | None
+    scratch: Tensor | None
+    seen: slice
+    mask: Tensor | None
+
+    def attend(self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape) -> Tensor:
+        groups, kv_heads = shape.groups, shape.kv_heads
+        rows = heads[self.rows]
+        queries = rows[:, : groups * kv_heads].view(self.count, kv_heads, groups, shape.head_dim)
+        if self.blocks is None:
+            both = rows[:, groups * kv_heads :].view(self.count, 2, kv_heads, shape.head_dim)
+            keys, values = both.permute(1, 2, 0, 3)
+        else:
+            gathered = pool.read(layer, self.blocks, 1, self.scratch)
+            keys, values = (part[0, :, self.seen] for part in gathered)
+        # [kv_heads, groups, T, head_dim]: key-value heads are the batch, and shared by the groups.
+        attended = attend(
+            queries.permute(1, 2, 0, 3),
+            keys[:, None].expand(-1, groups, -1, -1),
+            values[:, None].expand(-1, groups, -1, -1),
+            self.mask,
+            self.mask is None,
+            shape.scale,
+            shape.softcap,
+        )
+        return attended.permute(2, 0, 1, 3).reshape(self.count, -1)
+
+
+Parts = tuple[DecodeBucket | PrefillChunk, ...]

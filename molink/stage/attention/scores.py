@@ -1,0 +1,46 @@
+"""Softmax attention over dense keys and values, with a softcap where the model has one."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+#: Scores that are computed at once where SDPA can't help: 64 MiB in float32.
+_SCORES = 1 << 24
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """Attention of ``queries [a, b, m, d]`` to ``keys`` and ``values [a, b, n, d]``.
+
+    ``mask`` is additive and broadcasts to ``[a, b, m, n]``; ``causal`` stands for that of a square
+    and is taken only without a softcap.
+    """
+    if softcap:
+        return _capped(queries, keys, values, mask, scale, softcap)
+    return scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=causal, scale=scale
+    )
+
+
+def _capped(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """In float32, since the cap leaves only its relative precision; in slabs of query rows."""
+    transposed, wide = keys.float().transpose(2, 3), values.float()
+    a, b, m, _ = queries.shape
+    slab = max(1, _SCORES // (a * b * transposed.shape[3]))
+    parts = []
+    for first in range(0, m, slab):
+        part = queries[:, :, first : first + slab].float() * (scale / softcap)
+        scores = torch.matmul(part, transposed).tanh_().mul_(softcap)
+        if mask is not None:
+            scores += mask if mask.shape[-2] == 1 else mask[..., first : first + slab, :]
+        parts.append(torch.matmul(scores.softmax(dim=-1), wide).to(queries.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

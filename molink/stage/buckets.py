@@ -1,0 +1,87 @@
+"""Which shapes decode steps are padded to, and when such a shape gets a CUDA graph of its own.
+
+A graph replays fixed work on fixed memory. So a step is padded to one of few row counts, and its
+block tables to one of few widths; rows beyond the real ones compute with a spare block.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from molink.stage.base import SequenceRows
+
+#: How a step is run. ``capture`` means: make the graph now, then replay it.
+Action = Literal["eager", "capture", "replay"]
+
+#: Most rows of a step with a graph; beyond them kernels take longer than their launches.
+MOST_ROWS = 64
+#: Positions that the narrowest block table covers.
+_LEAST_POSITIONS = 256
+#: A bucket is run this often before it is worth a graph. (A profile's first pass isn't timed.)
+_WARM = 1
+#: What a graph is taken to need at least: so the budget also bounds how many there are.
+_LEAST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Decode steps of up to ``rows`` rows whose block tables have up to ``blocks`` blocks."""
+
+    rows: int
+    blocks: int
+
+
+class GraphPlan:
+    """Decides, step by step, how each is run. Graphs are made until they take ``budget`` bytes."""
+
+    def __init__(self, block_size: int, budget: int) -> None:
+        self._block_size, self._budget = block_size, budget
+        self._runs: Counter[Bucket] = Counter()
+        #: Buckets that were captured, and whether that made them faster.
+        self._faster: dict[Bucket, bool] = {}
+        self._stopped = False
+        #: Bytes that graphs take so far.
+        self.nbytes = 0
+
+    def bucket(self, sequences: Sequence[SequenceRows]) -> Bucket | None:
+        """That of a step; ``None`` if it has other rows than decode rows, or too many."""
+        if self._stopped or len(sequences) > MOST_ROWS:
+            return None
+        if any(sequence.count != 1 for sequence in sequences):
+            return None
+        blocks = -(-max(sequence.end for sequence in sequences) // self._block_size)
+        least = -(-_LEAST_POSITIONS // self._block_size)
+        return Bucket(row_bucket(len(sequences)), block_bucket(max(blocks, least)))
+
+    def use(self, bucket: Bucket) -> Action:
+        """How to run a step of this bucket."""
+        if bucket in self._faster:
+            return "replay" if self._faster[bucket] else "eager"
+        self._runs[bucket] += 1
+        if self._runs[bucket] <= _WARM or self.nbytes >= self._budget:
+            return "eager"
+        return "capture"
+
+    def captured(self, bucket: Bucket, nbytes: int, faster: bool) -> None:
+        """A graph was made and took so much memory; it is kept if it is ``faster``."""
+        self._faster[bucket] = faster
+        if faster:
+            self.nbytes += max(_LEAST_BYTES, nbytes)
+
+    def stop(self) -> None:
+        """Run everything eagerly from now on."""
+        self._stopped = True
+        self.nbytes = 0
+
+
+def row_bucket(rows: int) -> int:
+    """1, 2, 4, 8 and then multiples of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+
+
+def block_bucket(blocks: int) -> int:
+    """Powers of two and what lies half way between them."""
+    above = 1 << (blocks - 1).bit_length()
+    between = above // 4 * 3
+    return between if above >= 4 and blocks <= between else above

@@ -1,0 +1,80 @@
+"""Captures work on a CUDA device as graphs."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+#: Something to be done on a device, without arguments or result: it works on fixed memory.
+Work = Callable[[], None]
+
+#: Runs over which the time of some work is taken.
+_TIMED = 5
+
+
+class Captures(Protocol):
+    """Makes graphs; the tests have one that makes none."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the last capture took."""
+        ...
+
+    def capture(self, work: Work) -> Work:
+        """What replays ``work``. Nothing it needs may move, and it may not wait for the device."""
+        ...
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long ``work`` takes, from launch to end."""
+        ...
+
+
+class CudaCaptures:
+    """Captures on one device. All graphs share their memory, so only one may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Captures`."""
+        return self._nbytes
+
+    def capture(self, work: Work) -> Work:
+        """See :class:`Captures`; it is run twice before, so that libraries are ready."""
+        with torch.cuda.device(self._device):
+            here = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                work()
+                work()
+            here.wait_stream(self._stream)
+            torch.cuda.synchronize(self._device)
+            # The capture does so too, and what it frees is not to count.
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self._device)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the worker may go on using CUDA.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+            self._nbytes = free - torch.cuda.mem_get_info(self._device)[0]
+
+        def replay() -> None:
+            graph.replay()
+
+        return replay
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """See :class:`Captures`; the mean of a few runs."""
+        torch.cuda.synchronize(self._device)
+        begin = time.perf_counter()
+        for _ in range(_TIMED):
+            work()
+        torch.cuda.synchronize(self._device)
+        return (time.perf_counter() - begin) / _TIMED

@@ -1,0 +1,159 @@
+"""Projections with int8 weights and a scale per output row.
+
+Weights are as LLM.int8() stores them: ``w = q * scale / 127``. Rows are quantized too, since
+only products of integers are fast, but not to 8 bits: one large activation would leave next to
+nothing of the others of its row (the reason for that paper's outlier part, which has data-dependent
+shapes). Each row is the sum of two int8 planes, ``x = (high + low / 254) * peak / 127``, which go
+through one product as twice as many rows: that is precise to 1/65000 of the row's largest value,
+costs nothing while the weights' bytes are what takes time (decode), and as much as bf16 in prefill.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from molink.stage.linear.base import pad_rows, total_bytes
+
+#: Steps of the first plane on either side of zero, and of the second within one of the first.
+_STEPS = 127
+_FINE = 254
+#: Rows that are multiplied at once: results are float32 and, for a moment, two of each.
+_ROWS = 128
+#: A row of nothing but zeros has to have some scale.
+_LEAST = 1e-30
+#: Beyond this width 32-bit sums of products could overflow.
+MAX_WIDTH = 2**16
+
+
+class IntegerProduct(Protocol):
+    """Multiplies planes by the weights of a projection."""
+
+    def __call__(self, planes: Tensor) -> Tensor:
+        """Float32 ``[R, out]`` of whole numbers (as float32, ``[R, in]``, at most 127 each)."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneDnnProduct:
+    """On a CPU, with the weights in oneDNN's blocked layout (``packed`` is opaque).
+
+    ``steps`` ``[out]`` are scale / 127.
+    """
+
+    packed: Tensor
+    steps: Tensor
+    zeros: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, scales: Tensor) -> "OneDnnProduct":
+        """The product with ``weight`` ``[out, in]`` (int8), whose rows have ``scales``."""
+        zeros = torch.zeros(1, dtype=torch.int64).expand(len(weight))
+        return cls(torch.ops.onednn.qlinear_prepack(weight, None), scales / _STEPS, zeros)
+
+    def __call__(self, planes: Tensor) -> Tensor:
+        """See :class:`IntegerProduct`."""
+        shifted = planes.add_(128).to(torch.uint8)  # oneDNN is slow with signed rows
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+            shifted, 1.0, 128, self.packed, self.steps, self.zeros,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return product
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`IntegerProduct`."""
+        return total_bytes(self.packed, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaProduct:
+    """On a GPU, by bitsandbytes' call of cuBLASLt.
+
+    ``weight`` is ``[out, in]``; ``steps`` ``[out]`` are scale / 127.
+    """
+
+    weight: Tensor
+    steps: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, scales: Tensor) -> "CudaProduct":
+        """The product with ``weight`` (int8), whose rows have ``scales``."""
+        return cls(weight, scales / _STEPS)
+
+    def __call__(self, planes: Tensor) -> Tensor:
+        """See :class:`IntegerProduct`."""
+        whole = torch.ops.bitsandbytes.int8_linear_matmul.default(
+            planes.to(torch.int8), self.weight
+        )
+        # Not bitsandbytes' own scaling: its result is fp16, where large values are infinite.
+        scaled: Tensor = whole * self.steps
+        return scaled
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`IntegerProduct`."""
+        return total_bytes(self.weight, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear:
+    """A projection with int8 weights, see the module."""
+
+    product: IntegerProduct
+    bias: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        if len(rows) > _ROWS:
+            parts = (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
+            return torch.cat([self._multiply(part) for part in parts])
+        return self._multiply(rows)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        count = len(rows)
+        given = pad_rows(rows) if rows.device.type == "cpu" else rows
+        peaks = given.abs().amax(1, keepdim=True).float().clamp_min_(_LEAST)
+        fine = (given * (_STEPS * _FINE / peaks)).round_()
+        high = (fine / _FINE).round_()
+        low = fine.sub_(high, alpha=_FINE)
+        sums = self.product(torch.cat((high, low)))
+        result = sums[: len(given)].add_(sums[len(given) :], alpha=1 / _FINE)
+        result = result.mul_(peaks.div_(_STEPS))[:count]
+        return (result if self.bias is None else result.add_(self.bias)).to(rows.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        return self.product.nbytes + total_bytes(self.bias)
+
+
+def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 weights ``[R, in]`` and their rows' scales ``[R]`` (float32: largest absolute value)."""
+    given = rows.float()
+    scales = given.abs().amax(1)
+    factors = _STEPS / scales.clamp_min(_LEAST)
+    return (given * factors.unsqueeze(1)).round_().to(torch.int8), scales
+
+
+@torch.inference_mode()
+def has_onednn_int8() -> bool:
+    """Whether a CPU multiplies integers exactly here, at their extremes too.
+
+    Tried: the operators are not part of torch's public API, and without VNNI instructions pairs of
+    products are added in 16 bits, where they saturate.
+    """
+    weight = torch.tensor([[127] * 64, [-127] * 64, [*range(64)]], dtype=torch.int8)
+    planes = torch.tensor([[127.0] * 64, [-127.0] * 64, [float(x) for x in range(64)]])
+    exact = planes @ weight.float().t()
+    try:
+        product = OneDnnProduct.of(weight, torch.full((3,), float(_STEPS)))
+        return torch.equal(product(planes.clone()), exact)
+    except (AttributeError, RuntimeError):
+        return False

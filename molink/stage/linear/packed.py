@@ -1,0 +1,48 @@
+"""Projections prepacked for oneDNN: a CPU streams their weights twice as fast."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.linear.base import pad_rows, total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A bf16 projection in oneDNN's blocked layout: half the time of a plain one at few rows.
+
+    ``packed`` is opaque; the plain weight isn't kept.
+    """
+
+    packed: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
+        """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            pad_rows(rows), self.packed, self.bias, "none", [], ""
+        )
+        return result[: len(rows)]
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        return total_bytes(self.packed, self.bias)
+
+
+@torch.inference_mode()
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packing works here: tried, since the operators are not part of torch's public API."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    weight, rows = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)
+    try:
+        return torch.equal(PackedLinear.pack(weight, rows[0])(rows), rows + rows[0])
+    except (AttributeError, RuntimeError):
+        return False

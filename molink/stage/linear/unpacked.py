@@ -1,0 +1,67 @@
+"""Projections whose quantized weights are turned into the type of the rows, a few at a time.
+
+Slow, but right on every device: for CPUs without the instructions that the faster ones need, and
+for shapes that these don't take.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from molink.model.quantization import NF4_BLOCK, Quantize
+from molink.stage.linear.base import pad_rows, total_bytes
+from molink.stage.linear.library import dequantize_nf4
+
+#: Weights that are unpacked at once (in bf16 1 MiB: they stay in the CPU's cache).
+_PART = 2**19
+#: Parts begin where a block of nf4 does, whatever the width.
+_ROWS = NF4_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedLinear:
+    """A projection that unpacks its weights ``shape`` in each call.
+
+    ``weight`` is int8 ``[out, in]``, or nf4 as uint8 ``[out * in / 2]``; ``scales`` (float32) are
+    those of the rows, or of the blocks.
+    """
+
+    mode: Quantize
+    weight: Tensor
+    scales: Tensor
+    shape: tuple[int, int]
+    bias: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        given = pad_rows(rows) if rows.device.type == "cpu" else rows
+        result = given.new_empty(len(given), self.shape[0])
+        step = part_rows(self.shape[1])
+        for first in range(0, self.shape[0], step):
+            last = min(first + step, self.shape[0])
+            bias = None if self.bias is None else self.bias[first:last]
+            result[:, first:last] = linear(given, self.unpack(first, last, rows.dtype), bias)
+        return result[: len(rows)]
+
+    def unpack(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``first:last`` of the weight; ``first`` as :func:`part_rows` steps."""
+        if self.mode == "int8":
+            steps = self.scales[first:last, None] / 127
+            return (self.weight[first:last] * steps).to(dtype)
+        width = self.shape[1]
+        begin, end = first * width, last * width
+        packed = self.weight[begin // 2 : end // 2]
+        scales = self.scales[begin // NF4_BLOCK : end // NF4_BLOCK]
+        return dequantize_nf4(packed, scales, (last - first, width), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        return total_bytes(self.weight, self.scales, self.bias)
+
+
+def part_rows(width: int) -> int:
+    """Rows ``[…, width]`` that are quantized or unpacked at once."""
+    return max(1, _PART // (width * _ROWS)) * _ROWS

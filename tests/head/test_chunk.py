@@ -1,0 +1,147 @@
+"""The size of prefill chunks: what follows from which profiles."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.head.chunk import STRETCH, UNKNOWN_ROWS, ChunkSize, most_chunk_rows
+from molink.wire.profile import MOST_CHUNK_ROWS, Profile
+
+ROWS = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def profile(base: float, row: float, tile: int = 1, most: int = 1024, **fields: float) -> Profile:
+    """Passes that take ``base`` seconds, and ``row`` more for each row of full tiles."""
+
+    def seconds(rows: int) -> float:
+        return base + row * -(-rows // tile) * tile
+
+    decode = tuple((x, seconds(x)) for x in (1, 2, 4, 8, 16, 32, 64))
+    prefill = tuple((x, seconds(x)) for x in ROWS if x <= most)
+    return Profile(decode=decode, prefill=prefill, tile=tile, **fields)
+
+
+#: Reading the weights takes 20 ms, computing a row 0.1 ms.
+GPU = profile(0.02, 1e-4)
+A100 = profile(0.02, 1e-4, tile=128)
+#: A row costs nearly as much as reading the weights.
+CPU = profile(0.04, 0.005)
+
+
+def test_a_setting_is_obeyed() -> None:
+    assert ChunkSize(77, [GPU], 1).rows(decoding=8, left=4096) == 77
+    assert most_chunk_rows(77) == 77
+
+
+@pytest.mark.parametrize("profiles", [[], [Profile()], [Profile(decode=((1, 0.1),))]])
+def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
+    assert ChunkSize(0, profiles, 1).rows(decoding=8, left=4096) == UNKNOWN_ROWS
+    assert most_chunk_rows(0) == MOST_CHUNK_ROWS
+
+
+@pytest.mark.parametrize(
+    ("profiles", "micro_batches", "decoding", "chunk"),
+    [
+        # 1.7 × 20.8 ms = 35.4 ms: 154 rows, down to a multiple of 16, less 8 decode rows
+        ([GPU], 1, 8, 144 - 8),
+        # 1.7 × (20 + 12.8) ms = 55.8 ms is two tiles and a bit
+        ([A100], 1, 8, 256 - 8),
+        ([A100], 1, 30, 256 - 30),
+        # a slower stage decides
+        ([GPU, CPU], 2, 16, 16 - 8),
+        # nothing is within the bound: the least there is
+        ([CPU], 1, 1, 16 - 1),
+    ],
+)
+def test_beside_decodes(
+    profiles: list[Profile], micro_batches: int, decoding: int, chunk: int
+) -> None:
+    assert ChunkSize(0, profiles, micro_batches).rows(decoding, left=4096) == chunk
+
+
+def test_decodes_are_spread_over_the_micro_batches() -> None:
+    one = ChunkSize(0, [A100, A100], 2).rows(decoding=16, left=4096)
+    assert (one + 8) % 128 == 0
+
+
+def test_beside_decodes_a_chunk_is_no_larger_than_alone() -> None:
+    slow_decodes = Profile(decode=((1, 5.0),), prefill=GPU.prefill)
+    chunks = ChunkSize(0, [slow_decodes], 1)
+    most = chunks.rows(0, left=1 << 20)
+    assert most - 16 < chunks.rows(4, left=1 << 20) <= most
+    assert (chunks.rows(4, left=16) + 4) % 16 == 0
+
+
+def test_alone_it_is_the_smallest_that_is_about_as_good_as_any() -> None:
+    # 20 ms per chunk are 8 % of what its rows take, but for 256 rows of the CPU's
+    assert ChunkSize(0, [profile(0.02, 0.005)], 1).rows(0, left=4096) <= 64
+    assert ChunkSize(0, [GPU], 1).rows(0, left=4096) >= 512
+
+
+def test_alone_no_chunk_is_tiny_whatever_noise_was_measured() -> None:
+    noisy = Profile(decode=((1, 0.1),), prefill=((16, 0.02), (32, 0.12)))
+    assert ChunkSize(0, [noisy], 1).rows(0, left=4096) == 64
+    assert ChunkSize(0, [noisy], 1).rows(0, left=20) == 32
+
+
+def test_alone_a_short_prompt_is_cut_up_to_fill_the_ring() -> None:
+    assert ChunkSize(0, [GPU], 1).rows(0, left=512) == 512
+    assert ChunkSize(0, [GPU] * 4, 4).rows(0, left=512) <= 256
+
+
+def test_a_context_that_costs_makes_chunks_smaller() -> None:
+    deep = profile(0.02, 1e-4, prefill_token_s=1e-7)
+    chunks = ChunkSize(0, [deep], 1)
+    sizes = [chunks.rows(8, left=4096, before=before) for before in (0, 1024, 4096, 65536)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
+
+
+def test_no_chunk_is_larger_than_what_was_measured() -> None:
+    assert ChunkSize(0, [GPU, profile(0.02, 1e-4, most=256)], 2).rows(0, left=4096) <= 256
+    slow = Profile(decode=((1, 1.0),), prefill=((16, 2.0), (32, 2.1)))
+    assert ChunkSize(0, [slow], 1).rows(0, left=4096) == 128
+
+
+def test_below_a_tile_only_what_is_really_faster() -> None:
+    # This one's steps are real: 16 rows cost as much as 64.
+    stepped = profile(1e-6, 1e-3, tile=64)
+    assert ChunkSize(0, [stepped], 1).rows(1, left=4096) == 64 - 1
+    # Here a whole tile of 64 rows is much dearer than 16.
+    smooth = Profile(decode=stepped.decode, prefill=((16, 0.02), (64, 0.3), (128, 0.6)), tile=64)
+    assert ChunkSize(0, [smooth], 1).rows(1, left=4096) == 16 - 1
+
+
+TIMES = st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=7).map(sorted)
+
+
+@st.composite
+def any_profile(draw: st.DrawFn) -> Profile:
+    decode, prefill = draw(TIMES), draw(TIMES)
+    return Profile(
+        decode=tuple((1 << i, seconds) for i, seconds in enumerate(decode)),
+        prefill=tuple((16 << i, seconds) for i, seconds in enumerate(prefill)),
+        tile=draw(st.integers(1, 256)),
+        prefill_token_s=draw(st.floats(0, 1e-3)),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(any_profile(), min_size=1, max_size=4),
+    st.integers(1, 8),
+    st.integers(0, 400),
+    st.integers(1, 1 << 20),
+    st.integers(0, 1 << 20),
+)
+def test_whatever_stages_say_there_is_progress_within_bounds(
+    profiles: list[Profile], micro_batches: int, decoding: int, left: int, before: int
+) -> None:
+    chunks = ChunkSize(0, profiles, micro_batches)
+    rows = chunks.rows(decoding, left, before)
+    assert 1 <= rows <= MOST_CHUNK_ROWS
+    assert chunks.rows(decoding, left, before) == rows
+
+
+def test_the_bound_leaves_room_below_twice() -> None:
+    assert 1 < STRETCH < 2

@@ -1,0 +1,116 @@
+"""A backend beside plain masked softmax in float32, over a pool full of NaN."""
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import Attention, AttentionShape
+from molink.stage.base import SequenceRows
+from molink.stage.pool import KVPool
+
+#: (tokens before, rows now) of each sequence of a forward.
+Requests = Sequence[tuple[int, int]]
+
+
+def make_shape(
+    groups: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    scale: float | None = None,
+    windows: tuple[int, ...] = (0,),
+    softcap: float = 0.0,
+) -> AttentionShape:
+    return AttentionShape(kv_heads, groups, head_dim, scale or head_dim**-0.5, windows, softcap)
+
+
+def dense(
+    queries: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, window: int
+) -> Tensor:
+    """Rows ``[count, heads, d]`` are the last of ``[length, kv_heads, d]``."""
+    count, length = len(queries), len(keys)
+    repeated = [part.repeat_interleave(shape.groups, dim=1).float() for part in (keys, values)]
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), repeated[0]) * shape.scale
+    if shape.softcap:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    rows = torch.arange(length - count, length)[:, None]
+    places = torch.arange(length)[None, :]
+    hidden = (places > rows) | ((places <= rows - window) if window else places < 0)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, repeated[1]).flatten(1)
+
+
+def fill(
+    pool: KVPool, table: Sequence[int], both: Tensor, first: int, layer: int, begun: int
+) -> None:
+    """Keys and values ``[length, 2, kv_heads, d]`` of positions ``first …``, as a stage would.
+
+    The block of position ``begun`` and all after it were cleared when they were begun.
+    """
+    size = pool.block_size
+    pool.clear([table[index] for index in range(begun // size, -(-len(both) // size))])
+    slots = [table[p // size] * size + p % size for p in range(first, len(both))]
+    device = pool._storage.device
+    pool.write(layer, torch.tensor(slots, device=device), both[first:].to(device))
+
+
+@torch.inference_mode()
+def compare(
+    backend: Attention,
+    shape: AttentionShape,
+    requests: Requests,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    atol: float = 1e-5,
+    consecutive: bool = False,
+) -> None:
+    """All layers of the backend give what the dense reference gives; nothing else is read."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-(before + count) // block_size) for before, count in requests]
+    blocks = sum(needed) + 3
+    order = torch.randperm(blocks, generator=generator).tolist()
+    if consecutive:
+        order = list(range(1, blocks + 1))
+        blocks += 1
+    config: Any = SimpleNamespace(kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    pool = KVPool(config, len(shape.windows), blocks, block_size, dtype, torch.device(device))
+    sequences, tables = [], []
+    for (before, count), many in zip(requests, needed, strict=True):
+        tables.append([order.pop(0) for _ in range(many)])
+        # The stage's table may have blocks for rows to come.
+        sequences.append(SequenceRows(before, count, [*tables[-1], 0]))
+    prepared = backend.prepare(sequences, block_size, dtype, torch.device(device))
+    width = (shape.groups + 2) * shape.kv_heads
+    for layer, window in enumerate(shape.windows):
+        pool._storage.fill_(torch.nan)
+        rows, expected = [], []
+        for (before, count), table in zip(requests, tables, strict=True):
+            size = (before + count, width, shape.head_dim)
+            every = torch.randn(size, generator=generator).to(dtype)
+            split = shape.groups * shape.kv_heads
+            both = every[:, split:].unflatten(1, (2, shape.kv_heads))
+            first = max(0, before - window + 1) // block_size * block_size if window else 0
+            fill(pool, table, both, first, layer, before + count - 1)
+            rows.append(every[before:])
+            expected.append(dense(every[before:, :split], both[:, 0], both[:, 1], shape, window))
+        result = prepared(layer, torch.cat(rows).to(device), pool)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.float().cpu(), torch.cat(expected), atol=atol, rtol=0)
+
+
+@pytest.fixture(scope="session")
+def shape_of() -> Callable[..., AttentionShape]:
+    """``shape_of(groups=2, kv_heads=2, head_dim=16, scale=None, windows=(0,), softcap=0.0)``."""
+    return make_shape
+
+
+@pytest.fixture(scope="session")
+def check() -> Callable[..., None]:
+    """``check(backend, shape, requests, block_size=4, …)``: see :func:`compare`."""
+    return compare

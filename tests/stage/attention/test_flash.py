@@ -1,0 +1,169 @@
+"""What the flash kernel is told, with a stand-in for it; on a GPU, what it makes of that."""
+
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from molink.errors import UsageError
+from molink.stage.attention import probe
+from molink.stage.attention.base import create_attention
+from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.probe import try_flash, wanted_block_size
+
+MIXES = {
+    "decode": [(7, 1), (40, 1), (8, 1), (0, 1)],
+    "one": [(21, 1)],
+    "chunks": [(16, 5), (0, 9), (63, 2)],
+    "decode before": [(33, 1), (2, 1), (50, 1), (0, 30), (24, 11)],
+    "mixed": [(33, 1), (0, 30), (2, 1), (24, 11), (50, 1)],
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_kernel_is_told_the_right_things(check, shape_of, paged, mix, groups):
+    shape = shape_of(groups=groups, windows=(0, 1, 4, 6, 64, 4096), scale=0.3)
+    check(FlashAttention(shape, paged), shape, MIXES[mix])
+
+
+def test_decode_rows_are_packed_and_chunks_causal(shape_of, check, paged):
+    told = []
+
+    def kernel(*given, **options):
+        told.append((given[5], options["window_size"]))
+        return paged(*given, **options)
+
+    shape = shape_of(windows=(0, 5, 4096))
+    check(FlashAttention(shape, kernel), shape, [(9, 1), (12, 4), (3, 1), (0, 6)])
+    assert told == [
+        (1, (-1, -1)), (6, (-1, 0)),
+        (1, (4, 0)), (6, (4, 0)),
+        (1, (-1, -1)), (6, (-1, 0)),
+    ]  # fmt: skip
+
+
+def fake_cuda(monkeypatch, kernel):
+    """As if there were such a device and kernel: tensors stay on the CPU."""
+    monkeypatch.setattr(probe, "find_kernel", lambda: kernel)
+    asked = probe._difference
+    monkeypatch.setattr(
+        probe, "_difference", lambda shape, kernel, dtype, device: asked(shape, kernel, dtype, CPU)
+    )
+    return torch.device("cuda:0")
+
+
+def test_a_kernel_that_is_right_is_taken(monkeypatch, shape_of, paged):
+    device = fake_cuda(monkeypatch, paged)
+    shape = shape_of(windows=(0, 4096, 30))
+    found, reason = try_flash(shape, 2 * PAGE, torch.bfloat16, device)
+    assert isinstance(found, FlashAttention)
+    assert reason == ""
+    made = create_attention("auto", shape, PAGE, torch.float16, device)
+    assert isinstance(made, FlashAttention)
+    assert wanted_block_size(device) == PAGE
+
+
+def without_a_window(paged):
+    def kernel(*given, **options):
+        left, _ = options["window_size"]
+        return paged(*given, **options | {"window_size": (-1, 0) if left >= 0 else (-1, -1)})
+
+    return kernel
+
+
+def raising(paged):
+    def kernel(*given, **options):
+        raise NotImplementedError("no kernel image is available")
+
+    return kernel
+
+
+def unusable(paged):
+    return lambda *given, **options: paged(*given, **options) * math.nan
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda paged: None, "no varlen_attn with a block table"),
+        (raising, "no kernel image"),
+        (without_a_window, "off by"),
+        (unusable, "off by nan"),
+    ],
+)
+def test_anything_else_means_gather(monkeypatch, shape_of, paged, make, why):
+    device = fake_cuda(monkeypatch, make(paged))
+    shape = shape_of(windows=(0, 4096))
+    found, reason = try_flash(shape, PAGE, torch.bfloat16, device)
+    assert found is None
+    assert why in reason
+    made = create_attention("auto", shape, PAGE, torch.bfloat16, device)
+    assert isinstance(made, GatherAttention)
+    with pytest.raises(UsageError, match="use auto or gather"):
+        create_attention("flash", shape, PAGE, torch.bfloat16, device)
+
+
+def test_what_flash_is_not_made_for(monkeypatch, shape_of, paged):
+    device = fake_cuda(monkeypatch, paged)
+    for shape, size, where, why in [
+        (shape_of(), PAGE, CPU, "CUDA"),
+        (shape_of(softcap=50.0), PAGE, device, "softcap"),
+        (shape_of(), 16, device, "no multiple of 256"),
+    ]:
+        assert why in try_flash(shape, size, torch.bfloat16, where)[1]
+    assert wanted_block_size(CPU) == 1
+
+
+def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch):
+    older = ModuleType("torch.nn.attention.varlen")
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
+        raise AssertionError
+
+    older.varlen_attn = varlen_attn
+    monkeypatch.setitem(sys.modules, older.__name__, older)
+    assert find_kernel() is None
+    monkeypatch.setitem(sys.modules, older.__name__, None)
+    assert find_kernel() is None
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    return "cuda:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4, 7])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_the_kernel_itself(check, shape_of, cuda, dtype, groups, head_dim):
+    shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE, PAGE + 1))
+    flash, reason = try_flash(shape, PAGE, dtype, torch.device(cuda))
+    if flash is None:
+        pytest.skip(f"no flash attention here ({reason}); run on a GPU since Ampere, torch >= 2.12")
+    edges = [PAGE - 2, PAGE - 1, PAGE, 2 * PAGE - 1, 0]
+    for mix in (
+        [(before, 1) for before in edges],
+        [(before, 5) for before in edges],
+        [(700, 1), (0, 300), (255, 2)],
+    ):
+        check(flash, shape, mix, block_size=PAGE, dtype=dtype, device=cuda, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+@pytest.mark.parametrize("block_size", [16, PAGE])
+def test_gathering_on_a_gpu(check, shape_of, cuda, dtype, softcap, block_size):
+    shape = shape_of(groups=4, head_dim=64, windows=(0, 1, 33, 300), softcap=softcap)
+    backend = create_attention("gather", shape, block_size, dtype, torch.device(cuda))
+    tolerance = 3e-2 if dtype.itemsize == 2 else 2e-3
+    for mix in ([(700, 1), (0, 300), (255, 2), (9, 1)], [(255, 1), (256, 1), (0, 1), (257, 1)]):
+        check(backend, shape, mix, block_size, dtype, cuda, atol=tolerance)

@@ -1,0 +1,190 @@
+"""Quantized projections give what their dequantized weights give: every kind, type and shape."""
+
+import pytest
+import torch
+
+from molink.model.quantization import quantized_bytes
+from molink.stage.linear import int8, nf4, quantized
+from molink.stage.linear.int8 import CudaProduct, Int8Linear, has_onednn_int8, quantize_int8
+from molink.stage.linear.nf4 import NF4_VALUES, CudaNf4Linear, PackedNf4Linear
+from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
+from molink.stage.linear.unpacked import UnpackedLinear, part_rows
+
+CPU = torch.device("cpu")
+SHAPES = [(96, 128), (64, 96), (100, 96), (33, 64)]
+#: Relative to the largest result of a row: rounding of the type that rows have.
+TOLERANCE = {torch.float32: 5e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """A weight halfway between two codes may become either."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def dequantized(mode: str, weight: torch.Tensor) -> torch.Tensor:
+    """What the formats say, step by step."""
+    if mode == "int8":
+        scales = weight.abs().amax(1, keepdim=True)
+        return (weight * (127 / scales)).round().double() * scales.double() / 127
+    blocks = weight.view(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    codes = torch.tensor(NF4_VALUES)
+    nearest = (blocks / scales).unsqueeze(-1).sub(codes).abs().argmin(-1)
+    return (codes[nearest].double() * scales).view(weight.shape)
+
+
+def fill(mode: str, weight: torch.Tensor, device: torch.device = CPU) -> QuantizedWeight:
+    made = QuantizedWeight.empty(mode, tuple(weight.shape), device)
+    step = min(part_rows(weight.shape[1]), 64)
+    for first in range(0, len(weight), step):
+        made.put(first, weight[first : first + step].to(device))
+    return made
+
+
+def rows_with_outliers(width: int, dtype: torch.dtype) -> torch.Tensor:
+    rows = torch.randn(21, width)
+    rows[1] = 0
+    rows[2, 3] = 1e4
+    rows[3] *= 1e-4
+    rows[4] = 1e4
+    return rows.to(dtype)
+
+
+def compare(found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
+    assert found.dtype is rows.dtype
+    assert bool(torch.isfinite(found).all())
+    exact = rows.double().cpu() @ weight.t() + bias.double().cpu()
+    largest = exact.abs().amax(1, keepdim=True)
+    assert bool(((found.double().cpu() - exact).abs() <= TOLERANCE[rows.dtype] * largest).all())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_a_projection_is_that_of_its_dequantized_weight(mode, fast, shape, dtype):
+    weight = torch.randn(shape) * 0.05
+    bias = torch.randn(shape[0]).to(dtype)
+    kernels = QuantizedKernels.probe(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
+    projection = kernels.create(fill(mode, weight), bias)
+    rows = rows_with_outliers(shape[1], dtype)
+    for count in (21, 5, 1):
+        compare(projection(rows[:count]), rows[:count], dequantized(mode, weight), bias)
+    many = rows.repeat(13, 1)  # more than are multiplied at once
+    compare(projection(many), many, dequantized(mode, weight), bias)
+    assert projection.nbytes <= quantized_bytes(shape, mode, 4) + bias.nbytes
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_a_layer_with_zeros_only(mode):
+    kernels = QuantizedKernels.probe(mode, torch.bfloat16, CPU)
+    projection = kernels.create(fill(mode, torch.zeros(64, 128)), None)
+    assert not projection(torch.randn(3, 128).bfloat16()).any()
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_merged_projections_are_the_parts_side_by_side(mode):
+    parts = [torch.randn(rows, 64) for rows in (96, 32, 32)]
+    kernels = QuantizedKernels.probe(mode, torch.float32, CPU)
+    rows = torch.randn(4, 64)
+    whole = kernels.create(fill(mode, torch.cat(parts)), None)(rows)
+    each = [kernels.create(fill(mode, part), None)(rows) for part in parts]
+    torch.testing.assert_close(whole, torch.cat(each, 1), rtol=1e-6, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_int8_weights_are_those_of_bitsandbytes():
+    from molink.stage.linear.library import load_library
+
+    library = load_library()
+    weight = torch.randn(64, 128).half()
+    data, scales = quantize_int8(weight)
+    theirs, their_scales, _ = library.functional.int8_vectorwise_quant(weight)
+    assert (data.int() - theirs.int()).abs().max() <= 1  # ties may be rounded either way
+    assert (data != theirs).float().mean() < 0.01
+    assert torch.equal(scales, their_scales)
+
+
+def test_fast_kernels_that_are_missing(monkeypatch):
+    monkeypatch.setattr(torch.ops, "onednn", object())
+    monkeypatch.setattr(torch.ops, "bitsandbytes", object())
+    assert not int8.has_onednn_int8()
+    monkeypatch.setattr(
+        nf4, "quantize_nf4", lambda weight: (torch.zeros(4096).byte(), torch.ones(128))
+    )
+    monkeypatch.setattr(nf4, "dequantize_nf4", lambda *_: torch.zeros(64, 128))
+    assert not nf4.has_nf4_kernel()
+
+
+def test_products_that_saturate_are_not_used(monkeypatch):
+    exact = int8.OneDnnProduct.__call__
+    monkeypatch.setattr(
+        int8.OneDnnProduct,
+        "__call__",
+        lambda self, planes: exact(self, planes).clamp(-(2**15), 2**15),
+    )
+    assert not int8.has_onednn_int8()
+
+
+@torch.inference_mode()
+def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch):
+    monkeypatch.setattr(quantized, "MAX_WIDTH", 64)
+    kernels = QuantizedKernels(True, True)
+    assert isinstance(kernels.create(fill("int8", torch.randn(8, 128)), None), UnpackedLinear)
+
+
+@torch.inference_mode()
+def test_which_kind_is_chosen():
+    fast = QuantizedKernels(has_onednn_int8(), True)
+    if fast.int8:
+        made = fast.create(fill("int8", torch.randn(33, 64)), None)
+        assert isinstance(made, Int8Linear)
+    weight = fill("nf4", torch.randn(64, 64))
+    assert isinstance(fast.create(weight, None), PackedNf4Linear)
+    assert isinstance(fast.create(fill("nf4", torch.randn(33, 64)), None), UnpackedLinear)
+    assert isinstance(fast.create(fill("nf4", torch.randn(32, 96)), None), UnpackedLinear)
+
+
+@torch.inference_mode()
+def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu():
+    from molink.stage.linear.library import load_library
+
+    load_library()
+    weight = torch.randn(96, 128)
+    made = fill("int8", weight)
+    projection = Int8Linear(CudaProduct.of(made.data, made.scales))
+    rows = rows_with_outliers(128, torch.bfloat16)
+    compare(projection(rows), rows, dequantized("int8", weight), torch.zeros(96))
+
+
+@torch.inference_mode()
+def test_the_nf4_projection_of_a_gpu_with_bitsandbytes_on_a_cpu():
+    weight = torch.randn(96, 128)
+    made = fill("nf4", weight)
+    projection = CudaNf4Linear(made.data.view(-1, 1), made.scales, made.shape)
+    rows = rows_with_outliers(128, torch.bfloat16)
+    compare(projection(rows), rows, dequantized("nf4", weight), torch.zeros(96))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(96, 128), (64, 96), (100, 96), (33, 61 * 64)])
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_on_a_gpu(mode, shape, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    device = torch.device("cuda", 0)
+    weight = torch.randn(shape) * 0.05
+    bias = torch.randn(shape[0], device=device).to(dtype)
+    kernels = QuantizedKernels.probe(mode, dtype, device)
+    projection = kernels.create(fill(mode, weight, device), bias)
+    rows = rows_with_outliers(shape[1], dtype).to(device)
+    for count in (21, 5, 1):
+        compare(projection(rows[:count]), rows[:count], dequantized(mode, weight), bias)

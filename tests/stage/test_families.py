@@ -1,0 +1,187 @@
+"""Families beyond Llama's own give what transformers gives: whole, split, in chunks, in batches."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from molink.stage.base import SequenceRows
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 12.0, 16.0],
+}
+PHI4_MINI = {
+    "tie_word_embeddings": True,
+    "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75},
+    "sliding_window": None,
+}
+GEMMA3_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {}),
+    "mistral no window": ("mistral", {"sliding_window": None, "head_dim": 24}),
+    "mistral window of two": ("mistral", {"sliding_window": 2}),
+    "qwen2 upper layers windowed": ("qwen2", {**WINDOWED, "max_window_layers": 2}),
+    "qwen3 listed windows": ("qwen3", {**WINDOWED, "layer_types": [FULL, SLIDING] * 2}),
+    "phi3": ("phi3", {}),
+    "phi3 longrope, long": ("phi3", PHI4_MINI | {"original_max_position_embeddings": 32}),
+    "phi3 longrope, short": ("phi3", PHI4_MINI | {"original_max_position_embeddings": 256}),
+    "mixtral": ("mixtral", {}),
+    "mixtral windowed": ("mixtral", {"sliding_window": 8, "num_experts_per_tok": 1}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe some dense": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
+    ),
+    "qwen3_moe all experts": ("qwen3_moe", {"num_experts_per_tok": 8, "attention_bias": True}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gemma2 unbounded": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "layer_types": [FULL, SLIDING, SLIDING, FULL],
+        },
+    ),
+    "gemma3": ("gemma3_text", {"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}),
+    "gemma3 scaled": (
+        "gemma3_text",
+        {
+            "layer_types": [SLIDING, FULL] * 2,
+            "rope_parameters": GEMMA3_ROPES,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+}
+#: One of each kind, for what needn't be repeated with every setting.
+KINDS = ("mistral", "phi3", "mixtral", "qwen3_moe some dense", "gemma2", "gemma3 scaled")
+BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
+LENGTH = 75
+
+
+@pytest.fixture(scope="module")
+def folder_of(make_model, tmp_path_factory):
+    """``folder_of(name, **fields)``: the folder of a model of ``MODELS``, made once."""
+    made = {}
+
+    def make(name, dtype="float32"):
+        if (name, dtype) not in made:
+            family, fields = MODELS[name]
+            path = tmp_path_factory.mktemp("model")
+            made[name, dtype] = make_model(
+                path, family, 3, num_hidden_layers=4, dtype=dtype, **fields
+            )
+        return made[name, dtype]
+
+    return make
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_text(folder_of, make_ring, make_reference, random_tokens, name):
+    folder = folder_of(name)
+    tokens, reference = random_tokens(LENGTH), make_reference(folder)
+    expected = reference.logits(tokens)
+    greedy = reference.generate(tokens, 64)
+    for splits in ((), (2,), (1, 3)):
+        ring = make_ring(folder, splits)
+        logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert ring.generate(tokens, 64, BLOCKS) == greedy
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prefill_in_chunks(folder_of, make_ring, make_reference, random_tokens, name):
+    folder, tokens = folder_of(name), random_tokens(LENGTH)
+    expected = make_reference(folder).logits(tokens)
+    for chunk in (1, 7, 32):
+        ring, logits = make_ring(folder, (1,)), []
+        for start in range(0, LENGTH, chunk):
+            rows = tokens[start : start + chunk]
+            logits.append(ring.run(rows, [SequenceRows(start, len(rows), BLOCKS)]))
+        torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_several_requests(folder_of, make_ring, make_reference, random_tokens, name):
+    folder = folder_of(name)
+    reference, ring = make_reference(folder), make_ring(folder, (2,), blocks=80)
+    requests = [(30, 1), (0, 33), (3, 1), (41, 20), (60, 1)]
+    prompts = [random_tokens(before + rows, seed) for seed, (before, rows) in enumerate(requests)]
+    tables = [tuple(range(first, first + 10)) for first in range(0, 50, 10)]
+    for (before, _), prompt, table in zip(requests, prompts, tables, strict=True):
+        if before:
+            ring.run(prompt[:before], [SequenceRows(0, before, table)])
+    now = [prompt[before:] for (before, _), prompt in zip(requests, prompts, strict=True)]
+    logits = ring.run(
+        [token for tokens in now for token in tokens],
+        [SequenceRows(*request, table) for request, table in zip(requests, tables, strict=True)],
+    )
+    expected = [
+        reference.logits(prompt)[before:]
+        for (before, _), prompt in zip(requests, prompts, strict=True)
+    ]
+    torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_16_bit_weights_stay_close(folder_of, make_ring, make_reference, random_tokens, name):
+    folder, tokens = folder_of(name, dtype="bfloat16"), random_tokens(50)
+    expected = make_reference(folder).logits(tokens)
+    logits = make_ring(folder, (1, 2), dtype="bf16").run(tokens, [SequenceRows(0, 50, BLOCKS)])
+    assert (logits - expected).abs().mean() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 40, 100])
+def test_longrope_suits_what_a_request_may_become(
+    make_model, tmp_path, make_ring, make_reference, random_tokens, chunk
+):
+    fields = PHI4_MINI | {"original_max_position_embeddings": 48}
+    folder, tokens = make_model(tmp_path, "phi3", 7, **fields), random_tokens(LENGTH)
+    expected = make_reference(folder).logits(tokens)
+    bounds = [*range(0, LENGTH, chunk), LENGTH]
+
+    def logits(reach):
+        ring = make_ring(folder, (1,))
+        return torch.cat(
+            [
+                ring.run(tokens[start:end], [SequenceRows(start, end - start, BLOCKS, reach)])
+                for start, end in pairwise(bounds)
+            ]
+        )
+
+    torch.testing.assert_close(logits(LENGTH), expected, atol=1e-4, rtol=0)
+    if chunk < LENGTH:
+        assert (logits(0) - expected).abs().max() > 1e-2
+
+
+def test_longrope_requests_of_both_lengths_in_a_batch(
+    make_model, tmp_path, make_ring, make_reference, random_tokens
+):
+    fields = PHI4_MINI | {"original_max_position_embeddings": 48}
+    folder = make_model(tmp_path, "phi3", 8, **fields)
+    reference, short, long = make_reference(folder), random_tokens(20, 1), random_tokens(60, 2)
+    rows = [SequenceRows(0, 20, (3, 1, 0)), SequenceRows(0, 60, range(4, 12))]
+    expected = torch.cat([reference.logits(short), reference.logits(long)])
+    logits = make_ring(folder).run(short + long, rows)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_cuda_gives_what_the_cpu_gives(folder_of, make_ring, random_tokens, name):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    folder, tokens = folder_of(name), random_tokens(50)
+    rows = [SequenceRows(0, 50, BLOCKS)]
+    expected = make_ring(folder, (1,)).run(tokens, rows)
+    logits = make_ring(folder, (1,), device="cuda:0").run(tokens, rows).cpu()
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=0)

@@ -1,0 +1,23 @@
+import torch
+
+from molink.model.folder import ModelFolder
+from molink.stage.pool import KVPool
+
+
+def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(make_model, tmp_path):
+    config = ModelFolder.open(make_model(tmp_path)).config
+    pool = KVPool(config, 2, 4, 8, torch.float32, torch.device("cpu"))
+    rows = torch.rand(2, 32, 2, config.kv_heads, config.head_dim)
+    rows[:, 8 + 3 : 16] = torch.nan
+    rows[:, 16:24] = torch.nan
+    for layer in range(2):
+        pool.write(layer, torch.arange(32), rows[layer])
+    pool.copy(1, 2, 3)
+    for layer in range(2):
+        kept = rows[layer].clone()
+        kept[16:19] = kept[8:11]
+        kept[19:24] = 0
+        keys, values = pool.read(layer, torch.arange(4), 1)
+        expected = kept.permute(1, 2, 0, 3)
+        torch.testing.assert_close(keys[0], expected[0], equal_nan=True)
+        torch.testing.assert_close(values[0], expected[1], equal_nan=True)

@@ -1,0 +1,45 @@
+"""float16 is computed in with sums in float32: those of bf16 models don't fit float16."""
+
+import pytest
+import torch
+
+from molink.model.folder import ModelFolder
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.stage import Stage
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param != "cpu" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    return request.param
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_logits_stay_close(make_model, tmp_path, make_ring, random_tokens, family, device):
+    folder = make_model(tmp_path, family, 4, dtype="bfloat16")
+    tokens, table = random_tokens(50), range(7)
+    expected = make_ring(folder).run(tokens, [SequenceRows(0, 50, table)])
+    ring = make_ring(folder, (1, 2), dtype="f16", device=device)
+    logits = ring.run(tokens[:40], [SequenceRows(0, 40, table)])
+    later = ring.run(tokens[40:], [SequenceRows(40, 10, table)])
+    found = torch.cat([logits, later]).cpu()
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().mean() < 0.02 * expected.std()
+
+
+def test_rows_beyond_the_range_of_float16_pass(make_model, tmp_path, device):
+    opened = ModelFolder.open(make_model(tmp_path, "qwen3", 4, dtype="bfloat16"))
+    hidden = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    hidden[:, 3] = 3e5
+    results = []
+    for dtype, place in (("f32", "cpu"), ("f16", device)):
+        stage = Stage.load(opened, (1, 2), place, dtype)
+        stage.travel_dtype, stage._travel = "f32", torch.float32
+        stage.allocate(4, 8)
+        rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 6, (2,)),)))
+        results.append(rows.cpu())
+    assert results[1].isfinite().all()
+    torch.testing.assert_close(results[1], results[0], atol=0.02, rtol=1e-3)

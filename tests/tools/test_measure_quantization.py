@@ -1,0 +1,21 @@
+"""The quality of quantized weights, on a few held-out conversations."""
+
+from molink.model.folder import ModelFolder
+from tools.demo_model.tokenizer import answered, encode, load_tokenizer
+from tools.demo_model.train import conversations
+from tools.measure_quantization import measure
+from tools.train_demo_model import FOLDER
+
+
+def test_quantized_weights_cost_little_quality():
+    tokenizer = load_tokenizer(FOLDER)
+    texts = encode(tokenizer, conversations("held_out", 6, 7))
+    masks = [answered(tokenizer, text) for text in texts]
+    exact, *others = measure(ModelFolder.open(FOLDER), texts, masks)
+    assert (exact.agreement, exact.divergence) == (1.0, 0.0)
+    for row in others:
+        coarse = row.mode.startswith("nf4")
+        assert row.divergence < (0.01 if coarse else 0.001)
+        assert row.perplexity < exact.perplexity * (1.02 if coarse else 1.002)
+        assert row.agreement > (0.95 if coarse else 0.99)
+        assert row.layer_bytes < exact.layer_bytes * 0.51

@@ -1,0 +1,187 @@
+"""One stage with a whole model on the CPU against llama.cpp and transformers, in one run.
+
+    python -m tools.make_bench_model FOLDER
+    python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --json
+
+Decode at batch 1 and prefill of one prompt, against ``llama-bench`` with the f16 GGUF of the same
+weights; then greedy generation at batch 8 against ``transformers.generate`` in the same dtype. Both
+sides have the same number of threads and take turns; figures are medians, ratios medians of the
+rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is what there is.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from molink.model.folder import ModelFolder
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.stage import Stage
+
+BLOCK = 16
+PROMPT, DECODE = 128, 64
+BATCH, BATCH_PROMPT, BATCH_NEW = 8, 32, 48
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    folder = ModelFolder.open(options.folder)
+    stage = Stage.load(folder, (0, folder.config.layers), twin=True)
+    stage.allocate(BATCH * 128, BLOCK)
+    _decode(stage, 1, 0, 8)  # warm
+    result: dict[str, Any] = {"model": options.folder.name, "threads": options.threads}
+    result["dtype"] = stage.dtype
+    result |= _against_llama(stage, options)
+    if options.transformers:
+        result |= _against_transformers(stage, options)
+    print(json.dumps(result, indent=2) if options.json else _table(result))
+
+
+def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
+    """Batch-1 decode and prefill, tokens/s."""
+    ours: dict[str, list[float]] = {"decode": [], "prefill": []}
+    theirs: dict[str, list[float]] = {"decode": [], "prefill": []}
+    bandwidth = []
+    for _ in range(options.rounds):
+        ours["decode"].append(DECODE / _decode(stage, 1, 0, DECODE))
+        ours["prefill"].append(PROMPT / _prefill(stage, PROMPT))
+        bandwidth.append(read_bandwidth())
+        if options.llama_bench:
+            rates = _llama(options.llama_bench, options.folder, options.threads)
+            for kind, rate in rates.items():
+                theirs[kind].append(rate)
+    streamed = stage.weight_bytes - _embedding_bytes(stage)
+    share = [rate * streamed / most for rate, most in zip(ours["decode"], bandwidth, strict=True)]
+    return {
+        "decode": _compare(ours["decode"], theirs["decode"]),
+        "prefill": _compare(ours["prefill"], theirs["prefill"]),
+        "read_bandwidth_gb_s": statistics.median(bandwidth) / 1e9,
+        "decode_share_of_bandwidth": statistics.median(share),
+    }
+
+
+def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
+    """Greedy generation of a batch, output tokens/s, prefill included."""
+    generate = _transformers(options.folder, stage)
+    ours, theirs = [], []
+    for _ in range(options.rounds):
+        ours.append(BATCH * BATCH_NEW / _decode(stage, BATCH, BATCH_PROMPT, BATCH_NEW))
+        theirs.append(BATCH * BATCH_NEW / generate())
+    return {"batch_8": _compare(ours, theirs)}
+
+
+def _compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Medians in tokens/s, and the median of the ratios of rounds."""
+    found: dict[str, Any] = {"molink": statistics.median(ours)}
+    if theirs:
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        found |= {"rival": statistics.median(theirs), "ratio": statistics.median(ratios)}
+        found["ratios"] = [round(ratio, 3) for ratio in ratios]
+    return found
+
+
+def _decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
+    """Seconds for ``count`` greedy tokens per sequence after prompts of ``prompt`` tokens."""
+    width = -(-(prompt + count + 1) // BLOCK)
+    tables = [range(row * width, (row + 1) * width) for row in range(batch)]
+    begin = time.perf_counter()
+    tokens = torch.zeros(batch, dtype=torch.int64)
+    at = 0
+    if prompt:
+        chunks = tuple(SequenceRows(0, prompt, table) for table in tables)
+        ids = torch.arange(batch * prompt) % stage.config.vocab_size
+        last = tuple(prompt * (row + 1) - 1 for row in range(batch))
+        tokens = stage.forward(StageInput(ids, None, chunks, last)).argmax(-1)
+        at, count = prompt, count - 1
+    for start in range(at, at + count):
+        rows = tuple(SequenceRows(start, 1, table) for table in tables)
+        tokens = stage.forward(StageInput(tokens, None, rows, tuple(range(batch)))).argmax(-1)
+    return time.perf_counter() - begin
+
+
+def _prefill(stage: Stage, count: int) -> float:
+    rows = (SequenceRows(0, count, range(-(-count // BLOCK))),)
+    ids = torch.arange(count) % stage.config.vocab_size
+    begin = time.perf_counter()
+    stage.forward(StageInput(ids, None, rows, (count - 1,)))
+    return time.perf_counter() - begin
+
+
+def _embedding_bytes(stage: Stage) -> int:
+    """The embedding table is looked up, not streamed."""
+    config = stage.config
+    size = {"f32": 4, "bf16": 2, "f16": 2}[stage.dtype]
+    return 0 if config.tied else config.vocab_size * config.hidden_size * size
+
+
+def read_bandwidth() -> float:
+    """Bytes/s that plain reading of 512 MB gives (best of 3)."""
+    data = torch.ones(1 << 27)
+    best = 0.0
+    for _ in range(3):
+        begin = time.perf_counter()
+        data.sum()
+        best = max(best, data.nbytes / (time.perf_counter() - begin))
+    return best
+
+
+def _llama(binary: Path, folder: Path, threads: int) -> dict[str, float]:
+    """Tokens/s of llama-bench: prefill and decode."""
+    model = next(folder.glob("*.gguf"))
+    command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
+    command += ["-p", str(PROMPT), "-n", str(DECODE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    runs = json.loads(done.stdout)
+    return {"decode" if run["n_gen"] else "prefill": float(run["avg_ts"]) for run in runs}
+
+
+def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
+    """A function that generates once and returns the seconds it took."""
+    from transformers import AutoModelForCausalLM
+
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[stage.dtype]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+    ids = torch.arange(BATCH * BATCH_PROMPT).view(BATCH, BATCH_PROMPT) % stage.config.vocab_size
+    settings = {"do_sample": False, "max_new_tokens": BATCH_NEW, "min_new_tokens": BATCH_NEW}
+
+    def generate() -> float:
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
+        return time.perf_counter() - begin
+
+    generate()
+    return generate
+
+
+def _table(result: dict[str, Any]) -> str:
+    lines = [f"{result['model']}, {result['dtype']}, {result['threads']} thread(s)"]
+    for name in ("decode", "prefill", "batch_8"):
+        found = result.get(name)
+        if found:
+            versus = f" / {found['rival']:.1f} = {found['ratio']:.2f} x" if "rival" in found else ""
+            lines.append(f"{name:8} {found['molink']:8.1f} tokens/s{versus}")
+    lines.append(
+        f"decode reads weights at {result['decode_share_of_bandwidth']:.0%} of "
+        f"{result['read_bandwidth_gb_s']:.1f} GB/s"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Quality of the bundled model with its weights quantized, on held-out conversations.
+
+    python -m tools.measure_quantization
+    python -m tools.measure_quantization --json
+
+For each way of keeping the weights: perplexity per token (of all tokens, and of those that the
+assistant wrote), how often the most probable next token is that of fp32, the divergence of the
+distributions from fp32's, and bytes of the layers' weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molink.model.folder import ModelFolder
+from molink.model.quantization import Quantize
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.dtypes import DTypeChoice
+from molink.stage.stage import Stage
+from tools.demo_model.tokenizer import answered, encode, load_tokenizer
+from tools.demo_model.train import conversations
+from tools.train_demo_model import FOLDER
+
+_BLOCK = 16
+#: The first is what the others are compared with.
+MODES: dict[str, tuple[DTypeChoice, Quantize]] = {
+    "fp32": ("f32", "none"),
+    "bf16": ("bf16", "none"),
+    "int8 (fp32 rows)": ("f32", "int8"),
+    "int8 (bf16 rows)": ("bf16", "int8"),
+    "nf4 (fp32 rows)": ("f32", "nf4"),
+    "nf4 (bf16 rows)": ("bf16", "nf4"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Figures of one mode; ``divergence`` is KL from fp32 in nats per token."""
+
+    mode: str
+    perplexity: float
+    answer_perplexity: float
+    agreement: float
+    divergence: float
+    layer_bytes: int
+
+
+def log_probabilities(stage: Stage, texts: Sequence[Any]) -> Iterator[Tensor]:
+    """Of each token that may follow, at all positions but the last: ``[n - 1, V]`` per text."""
+    for text in texts:
+        rows = len(text) - 1
+        blocks = range(-(-rows // _BLOCK))
+        sequence = SequenceRows(0, rows, blocks)
+        given = StageInput(torch.from_numpy(text[:-1]), None, (sequence,), tuple(range(rows)))
+        yield torch.log_softmax(stage.forward(given).double(), -1)
+
+
+def measure(folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]) -> Iterator[Quality]:
+    """Figures of all modes."""
+    mask = torch.from_numpy(np.concatenate([mask[1:] for mask in masks]))
+    wanted = torch.from_numpy(np.concatenate([text[1:] for text in texts]))
+    longest = max(map(len, texts))
+    exact: Tensor | None = None
+    for mode, (dtype, quantize) in MODES.items():
+        stage = Stage.load(folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize)
+        stage.allocate(-(-longest // _BLOCK), _BLOCK)
+        found = torch.cat(list(log_probabilities(stage, texts)))
+        exact = found if exact is None else exact
+        scores = found.gather(1, wanted[:, None])[:, 0]
+        yield Quality(
+            mode,
+            round(math.exp(-float(scores.mean())), 4),
+            round(math.exp(-float(scores[mask].mean())), 4),
+            round(float((found.argmax(1) == exact.argmax(1)).double().mean()), 4),
+            round(float((exact.exp() * (exact - found)).sum(1).mean()), 6),
+            _layer_bytes(folder, dtype, quantize),
+        )
+
+
+def _layer_bytes(folder: ModelFolder, dtype: DTypeChoice, quantize: Quantize) -> int:
+    """Bytes of a layer in the middle: of a stage without the ends of the model."""
+    middle = folder.config.layers // 2
+    stage = Stage.load(folder, (middle, middle + 1), "cpu", dtype, quantize=quantize)
+    return stage.weight_bytes
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=FOLDER, help="the model folder")
+    parser.add_argument("--conversations", type=int, default=120, help="held-out ones")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tokenizer = load_tokenizer(arguments.model)
+    texts = encode(tokenizer, conversations("held_out", arguments.conversations, arguments.seed))
+    masks = [answered(tokenizer, text) for text in texts]
+    rows = [asdict(row) for row in measure(ModelFolder.open(arguments.model), texts, masks)]
+    if arguments.json:
+        print(json.dumps({"tokens": sum(map(len, texts)), "modes": rows}, indent=2))
+        return
+    print(f"{'mode':18} {'ppl':>8} {'answers':>8} {'same token':>10} {'KL nats':>9} {'layer':>9}")
+    for row in rows:
+        print(
+            f"{row['mode']:18} {row['perplexity']:8.4f} {row['answer_perplexity']:8.4f} "
+            f"{row['agreement']:10.2%} {row['divergence']:9.6f} {row['layer_bytes']:9}"
+        )
+
+
+if __name__ == "__main__":
+    main()

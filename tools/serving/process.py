@@ -1,0 +1,102 @@
+"""Servers to be measured, as processes of their own."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+START_S = 300.0
+_ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
+_TOKEN = re.compile(r"molink join (\S+)")
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process with its output in ``log``; ended, with what it started, at the end."""
+    flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            creationflags=flags,
+        )
+        try:
+            yield process
+        finally:
+            stop = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM)
+            process.send_signal(stop)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def molink_swarm(model: Path, stages: int, *options: str, threads: int = 1) -> Iterator[str]:
+    """A swarm of ``stages`` daemons on this PC with ``threads`` each; gives the first's URL."""
+    common = ["--host", "127.0.0.1", "--control-port", "0", "--worker-ports", "0-0", "--port", "0"]
+    common += ["--threads", str(threads)]
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        first = [sys.executable, "-m", "molink", "up", "--model", str(model), *common, *options]
+        first += ["--coordinator-port", "0", "--min-peers", str(stages)]
+        url = token = ""
+        for index in range(stages):
+            home, log = root / str(index), root / f"{index}.log"
+            command = first if index == 0 else [sys.executable, "-m", "molink", "join", token]
+            process = stack.enter_context(
+                running(command + common * (index > 0), log, {"MOLINK_HOME": str(home)})
+            )
+            if index == 0:
+                wanted = (_ENDPOINT, _TOKEN)
+                url, token = (_wait_for(log, pattern, process) for pattern in wanted)
+                url = f"http://127.0.0.1:{url}"
+        _wait_ready(f"{url}/readyz", process)
+        yield url
+
+
+@contextlib.contextmanager
+def llama_server(binary: Path, model: Path, slots: int, *, threads: int = 1) -> Iterator[str]:
+    """llama.cpp's server with ``slots`` parallel sequences; gives its URL."""
+    port = 18_000 + os.getpid() % 10_000
+    command = [str(binary), "-m", str(model), "-t", str(threads), "-tb", str(threads)]
+    command += ["-np", str(slots), "-c", str(2048 * slots), "--port", str(port), "--no-webui"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with running(command, log, {}) as process:
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(f"{url}/health", process)
+            yield url
+
+
+def _wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[bytes]") -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        found = pattern.search(log.read_text("utf-8", "replace"))
+        if found is not None:
+            return found[1]
+        time.sleep(0.1)
+    raise RuntimeError(f"no {pattern.pattern!r} in: {log.read_text('utf-8', 'replace')}")
+
+
+def _wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"{url} was not ready within {START_S:.0f} s")
