@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from molink.model.folder import ModelFolder
+from molink.model.layout import EMBEDDING
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
@@ -46,13 +47,15 @@ def main() -> None:
     _decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": options.folder.name, "threads": options.threads}
     result["dtype"] = stage.dtype
-    result |= _against_llama(stage, options)
+    result |= _against_llama(stage, folder, options)
     if options.transformers:
         result |= _against_transformers(stage, options)
     print(json.dumps(result, indent=2) if options.json else _table(result))
 
 
-def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
+def _against_llama(
+    stage: Stage, folder: ModelFolder, options: argparse.Namespace
+) -> dict[str, Any]:
     """Batch-1 decode and prefill, tokens/s."""
     ours: dict[str, list[float]] = {"decode": [], "prefill": []}
     theirs: dict[str, list[float]] = {"decode": [], "prefill": []}
@@ -65,7 +68,7 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
             rates = _llama(options.llama_bench, options.folder, options.threads)
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
-    streamed = stage.weight_bytes - _embedding_bytes(stage)
+    streamed = _streamed_bytes(folder)
     share = [rate * streamed / most for rate, most in zip(ours["decode"], bandwidth, strict=True)]
     return {
         "decode": _compare(ours["decode"], theirs["decode"]),
@@ -122,11 +125,10 @@ def _prefill(stage: Stage, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _embedding_bytes(stage: Stage) -> int:
-    """The embedding table is looked up, not streamed."""
-    config = stage.config
-    size = {"f32": 4, "bf16": 2, "f16": 2}[stage.dtype]
-    return 0 if config.tied else config.vocab_size * config.hidden_size * size
+def _streamed_bytes(folder: ModelFolder) -> int:
+    """Weights that a decode step reads: all but the embedding table, which is looked up."""
+    spans = folder.tensors.items()
+    return sum(span.nbytes for name, span in spans if name != EMBEDDING)
 
 
 def read_bandwidth() -> float:

@@ -9,14 +9,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
 
 from molink.errors import MolinkError
 from molink.model.folder import ModelFolder
+from molink.model.footprint import Footprint, Target
+from molink.model.memory import plan_memory
 from molink.model.work import StageWork
-from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.dtypes import TORCH_DTYPES, cpu_has_bf16
 from molink.stage.limits import peak_matmul_rate, peak_read_rate
 from molink.stage.probe import cpu_name, pick_device
 from molink.stage.profile import profile_stage
@@ -32,10 +35,25 @@ def bench(options: argparse.Namespace) -> dict[str, object]:
     layers = (options.first, options.last)
     folder = ModelFolder.open(Path(options.model_dir), layers)
     device = pick_device(options.device)
-    stage = Stage.load(folder, layers, str(device), options.dtype, quantize=options.quantize)
-    profile = profile_stage(stage, _kv_bytes(device), BLOCK_SIZE, seconds=options.seconds)
-    work = StageWork(folder.config, layers, stage.dtype, stage.weight_bytes)
     on_cpu = device.type == "cpu"
+    kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
+    target = Target(kind, cpu_has_bf16(), options.dtype, options.quantize)
+    facts, free = folder.facts(options.model_dir), _free_bytes(device)
+    stage = Stage.load(
+        folder,
+        layers,
+        str(device),
+        options.dtype,
+        quantize=options.quantize,
+        twin=plan_memory(facts, layers, target, free).twin > 0,
+    )
+    profile = profile_stage(
+        stage, min(_MOST_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
+    )
+    first, last = layers
+    opens, closes = first == 0, last == facts.layers
+    weights = Footprint.of(facts, target).weights(last - first, opens=opens, closes=closes)
+    work = StageWork(folder.config, layers, stage.dtype, weights)
     return {
         "layers": list(layers),
         "device": str(device),
@@ -87,13 +105,10 @@ def _compute(work: StageWork, profile: Profile, stage: Stage) -> dict[str, float
     }
 
 
-def _kv_bytes(device: torch.device) -> int:
-    """Room for the KV of what is measured: a part of what is free."""
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    return min(_MOST_KV_BYTES, int(free) // 4)
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Projections that have their weights twice: for many rows, and for the one or two of a decode."""
+"""Projections that have their weights twice: for many rows, and for the few of a decode step."""
 
 import time
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from molink.stage.linear.base import total_bytes
 from molink.stage.linear.packed import PackedLinear
 
-#: Rows up to which the second copy is the faster one; at more, its fp32 arithmetic is what counts.
-FEW_ROWS = 2
+#: Rows up to which the second copy is the faster one: beyond, its fp32 arithmetic takes longer.
+FEW_ROWS = 3
 #: Largest weight that fp16 holds.
 _MOST = 65504.0
 #: What the second copy has to save to be worth its memory: a fifth of the time.
