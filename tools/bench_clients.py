@@ -8,12 +8,11 @@ the first request to the last answer, prefill included.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 from pathlib import Path
 
-from tools.serving.client import aggregate_rate, complete_all, make_prompt
+from tools.serving.client import aggregate_rate, complete_round
 from tools.serving.process import llama_server, molink_swarm
 from tools.serving.rounds import compare, take_turns
 
@@ -35,9 +34,8 @@ def main() -> None:
         theirs = stack.enter_context(llama_server(options.llama_server, model, options.clients))
 
         def measure(url: str, index: int) -> float:
-            seeds = range(index * options.clients, (index + 1) * options.clients)
-            prompts = [make_prompt(options.input_tokens, seed) for seed in seeds]
-            return aggregate_rate(asyncio.run(complete_all(url, prompts, options.output_tokens)))
+            sizes = (options.clients, options.input_tokens, options.output_tokens)
+            return aggregate_rate(complete_round(url, index, *sizes))
 
         for url in (ours, theirs):
             measure(url, 10_000)

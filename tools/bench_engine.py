@@ -11,8 +11,10 @@ rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is wha
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 
 from molink.model.folder import ModelFolder
 from molink.model.layout import EMBEDDING
+from molink.peer.platform import huge_pages
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
@@ -30,8 +33,15 @@ PROMPT, DECODE = 128, 64
 BATCH, BATCH_PROMPT, BATCH_NEW = 8, 32, 48
 
 
-def main() -> None:
-    """Measure and print."""
+#: Marks the process that measures: its memory is that of a worker.
+_MEASURES = "MOLINK_BENCH_ENGINE"
+
+
+def main() -> int:
+    """Measure and print, in a process with the environment of a worker."""
+    if _MEASURES not in os.environ:
+        environment = huge_pages({**os.environ, _MEASURES: "1"})
+        return subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment).returncode
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program")
@@ -51,6 +61,7 @@ def main() -> None:
     if options.transformers:
         result |= _against_transformers(stage, options)
     print(json.dumps(result, indent=2) if options.json else _table(result))
+    return 0
 
 
 def _against_llama(
@@ -147,8 +158,8 @@ def _llama(binary: Path, folder: Path, threads: int) -> dict[str, float]:
     model = next(folder.glob("*.gguf"))
     command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
     command += ["-p", str(PROMPT), "-n", str(DECODE)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    runs = json.loads(done.stdout)
+    done = subprocess.run(command, capture_output=True, check=True)
+    runs = json.loads(done.stdout)  # UTF-8, whatever the console has
     return {"decode" if run["n_gen"] else "prefill": float(run["avg_ts"]) for run in runs}
 
 
@@ -186,4 +197,4 @@ def _table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,12 +8,11 @@ stream's end. Both swarms are up all the time and take turns.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 from pathlib import Path
 
-from tools.serving.client import complete_all, decode_rate, make_prompt
+from tools.serving.client import complete_round, decode_rate
 from tools.serving.process import molink_swarm
 from tools.serving.rounds import compare, take_turns
 
@@ -34,9 +33,8 @@ def main() -> None:
         whole = stack.enter_context(molink_swarm(options.folder, 1))
 
         def measure(url: str, index: int) -> float:
-            seeds = range(index * options.streams, (index + 1) * options.streams)
-            prompts = [make_prompt(options.input_tokens, seed) for seed in seeds]
-            return decode_rate(asyncio.run(complete_all(url, prompts, options.output_tokens)))
+            sizes = (options.streams, options.input_tokens, options.output_tokens)
+            return decode_rate(complete_round(url, index, *sizes))
 
         for url in (split, whole):
             measure(url, 10_000)

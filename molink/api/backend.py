@@ -1,7 +1,7 @@
 """What the endpoint needs from the swarm, as a protocol; the daemon implements it."""
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +49,16 @@ class GeneratedToken:
     cached: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a daemon and its workers count and measure, name → value; for Prometheus."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    #: Gauges of each worker, by its stage's layers: ``0:12``.
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 class Backend(Protocol):
     """Everything behind the endpoint. All methods are called on the endpoint's own event loop."""
 
@@ -68,6 +78,6 @@ class Backend(Protocol):
         """
         ...
 
-    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters and gauges (name → value) of this daemon's workers and links."""
+    def metrics(self) -> Figures:
+        """Those of this daemon, its workers and links."""
         ...

@@ -4,7 +4,7 @@ import re
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -131,12 +131,13 @@ class EndpointCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Every metric family, each name once."""
         families = list(self._recorder.families())
-        counters, gauges = self._backend.metrics()
-        for name, value in counters.items():
+        figures = self._backend.metrics()
+        for name, value in figures.counters.items():
             title = _metric_name(name).removesuffix("_total")
             families.append(CounterMetricFamily(title, _help(name), value=value))
-        for name, value in gauges.items():
+        for name, value in figures.gauges.items():
             families.append(GaugeMetricFamily(_metric_name(name), _help(name), value=value))
+        families += _by_stage(figures.stages)
         return {family.name: family for family in reversed(families)}.values()
 
 
@@ -150,6 +151,18 @@ def create_registry(recorder: Recorder, backend: Backend) -> CollectorRegistry:
 def exposition(registry: CollectorRegistry) -> bytes:
     """The text of ``/metrics``."""
     return generate_latest(registry)
+
+
+def _by_stage(stages: Mapping[str, Mapping[str, float]]) -> Iterable[Metric]:
+    """A family for each name, with a sample for each stage that has it."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for stage, gauges in stages.items():
+        for name, value in gauges.items():
+            title = _metric_name(name)
+            if title not in families:
+                families[title] = GaugeMetricFamily(title, _help(name), labels=("stage",))
+            families[title].add_metric((stage,), value)
+    return families.values()
 
 
 def _help(name: str) -> str:

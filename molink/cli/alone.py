@@ -8,7 +8,7 @@ from molink.errors import UsageError
 from molink.peer.founder import start_coordinator
 from molink.peer.home import Home, HomeLock
 from molink.peer.membership import read_membership
-from molink.peer.platform import on_terminate
+from molink.peer.platform import until_terminated
 from molink.peer.settings import Settings
 from molink.swarm.plain import printable
 from molink.wire.loop import EventLoop
@@ -36,14 +36,7 @@ def run_coordinator(home: Home, settings: Settings) -> None:
 
 
 async def _run(home: Home, settings: Settings) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(stopped.set)
-
-    undo = on_terminate(stop)
-    try:
+    with until_terminated() as stopped:
         async with AsyncExitStack() as stack:
             membership = await start_coordinator(home, home.keys(), settings, stack)
             membership.save(home.membership)
@@ -52,5 +45,3 @@ async def _run(home: Home, settings: Settings) -> None:
             print(f"To add a PC, run there:\n\n  molink join {printable(token)}\n", flush=True)
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
             await stopped.wait()
-    finally:
-        undo()

@@ -17,7 +17,7 @@ from molink.model.source import DEMO_MODEL, find_model
 from molink.peer.stage_bench import Point, StageBench, StageResult, measure_stage
 from molink.swarm.placement import parse_range
 from molink.swarm.plain import printable
-from molink.wire.control import LayerRange
+from molink.wire.facts import LayerRange
 
 _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 

@@ -13,10 +13,10 @@ from rich.text import Text
 from molink.peer.demo import DemoSwarm
 from molink.peer.home import Home
 from molink.peer.launch import AnyEvent, Ended, ModelReady, NotServed, Serving, StageNow, Trouble
-from molink.peer.platform import on_terminate
+from molink.peer.platform import until_terminated
 from molink.peer.settings import Dtype
 from molink.swarm.plain import printable
-from molink.wire.control import Quantize
+from molink.wire.facts import Quantize
 from molink.wire.loop import EventLoop
 
 _QUESTION = "What is molink?"
@@ -113,24 +113,17 @@ def run_demo(
 
     async def run() -> int:
         swarm = DemoSwarm(home, peers, dtype, model, console.show, quantize)
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            loop.call_soon_threadsafe(stopped.set)
-
-        undo = on_terminate(stop)
-        try:
-            with console.starting(peers):
-                await swarm.start()
-            if question is not None:
-                return await asyncio.to_thread(_ask, swarm.peers[-1].endpoint, question)
-            console.ready(swarm)
-            await stopped.wait()
-            return 0
-        finally:
-            await swarm.close()
-            undo()
+        with until_terminated() as stopped:
+            try:
+                with console.starting(peers):
+                    await swarm.start()
+                if question is not None:
+                    return await asyncio.to_thread(_ask, swarm.peers[-1].endpoint, question)
+                console.ready(swarm)
+                await stopped.wait()
+                return 0
+            finally:
+                await swarm.close()
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         return runner.run(run())

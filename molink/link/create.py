@@ -7,7 +7,6 @@ from molink.link.fifo import Fifo
 from molink.link.policy import Policy
 
 _POLICIES: dict[str, Callable[[], Policy]] = {"fifo": Fifo}
-POLICY_NAMES = tuple(_POLICIES)
 
 
 def create_policy(name: str) -> Policy:

@@ -26,7 +26,6 @@ class Answering(Protocol):
 class InLinkStats:
     """What happened on a link so far, beside its receiver's counters."""
 
-    hellos: int = 0
     #: Hellos of another peer, pipeline, epoch or stage.
     strangers: int = 0
     #: Messages on connections that are no lane of this link.
@@ -95,7 +94,6 @@ class InLink:
             if hello == expected:
                 self._server.offend(sender.user_id, "says it is a stage that it is not")
             return
-        self.stats.hellos += 1
         before = self._identities.pop(hello.lane, b"")
         self._lanes.pop(before, None)
         self._lanes[sender.identity] = hello.lane

@@ -147,11 +147,6 @@ class LinkReceiver:
 
     # --- state -------------------------------------------------------------------------------
 
-    @property
-    def assembling_bytes(self) -> int:
-        """Memory of the volumes under assembly."""
-        return self._assembly.nbytes
-
     def validate(self) -> None:
         """Check the invariants.
 

@@ -6,7 +6,7 @@ from molink.model.config import ModelConfig
 from molink.model.layout import Shapes, first_tensors, last_tensors, layer_tensors
 from molink.model.quantization import Quantize, can_hold, is_quantizable, quantized_bytes
 from molink.wire.base import DTYPE_SIZES
-from molink.wire.control import ModelFacts
+from molink.wire.facts import ModelFacts
 
 
 def model_facts(config: ModelConfig, name: str) -> ModelFacts:

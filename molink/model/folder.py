@@ -13,7 +13,7 @@ from molink.model.header import TensorSpan, read_header
 from molink.model.layout import stage_tensors
 from molink.model.prequantized import Stored, stored_tensors
 from molink.model.strays import refuse_strays
-from molink.wire.control import ModelFacts
+from molink.wire.facts import ModelFacts
 
 INDEX_FILE = "model.safetensors.index.json"
 #: Without these a model can't be served.

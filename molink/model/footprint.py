@@ -1,6 +1,6 @@
 """What the parts of a model take on a device, in bytes: weights, activations, KV, CUDA graphs.
 
-Pure numbers from :class:`~molink.wire.control.ModelFacts`. The coordinator places by them and each
+Pure numbers from :class:`~molink.wire.facts.ModelFacts`. The coordinator places by them and each
 daemon plans its worker by them, so that what is placed fits where it was placed.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.wire.base import DTYPE_SIZES
-from molink.wire.control import BLOCK_SIZE, ModelFacts, Quantize
+from molink.wire.facts import BLOCK_SIZE, ModelFacts, Quantize
 from molink.wire.profile import MOST_CHUNK_ROWS
 
 #: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from molink.errors import UsageError
 from molink.model.footprint import Footprint, Target
-from molink.wire.control import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
+from molink.wire.facts import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
 #: 1 / MARGIN_PART of the budget is left for fragmentation and for what libraries take.
 MARGIN_PART = 20

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from molink.model.config import ModelConfig
 from molink.model.layout import layer_tensors
 from molink.wire.base import DTYPE_SIZES
-from molink.wire.control import LayerRange
+from molink.wire.facts import LayerRange
 
 #: Floating-point operations of a multiplication that is added up.
 _MULTIPLY_ADD = 2

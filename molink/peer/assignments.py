@@ -9,6 +9,7 @@ from molink.errors import MolinkError
 from molink.model.folder import ModelFolder
 from molink.model.footprint import Load, Target
 from molink.model.memory import MemoryPlan, plan_memory
+from molink.peer.addressbook import AddressBook
 from molink.peer.device import Measured, worker_threads
 from molink.peer.keeper import (
     Decision,
@@ -22,7 +23,6 @@ from molink.peer.keeper import (
 )
 from molink.peer.prefetcher import Prefetcher
 from molink.peer.quantize import check_quantize
-from molink.peer.roster import Roster
 from molink.peer.settings import Settings
 from molink.peer.store import Progress, Store
 from molink.peer.supervisor import Supervisor
@@ -51,7 +51,7 @@ class Assignments:
         settings: Settings,
         keys: KeyPair,
         store: Store,
-        roster: Roster,
+        book: AddressBook,
         logs: Path,
         profiles: Path,
         tell: Callable[[ControlMessage], None],
@@ -65,7 +65,7 @@ class Assignments:
         self._settings = settings
         self._keys = keys
         self._store = store
-        self._roster = roster
+        self._book = book
         self._profiles = profiles
         self._tell = tell
         self._on_change = on_change
@@ -102,7 +102,7 @@ class Assignments:
 
     def members_changed(self) -> None:
         """Tell the workers who may talk to them."""
-        self.supervisor.tell_all(self._roster.keys())
+        self.supervisor.tell_all(self._book.keys())
 
     def states(self) -> tuple[WorkerState, ...]:
         """All stages of this peer."""
@@ -205,7 +205,7 @@ class Assignments:
     def _start(self, decision: StartWorker) -> None:
         generation = decision.generation
         try:
-            pid = self.supervisor.start(generation, decision.start, self._roster.keys())
+            pid = self.supervisor.start(generation, decision.start, self._book.keys())
         except OSError as error:
             reason = f"can't start a worker: {error}"
             self._carry_out(self._keeper.failed(generation, reason))

@@ -44,8 +44,10 @@ class Child:
         on_message: Callable[[object], None],
         on_exit: Callable[[int], None],
         log_file: Path,
+        computes: bool = False,
     ) -> None:
         self.name = name
+        self._computes = computes
         self._command = list(command)
         self._reader = reader
         self._on_message = on_message
@@ -67,7 +69,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            **child_options(),
+            **child_options(computes=self._computes),
         )
         errors = self._thread(self._pump_log, "log")
         self._thread(self._pump_writes, "writes")

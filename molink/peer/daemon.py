@@ -17,13 +17,14 @@ from molink.peer.home import Home, HomeLock
 from molink.peer.launch import Announce, Launch, Listening
 from molink.peer.library import Library
 from molink.peer.membership import Membership, choose, join, read_membership
-from molink.peer.node import Node, Place
+from molink.peer.node import Node, Resources
 from molink.peer.offenders import Offenders
 from molink.peer.runfile import RunFile
 from molink.peer.service import Service, UserCommands
 from molink.peer.settings import port_range
 from molink.wire.codec import control_codec
-from molink.wire.control import ControlMessage, Device
+from molink.wire.control import ControlMessage
+from molink.wire.facts import Device
 from molink.wire.files import patiently
 from molink.wire.server import Server
 from molink.wire.zap import Gatekeeper
@@ -76,7 +77,7 @@ class Daemon:
         stack.push_async_callback(_cancel, measuring)
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
-        place = self._place(stack, context, library)
+        resources = self._resources(stack, context, library)
         if chosen is None:
             membership = await founder.start_coordinator(stack)
         elif isinstance(chosen, Membership):
@@ -85,7 +86,7 @@ class Daemon:
             membership = await join(context, keys, chosen, self._settings.name)
         membership.save(self._home.membership)
         measured = await measuring
-        node = await self._enter(stack, place, membership, measured)
+        node = await self._enter(stack, resources, membership, measured)
         serving = asyncio.create_task(founder.serve(node.session))
         stack.push_async_callback(_cancel, serving)
 
@@ -94,9 +95,9 @@ class Daemon:
             return Measured(Device(kind="cpu", name="not used", memory=0), bf16=False)
         return await measure_device(self._settings, self._home.device)
 
-    def _place(
+    def _resources(
         self, stack: AsyncExitStack, context: zmq.asyncio.Context, library: Library
-    ) -> Place:
+    ) -> Resources:
         """Open the control socket."""
         settings, keys = self._settings, self._home.keys()
         gatekeeper = Gatekeeper(context)
@@ -118,7 +119,7 @@ class Daemon:
         service.send = server.send
         server.bind(settings.host, port_range(settings.control_port), "--control-port")
         stack.push_async_callback(server.close)
-        return Place(
+        return Resources(
             settings,
             self._home,
             keys,
@@ -131,11 +132,15 @@ class Daemon:
         )
 
     async def _enter(
-        self, stack: AsyncExitStack, place: Place, membership: Membership, measured: Measured
+        self,
+        stack: AsyncExitStack,
+        resources: Resources,
+        membership: Membership,
+        measured: Measured,
     ) -> Node:
         """Open the endpoint and begin the session with the coordinator."""
         url = ""
-        node = Node(place, membership, lambda: url)
+        node = Node(resources, membership, lambda: url)
         stack.push_async_callback(node.close)
         endpoint = Endpoint(self._settings, node.requests)
         await endpoint.start()
@@ -145,7 +150,7 @@ class Daemon:
         node.start(measured)
         self._node = node
         here = from_here(self._settings.host)
-        note = RunFile.of_this_process(place.server.port, url, control_host=here)
+        note = RunFile.of_this_process(resources.server.port, url, control_host=here)
         note.save(self._home.run_file)
         stack.callback(patiently, partial(self._home.run_file.unlink, missing_ok=True))
         self._announce(
@@ -153,7 +158,7 @@ class Daemon:
                 name=self._settings.name,
                 swarm=membership.swarm,
                 endpoint=url,
-                control_port=place.server.port,
+                control_port=resources.server.port,
                 pid=os.getpid(),
             )
         )

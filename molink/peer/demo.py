@@ -25,7 +25,7 @@ from molink.peer.launch import (
 )
 from molink.peer.runfile import RunFile
 from molink.peer.settings import Dtype, Settings
-from molink.wire.control import Quantize
+from molink.wire.facts import Quantize
 from molink.wire.files import patiently
 from molink.wire.secrets import private_folder
 

@@ -19,7 +19,7 @@ import msgspec
 from molink.errors import WorkerError
 from molink.peer.platform import child_options, cores
 from molink.peer.settings import Settings, Share
-from molink.wire.control import Device
+from molink.wire.facts import Device
 from molink.wire.secrets import write_secret
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _start_probe(command: Sequence[str]) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            **child_options(),
+            **child_options(computes=True),
         )
     except OSError as error:
         raise WorkerError(f"can't measure the device: {error}") from error

@@ -18,7 +18,8 @@ from molink.peer.membership import Membership, read_membership
 from molink.peer.quantize import check_files, check_quantize
 from molink.peer.session import Session
 from molink.peer.settings import Settings
-from molink.wire.control import ControlMessage, Invite, InviteRequest, ModelFacts, ServeModel
+from molink.wire.control import ControlMessage, Invite, InviteRequest, ServeModel
+from molink.wire.facts import ModelFacts
 from molink.wire.keys import KeyPair
 
 log = logging.getLogger(__name__)

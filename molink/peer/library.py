@@ -13,8 +13,8 @@ from pathlib import Path
 
 from molink.errors import BrokenModel, ModelNotFound, RequestError
 from molink.model.folder import METADATA_FILES
-from molink.wire.control import FileEntry
 from molink.wire.files import plain_name
+from molink.wire.transfer import FileEntry
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
 MAX_FILES = 4096

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import zmq.asyncio
 
 import molink
-from molink.api.backend import ServedModel
+from molink.api.backend import Figures, ServedModel
 from molink.errors import MolinkError
 from molink.model.source import DEMO_MODEL, demo_model
+from molink.peer.addressbook import AddressBook
 from molink.peer.addresses import advertised
 from molink.peer.assignments import Assignments
-from molink.peer.catalogue import Catalogue
 from molink.peer.device import Measured
 from molink.peer.heads import Heads
 from molink.peer.home import Home
@@ -24,7 +24,7 @@ from molink.peer.library import Library
 from molink.peer.membership import Membership
 from molink.peer.offenders import Offenders
 from molink.peer.requests import Requests
-from molink.peer.roster import Roster
+from molink.peer.served import ServedModels
 from molink.peer.session import Session
 from molink.peer.settings import Settings
 from molink.peer.sources import Sources
@@ -66,8 +66,8 @@ _CUT_DELAY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a node stands: what of its daemon exists before it."""
+class Resources:
+    """What a node uses of its daemon, which had it before the node."""
 
     settings: Settings
     home: Home
@@ -88,9 +88,11 @@ class Place:
 class Node:
     """One peer's part in a swarm, from its first report to its last."""
 
-    def __init__(self, place: Place, membership: Membership, endpoint: Callable[[], str]) -> None:
+    def __init__(
+        self, resources: Resources, membership: Membership, endpoint: Callable[[], str]
+    ) -> None:
         """``endpoint()`` is the URL of this peer's endpoint."""
-        self._place = place
+        self._resources = resources
         self._membership = membership
         self._endpoint = endpoint
         self._ready: dict[str, bool] = {}
@@ -100,28 +102,30 @@ class Node:
         self._reasons: dict[str, str] = {}
         self._asking: asyncio.Task[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
-        settings, context, keys = place.settings, place.context, place.keys
-        self._roster = Roster(MemberKey(peer=place.me, public_key=keys.public))
-        self._roster.on_member = self._member_came
-        self._roster.on_gone = self._member_went
-        connect = Sources(context, keys, self._roster).connect
-        self._store = Store(place.home.models, place.me, place.library, connect, _bundled())
+        settings, context, keys = resources.settings, resources.context, resources.keys
+        self._book = AddressBook(MemberKey(peer=resources.me, public_key=keys.public))
+        self._book.on_member = self._member_came
+        self._book.on_gone = self._member_went
+        connect = Sources(context, keys, self._book).connect
+        self._store = Store(
+            resources.home.models, resources.me, resources.library, connect, _bundled()
+        )
         self.session = Session(context, keys, membership, self._report, self._take, self._welcomed)
         self._assignments = Assignments(
             settings,
             keys,
             self._store,
-            self._roster,
-            place.home.logs,
-            place.home.profiles,
+            self._book,
+            resources.home.logs,
+            resources.home.profiles,
             self.session.tell,
             self._stages_changed,
-            place.offenders.blocked,
+            resources.offenders.blocked,
         )
         self._heads = Heads(context, keys, self._heads_changed, self._head_said)
         limits = StreamLimits(hold_s=settings.hold)
         self.requests = Requests(self._heads, limits, self._metrics)
-        self._catalogue = Catalogue(self._store, self._models_changed, self._trouble)
+        self._served = ServedModels(self._store, self._models_changed, self._trouble)
 
     def start(self, measured: Measured) -> None:
         """Begin to report to the coordinator and to do what it says."""
@@ -144,7 +148,7 @@ class Node:
             await asyncio.gather(self._asking, return_exceptions=True)
         await self.session.close()
         self.requests.close()
-        await self._catalogue.close()
+        await self._served.close()
         await self._heads.close()
         await self._assignments.close()
 
@@ -164,9 +168,9 @@ class Node:
                 target.pipeline for route in routes for target in self._heads.targets(route.model)
             }
             text = local_status(
-                self._membership, self._place.me, self._report(), routes, reason, usable
+                self._membership, self._resources.me, self._report(), routes, reason, usable
             )
-        return self._place.offenders.shown_in(text)
+        return self._resources.offenders.shown_in(text)
 
     async def invite(self, ttl: float) -> str:
         """A new join token, valid for ``ttl`` seconds."""
@@ -189,40 +193,40 @@ class Node:
     # --- the coordinator ---------------------------------------------------------------------
 
     def _report(self) -> PeerReport:
-        settings = self._place.settings
+        settings = self._resources.settings
         return PeerReport(
             name=settings.name,
             version=molink.__version__,
             addresses=advertised(settings.host, settings.advertise),
-            control_port=self._place.server.port,
+            control_port=self._resources.server.port,
             endpoint=self._endpoint(),
             daemon_pid=os.getpid(),
             stage=settings.stage,
             device=self._measured.device,
-            models=self._place.library.names,
+            models=self._resources.library.names,
             workers=self._assignments.states(),
             prefetched=self._assignments.prefetched,
         )
 
     def _welcomed(self) -> None:
-        self._roster.welcomed()
+        self._book.welcomed()
         if self._sweep is not None:
             self._sweep.cancel()
-        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._roster.sweep)
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._book.sweep)
         self._assignments.repeat()
 
     def _take(self, message: ControlMessage) -> None:
         match message:
             case Member():
-                if not self._roster.add(message):
+                if not self._book.add(message):
                     log.warning("the coordinator announces a member by another's id")
             case MemberGone():
-                self._roster.remove(message.peer)
+                self._book.remove(message.peer)
             case Prefetch() | Assign() | StageProfile() | Form() | Unassign():
                 self._assignments.handle(message)
             case Route():
                 self._heads.update(message)
-                self._catalogue.update(message)
+                self._served.update(message)
                 self._announce_reason(message)
                 if not message.ready and self._asking is None:
                     loop = asyncio.get_running_loop()
@@ -230,7 +234,7 @@ class Node:
             case RouteGone():
                 self._heads.remove(message.pipeline)
                 self._reasons.pop(message.pipeline, None)
-                self._catalogue.remove(message.pipeline)
+                self._served.remove(message.pipeline)
             case _:
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
 
@@ -248,23 +252,23 @@ class Node:
             self._asking = None
 
     def _member_came(self, member: Member) -> None:
-        self._place.gatekeeper.allow(member.public_key)
+        self._resources.gatekeeper.allow(member.public_key)
         self._assignments.members_changed()
 
     def _member_went(self, peer: str) -> None:
         # Nothing that it sends counts any more; cutting its connection cuts all others too, and
         # the command line may wait for the answer to just this.
-        self._place.gatekeeper.deny(peer)
+        self._resources.gatekeeper.deny(peer)
         asyncio.get_running_loop().call_later(_CUT_DELAY_S, self._cut, peer)
-        self._place.offenders.forget(peer)
+        self._resources.offenders.forget(peer)
         self._assignments.members_changed()
 
     def _trouble(self, text: str) -> None:
-        self._place.announce(Trouble(text=text))
+        self._resources.announce(Trouble(text=text))
 
     def _cut(self, peer: str) -> None:
-        if self._roster.get(peer) is None:
-            self._place.server.deny(peer)
+        if self._book.get(peer) is None:
+            self._resources.server.deny(peer)
 
     # --- what changes here -------------------------------------------------------------------
 
@@ -273,7 +277,7 @@ class Node:
         text = self._assignments.describe()
         if text != self._said:
             self._said = text
-            self._place.announce(StageNow(text=text))
+            self._resources.announce(StageNow(text=text))
 
     def _models_changed(self, models: Sequence[ServedModel]) -> None:
         self.requests.serve(models)
@@ -288,27 +292,28 @@ class Node:
         ready = self.requests.ready(model)
         if ready != self._ready.get(model, False):
             self._ready[model] = ready
-            self._place.announce(ModelReady(model=model, ready=ready))
+            self._resources.announce(ModelReady(model=model, ready=ready))
 
     def _announce_reason(self, route: Route) -> None:
         if route.ready:
             self._reasons.pop(route.pipeline, None)
         elif route.reason and route.reason != self._reasons.get(route.pipeline):
             self._reasons[route.pipeline] = route.reason
-            self._place.announce(NotServed(model=route.model, reason=route.reason))
+            self._resources.announce(NotServed(model=route.model, reason=route.reason))
 
     def _head_said(self, pipeline: str, message: DataMessage) -> None:
         self.requests.message(pipeline, message)
 
-    def _metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        counters, gauges = self._assignments.supervisor.metrics()
-        control = self._place.server.counters
+    def _metrics(self) -> Figures:
+        figures = self._assignments.supervisor.metrics()
+        counters = figures.counters
+        control = self._resources.server.counters
         counters["daemon_bytes_fetched"] = float(self._store.received)
         counters["control_strangers_refused"] = float(control.strangers)
         counters["control_messages_malformed"] = float(control.malformed)
         counters["control_messages_forbidden"] = float(control.forbidden)
         counters["control_members_blocked"] = float(control.blocked)
-        return counters, gauges
+        return figures
 
 
 def _bundled() -> Library:

@@ -1,24 +1,44 @@
 """What differs between operating systems, kept in one place."""
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
+#: Has glibc's ``malloc`` advise the kernel so.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 #: Variables that no child needs: whoever can see its environment could use them.
 _SECRETS = frozenset({"MOLINK_API_KEY", "MOLINK_TOKEN"})
 
 
-def child_options() -> dict[str, Any]:
+def child_options(*, computes: bool = False) -> dict[str, Any]:
     """``Popen`` options that keep the terminal's Ctrl-C, windows and our secrets from a child.
 
-    It writes UTF-8 to its pipes, whatever the console has.
+    It writes UTF-8 to its pipes, whatever the console has. One that ``computes`` gets its memory in
+    huge pages where it can.
     """
     environment = {name: text for name, text in os.environ.items() if name not in _SECRETS}
     environment["PYTHONUTF8"] = "1"
+    if computes:
+        environment = huge_pages(environment)
     return {"env": environment, **_own_group()}
+
+
+def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` with what makes torch and glibc ask for huge pages; others don't look at it.
+
+    A CPU prefetches within a page: it streams weights a fifth faster from those of 2 MB.
+    """
+    tunables = [text for text in (environment.get("GLIBC_TUNABLES"), _HUGE_PAGES) if text]
+    return {
+        "THP_MEM_ALLOC_ENABLE": "1",
+        **environment,
+        "GLIBC_TUNABLES": ":".join(tunables),
+    }
 
 
 if sys.platform == "win32":
@@ -75,6 +95,21 @@ def on_terminate(callback: Callable[[], None]) -> Callable[[], None]:
         signal.signal(number, previous)
 
     return undo
+
+
+@contextlib.contextmanager
+def until_terminated() -> Iterator[asyncio.Event]:
+    """Meanwhile, an event of the running loop is set when somebody terminates this process."""
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    undo = on_terminate(stop)
+    try:
+        yield stopped
+    finally:
+        undo()
 
 
 def cores() -> int:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from molink.errors import UsageError
 from molink.model.config import ModelConfig
-from molink.wire.control import Quantize
+from molink.wire.facts import Quantize
 
 _PACKAGE = "bitsandbytes"
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.api.backend import GeneratedToken, GenerationRequest, ServedModel
+from molink.api.backend import Figures, GeneratedToken, GenerationRequest, ServedModel
 from molink.errors import MessageTooLarge, ModelNotFound, MolinkError, Overloaded
 from molink.peer.feed import Feed
 from molink.peer.heads import Heads
@@ -52,7 +52,7 @@ class Requests:
         self,
         heads: Heads,
         limits: StreamLimits,
-        metrics: Callable[[], tuple[dict[str, float], dict[str, float]]],
+        metrics: Callable[[], Figures],
     ) -> None:
         self._heads = heads
         self._limits = limits
@@ -98,11 +98,13 @@ class Requests:
         finally:
             self._call(self._close, key)
 
-    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters and gauges of this daemon and its workers."""
-        counters, gauges = self._more_metrics()
-        own = {f"daemon_requests_{name}": float(n) for name, n in dict(self._counters).items()}
-        return {**counters, **own}, {**gauges, "daemon_requests_active": len(self._active)}
+    def metrics(self) -> Figures:
+        """Those of this daemon and its workers."""
+        figures = self._more_metrics()
+        for name, count in dict(self._counters).items():
+            figures.counters[f"daemon_requests_{name}"] = float(count)
+        figures.gauges["daemon_requests_active"] = float(len(self._active))
+        return figures
 
     def _call(self, work: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the daemon's loop has been closed

@@ -11,19 +11,15 @@ from molink.wire.codec import Buffer
 from molink.wire.control import (
     ControlMessage,
     Done,
-    FileEntry,
-    FileList,
-    FilesRequest,
     Invite,
     InviteRequest,
-    ReadReply,
-    ReadRequest,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
 )
 from molink.wire.server import Sender
+from molink.wire.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
 
 log = logging.getLogger(__name__)
 

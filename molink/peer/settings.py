@@ -15,7 +15,7 @@ import platformdirs
 
 from molink.errors import UsageError
 from molink.peer.home import Home
-from molink.wire.control import Quantize
+from molink.wire.facts import Quantize
 
 Dtype = Literal["auto", "f32", "bf16", "f16"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -6,20 +6,14 @@ from contextlib import asynccontextmanager
 import zmq.asyncio
 
 from molink.errors import Unavailable, WireError
+from molink.peer.addressbook import AddressBook
 from molink.peer.fetchplan import Piece
-from molink.peer.roster import Roster
 from molink.wire.client import Client
 from molink.wire.codec import control_codec
-from molink.wire.control import (
-    ControlMessage,
-    FileEntry,
-    FileList,
-    FilesRequest,
-    ReadReply,
-    ReadRequest,
-)
+from molink.wire.control import ControlMessage
 from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
+from molink.wire.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
 
 _CONNECT_S = 15.0
 _READ_S = 60.0
@@ -57,10 +51,10 @@ class PeerSource:
 class Sources:
     """Connects to peers by their id."""
 
-    def __init__(self, context: zmq.asyncio.Context, keys: KeyPair, roster: Roster) -> None:
+    def __init__(self, context: zmq.asyncio.Context, keys: KeyPair, book: AddressBook) -> None:
         self._context = context
         self._keys = keys
-        self._roster = roster
+        self._book = book
         self._codec = control_codec()
 
     @asynccontextmanager
@@ -70,7 +64,7 @@ class Sources:
         Raises:
             Unavailable: it is no member, or was never there.
         """
-        member = self._roster.get(peer)
+        member = self._book.get(peer)
         if member is None or not member.addresses:
             raise Unavailable(f"peer {peer} is not there")
         client: Client[ControlMessage] = Client(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ import msgspec
 
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.peer.platform import child_options
-from molink.wire.control import LayerRange
+from molink.wire.facts import LayerRange
 
 BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.bench")
 #: Loading takes as long as it takes, but not for ever.
 _TIMEOUT_S = 3600.0
+#: Windows delivers Ctrl-C only between waits.
+_TURN_S = 0.5
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,18 +107,29 @@ def measure_stage(order: StageBench, command: Sequence[str] = BENCH_COMMAND) -> 
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            **child_options(),
+            **child_options(computes=True),
         )
     except OSError as error:
         raise WorkerError(f"can't measure the stage: {error}") from error
     with process:
         try:
-            output, errors = process.communicate(timeout=_TIMEOUT_S)
+            output, errors = _communicate(process)
         except subprocess.TimeoutExpired:
             raise WorkerError(f"can't measure the stage: no result in {_TIMEOUT_S:.0f} s") from None
         finally:
             process.kill()
     return _parse(process.returncode, output, errors)
+
+
+def _communicate(process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
+    """What a process prints until it ends."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while True:
+        try:
+            return process.communicate(timeout=_TURN_S)
+        except subprocess.TimeoutExpired:  # what has been read is kept for the next turn
+            if time.monotonic() >= deadline:
+                raise
 
 
 def _parse(code: int, output: bytes, errors: bytes) -> StageResult:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from molink.peer.membership import Membership
-from molink.swarm.status import device_text
+from molink.swarm.status import show_report
 from molink.wire.control import PeerReport, Route
 
 _UNREACHABLE = "this PC can't reach its first stage"
@@ -27,20 +27,7 @@ def local_status(
         "id": me,
         "name": report.name,
         "address": report.addresses[0] if report.addresses else "",
-        "endpoint": report.endpoint,
-        "state": "here",
-        "device": device_text(report.device),
-        "daemon_pid": report.daemon_pid,
-        "workers": [
-            {
-                "pid": worker.pid,
-                "pipeline": worker.pipeline,
-                "stage": worker.stage,
-                "layers": list(worker.layers),
-                "state": worker.state,
-            }
-            for worker in report.workers
-        ],
+        **show_report(report),
     }
     status: dict[str, Any] = {
         "swarm": membership.swarm,

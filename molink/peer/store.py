@@ -34,9 +34,9 @@ from molink.model.layout import Shapes
 from molink.peer.fetchplan import GroupPlan, Piece, cut, group_file, group_tensors, plan_group
 from molink.peer.library import MAX_FILES, Library, folder_name, listing_identity
 from molink.swarm.backoff import Backoff
-from molink.wire.control import FileEntry
 from molink.wire.files import patiently
 from molink.wire.secrets import private_folder
+from molink.wire.transfer import FileEntry
 
 log = logging.getLogger(__name__)
 

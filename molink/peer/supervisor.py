@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from molink.api.backend import Figures
 from molink.peer.child import Child, how_it_ended
 from molink.peer.keeper import FromStage
 from molink.wire.files import plain_name
@@ -79,6 +80,7 @@ class Supervisor:
             on_message=lambda message: self._said(generation, message),
             on_exit=lambda code: self._exited(generation, code),
             log_file=self._logs / f"worker-{plain_name(start.pipeline, 'p')}-{start.stage}.log",
+            computes=True,
         )
         child.start()
         self._workers[generation] = _Worker(child, start)
@@ -116,21 +118,18 @@ class Supervisor:
             self.stop(generation)
         await asyncio.gather(*self._stopping)
 
-    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters, summed over all workers there have been, and gauges of those there are.
-
-        With several workers, gauges get the pipeline and stage appended to their names.
-        """
+    def metrics(self) -> Figures:
+        """Counters, summed over all workers there have been, and gauges of those there are."""
         counters = Counter(self._past)
-        gauges: dict[str, float] = {"workers": float(len(self._workers))}
-        several = len(self._workers) > 1
+        gauges = {"workers": float(len(self._workers))}
+        stages: dict[str, dict[str, float]] = {}
         for worker in list(self._workers.values()):  # called from the endpoint's thread
             if worker.stats is None:
                 continue
             counters.update(worker.stats.counters)
-            suffix = f"_{worker.start.pipeline}_{worker.start.stage}" if several else ""
-            gauges |= {f"{name}{suffix}": value for name, value in worker.stats.gauges.items()}
-        return dict(counters), gauges
+            first, last = worker.start.layers
+            stages[f"{first}:{last}"] = dict(worker.stats.gauges)
+        return Figures(dict(counters), gauges, stages)
 
     def _said(self, generation: int, message: object) -> None:
         worker = self._workers.get(generation)

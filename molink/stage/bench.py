@@ -24,7 +24,7 @@ from molink.stage.limits import peak_matmul_rate, peak_read_rate
 from molink.stage.probe import cpu_name, pick_device
 from molink.stage.profile import profile_stage
 from molink.stage.stage import Stage
-from molink.wire.control import BLOCK_SIZE
+from molink.wire.facts import BLOCK_SIZE
 from molink.wire.profile import Profile
 
 _MOST_KV_BYTES = 1 << 30

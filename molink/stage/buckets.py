@@ -18,8 +18,8 @@ Action = Literal["eager", "capture", "replay"]
 MOST_ROWS = 64
 #: Positions that the narrowest block table covers.
 _LEAST_POSITIONS = 256
-#: A bucket is run this often before it is worth a graph. (A profile's first pass isn't timed.)
-_WARM = 1
+#: A bucket is run this often before it is worth a graph.
+WARM_RUNS = 1
 #: What a graph is taken to need at least: so the budget also bounds how many there are.
 _LEAST_BYTES = 1 << 20
 
@@ -36,7 +36,7 @@ class GraphPlan:
     """Decides, step by step, how each is run. Graphs are made until they take ``budget`` bytes."""
 
     def __init__(self, block_size: int, budget: int) -> None:
-        self._block_size, self._budget = block_size, budget
+        self._block_size, self.budget = block_size, budget
         self._runs: Counter[Bucket] = Counter()
         #: Buckets that were captured, and whether that made them faster.
         self._faster: dict[Bucket, bool] = {}
@@ -59,15 +59,17 @@ class GraphPlan:
         if bucket in self._faster:
             return "replay" if self._faster[bucket] else "eager"
         self._runs[bucket] += 1
-        if self._runs[bucket] <= _WARM or self.nbytes >= self._budget:
+        if self._runs[bucket] <= WARM_RUNS or self.nbytes >= self.budget:
             return "eager"
         return "capture"
 
     def captured(self, bucket: Bucket, nbytes: int, faster: bool) -> None:
-        """A graph was made and took so much memory; it is kept if it is ``faster``."""
+        """A graph was made and took so much memory; it is kept if it is ``faster``.
+
+        If not, its memory still stays with that of the others, for graphs to come.
+        """
         self._faster[bucket] = faster
-        if faster:
-            self.nbytes += max(_LEAST_BYTES, nbytes)
+        self.nbytes += max(_LEAST_BYTES if faster else 0, nbytes)
 
     def stop(self) -> None:
         """Run everything eagerly from now on."""

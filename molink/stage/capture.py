@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -21,8 +22,11 @@ class Captures(Protocol):
         """Bytes that the last capture took."""
         ...
 
-    def capture(self, work: Work) -> Work:
-        """What replays ``work``. Nothing it needs may move, and it may not wait for the device."""
+    def capture(self, work: Work, most: int) -> Work | None:
+        """What replays ``work``; ``None`` if that would keep more than ``most`` bytes for itself.
+
+        Nothing it needs may move, and it may not wait for the device.
+        """
         ...
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -36,7 +40,7 @@ class CudaCaptures:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_for(device)
         self._nbytes = 0
 
     @property
@@ -44,23 +48,35 @@ class CudaCaptures:
         """See :class:`Captures`."""
         return self._nbytes
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Work, most: int) -> Work | None:
         """See :class:`Captures`; it is run twice before, so that libraries are ready."""
+        self._nbytes = 0
         with torch.cuda.device(self._device):
             here = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(here)
-            with torch.cuda.stream(self._stream):
-                work()
-                work()
-            here.wait_stream(self._stream)
-            torch.cuda.synchronize(self._device)
-            # The capture does so too, and what it frees is not to count.
-            torch.cuda.empty_cache()
+            try:
+                with torch.cuda.stream(self._stream):
+                    work()
+                    needed = self._needs(work)
+            except torch.OutOfMemoryError:
+                needed = most + 1
+            finally:
+                # If it failed, its memory is about to be used for something else.
+                here.wait_stream(self._stream)
+                torch.cuda.synchronize(self._device)
+                # The capture does so too, and what it frees is not to count.
+                torch.cuda.empty_cache()
+            if needed > most:
+                return None
             free, _ = torch.cuda.mem_get_info(self._device)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the worker may go on using CUDA.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            # Other threads of the worker may go on using CUDA. A capture that fails would leave
+            # its stream in place.
+            with (
+                torch.cuda.stream(here),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 work()
             self._nbytes = free - torch.cuda.mem_get_info(self._device)[0]
@@ -70,11 +86,26 @@ class CudaCaptures:
 
         return replay
 
+    def _needs(self, work: Work) -> int:
+        """Bytes that ``work`` has at a time, beside what is there before."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        return torch.cuda.max_memory_allocated(self._device) - before
+
     def seconds(self, work: Callable[[], object]) -> float:
-        """See :class:`Captures`; the mean of a few runs."""
+        """See :class:`Captures`; the mean of a few runs after one that takes its memory."""
+        work()
         torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         for _ in range(_TIMED):
             work()
         torch.cuda.synchronize(self._device)
         return (time.perf_counter() - begin) / _TIMED
+
+
+@cache
+def _stream_for(device: torch.device) -> torch.cuda.Stream:
+    """The same one for all captures: cuBLAS never frees its workspace for a stream."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

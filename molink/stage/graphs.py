@@ -107,7 +107,12 @@ class DecodeGraphs:
         try:
             graph = self._prepare(bucket, step)
             self._load(graph, step)
-            graph = replace(graph, replay=self._captures.capture(graph.replay))
+            replay = self._captures.capture(graph.replay, self._plan.budget)
+            if replay is None:
+                log.info("%d rows, %d blocks: too large a graph", bucket.rows, bucket.blocks)
+                self._plan.captured(bucket, 0, False)
+                return False
+            graph = replace(graph, replay=replay)
             eager = self._captures.seconds(partial(self._run_eagerly, step))
             replayed = self._captures.seconds(partial(self._replay, graph, step))
         except Exception:

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from molink.stage.base import SequenceRows, StageInput
+from molink.stage.buckets import MOST_ROWS, WARM_RUNS
 from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
-from molink.stage.timing import CONTEXT, DECODE_ROWS, DEEP_CONTEXT, PREFILL_ROWS
+from molink.stage.timing import CONTEXT, DECODE_ROWS, DEEP_CONTEXT, DEEP_ROWS, PREFILL_ROWS
 
 _MOST_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
 #: Spreads token ids over the vocabulary: equal ones would all meet the same experts.
@@ -39,6 +41,8 @@ class StagePasses:
 
     def __enter__(self) -> "StagePasses":
         self._stage.allocate(self._blocks, self._block_size)
+        if self._stage.has_graphs:
+            self._make_graphs()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,6 +61,20 @@ class StagePasses:
     def prefill(self, rows: int, before: int) -> None:
         """A chunk of one prompt; as of most chunks, none of its rows is sampled but the last."""
         self._run([SequenceRows(before, rows, self._table(before + rows, 0))], (rows - 1,))
+
+    def _make_graphs(self) -> None:
+        """Make the CUDA graphs now: that takes far longer than the passes that would be timed."""
+        context = min(CONTEXT, self.most_context - 1)
+        deep = min(DEEP_CONTEXT, self.most_context - DEEP_ROWS)
+        shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MOST_ROWS]
+        # Compared with the first one: so both are run in the same way.
+        shapes.insert(1, (1, max(deep, context)))
+        try:
+            for rows, before in shapes:
+                for _ in range(WARM_RUNS + 1):
+                    self.decode(rows, before)
+        except MemoryError:
+            return  # as the same pass will be found to be when it is timed
 
     def _table(self, tokens: int, request: int) -> Sequence[int]:
         """A request's block table."""
@@ -77,6 +95,8 @@ class StagePasses:
             stage.forward(batch).cpu()
             if stage.device.type == "cuda":
                 torch.cuda.synchronize(stage.device)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_cached()
             raise MemoryError(str(error)) from error

@@ -57,11 +57,13 @@ class ProfileCache:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft.write_bytes(msgspec.json.encode(_Entry(key=key, profile=profile)))
             patiently(lambda: draft.replace(path))
-            self._prune()
         except OSError as error:
             log.warning("can't keep a profile in %s: %s", self._folder, error)
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
+        # Others may prune at the same time, and on Windows nobody deletes what somebody reads.
+        with contextlib.suppress(OSError):
+            self._prune()
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8")).hexdigest()[:32]

@@ -112,6 +112,11 @@ class Stage:
         return self._decoder.nbytes
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps that come again become CUDA graphs."""
+        return self._graphs is not None
+
+    @property
     def graph_bytes(self) -> int:
         """Bytes that its CUDA graphs take so far."""
         return 0 if self._graphs is None else self._graphs.nbytes
@@ -245,4 +250,5 @@ def _device(name: str) -> torch.device:
         raise UsageError(f"devices of type {device.type!r} are not supported; use cpu or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"there is no device {name}: this torch sees no such GPU")
-    return device
+    # Some calls of torch want to be told which GPU it is.
+    return device if device.type == "cpu" else torch.device("cuda", device.index or 0)

@@ -15,7 +15,7 @@ PREFILL_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 #: Tokens before a decode row, and before the rows that show what a longer context costs.
 CONTEXT = 128
 DEEP_CONTEXT = 2048
-_DEEP_ROWS = 64
+DEEP_ROWS = 64
 #: A point is measured so often, or for so many seconds, after a first pass that warms up.
 _REPEATS = 5
 _POINT_S = 0.1
@@ -77,7 +77,7 @@ class _Measurement:
         self._seconds = seconds
         most = passes.most_context
         self._context = min(CONTEXT, most - 1)
-        self._deep = min(DEEP_CONTEXT, most - _DEEP_ROWS)
+        self._deep = min(DEEP_CONTEXT, most - DEEP_ROWS)
         self._chunks = [rows for rows in PREFILL_ROWS if rows <= most] or [most]
 
     def profile(self) -> Profile:
@@ -122,7 +122,7 @@ class _Measurement:
         return max(0.0, taken - short) / further if taken is not None else 0.0
 
     def _prefill_slope(self, prefill: dict[int, float]) -> float:
-        rows = max((each for each in prefill if each <= _DEEP_ROWS), default=0)
+        rows = max((each for each in prefill if each <= DEEP_ROWS), default=0)
         if not rows or self._deep < rows:
             return 0.0
         predicted = 2 * prefill[rows]

@@ -257,7 +257,7 @@ class Coordinator:
 
     def _join(self, sender: Sender, message: JoinRequest) -> None:
         member = self.door.join(sender.user_id, message)
-        if member.peer not in self.reconciler.roster.members:
+        if member.peer not in self.reconciler.registry.members:
             self._happened(MemberAdded(member))
         self._reply(sender, Joined(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
 
@@ -311,7 +311,7 @@ class Coordinator:
         target = message.target
         if is_invitation(target):
             self.door.revoke_invitation(target)
-        elif target == sender.user_id or target not in self.reconciler.roster.members:
+        elif target == sender.user_id or target not in self.reconciler.registry.members:
             raise RequestError(f"{target} is no other member", param="target")
         else:
             self._dismiss(target, "revoked")

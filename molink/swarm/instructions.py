@@ -3,7 +3,7 @@
 from molink.swarm.formation import Formation
 from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
-from molink.swarm.roster import Roster
+from molink.swarm.registry import Registry
 from molink.wire.control import (
     Assign,
     Form,
@@ -19,7 +19,7 @@ MAX_REASON = 512
 
 
 def instruction(
-    formation: Formation, stage: int, desired: Desired, roster: Roster
+    formation: Formation, stage: int, desired: Desired, registry: Registry
 ) -> Assign | Form | None:
     """What a stage's peer should be told now; ``None`` if it has done all it can."""
     record = formation.record
@@ -31,7 +31,7 @@ def instruction(
             stages=len(record.stages),
             layers=record.stages[stage].layers,
             model=record.model,
-            sources=sources(desired, roster),
+            sources=sources(desired, registry),
             dtype=desired.dtype,
             block_size=record.block_size,
             quantize=desired.quantize,
@@ -40,7 +40,7 @@ def instruction(
         return Form(
             pipeline=record.id,
             epoch=record.epoch,
-            ring=tuple(address(one, roster) for one in record.stages),
+            ring=tuple(address(one, registry) for one in record.stages),
             blocks=record.blocks,
             micro_batches=record.micro_batches,
         )
@@ -59,13 +59,13 @@ def profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
     )
 
 
-def prefetch(move: Move, peer: str, desired: Desired, roster: Roster) -> Prefetch:
+def prefetch(move: Move, peer: str, desired: Desired, registry: Registry) -> Prefetch:
     """The wish that a peer gets its files for the stage that it is to have."""
     return Prefetch(
         number=move.number,
         layers=move.layers(peer),
         model=desired.facts.name,
-        sources=sources(desired, roster),
+        sources=sources(desired, registry),
     )
 
 
@@ -74,7 +74,7 @@ def route(
     epoch: int,
     ready: PipelineRecord | None,
     desired: Desired,
-    roster: Roster,
+    registry: Registry,
     reason: str = "",
 ) -> Route:
     """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``."""
@@ -83,9 +83,9 @@ def route(
         epoch=epoch,
         model=desired.facts.name,
         ready=ready is not None,
-        head=None if ready is None else address(ready.stages[0], roster),
+        head=None if ready is None else address(ready.stages[0], registry),
         context=_context(desired, ready),
-        sources=sources(desired, roster),
+        sources=sources(desired, registry),
         reason=reason[:MAX_REASON],
     )
 
@@ -96,14 +96,14 @@ def _context(desired: Desired, ready: PipelineRecord | None) -> int:
     return context if ready is None else min(context, ready.blocks * ready.block_size)
 
 
-def sources(desired: Desired, roster: Roster) -> tuple[str, ...]:
+def sources(desired: Desired, registry: Registry) -> tuple[str, ...]:
     """Peers to fetch the model's files from."""
-    return roster.holders(desired.facts.name)[:MAX_SOURCES] or (desired.source,)
+    return registry.holders(desired.facts.name)[:MAX_SOURCES] or (desired.source,)
 
 
-def address(stage: StageRecord, roster: Roster) -> StageAddress:
+def address(stage: StageRecord, registry: Registry) -> StageAddress:
     """Where the worker of a member's stage listens."""
-    member = roster.members[stage.peer]
+    member = registry.members[stage.peer]
     return StageAddress(
         peer=stage.peer,
         public_key=member.public_key,

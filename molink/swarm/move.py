@@ -6,7 +6,8 @@ the way needs more than to be said again.
 """
 
 from molink.swarm.records import PipelineRecord, StageRecord
-from molink.wire.control import LayerRange, Prefetched
+from molink.wire.control import Prefetched
+from molink.wire.facts import LayerRange
 
 #: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
 UNAWARE = 3.0

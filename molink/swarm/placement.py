@@ -19,7 +19,7 @@ from molink.model.footprint import Footprint, Target
 from molink.model.memory import refusal, size, smaller_modes, usable
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 from molink.wire.base import DTYPE_SIZES
-from molink.wire.control import LayerRange, ModelFacts, Quantize
+from molink.wire.facts import LayerRange, ModelFacts, Quantize
 
 #: Bound of the ring in :class:`molink.wire.control.Form`.
 MAX_STAGES = 16

@@ -9,7 +9,7 @@ from molink.swarm.backoff import Backoff
 from molink.swarm.formation import Formation
 from molink.swarm.placement import Candidate, Placement, Unplaceable, parse_range, place
 from molink.swarm.records import Desired
-from molink.swarm.roster import Roster
+from molink.swarm.registry import Registry
 
 #: Peers that join or change within this time, in seconds, are placed together …
 DEBOUNCE = 1.0
@@ -43,15 +43,15 @@ class Planner:
         self._pending_since = 0.0
         self._place_at = 0.0
 
-    def candidates(self, roster: Roster, formation: Formation | None, now: float) -> Candidates:
+    def candidates(self, registry: Registry, formation: Formation | None, now: float) -> Candidates:
         """Peers to place a model on, in the order of joining.
 
         What stands is not disturbed for a peer that failed lately, nor broken for one whose
         reports are late; neither gets a new stage.
         """
         found: list[Candidate] = []
-        for peer in roster.members:
-            session = roster.sessions.get(peer)
+        for peer in registry.members:
+            session = registry.sessions.get(peer)
             if session is None or self.backoff.blocked(peer, now):
                 continue
             if formation is None:
@@ -109,7 +109,7 @@ class Planner:
         self.placed, self._waive_at = False, None
 
     def place(
-        self, desired: Desired, candidates: Candidates, roster: Roster, now: float
+        self, desired: Desired, candidates: Candidates, registry: Registry, now: float
     ) -> Placement | Unplaceable:
         """Place the desired model."""
         if not self.placed and len(candidates) < desired.min_peers:
@@ -122,8 +122,8 @@ class Planner:
             self.placed, self._waive_at = True, None
             return found
         left_out = [
-            f"{roster.name(peer)} is {why}"
-            for peer in roster.sessions
+            f"{registry.name(peer)} is {why}"
+            for peer in registry.sessions
             if (why := self.backoff.explain(peer, now))
         ]
         return Unplaceable("; ".join([found.reason, *left_out]))

@@ -9,10 +9,8 @@ peer what it doesn't know yet.
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
-from molink.errors import InvariantError
-from molink.swarm import instructions
+from molink.swarm import epochs, instructions
 from molink.swarm.events import (
     Commit,
     Decision,
@@ -32,8 +30,8 @@ from molink.swarm.move import RETRY, Move
 from molink.swarm.placement import Candidate, Placement, Unplaceable
 from molink.swarm.planner import LOSS_DEBOUNCE, Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
-from molink.swarm.roster import Roster
-from molink.wire.control import BLOCK_SIZE, PeerReport, StageFailed, StageLoaded, Unassign
+from molink.swarm.registry import Registry
+from molink.wire.control import PeerReport, StageFailed, StageLoaded, Unassign
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class Reconciler:
         last: tuple[int, int] = (0, 0),
     ) -> None:
         """``desired``, ``pipeline`` and ``last`` (pipeline number, epoch) as the state has them."""
-        self.roster = Roster(swarm, members)
+        self.registry = Registry(swarm, members)
         self.planner = Planner(now, restored=pipeline is not None)
         self.desired = desired
         #: The current epoch, if it is being formed or ready.
@@ -78,7 +76,7 @@ class Reconciler:
         self._out: list[Decision] = []
         if desired is not None and pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now)
-            if all(peer in self.roster.members for peer in formation.peers):
+            if all(peer in self.registry.members for peer in formation.peers):
                 self.formation = formation
                 self.reason = "this coordinator was just started: waiting for its peers' reports"
 
@@ -88,12 +86,12 @@ class Reconciler:
         """Take an event; returns what to do, in order."""
         match event:
             case MemberAdded():
-                self.roster.add(event.member)
+                self.registry.add(event.member)
                 self._note(now, f"{event.member.name} ({event.member.peer}) is a member")
             case MemberRemoved():
                 self._removed(event.peer, event.why, now)
             case Departed():
-                if self.roster.live(event.peer):
+                if self.registry.live(event.peer):
                     self.planner.backoff.forget(event.peer)
                     self._lost(event.peer, "has stopped", now)
             case Reported():
@@ -104,9 +102,9 @@ class Reconciler:
                 self._serve(event.desired, now)
             case Tick():
                 if now - self._ticked > STANDSTILL:
-                    self.roster.forgive(now - self._ticked)
+                    self.registry.forgive(now - self._ticked)
                 self._ticked = now
-                for peer in self.roster.silent(now):
+                for peer in self.registry.silent(now):
                     self._lost(peer, "has not reported any more", now)
         self._advance(now)
         self._publish()
@@ -124,32 +122,32 @@ class Reconciler:
         return self.formation is not None and self.formation.state == "ready"
 
     def _removed(self, peer: str, why: str, now: float) -> None:
-        if peer not in self.roster.members:
+        if peer not in self.registry.members:
             return
-        name = self.roster.name(peer)
+        name = self.registry.name(peer)
         self._note(now, f"{name} ({peer}) {why}")
-        self._out += self.roster.remove(peer)
+        self._out += self.registry.remove(peer)
         self.planner.backoff.forget(peer)
         if self.formation is not None and peer in self.formation.peers:
             self._break(f"{name} {why}", None, now)
         self._stay_without(peer, now)
 
     def _lost(self, peer: str, why: str, now: float) -> None:
-        name = self.roster.name(peer)
+        name = self.registry.name(peer)
         self._note(now, f"{name} ({peer}) {why}")
-        self.roster.drop(peer)
+        self.registry.drop(peer)
         if self.formation is not None and peer in self.formation.peers:
             self._break(f"{name} {why}", None, now)
         self._stay_without(peer, now)
 
     def _reported(self, event: Reported, now: float) -> None:
         peer = event.peer
-        if peer not in self.roster.members:
+        if peer not in self.registry.members:
             return
-        if not self.roster.live(peer):
+        if not self.registry.live(peer):
             self._note(now, f"{event.report.name} ({peer}) is there")
-        self._out += self.roster.report(peer, event.report, event.fresh, now)
-        self._out += self.roster.publish_members()  # whom an instruction may name
+        self._out += self.registry.report(peer, event.report, event.fresh, now)
+        self._out += self.registry.publish_members()  # whom an instruction may name
         formation = self.formation
         stage = formation.stage_of(peer) if formation is not None else None
         self._prefetched(event, now)
@@ -159,7 +157,7 @@ class Reconciler:
         failure = formation.observe(peer, event.report, now)
         if failure is not None:
             blamed = None if formation.state == "adopting" else peer
-            self._break(f"{self.roster.name(peer)}: {failure}", blamed, now)
+            self._break(f"{self.registry.name(peer)}: {failure}", blamed, now)
         elif event.fresh or formation.unaware(stage, now):
             self._instruct(formation, stage)
 
@@ -169,13 +167,13 @@ class Reconciler:
             return
         failure = move.observe(peer, said)
         if failure is not None:
-            self._note(now, f"{self.roster.name(peer)} can't get its files: {failure}")
+            self._note(now, f"{self.registry.name(peer)} can't get its files: {failure}")
             serves = self.formation is not None and peer in self.formation.peers
             if not serves:
                 self.planner.backoff.failed(peer, failure, now)
             self._stay(now, RETRY if serves else LOSS_DEBOUNCE)
         elif move.unaware(peer, said, now) or (event.fresh and peer in move.lacking):
-            self._send(peer, instructions.prefetch(move, peer, self.desired, self.roster))
+            self._send(peer, instructions.prefetch(move, peer, self.desired, self.registry))
 
     def _stay_without(self, peer: str, now: float) -> None:
         if self.move is not None and peer in self.move.peers:
@@ -195,11 +193,12 @@ class Reconciler:
 
     def _stage_said(self, event: StageSaid, now: float) -> None:
         formation, message = self.formation, event.message
-        known = formation is not None and self.roster.live(event.peer)
+        known = formation is not None and self.registry.live(event.peer)
         if formation is None or not known or not formation.concerns(event.peer, message):
             return
         if isinstance(message, StageFailed):
-            self._stage_failed(formation, message, now)
+            peer, reason = epochs.blame(formation, message, self.registry)
+            self._break(reason, peer, now)
         elif isinstance(message, StageLoaded):
             if formation.state == "loading":
                 formation.loaded[message.stage] = message
@@ -207,21 +206,9 @@ class Reconciler:
         elif formation.state != "loading":
             formation.ready.add(message.stage)
 
-    def _stage_failed(self, formation: Formation, message: StageFailed, now: float) -> None:
-        peers = formation.peers
-        peer = peers[message.stage]
-        text = f"stage {message.stage} on {self.roster.name(peer)}: {message.reason}"
-        if message.next_lost:
-            peer = peers[(message.stage + 1) % len(peers)]
-            text += f" (next is {self.roster.name(peer)})"
-        elif message.previous_blocked:
-            peer = peers[message.stage - 1]
-            text += f" (it had to cut off {self.roster.name(peer)})"
-        self._break(text, peer, now)
-
     def _serve(self, desired: Desired, now: float) -> None:
         old, self.desired = self.desired, desired
-        if old is not None and _content(old) == _content(desired):
+        if old is not None and epochs.content(old) == epochs.content(desired):
             if self.formation is None:
                 self.planner.again(self._candidates(now), now)  # ``min_peers`` may be another
             return
@@ -234,7 +221,7 @@ class Reconciler:
         """End the pipeline; the next one has a new name, so that no worker is taken over."""
         for peer in self.formation.peers if self.formation is not None else ():
             self._send(peer, Unassign(pipeline=self.pipeline))
-        self._out += self.roster.end_route(self.pipeline)
+        self._out += self.registry.end_route(self.pipeline)
         self.pipeline = f"p{int(self.pipeline.removeprefix('p')) + 1}"
         self.planner.restart()
 
@@ -244,7 +231,7 @@ class Reconciler:
         if blamed is not None:
             delay = self.planner.backoff.failed(blamed, reason, now)
             if delay:
-                self._note(now, f"{self.roster.name(blamed)} is left out for {delay:.0f} s")
+                self._note(now, f"{self.registry.name(blamed)} is left out for {delay:.0f} s")
         self.reason = reason
         self.formation = self.move = None
         self.planner.again(self._candidates(now), now)
@@ -258,7 +245,7 @@ class Reconciler:
         if self.formation is None or self.formation.state != "adopting":
             candidates = self._candidates(now)
             if self.planner.due(candidates, now):
-                placed = self.planner.place(self.desired, candidates, self.roster, now)
+                placed = self.planner.place(self.desired, candidates, self.registry, now)
                 self._follow(placed, now)
         self._move_on(now)
 
@@ -271,7 +258,7 @@ class Reconciler:
         adopting = formation.state == "adopting"
         # Part of the pipeline is there, so this is no first placement.
         self.planner.placed |= adopting and bool(formation.ready)
-        self._break(f"{self.roster.name(peer)} {late[1]}", None if adopting else peer, now)
+        self._break(f"{self.registry.name(peer)} {late[1]}", None if adopting else peer, now)
 
     def _move_on(self, now: float) -> None:
         """Take the formation to its next state if all stages are there, or to the next one."""
@@ -300,7 +287,7 @@ class Reconciler:
             return
         stages = tuple(StageRecord(stage.peer, stage.layers) for stage in placed.stages)
         old = self.formation
-        if old is not None and _layout(old.record.stages) == _layout(stages):
+        if old is not None and epochs.layout(old.record.stages) == epochs.layout(stages):
             self.reason = "" if self.ready else self.reason
         elif old is not None and old.worth_keeping:
             self._prepare(old, stages, now)
@@ -313,10 +300,10 @@ class Reconciler:
         self.reason = "" if self.ready else self.reason
         self._moves += 1
         self.move = Move(self._moves, old.record, stages, now)
-        names = ", ".join(self.roster.name(peer) for peer in self.move.lacking)
+        names = ", ".join(self.registry.name(peer) for peer in self.move.lacking)
         self._note(now, f"the next epoch waits for files: {names or 'all are there'}")
         for peer in self.move.lacking:
-            self._send(peer, instructions.prefetch(self.move, peer, self.desired, self.roster))
+            self._send(peer, instructions.prefetch(self.move, peer, self.desired, self.registry))
 
     def _begin(self, stages: tuple[StageRecord, ...], now: float, *, fetched: bool = False) -> None:
         """Commit a placement as a new epoch and hand out its stages."""
@@ -329,12 +316,12 @@ class Reconciler:
             self.desired.facts.name,
             self.epoch,
             stages,
-            block_size=self._block_size(stages),
+            block_size=epochs.block_size(stages, self.desired, self.registry),
         )
         self.formation = Formation(record, "loading", now, fetched=fetched)
         self.reason = "loading the model"
         layout = ", ".join(
-            f"{self.roster.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
+            f"{self.registry.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
             for stage in stages
         )
         self._note(now, f"epoch {record.epoch}: {layout}")
@@ -345,20 +332,6 @@ class Reconciler:
         for stage in range(len(stages)):
             self._instruct(self.formation, stage)
 
-    def _block_size(self, stages: tuple[StageRecord, ...]) -> int:
-        """The largest KV block that the attention of any stage wants, if it can run this model.
-
-        Kernels that read pages in place know neither float32 nor scores that are capped.
-        """
-        assert self.desired is not None
-        facts, dtype = self.desired.facts, self.desired.dtype
-        wide = dtype == "f32" or (dtype == "auto" and facts.element_bytes > 2)
-        if wide or facts.score_heads:
-            return BLOCK_SIZE
-        sessions = [self.roster.sessions.get(stage.peer) for stage in stages]
-        wanted = [one.report.device.block_size for one in sessions if one is not None]
-        return max([BLOCK_SIZE, *wanted])
-
     def _form(self, formation: Formation, now: float) -> None:
         """All have loaded: tell them to form the ring."""
         assert self.desired is not None
@@ -367,23 +340,14 @@ class Reconciler:
         blocks = min(message.max_blocks for message in loaded)
         if blocks < 1:
             peer = formation.peers[[message.max_blocks for message in loaded].index(blocks)]
-            self._break(f"{self.roster.name(peer)} has no memory left for KV", peer, now)
+            self._break(f"{self.registry.name(peer)} has no memory left for KV", peer, now)
             return
-        stages = tuple(
-            replace(stage, port=said.port, max_blocks=said.max_blocks, profile=said.profile)
-            for stage, said in zip(record.stages, loaded, strict=True)
-        )
-        # As many as there are stages keep each of them busy; more would only make each smaller,
-        # and every micro-batch reads all weights anew.
-        micro_batches = self.desired.micro_batches or len(stages)
-        record = replace(
-            record, stages=stages, formed=True, blocks=blocks, micro_batches=micro_batches
-        )
+        record = epochs.formed(record, loaded, blocks, self.desired.micro_batches)
         formation.linking(record, now)
         self.reason = "forming the ring"
-        self._note(now, f"form epoch {record.epoch}: {blocks} blocks, K = {micro_batches}")
+        self._note(now, f"form epoch {record.epoch}: {blocks} blocks, K = {record.micro_batches}")
         self._out.append(Commit(record))
-        for stage in range(len(stages)):
+        for stage in range(len(record.stages)):
             self._instruct(formation, stage)
 
     def _instruct(self, formation: Formation, stage: int) -> None:
@@ -391,21 +355,21 @@ class Reconciler:
         assert self.desired is not None
         for known in instructions.profiles(formation, stage):
             self._send(formation.peers[stage], known)
-        message = instructions.instruction(formation, stage, self.desired, self.roster)
+        message = instructions.instruction(formation, stage, self.desired, self.registry)
         if message is not None:
             self._send(formation.peers[stage], message)
 
     def _publish(self) -> None:
         """Tell every peer that is there what it doesn't know yet."""
-        self._out += self.roster.publish_members()
+        self._out += self.registry.publish_members()
         formation = self.formation
         if self.desired is None or (formation is not None and formation.state == "adopting"):
             return  # what the peers know of a running pipeline stays true meanwhile
         ready = formation.record if formation is not None and self.ready else None
         route = instructions.route(
-            self.pipeline, self.epoch, ready, self.desired, self.roster, self._hindrance
+            self.pipeline, self.epoch, ready, self.desired, self.registry, self._hindrance
         )
-        self._out += self.roster.publish_route(route)
+        self._out += self.registry.publish_route(route)
 
     @property
     def _hindrance(self) -> str:
@@ -415,7 +379,7 @@ class Reconciler:
 
     def left_out(self, peer: str) -> str:
         """Why a peer that failed has no stage, for a person; empty if that is not why."""
-        if self.desired is None or not self.roster.live(peer):
+        if self.desired is None or not self.registry.live(peer):
             return ""
         if self.formation is not None and peer in self.formation.peers:
             return ""
@@ -424,43 +388,12 @@ class Reconciler:
     # --- small things ------------------------------------------------------------------------
 
     def _candidates(self, now: float) -> tuple[Candidate, ...]:
-        return self.planner.candidates(self.roster, self.formation, now)
+        return self.planner.candidates(self.registry, self.formation, now)
 
     def _send(self, peer: str, message: Instruction) -> None:
-        if self.roster.live(peer):
+        if self.registry.live(peer):
             self._out.append(Send(peer, message))
 
     def _note(self, now: float, text: str) -> None:
         self._story.append(f"{now:.1f} {text}")
         log.info("%s", text)
-
-    def validate(self) -> None:
-        """Check the invariants.
-
-        Raises:
-            InvariantError: one doesn't hold.
-        """
-        if not set(self.roster.sessions) <= set(self.roster.members):
-            raise InvariantError("somebody is there who is no member", self._story)
-        formation = self.formation
-        if self.move is not None:
-            if formation is None:
-                raise InvariantError("a move from nothing", self._story)
-            if not all(map(self.roster.live, self.move.peers)):
-                raise InvariantError("a move to a peer that is not there", self._story)
-        if formation is None:
-            return
-        formation.validate()
-        if formation.record.epoch != self.epoch or formation.record.id != self.pipeline:
-            raise InvariantError("the formation is not the newest epoch", self._story)
-        if formation.state != "adopting" and not all(map(self.roster.live, formation.peers)):
-            raise InvariantError("a stage's peer is not there", self._story)
-
-
-def _content(desired: Desired) -> Desired:
-    """What of a desired state needs another pipeline, or epoch, if it changes."""
-    return replace(desired, source="", min_peers=1)
-
-
-def _layout(stages: Iterable[StageRecord]) -> list[tuple[str, tuple[int, int]]]:
-    return [(stage.peer, stage.layers) for stage in stages]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.wire.control import BLOCK_SIZE, LayerRange, Member, ModelFacts, Quantize
+from molink.wire.control import Member
+from molink.wire.facts import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 from molink.wire.profile import UNKNOWN, Profile
 
 #: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.

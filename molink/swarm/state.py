@@ -24,7 +24,8 @@ from molink.swarm.records import (
     SwarmRecord,
 )
 from molink.swarm.schema import explain, prepare
-from molink.wire.control import Member, ModelFacts
+from molink.wire.control import Member
+from molink.wire.facts import ModelFacts
 from molink.wire.profile import Profile
 from molink.wire.secrets import private_folder
 

@@ -7,8 +7,9 @@ from typing import Any
 from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
-from molink.swarm.roster import Session
-from molink.wire.control import Device
+from molink.swarm.registry import Session
+from molink.wire.control import PeerReport
+from molink.wire.facts import Device
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
@@ -26,10 +27,10 @@ def build_status(
 
     ``blocked`` are members that were cut off because they misbehaved.
     """
-    roster, desired = reconciler.roster, reconciler.desired
+    registry, desired = reconciler.registry, reconciler.desired
     peers = [
-        _peer(member, roster.sessions.get(peer)) | {"reason": reconciler.left_out(peer)}
-        for peer, member in roster.members.items()
+        _peer(member, registry.sessions.get(peer)) | {"reason": reconciler.left_out(peer)}
+        for peer, member in registry.members.items()
     ]
     return {
         "swarm": swarm,
@@ -70,27 +71,31 @@ def _peer(member: MemberRecord, session: Session | None) -> dict[str, Any]:
         "workers": [],
     }
     if session is not None:
-        report = session.report
-        shown |= {
-            "endpoint": report.endpoint,
-            "state": "here",
-            "device": device_text(report.device),
-            "daemon_pid": report.daemon_pid,
-            "version": report.version,
-            "stage": report.stage,
-            "memory": report.device.memory,
-            "workers": [
-                {
-                    "pid": worker.pid,
-                    "pipeline": worker.pipeline,
-                    "stage": worker.stage,
-                    "layers": list(worker.layers),
-                    "state": worker.state,
-                }
-                for worker in report.workers
-            ],
-        }
+        shown |= show_report(session.report)
     return shown
+
+
+def show_report(report: PeerReport) -> dict[str, Any]:
+    """What a peer that is there says of itself."""
+    return {
+        "endpoint": report.endpoint,
+        "state": "here",
+        "device": device_text(report.device),
+        "daemon_pid": report.daemon_pid,
+        "version": report.version,
+        "stage": report.stage,
+        "memory": report.device.memory,
+        "workers": [
+            {
+                "pid": worker.pid,
+                "pipeline": worker.pipeline,
+                "stage": worker.stage,
+                "layers": list(worker.layers),
+                "state": worker.state,
+            }
+            for worker in report.workers
+        ],
+    }
 
 
 def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
 
 def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
     def shown(stage: StageRecord) -> dict[str, Any]:
-        session = reconciler.roster.sessions.get(stage.peer)
+        session = reconciler.registry.sessions.get(stage.peer)
         return {
             "peer": stage.peer,
             "layers": list(stage.layers),

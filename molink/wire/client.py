@@ -26,13 +26,12 @@ from molink.wire.inbox import Outbox
 from molink.wire.keys import KeyPair
 from molink.wire.monitor import Change, Monitor
 from molink.wire.offences import Offences
-from molink.wire.sockets import connect, make_client, receive, try_send
+from molink.wire.sockets import connect, make_client, receive_each, try_send
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-_READ_TURN = 16
 #: How long one address is tried before the next, in seconds.
 _ADDRESS_TURN = 3.0
 #: The same if there is no other: a handshake takes five round trips.
@@ -92,9 +91,6 @@ class Client(Generic[M]):
         self.connected = False
         #: Why the last handshake failed; ``None`` once one has succeeded.
         self.failure: MolinkError | None = None
-        #: Messages of the server that were none, or came too late.
-        self.malformed = 0
-        self.unclaimed = 0
         self._turn = 0
         self._ref = 0
         self._pending: dict[int, asyncio.Queue[Reply[M] | MolinkError]] = {}
@@ -122,7 +118,9 @@ class Client(Generic[M]):
             raise
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._read(self._socket), name="molink-client"),
+            loop.create_task(
+                receive_each(self._socket, MAX_FRAMES, self._take), name="molink-client"
+            ),
             loop.create_task(self._watch(self._monitor), name="molink-client-monitor"),
             loop.create_task(self._redial(self._socket), name="molink-client-dial"),
         ]
@@ -252,16 +250,6 @@ class Client(Generic[M]):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        count = 0
-        while True:
-            frames, parts = await receive(socket, MAX_FRAMES)
-            self._take(frames, parts)
-            del frames
-            count += 1
-            if count % _READ_TURN == 0:
-                await asyncio.sleep(0)
-
     def _take(self, frames: list[zmq.Frame], parts: int) -> None:
         try:
             if parts > MAX_FRAMES:
@@ -276,8 +264,8 @@ class Client(Generic[M]):
             return
         queue = self._pending.get(ref)
         if queue is None:
-            self.unclaimed += 1
-        elif isinstance(message, Failure):
+            return  # the answer to a request that was given up
+        if isinstance(message, Failure):
             queue.put_nowait(_error(message))
         else:
             queue.put_nowait((message, payload))
@@ -290,7 +278,6 @@ class Client(Generic[M]):
             logger.exception("%s failed on the connection to %s", callback, self._name)
 
     def _offend(self, reason: str) -> None:
-        self.malformed += 1
         if self._offences.count(self._server_key, asyncio.get_running_loop().time()):
             logger.warning("%s sends what is no message: %s", self._name, reason)
             self._call(self._on_refused, f"{self._name} misbehaves: {reason}")

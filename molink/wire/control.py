@@ -10,15 +10,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from molink.wire.base import Count, Index, Message, Payload, Sentence, Text
+from molink.wire.facts import BLOCK_SIZE, Device, LayerRange, ModelFacts, Quantize
 from molink.wire.profile import UNKNOWN, Profile
+from molink.wire.transfer import FileList, FilesRequest, ReadReply, ReadRequest
 
 Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 #: A CURVE key in Z85.
 PublicKey = Annotated[str, msgspec.Meta(max_length=40, pattern=r"^[!-~]{40}$")]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-LayerRange = tuple[Index, Index]
-#: How a stage keeps the projections of its layers (:mod:`molink.model.quantization`).
-Quantize = Literal["none", "int8", "nf4"]
 
 
 class Failure(Message, frozen=True, kw_only=True, tag="failure"):
@@ -56,24 +55,6 @@ class Joined(Message, frozen=True, kw_only=True, tag="joined"):
 
 
 # --- peer → coordinator ----------------------------------------------------------------------
-
-
-class Device(Message, frozen=True, kw_only=True):
-    """One device as the daemon measured it; ``kind`` is ``cpu`` or ``cuda``.
-
-    ``memory`` is what stages may use, in bytes (after the user's budget); ``read_rate`` the
-    measured bytes/s at which a decode step streams weights (0 = not measured yet).
-    """
-
-    kind: Literal["cpu", "cuda"]
-    index: Index = 0
-    name: Text
-    memory: Count
-    read_rate: float = 0.0
-    #: Whether it computes in bf16; if not, 16-bit models take four bytes per weight on a CPU.
-    bf16: bool = True
-    #: What its attention wants the positions of a KV block to be a multiple of.
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
 
 
 class WorkerState(Message, frozen=True, kw_only=True):
@@ -155,41 +136,6 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     previous_blocked: bool = False
 
 
-class ModelFacts(Message, frozen=True, kw_only=True):
-    """What placement has to know of a model, in bytes (in its own dtype) and tokens.
-
-    ``element_bytes`` is the size of a weight; another dtype scales the byte counts, but not those
-    of quantized projections. What has a default was unknown to earlier versions.
-    """
-
-    name: Text
-    layers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    layer_bytes: Count
-    #: Embedding (first stage) and final norm + output head (last stage).
-    first_bytes: Count
-    last_bytes: Count
-    #: KV cache of one token in one layer.
-    kv_bytes: Count
-    context: Count
-    element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
-    #: Of ``layer_bytes``, those of the projections; and what these take as int8 and as nf4.
-    projection_bytes: Count = 0
-    int8_bytes: Count = 0
-    nf4_bytes: Count = 0
-    #: Elements of the largest merged projection of a layer.
-    widest: Count = 0
-    #: Elements that one row of a step takes in a layer, at most; and its own.
-    row_elements: Count = 0
-    hidden: Count = 0
-    #: Heads for which attention keeps all scores, where these are capped (Gemma 2).
-    score_heads: Count = 0
-    vocabulary: Count = 0
-    #: The output head is the embedding: a stage with both ends holds it once.
-    tied: bool = False
-    #: How the files themselves are quantized.
-    quantized: Quantize = "none"
-
-
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     """Desired state, from a member that holds the model: serve it.
 
@@ -263,10 +209,6 @@ class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
     """A peer left or was revoked: drop what it sends from now on."""
 
     peer: Text
-
-
-#: Tokens of a KV block, the same at every stage of a pipeline.
-BLOCK_SIZE = 16
 
 
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
@@ -358,52 +300,6 @@ class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
     """That pipeline is no more."""
 
     pipeline: Text
-
-
-# --- peer ↔ peer: model files ----------------------------------------------------------------
-
-
-class FilesRequest(Message, frozen=True, kw_only=True, tag="files"):
-    """Which files make up a model? Answered by :class:`FileList`."""
-
-    ref: Count
-    model: Text
-
-
-class FileEntry(Message, frozen=True, kw_only=True):
-    """A file of a model folder: a plain name without separators, and its size in bytes.
-
-    ``digest`` tells copies with the same content from others (a hash of samples of it).
-    """
-
-    name: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-    size: Count
-    digest: Text = ""
-
-
-class FileList(Message, frozen=True, kw_only=True, tag="file-list"):
-    """The files of a model, split over messages; ``more`` says that another follows."""
-
-    ref: Count
-    files: tuple[FileEntry, ...]
-    more: bool = False
-
-
-class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
-    """Read ``length`` bytes at ``offset`` of a model's file."""
-
-    ref: Count
-    model: Text
-    file: Text
-    offset: Count
-    length: Annotated[int, msgspec.Meta(ge=1, le=192 * 1024)]
-
-
-class ReadReply(Message, frozen=True, kw_only=True, tag="data"):
-    """Bytes of a file (payload ``u8 [n]``)."""
-
-    ref: Count
-    payload: Payload
 
 
 # --- command line → its own daemon (or coordinator), under the peer's own key ----------------

@@ -12,7 +12,8 @@ import msgspec
 
 from molink.errors import WireError
 from molink.wire.base import Count, Index, Message, Sentence, Text
-from molink.wire.control import LayerRange, Port, PublicKey, Quantize, StageAddress
+from molink.wire.control import Port, PublicKey, StageAddress
+from molink.wire.facts import LayerRange, Quantize
 from molink.wire.profile import UNKNOWN, Profile
 
 MAX_PIPE_MESSAGE = 1 << 20

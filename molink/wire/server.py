@@ -18,15 +18,13 @@ from molink.wire.inbox import Inbox, Outbox
 from molink.wire.keys import KeyPair
 from molink.wire.monitor import Change, Monitor
 from molink.wire.offences import Offences
-from molink.wire.sockets import bind, make_server, receive, try_send
+from molink.wire.sockets import bind, make_server, receive_each, try_send
 from molink.wire.zap import Gatekeeper
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-#: Messages read before other tasks get their turn.
-_READ_TURN = 16
 #: How often a connection that can't take more is tried again, in seconds.
 _FLUSH_INTERVAL = 0.005
 #: Seconds until a port that we have just let go is tried again: at first, and at most.
@@ -153,7 +151,9 @@ class Server(Generic[M]):
         self._socket, self._monitor = socket, monitor
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._read(socket), name="molink-server"),
+            loop.create_task(
+                receive_each(socket, MAX_FRAMES + 1, self._take), name="molink-server"
+            ),
             loop.create_task(self._watch(monitor), name="molink-server-monitor"),
         ]
         self._tasks[0].add_done_callback(self._reader_ended)
@@ -177,11 +177,6 @@ class Server(Generic[M]):
         """
         self._gatekeeper.deny(user_id)
         self._rebuild_soon()
-
-    async def settled(self) -> None:
-        """Wait until the socket listens again after :meth:`deny`."""
-        while self._rebuilding is not None:
-            await asyncio.gather(self._rebuilding, return_exceptions=True)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -245,16 +240,6 @@ class Server(Generic[M]):
         self._flush_soon()
 
     # --- receiving ---------------------------------------------------------------------------
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        count = 0
-        while True:
-            frames, parts = await receive(socket, MAX_FRAMES + 1)
-            self._take(frames, parts)
-            del frames
-            count += 1
-            if count % _READ_TURN == 0:
-                await asyncio.sleep(0)
 
     def _take(self, frames: list[zmq.Frame], parts: int) -> None:
         user_id = _user_id(frames[-1])

@@ -6,8 +6,8 @@ libzmq allocate gigabytes before the handshake has begun.
 
 import asyncio
 import errno
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
 
 import zmq
 import zmq.asyncio
@@ -19,6 +19,8 @@ from molink.wire.keys import KeyPair
 DOMAIN = "molink"
 #: How many multi-part frames are read before the event loop gets its turn.
 _DRAIN_TURN = 256
+#: Messages read before other tasks get their turn.
+_READ_TURN = 16
 
 _OPTIONS: dict[int, int] = {
     zmq.MAXMSGSIZE: 1 << 20,
@@ -146,3 +148,17 @@ async def receive(socket: zmq.asyncio.Socket, most: int) -> tuple[list[zmq.Frame
         if parts % _DRAIN_TURN == 0:
             await asyncio.sleep(0)
     return frames, parts
+
+
+async def receive_each(
+    socket: zmq.asyncio.Socket, most: int, take: Callable[[list[zmq.Frame], int], None]
+) -> NoReturn:
+    """Hand ``take`` every message that comes, as :func:`receive` returns it; lets others run."""
+    count = 0
+    while True:
+        frames, parts = await receive(socket, most)
+        take(frames, parts)
+        del frames  # or they would be kept until the next message
+        count += 1
+        if count % _READ_TURN == 0:
+            await asyncio.sleep(0)

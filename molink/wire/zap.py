@@ -6,7 +6,6 @@ talk to us, and takes from it the ``User-Id`` that then comes with each of the p
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +45,6 @@ class Gatekeeper:
         """``on_refused`` is called in the gatekeeper's thread."""
         self.accepted = 0
         self.refused = 0
-        self.restarts = 0
-        #: The last handshakes refused, oldest first.
-        self.refusals: deque[Refusal] = deque(maxlen=16)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()
@@ -146,7 +142,6 @@ class Gatekeeper:
             while not self._served_out(socket, bell):
                 if bell.poll(int(_RESTART_PAUSE * 1000)):
                     return
-                self.restarts += 1
                 socket = self._bind()
 
     def _served_out(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> bool:
@@ -198,7 +193,6 @@ class Gatekeeper:
         if user is not None and user in self._users:
             return user
         refusal = Refusal(address.decode("utf-8", "replace"), peer_id(key))
-        self.refusals.append(refusal)
         if self._on_refused is not None:
             self._on_refused(refusal)
         return None

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from molink.api.app import create_app
-from molink.api.backend import GeneratedToken, GenerationRequest, ServedModel
+from molink.api.backend import Figures, GeneratedToken, GenerationRequest, ServedModel
 from molink.api.server import EndpointServer
 from molink.api.settings import ApiSettings
 from molink.text.tokenizer import Tokenizer
@@ -76,8 +76,9 @@ class FakeBackend:
     def ready(self, model: str | None = None) -> bool:
         return self.is_ready
 
-    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        return {"link_bytes_total": 5.0}, {"kv_blocks_free": 7.0, "odd name": 1.0}
+    def metrics(self) -> Figures:
+        stages = {"0:3": {"kv_blocks_free": 7.0}, "3:6": {"kv_blocks_free": 8.0, "rows": 2.0}}
+        return Figures({"link_bytes_total": 5.0}, {"odd name": 1.0}, stages)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
         self.requests.append(request)

@@ -46,7 +46,10 @@ async def test_metrics(client: TestClient, backend: Any) -> None:
     assert samples["molink_endpoint_answer_seconds_count",] == 1
     assert samples["molink_endpoint_running",] == 0
     assert samples["molink_link_bytes_total",] == 5
-    assert samples["molink_kv_blocks_free",] == 7
+    assert samples["molink_kv_blocks_free", "0:3"] == 7
+    assert samples["molink_kv_blocks_free", "3:6"] == 8
+    assert samples["molink_rows", "3:6"] == 2
+    assert families["molink_rows"].samples[0].labels == {"stage": "3:6"}
     assert samples["molink_odd_name",] == 1
     for family in families.values():
         assert family.documentation.endswith(".")

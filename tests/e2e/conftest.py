@@ -157,13 +157,13 @@ class Tools:
 
     @staticmethod
     def metrics(endpoint: str) -> dict[str, float]:
-        """``/metrics`` without labels."""
+        """``/metrics`` by name, whatever the labels."""
         import urllib.request
 
         with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:
             lines = answer.read().decode("utf-8").splitlines()
         pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, value in pairs if "{" not in name}
+        return {name.partition("{")[0]: float(value) for name, value in pairs}
 
 
 @pytest.fixture(scope="session")

@@ -188,7 +188,7 @@ class Link(RuleBasedStateMachine):
                 self.deliver(lane, 100)
         for lane in Lane:
             assert sorted(self.sent[lane], key=tick) == sorted(self.came[lane], key=tick)
-        assert self.sender.queued_bytes == self.receiver.assembling_bytes == 0
+        assert self.sender.queued_bytes == self.receiver._assembly.nbytes == 0
         assert not self.sender.full
 
     def unfinished(self) -> bool:

@@ -41,12 +41,12 @@ def test_a_volume_in_parts() -> None:
     feed = Feed(receiver())
     data = bytes(range(5 * ROW))
     assert feed(volume(1, 5, rows(2)), data[: 2 * ROW]) == []
-    assert feed.made.assembling_bytes == 5 * ROW
+    assert feed.made._assembly.nbytes == 5 * ROW
     assert feed(VolumePart(1, 2, rows(1)), data[2 * ROW : 3 * ROW]) == []
     (arrival,) = feed(VolumePart(1, 3, rows(2)), data[3 * ROW :])
     assert arrival.body == volume(1, 5, rows(5))
     assert arrival.payload == data
-    assert feed.made.assembling_bytes == 0
+    assert feed.made._assembly.nbytes == 0
     assert feed.made.counters.volumes == 1
     feed.made.validate()
 
@@ -93,7 +93,7 @@ def test_garbage_is_counted_and_the_link_goes_on(body: Any, payload: Any, fault:
     assert feed.made.counters.garbage == 1
     with pytest.raises(WireError, match=fault):
         raise WireError(feed.made.fault)
-    assert feed.made.assembling_bytes == 3 * ROW
+    assert feed.made._assembly.nbytes == 3 * ROW
     assert feed(VolumePart(9, 1, rows(2)), bytes(2 * ROW))[0].body.tick == 9
     feed.made.validate()
 
@@ -166,4 +166,4 @@ def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
         message, view = codec.decode([bytes(part) for part in codec.encode(frame, payload)])
         made.frame(message, view, float(seq))
         made.validate()
-        assert made.assembling_bytes <= 100 * ROW
+        assert made._assembly.nbytes <= 100 * ROW

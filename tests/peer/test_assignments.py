@@ -14,7 +14,8 @@ from molink.peer import quantize as module
 from molink.peer.assignments import Assignments
 from molink.peer.device import Measured
 from molink.peer.settings import Settings
-from molink.wire.control import Assign, Device, StageFailed
+from molink.wire.control import Assign, StageFailed
+from molink.wire.facts import Device
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import Start
 
@@ -32,7 +33,7 @@ class FakeStore:
         return self.folder
 
 
-class FakeRoster:
+class FakeAddressBook:
     def keys(self) -> None:
         pass
 
@@ -60,13 +61,13 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.told: list[Any] = []
         store: Any = FakeStore(folder)
-        roster: Any = FakeRoster()
+        book: Any = FakeAddressBook()
         self.done = asyncio.Event()
         self.assignments = Assignments(
             SETTINGS,
             KeyPair.generate(),
             store,
-            roster,
+            book,
             folder,
             folder / "profiles",
             self._tell,

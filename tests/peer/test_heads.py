@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from molink.errors import Unavailable
-from molink.peer import catalogue as catalogue_module
-from molink.peer.catalogue import Catalogue
+from molink.peer import served as served_module
 from molink.peer.heads import Heads
+from molink.peer.served import ServedModels
 from molink.peer.stream import Target
 from molink.wire.codec import data_codec
 from molink.wire.control import Route, StageAddress
@@ -107,7 +107,7 @@ class FakeStore:
 async def test_a_model_is_offered_once_its_tokenizer_is_here(
     net, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(catalogue_module, "BACK_OFF_S", (0.01,))
+    monkeypatch.setattr(served_module, "BACK_OFF_S", (0.01,))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 64,
@@ -120,19 +120,19 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
     }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     offers: list[list[str]] = []
-    catalogue = Catalogue(
+    served = ServedModels(
         FakeStore(tmp_path, 3),
         lambda models: offers.append([m.name for m in models]),
         lambda text: None,
     )
-    catalogue.update(route(net, 1))
-    catalogue.update(route(net, 1, 2))
+    served.update(route(net, 1))
+    served.update(route(net, 1, 2))
     await net.until(lambda: offers == [["m"]])
-    catalogue.remove("other")
-    catalogue.remove("p1")
+    served.remove("other")
+    served.remove("p1")
     assert offers == [["m"], []]
-    catalogue.update(route(net, 1, 3))
-    await catalogue.close()
+    served.update(route(net, 1, 3))
+    await served.close()
 
 
 async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net, tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net, tmp_path: Pa
             raise RecursionError("too deep")
 
     troubles: list[str] = []
-    catalogue = Catalogue(Broken(tmp_path, 0), lambda models: None, troubles.append)
-    catalogue.update(route(net, 1))
+    served = ServedModels(Broken(tmp_path, 0), lambda models: None, troubles.append)
+    served.update(route(net, 1))
     await net.until(lambda: troubles)
     assert troubles == ["m can't be offered here: RecursionError: too deep"]
-    await catalogue.close()
+    await served.close()

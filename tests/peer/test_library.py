@@ -9,7 +9,7 @@ from molink.errors import BrokenModel, ModelNotFound, RequestError
 from molink.peer.library import Library, folder_name, hold, listing_identity
 from molink.peer.service import FILES_PER_MESSAGE, file_lists
 from molink.wire.codec import control_codec
-from molink.wire.control import FileEntry
+from molink.wire.transfer import FileEntry
 
 
 @pytest.fixture

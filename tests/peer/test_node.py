@@ -13,13 +13,12 @@ from molink.peer.home import Home
 from molink.peer.launch import AnyEvent, NotServed
 from molink.peer.library import Library
 from molink.peer.membership import Membership
-from molink.peer.node import Node, Place
+from molink.peer.node import Node, Resources
 from molink.peer.offenders import Offenders
 from molink.peer.settings import Settings
 from molink.wire.base import Payload
 from molink.wire.codec import control_codec
 from molink.wire.control import (
-    Device,
     Done,
     Member,
     MemberGone,
@@ -30,6 +29,7 @@ from molink.wire.control import (
     StatusRequest,
     Welcome,
 )
+from molink.wire.facts import Device
 from molink.wire.keys import KeyPair, peer_id
 from molink.wire.pipe import MemberBlocked
 
@@ -46,7 +46,7 @@ class Scene:
         self.events: list[AnyEvent] = []
         keys = net.member()
         self.control = net.server(control_codec(), lambda *_: None)
-        place = Place(
+        resources = Resources(
             settings=Settings(name="pc", stage="none"),
             home=Home(folder).create(),
             keys=keys,
@@ -59,7 +59,7 @@ class Scene:
         )
         address = f"127.0.0.1:{self.coordinator.port}"
         membership = Membership(swarm="s", coordinator_key=net.keys.public, addresses=(address,))
-        self.node = Node(place, membership, lambda: "http://e")
+        self.node = Node(resources, membership, lambda: "http://e")
         self.node.start(Measured(Device(kind="cpu", name="x", memory=0), bf16=False))
         self.identity = b""
 
@@ -94,7 +94,7 @@ async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net) -> None:
     scene.node._assignments.supervisor._on_message(1, told)
     (shown,) = json.loads(await scene.node.status())["cut_off"]
     assert (shown["name"], shown["by"], shown["reason"]) == ("tv", "a stage of this PC", "nonsense")
-    assert "control_members_blocked" in scene.node.requests.metrics()[0]
+    assert "control_members_blocked" in scene.node.requests.metrics().counters
 
 
 async def test_why_a_pipeline_is_not_ready_is_logged(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.api.backend import Backend, GenerationRequest, ServedModel
+from molink.api.backend import Backend, Figures, GenerationRequest, ServedModel
 from molink.errors import ModelNotFound, MolinkError, Overloaded, RequestError, Unavailable
 from molink.peer.requests import PROMPT_PART, Requests, prompt_parts
 from molink.peer.stream import StreamLimits, Target
@@ -60,7 +60,7 @@ def heads() -> FakeHeads:
 
 @pytest.fixture
 async def requests(heads: FakeHeads) -> Requests:
-    requests = Requests(heads, StreamLimits(hold_s=5.0, window=8), lambda: ({"a": 1.0}, {}))
+    requests = Requests(heads, StreamLimits(hold_s=5.0, window=8), lambda: Figures({"a": 1.0}))
     requests.serve([MODEL])
     return requests
 
@@ -93,7 +93,7 @@ async def test_an_answer(requests: Requests, heads: FakeHeads) -> None:
     assert await collect(requests, ask()) == [100, 101, 102, 103]
     assert [type(message) for message in heads.sent[:2]] == [Submit, Prompt]
     await asyncio.sleep(0)
-    counters, gauges = requests.metrics()
+    counters, gauges = requests.metrics().counters, requests.metrics().gauges
     assert counters["daemon_requests_started"] == 1.0
     assert counters["a"] == 1.0
     assert gauges["daemon_requests_active"] == 0
@@ -147,7 +147,7 @@ async def test_closing_the_stream_cancels_at_the_head(requests: Requests, heads:
     await asyncio.sleep(0)
     assert isinstance(heads.sent[-1], Cancel)
     await asyncio.sleep(0)
-    assert requests.metrics()[0]["daemon_requests_cancelled"] == 1.0
+    assert requests.metrics().counters["daemon_requests_cancelled"] == 1.0
 
 
 async def test_taken_tokens_are_credited(requests: Requests, heads: FakeHeads) -> None:
@@ -205,7 +205,7 @@ async def test_a_connection_that_just_broke_is_a_pause(
 
 
 async def test_nobody_there(heads: FakeHeads) -> None:
-    requests = Requests(heads, StreamLimits(hold_s=0.0), lambda: ({}, {}))
+    requests = Requests(heads, StreamLimits(hold_s=0.0), Figures)
     requests.serve([MODEL])
     heads.usable = []
     requests.heads_changed("m")

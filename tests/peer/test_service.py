@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from molink.errors import ModelNotFound, NotAuthorized, RequestError
+from molink.peer.addressbook import AddressBook
 from molink.peer.fetchplan import Piece
 from molink.peer.library import Library
-from molink.peer.roster import Roster
 from molink.peer.service import Service, UserCommands
 from molink.peer.sources import PeerSource, Sources
 from molink.wire.codec import control_codec
@@ -83,9 +83,9 @@ async def test_members_read_files(net, library: Library) -> None:
 async def test_a_source_is_found_by_its_id(net, library: Library) -> None:
     server, _ = start(net, library, "me")
     mine = net.member()
-    roster = Roster(MemberKey(peer=peer_id(mine.public), public_key=mine.public))
+    book = AddressBook(MemberKey(peer=peer_id(mine.public), public_key=mine.public))
     me = peer_id(net.keys.public)
-    roster.add(
+    book.add(
         Member(
             peer=me,
             name="n",
@@ -94,7 +94,7 @@ async def test_a_source_is_found_by_its_id(net, library: Library) -> None:
             control_port=server.port,
         )
     )
-    sources = Sources(net.context, mine, roster)
+    sources = Sources(net.context, mine, book)
     async with sources.connect(me) as source:
         assert len(await source.files("m")) == 22
 

@@ -8,7 +8,6 @@ from molink.peer.membership import Membership
 from molink.peer.session import Session
 from molink.wire.codec import control_codec
 from molink.wire.control import (
-    Device,
     Done,
     Goodbye,
     Invite,
@@ -18,6 +17,7 @@ from molink.wire.control import (
     StageReady,
     Welcome,
 )
+from molink.wire.facts import Device
 from molink.wire.keys import KeyPair
 from molink.wire.server import Server
 

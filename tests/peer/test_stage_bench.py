@@ -1,6 +1,7 @@
 """The measurement of a stage in another process: what is asked, what comes back, what fails."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,29 @@ def test_what_fails_is_said(code: str, kind: type[MolinkError], text: str) -> No
 def test_a_process_that_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="can't measure the stage"):
         measure_stage(ORDER, (str(tmp_path / "nothing"),))
+
+
+def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    communicate = subprocess.Popen.communicate
+
+    def watched(process: Any, *, timeout: float) -> Any:
+        waits.append(timeout)
+        return communicate(process, timeout=timeout)
+
+    monkeypatch.setattr("molink.peer.stage_bench._TURN_S", 0.01)
+    monkeypatch.setattr("subprocess.Popen.communicate", watched)
+    code = f"import time; print('noise'); time.sleep(0.3); print({json.dumps(RESULT)!r})"
+    assert measure_stage(ORDER, command(code)).device == RESULT["device"]
+    assert len(waits) > 1
+    assert max(waits) == 0.01
+
+
+def test_a_measurement_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molink.peer.stage_bench._TURN_S", 0.01)
+    monkeypatch.setattr("molink.peer.stage_bench._TIMEOUT_S", 0.05)
+    with pytest.raises(WorkerError, match="no result in"):
+        measure_stage(ORDER, command("import time; time.sleep(600)"))
 
 
 def test_ctrl_c_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from molink.peer import store as store_module
 from molink.peer.fetchplan import PIECE_BYTES, Piece, cut, plan_group
 from molink.peer.library import Library
 from molink.peer.store import Progress, Store
-from molink.wire.control import FileEntry
+from molink.wire.transfer import FileEntry
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,10 +5,12 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 import molink
+from molink.api.backend import Figures
 from molink.peer import supervisor as supervisor_module
 from molink.peer.child import BoundedLog, Child
 from molink.peer.supervisor import Supervisor, exit_reason
@@ -101,17 +103,19 @@ async def test_a_worker_loads_forms_and_stops(heard: Heard) -> None:
 async def test_metrics_never_fall(heard: Heard) -> None:
     heard.supervisor.start(1, START, MEMBERS)
     await _until_steps(heard, 2.0)
-    assert heard.supervisor.metrics()[1] == {"members": 1.0, "workers": 1.0}
-    heard.supervisor.start(2, START, MEMBERS)
+    assert heard.supervisor.metrics().stages == {"0:4": {"members": 1.0}}
+    heard.supervisor.start(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
-    assert heard.supervisor.metrics()[1]["members_p1_0"] == 1.0
+    figures = heard.supervisor.metrics()
+    assert figures.gauges == {"workers": 2.0}
+    assert figures.stages == {"0:4": {"members": 1.0}, "4:6": {"members": 1.0}}
     await heard.supervisor.close()
-    assert heard.supervisor.metrics() == ({"steps": 4.0}, {"workers": 0.0})
+    assert heard.supervisor.metrics() == Figures({"steps": 4.0}, {"workers": 0.0})
 
 
 async def _until_steps(heard: Heard, steps: float) -> None:
     deadline = asyncio.get_running_loop().time() + 20
-    while heard.supervisor.metrics()[0].get("steps") != steps:
+    while heard.supervisor.metrics().counters.get("steps") != steps:
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)
 

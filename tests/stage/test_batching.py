@@ -5,6 +5,7 @@ import torch
 
 from molink.errors import InvariantError, UsageError
 from molink.model.folder import ModelFolder
+from molink.stage import stage as stages
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
@@ -157,6 +158,12 @@ def test_rows_from_a_stage_of_another_dtype_are_taken(folder):
     hidden = torch.randn(3, 64, dtype=torch.bfloat16)
     rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 3, (2,)),)))
     assert rows.dtype == torch.float32
+
+
+def test_cuda_is_the_first_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = [stages._device(name) for name in ("cuda", "cuda:1", "cpu")]
+    assert found == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")]
 
 
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99", "mps"])

@@ -9,10 +9,13 @@ import torch
 
 from molink.model.folder import ModelFolder
 from molink.stage import profile as module
+from molink.stage import stage as stages
+from molink.stage.capture import Work
 from molink.stage.passes import StagePasses
 from molink.stage.profile import profile_key, profile_stage
 from molink.stage.profile_cache import MAX_FILES, ProfileCache
 from molink.stage.stage import Stage
+from molink.stage.timing import DECODE_ROWS
 from molink.wire.profile import Profile
 
 KV_BYTES = 1 << 24
@@ -57,14 +60,52 @@ def test_with_little_memory_requests_share_blocks(folder: ModelFolder, kv_bytes:
         passes.prefill(100, 0)
 
 
-def test_running_out_of_device_memory_is_a_memory_error(folder: ModelFolder) -> None:
+def test_no_graph_is_made_while_a_pass_is_timed(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[Work] = []
+
+    class WorkItself:
+        nbytes = 0
+
+        def __init__(self, device: torch.device) -> None:
+            self.turn = 0
+
+        def capture(self, work: Work, most: int) -> Work:
+            captured.append(work)
+            return work
+
+        def seconds(self, work: Work) -> float:
+            self.turn += 1
+            return 2.0 if self.turn % 2 else 1.0
+
+    monkeypatch.setattr(Stage, "_may_have_graphs", True)
+    monkeypatch.setattr(stages, "CudaCaptures", WorkItself)
+    monkeypatch.setattr(stages, "GRAPH_BYTES", 1 << 30)
+    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    with StagePasses(stage, KV_BYTES, 16) as passes:
+        made = len(captured)
+        assert made == 1 + 7  # one row at a deep context too
+        for rows in DECODE_ROWS:
+            passes.decode(rows, 128)
+        passes.decode(1, 512 - 64)
+        assert len(captured) == made
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+)
+def test_running_out_of_device_memory_is_a_memory_error(
+    folder: ModelFolder, error: Exception
+) -> None:
     stage = Stage.load(folder, (0, 3), "cpu", "f32")
 
     def forward(_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     stage.forward = forward  # type: ignore[method-assign]
-    with StagePasses(stage, KV_BYTES, 16) as passes, pytest.raises(MemoryError, match="CUDA out"):
+    with StagePasses(stage, KV_BYTES, 16) as passes, pytest.raises(MemoryError, match="out of mem"):
         passes.prefill(16, 0)
 
 
@@ -144,6 +185,22 @@ def test_a_cache_stays_small(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 5):
         cache.keep(f"key {number}", PROFILE)
     assert len(list(tmp_path.iterdir())) == MAX_FILES
+
+
+def test_an_old_profile_that_somebody_reads_may_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ProfileCache(tmp_path)
+    for number in range(MAX_FILES):
+        cache.keep(f"key {number}", PROFILE)
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(13, "in use", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)  # as Windows does
+    cache.keep("a", PROFILE)
+    assert cache.find("a") == PROFILE
+    assert not caplog.records
 
 
 def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:

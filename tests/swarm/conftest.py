@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from molink.swarm.audit import audit
 from molink.swarm.events import (
     Commit,
     MemberAdded,
@@ -18,10 +19,8 @@ from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord
 from molink.wire.control import (
     Assign,
-    Device,
     Form,
     Member,
-    ModelFacts,
     PeerReport,
     Prefetch,
     Prefetched,
@@ -32,6 +31,7 @@ from molink.wire.control import (
     Welcome,
     WorkerState,
 )
+from molink.wire.facts import Device, ModelFacts
 from molink.wire.profile import Profile
 
 GB = 10**9
@@ -95,8 +95,8 @@ class Paper:
 
     def do(self, event):
         decisions = self.reconciler.handle(event, self.now)
-        self.reconciler.validate()
-        live = self.reconciler.roster.sessions
+        audit(self.reconciler)
+        live = self.reconciler.registry.sessions
         assert all(d.peer in live for d in decisions if isinstance(d, Send))
         self.decisions += decisions
         self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
@@ -132,7 +132,7 @@ class Paper:
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for name in alive:
-                self.do(Reported(name, self.reconciler.roster.sessions[name].report))
+                self.do(Reported(name, self.reconciler.registry.sessions[name].report))
             self.do(Tick())
 
     def report(self, name, *workers, fresh=False, **changes):
@@ -191,7 +191,7 @@ class Paper:
 
     def prefetched(self, peer, number, state="done", reason=""):
         said = Prefetched(number=number, state=state, reason=reason)
-        old = self.reconciler.roster.sessions[peer].report
+        old = self.reconciler.registry.sessions[peer].report
         self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
 
     def show_workers(self):
@@ -202,7 +202,7 @@ class Paper:
         for stage, record in enumerate(formation.record.stages):
             state = "ready" if formation.state == "ready" else "loading"
             shown = worker(state, formation.record.epoch, stage, record.layers, formation.record.id)
-            old = self.reconciler.roster.sessions[record.peer].report
+            old = self.reconciler.registry.sessions[record.peer].report
             self.do(
                 Reported(
                     record.peer,

@@ -310,7 +310,7 @@ async def test_an_invitation_may_do_nothing_but_join(scene):
                 )
     finally:
         await guest.close()
-    assert len(scene.coordinator.reconciler.roster.members) == 1
+    assert len(scene.coordinator.reconciler.registry.members) == 1
 
 
 async def test_strangers_and_odd_requests(scene, kit):
@@ -345,9 +345,9 @@ async def test_a_goodbye_ends_the_session_but_no_membership(scene):
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(Member), owner, guest)
     await guest.ask(Goodbye(ref=0))
-    roster = scene.coordinator.reconciler.roster
-    assert guest.id in roster.members
-    assert not roster.live(guest.id)
+    registry = scene.coordinator.reconciler.registry
+    assert guest.id in registry.members
+    assert not registry.live(guest.id)
 
 
 async def test_a_revoked_peer_is_cut_off_for_good(scene):

@@ -16,7 +16,7 @@ from molink.swarm.placement import (
     parse_range,
     place,
 )
-from molink.wire.control import ModelFacts
+from molink.wire.facts import ModelFacts
 
 GB = 10**9
 #: Part of a peer's memory that its plan leaves alone.

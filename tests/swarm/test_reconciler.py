@@ -225,7 +225,7 @@ def test_peers_are_introduced_to_each_other(kit):
 
 
 def test_a_peer_that_connects_again_is_told_everything_again(running):
-    running.do(Reported("c", running.reconciler.roster.sessions["c"].report, fresh=True))
+    running.do(Reported("c", running.reconciler.registry.sessions["c"].report, fresh=True))
     sent = running.take(about_members=True)
     assert [peer for peer, _ in sent] == ["c"] * 4
     assert sent[0][1] == Welcome(swarm="s1", peer="c")
@@ -301,7 +301,7 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running):
 
 
 def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running):
-    running.report("b", *running.reconciler.roster.sessions["b"].report.workers, stage="none")
+    running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
     running.prefetched("c", 1, "failed")
@@ -360,7 +360,7 @@ def test_joining_for_ever_does_not_put_it_off_for_ever(kit):
     paper.serve()
     paper.report("a")
     for name in "bcdefghijk":
-        paper.wait(0.75, *paper.reconciler.roster.sessions)
+        paper.wait(0.75, *paper.reconciler.registry.sessions)
         paper.join(name)
     assert paper.committed
 
@@ -471,7 +471,7 @@ def test_a_peer_that_stops_in_good_order_is_no_suspect(running):
     if "c" not in running.reconciler.formation.peers:
         assert "left out for 10 min more after a failure" in running.reconciler.left_out("c")
     running.do(Departed("c"))
-    assert not running.reconciler.roster.live("c")
+    assert not running.reconciler.registry.live("c")
     running.wait(1.25, *"ab")
     running.obey()
     assert running.reconciler.ready
@@ -503,7 +503,7 @@ def test_a_peer_that_just_went_silent_is_not_placed(running):
 
 def test_a_short_silence_changes_nothing(running):
     running.wait(4, *"ab")
-    running.report("c", *running.reconciler.roster.sessions["c"].report.workers)
+    running.report("c", *running.reconciler.registry.sessions["c"].report.workers)
     running.wait(2, *"abc")
     assert running.take() == []
     assert running.reconciler.ready
@@ -515,7 +515,7 @@ def test_its_own_standstill_is_nobodys_silence(running):
     assert running.take() == []
     running.wait(6)
     assert running.take() == []
-    assert not running.reconciler.roster.sessions
+    assert not running.reconciler.registry.sessions
 
 
 def test_a_peer_that_leaves(running):
@@ -526,7 +526,7 @@ def test_a_peer_that_leaves(running):
         ("a", route(1)),
         ("c", route(1)),
     ]
-    running.do(Reported("b", running.reconciler.roster.sessions["a"].report))
+    running.do(Reported("b", running.reconciler.registry.sessions["a"].report))
     assert running.take() == []
     running.wait(0.5, *"ac")
     assert running.reconciler.formation.peers == ("a", "c")
@@ -655,7 +655,7 @@ def test_workers_of_nothing_are_stopped(running, kit):
 
 
 def test_a_peer_that_gets_no_stage_any_more_is_told_so(running):
-    running.report("b", *running.reconciler.roster.sessions["b"].report.workers, stage="none")
+    running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert ("b", Unassign(pipeline="p1")) in running.obey()
     assert running.reconciler.formation.peers == ("a", "c")
@@ -776,7 +776,7 @@ def test_an_unformed_epoch_is_not_adopted(running, kit):
 
 
 def test_broken_invariants_come_with_the_story(running):
-    running.reconciler.roster.sessions["z"] = running.reconciler.roster.sessions["a"]
+    running.reconciler.registry.sessions["z"] = running.reconciler.registry.sessions["a"]
     with pytest.raises(InvariantError) as caught:
         running.do(Tick())
     assert any("is ready" in line for line in caught.value.story)

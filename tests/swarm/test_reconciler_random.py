@@ -66,7 +66,7 @@ class World:
     def wait(self, alive, seconds):
         for _ in range(round(seconds / 0.25)):
             self.paper.now += 0.25
-            for name in sorted(alive & set(self.paper.reconciler.roster.sessions)):
+            for name in sorted(alive & set(self.paper.reconciler.registry.sessions)):
                 self.report(name)
             self.paper.do(Tick())
 
@@ -88,7 +88,7 @@ class World:
                 shown = (message.epoch, stage, old.layers, message.pipeline)
                 self.workers[name][message.pipeline] = self.kit.worker("ready", *shown)
             self.act(("ready", name, stage, message.epoch, message.pipeline))
-        if report and name in self.paper.reconciler.roster.sessions:
+        if report and name in self.paper.reconciler.registry.sessions:
             self.report(name)
 
     def work(self, busy, rounds):
@@ -119,7 +119,7 @@ class World:
         if self.pids[name] != pid:
             self.pids[name], self.workers[name] = pid, {}
             self.prefetched[name] = None
-        if name in self.paper.reconciler.roster.members:
+        if name in self.paper.reconciler.registry.members:
             self.report(name, fresh=True)
 
     def leave(self, name, _):
@@ -138,7 +138,7 @@ class World:
         self.deliver()
         old = self.paper
         self.paper = self.kit.Paper(
-            *old.reconciler.roster.members,
+            *old.reconciler.registry.members,
             now=old.now,
             desired=self.desired,
             pipeline=self.kept,
@@ -186,7 +186,7 @@ class World:
             }
             for stage, placed in enumerate(record.stages):
                 assert (placed.peer, stage, record.epoch, record.id) in said
-                assert reconciler.roster.live(placed.peer)
+                assert reconciler.registry.live(placed.peer)
 
 
 @given(st.lists(steps, min_size=5, max_size=40))
@@ -197,9 +197,9 @@ def test_promises_are_kept(kit, plan):
         world.step("join", name, "auto")
     world.step("serve", "auto", 2)
     for step in plan:
-        members = set(world.paper.reconciler.roster.members)
+        members = set(world.paper.reconciler.registry.members)
         world.step(*step)
-        gone = members - set(world.paper.reconciler.roster.members)
+        gone = members - set(world.paper.reconciler.registry.members)
         world.inbox.update({name: [] for name in gone})
         world.check()
 

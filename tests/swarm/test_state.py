@@ -14,7 +14,8 @@ from molink.swarm.records import (
     SwarmRecord,
 )
 from molink.swarm.state import State
-from molink.wire.control import Member, ModelFacts
+from molink.wire.control import Member
+from molink.wire.facts import ModelFacts
 from molink.wire.keys import KeyPair, peer_id
 from molink.wire.profile import Profile
 

@@ -8,10 +8,11 @@ from molink.errors import MessageTooLarge, NotAuthorized, Overloaded, Unavailabl
 from molink.wire.base import Payload
 from molink.wire.client import Client
 from molink.wire.codec import control_codec, data_codec
-from molink.wire.control import Done, Failure, FileList, FilesRequest, StatusRequest
+from molink.wire.control import Done, Failure, StatusRequest
 from molink.wire.data import Cancel, Prompt
 from molink.wire.keys import KeyPair
 from molink.wire.server import Sender
+from molink.wire.transfer import FileList, FilesRequest
 
 
 async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:
@@ -30,7 +31,6 @@ async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:
         await fooled.wait_connected(0.5)
     assert server.counters.strangers >= 2
     assert net.gatekeeper.refused >= 1
-    assert net.gatekeeper.refusals[0].address == "127.0.0.1"
 
 
 async def test_nobody_there(net: Any) -> None:
@@ -145,8 +145,11 @@ async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
     with pytest.raises(Unavailable, match=r"didn't answer a StatusRequest in 0\.05 s"):
         await client.request(StatusRequest(ref=0), timeout=0.05)
     await net.until(lambda: senders)
-    server.send(senders[0][0].identity, Done(ref=senders[0][1].ref))
-    await net.until(lambda: client.unclaimed == 1)
+    later = asyncio.create_task(client.request(StatusRequest(ref=0)))
+    await net.until(lambda: len(senders) == 2)
+    for sender, message in senders:
+        server.send(sender.identity, Done(ref=message.ref))
+    assert await later == (Done(ref=senders[1][1].ref), None)
 
 
 async def test_a_reply_without_end_is_an_error(net: Any) -> None:

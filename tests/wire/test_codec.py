@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from molink.errors import MessageTooLarge, WireError
 from molink.wire.base import Payload
 from molink.wire.codec import MAX_PAYLOAD, Codec, control_codec, data_codec
-from molink.wire.control import ControlMessage, Done, ReadReply, Welcome
+from molink.wire.control import ControlMessage, Done, Welcome
 from molink.wire.data import Cancel, DataMessage, Frame, Lane, Prompt, RingBody, Volume
+from molink.wire.transfer import ReadReply
 
 CODECS: list[tuple[Codec[Any], Any]] = [
     (data_codec(), DataMessage),

@@ -127,7 +127,7 @@ async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> N
         await victim.net.until(lambda: victim.blocked)
         assert victim.blocked[0][0] == "offender"
         assert victim.net.gatekeeper.blocked == {"offender"}
-        await victim.server.settled()
+        await victim.net.until(lambda: victim.server.counters.rebuilds == 1)
         await victim.net.until(lambda: victim.net.gatekeeper.refused)
     assert victim.server.counters.malformed == 16
     await victim.net.until(lambda: victim.client.connected)
@@ -179,5 +179,4 @@ async def test_a_server_that_sends_garbage(net: Any) -> None:
     for _ in range(16):
         await server._socket.send_multipart([senders[0].identity, *[b"x"] * 900])
     await net.until(lambda: told)
-    assert client.malformed == 16
     assert "the head misbehaves" in told[0]

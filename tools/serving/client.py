@@ -68,6 +68,15 @@ async def complete_all(url: str, prompts: Sequence[str], output_tokens: int) -> 
         return list(await asyncio.gather(*asked))
 
 
+def complete_round(
+    url: str, index: int, streams: int, input_tokens: int, output_tokens: int
+) -> list[Sample]:
+    """``streams`` completions at once, of prompts that no round with another ``index`` has."""
+    seeds = range(index * streams, (index + 1) * streams)
+    prompts = [make_prompt(input_tokens, seed) for seed in seeds]
+    return asyncio.run(complete_all(url, prompts, output_tokens))
+
+
 def aggregate_rate(samples: Sequence[Sample]) -> float:
     """Output tokens/s of requests that were sent together: all tokens by the whole time."""
     tokens = sum(sample.output_tokens for sample in samples)

@@ -97,10 +97,8 @@ def create_attention(
     Raises:
         UsageError: ``flash`` was asked for and doesn't work.
     """
-    from molink.stage.attention.gather import GatherAttention
-
     if name == "gather":
-        return GatherAttention(shape)
+        return _create_gather(shape, device)
     from molink.stage.attention.probe import try_flash
 
     flash, reason = try_flash(shape, block_size, dtype, device)
@@ -108,4 +106,13 @@ def create_attention(
         return flash
     if name == "flash":
         raise UsageError(f"flash attention can't run on {device}: {reason}; use auto or gather")
+    return _create_gather(shape, device)
+
+
+def _create_gather(shape: AttentionShape, device: torch.device) -> Attention:
+    from molink.stage.attention.gather import GatherAttention
+
+    if device.type == "cuda":
+        # SDPA prefers cuDNN on H100 and B200, which takes 30 ms for each length it hasn't met yet.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return GatherAttention(shape)

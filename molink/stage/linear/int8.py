@@ -23,6 +23,8 @@ _FINE = 254
 _ROWS = 128
 #: A row of nothing but zeros has to have some scale.
 _LEAST = 1e-30
+#: What both sizes of a weight have to be multiples of for cuBLASLt.
+_CUBLAS_STEP = 4
 #: Beyond this width 32-bit sums of products could overflow.
 MAX_WIDTH = 2**16
 
@@ -86,6 +88,11 @@ class CudaProduct:
     def of(cls, weight: Tensor, scales: Tensor) -> "CudaProduct":
         """The product with ``weight`` (int8), whose rows have ``scales``."""
         return cls(weight, scales / _STEPS)
+
+    @staticmethod
+    def fits(shape: tuple[int, int]) -> bool:
+        """Whether cuBLASLt promises to multiply by a weight ``[out, in]`` of this shape."""
+        return all(size % _CUBLAS_STEP == 0 for size in shape)
 
     def __call__(self, planes: Tensor) -> Tensor:
         """See :class:`IntegerProduct`."""

@@ -93,8 +93,10 @@ class QuantizedKernels:
         """The fastest projection of ``weight``, which isn't to be used otherwise afterwards."""
         on_gpu = weight.data.device.type == "cuda"
         if weight.mode == "int8" and self.int8 and weight.shape[1] <= MAX_WIDTH:
-            kind = CudaProduct if on_gpu else OneDnnProduct
-            return Int8Linear(kind.of(weight.data, weight.scales), bias)
+            if not on_gpu:
+                return Int8Linear(OneDnnProduct.of(weight.data, weight.scales), bias)
+            if CudaProduct.fits(weight.shape):
+                return Int8Linear(CudaProduct.of(weight.data, weight.scales), bias)
         if weight.mode == "nf4" and self.nf4:
             if on_gpu and weight.shape[1] % NF4_BLOCK == 0:
                 packed = weight.data.view(-1, 1)

@@ -108,6 +108,16 @@ def test_anything_else_means_gather(monkeypatch, shape_of, paged, make, why):
         create_attention("flash", shape, PAGE, torch.bfloat16, device)
 
 
+def test_gathering_never_runs_cudnn(monkeypatch, shape_of):
+    told = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
+    create_attention("auto", shape_of(), 16, torch.bfloat16, CPU)
+    assert told == []
+    for name in ("gather", "auto"):
+        create_attention(name, shape_of(), 16, torch.bfloat16, torch.device("cuda:0"))
+    assert told == [False, False]
+
+
 def test_what_flash_is_not_made_for(monkeypatch, shape_of, paged):
     device = fake_cuda(monkeypatch, paged)
     for shape, size, where, why in [

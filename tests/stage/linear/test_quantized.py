@@ -1,5 +1,7 @@
 """Quantized projections give what their dequantized weights give: every kind, type and shape."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -163,6 +165,13 @@ def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu():
     compare(projection(rows), rows, dequantized("int8", weight), torch.zeros(96))
 
 
+@pytest.mark.parametrize(("shape", "kind"), [((100, 128), Int8Linear), ((33, 128), UnpackedLinear)])
+def test_the_integer_product_of_a_gpu_takes_multiples_of_4(shape, kind):
+    there = SimpleNamespace(device=torch.device("cuda:0"))  # its numbers don't matter
+    weight = QuantizedWeight("int8", shape, there, torch.ones(shape[0]))
+    assert isinstance(QuantizedKernels(True, True).create(weight, None), kind)
+
+
 @torch.inference_mode()
 def test_the_nf4_projection_of_a_gpu_with_bitsandbytes_on_a_cpu():
     weight = torch.randn(96, 128)
@@ -181,7 +190,8 @@ def test_on_a_gpu(mode, shape, dtype):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     device = torch.device("cuda", 0)
-    weight = torch.randn(shape) * 0.05
+    # Wide rows of outliers times larger weights would not fit float16.
+    weight = torch.randn(shape) * 0.4 / shape[1] ** 0.5
     bias = torch.randn(shape[0], device=device).to(dtype)
     kernels = QuantizedKernels.probe(mode, dtype, device)
     projection = kernels.create(fill(mode, weight, device), bias)

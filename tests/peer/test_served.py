@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from molink.api.backend import ServedModel
-from molink.peer import catalogue as module
-from molink.peer.catalogue import Catalogue
+from molink.peer import served as module
+from molink.peer.served import ServedModels
 from molink.wire.control import Route
 
 
@@ -36,25 +36,25 @@ async def scene(monkeypatch: pytest.MonkeyPatch):
         changes.put_nowait([model.context for model in models])
 
     store = FakeStore()
-    catalogue = Catalogue(store, changed, lambda _: None)  # type: ignore[arg-type]
-    yield SimpleNamespace(catalogue=catalogue, store=store, changes=changes)
-    await catalogue.close()
+    served = ServedModels(store, changed, lambda _: None)  # type: ignore[arg-type]
+    yield SimpleNamespace(served=served, store=store, changes=changes)
+    await served.close()
 
 
 async def test_a_ready_pipeline_says_which_context_there_is(scene) -> None:
-    scene.catalogue.update(route(4096, ready=False))
+    scene.served.update(route(4096, ready=False))
     assert await scene.changes.get() == [4096]
-    scene.catalogue.update(route(1024, ready=True))
+    scene.served.update(route(1024, ready=True))
     assert await scene.changes.get() == [1024]
-    scene.catalogue.update(route(1024, ready=True))
-    scene.catalogue.update(route(4096, ready=False, epoch=2))  # says nothing of what will be
+    scene.served.update(route(1024, ready=True))
+    scene.served.update(route(4096, ready=False, epoch=2))  # says nothing of what will be
     assert scene.changes.empty()
 
 
 async def test_a_route_that_changes_while_the_tokenizer_is_fetched(scene) -> None:
     scene.store.go_on.clear()
-    scene.catalogue.update(route(4096, ready=False))
+    scene.served.update(route(4096, ready=False))
     await asyncio.sleep(0)
-    scene.catalogue.update(route(1024, ready=True))
+    scene.served.update(route(1024, ready=True))
     scene.store.go_on.set()
     assert await scene.changes.get() == [1024]

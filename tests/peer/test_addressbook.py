@@ -1,6 +1,6 @@
 """The members as the coordinator announces them."""
 
-from molink.peer.roster import Roster
+from molink.peer.addressbook import AddressBook
 from molink.wire.control import Member
 from molink.wire.keys import KeyPair, peer_id
 from molink.wire.pipe import MemberKey
@@ -19,49 +19,49 @@ def member(keys: KeyPair, **changes: object) -> Member:
     return Member(**{**fields, **changes})
 
 
-def make() -> tuple[Roster, list[str], list[str]]:
-    roster = Roster(MemberKey(peer=peer_id(ME.public), public_key=ME.public))
+def make() -> tuple[AddressBook, list[str], list[str]]:
+    book = AddressBook(MemberKey(peer=peer_id(ME.public), public_key=ME.public))
     came: list[str] = []
     gone: list[str] = []
-    roster.on_member = lambda member: came.append(member.peer)
-    roster.on_gone = gone.append
-    return roster, came, gone
+    book.on_member = lambda member: came.append(member.peer)
+    book.on_gone = gone.append
+    return book, came, gone
 
 
 def test_members_come_and_go() -> None:
-    roster, came, gone = make()
+    book, came, gone = make()
     other = member(KeyPair.generate())
-    assert roster.add(other)
-    assert roster.add(other)
+    assert book.add(other)
+    assert book.add(other)
     assert came == [other.peer]
-    assert roster.get(other.peer) == other
-    assert {key.peer for key in roster.keys().members} == {peer_id(ME.public), other.peer}
-    roster.remove(other.peer)
-    roster.remove(other.peer)
+    assert book.get(other.peer) == other
+    assert {key.peer for key in book.keys().members} == {peer_id(ME.public), other.peer}
+    book.remove(other.peer)
+    book.remove(other.peer)
     assert gone == [other.peer]
-    assert roster.peers == {peer_id(ME.public)}
+    assert book.peers == {peer_id(ME.public)}
 
 
 def test_an_id_is_that_of_its_key() -> None:
-    roster, came, _ = make()
-    assert not roster.add(member(KeyPair.generate(), peer=peer_id(ME.public)))
+    book, came, _ = make()
+    assert not book.add(member(KeyPair.generate(), peer=peer_id(ME.public)))
     assert came == []
 
 
 def test_this_peer_is_always_in() -> None:
-    roster, came, _ = make()
-    assert roster.add(member(ME))
+    book, came, _ = make()
+    assert book.add(member(ME))
     assert came == []
-    assert len(roster.keys().members) == 1
+    assert len(book.keys().members) == 1
 
 
 def test_who_went_while_there_was_no_session_is_dropped() -> None:
-    roster, _, gone = make()
+    book, _, gone = make()
     stays, goes = member(KeyPair.generate()), member(KeyPair.generate())
     for one in (stays, goes):
-        roster.add(one)
-    roster.welcomed()
-    roster.add(stays)
-    roster.sweep()
-    roster.sweep()
+        book.add(one)
+    book.welcomed()
+    book.add(stays)
+    book.sweep()
+    book.sweep()
     assert gone == [goes.peer]

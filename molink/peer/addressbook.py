@@ -7,7 +7,7 @@ from molink.wire.keys import peer_id
 from molink.wire.pipe import MemberKey, Members
 
 
-class Roster:
+class AddressBook:
     """All members but this peer itself. A member is never more than its key says it is."""
 
     def __init__(self, me: MemberKey) -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Catalogue:
+class ServedModels:
     """Gets the metadata of every model with a route, for as long as it takes."""
 
     def __init__(

@@ -23,7 +23,7 @@ class Session:
     routes: dict[str, Route] = field(default_factory=dict)
 
 
-class Roster:
+class Registry:
     """Members in the order of joining, and the sessions of those that are there.
 
     What a peer has to know is compared with what it has been told, so a late joiner, a peer that
