@@ -62,6 +62,14 @@ class Traits:
         """Which of ``ropes`` a layer uses."""
         return int(self.local_rope is not None and self.windows[layer] > 0)
 
+    @property
+    def keys_depend_on_length(self) -> bool:
+        """Whether keys of equal tokens at equal positions may differ from request to request.
+
+        So with ``dynamic`` scaling, which rotates them for the length that the request had reached.
+        """
+        return any(rope.kind == "dynamic" for rope in self.ropes)
+
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a layer; ``None`` where it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense else self.experts

@@ -134,7 +134,8 @@ class Place:
             max_running=start.max_running,
             max_waiting=start.max_waiting,
             max_context=start.max_context,
-            prefix_cache=start.prefix_cache,
+            # Requests can share only what does not depend on whose it is.
+            prefix_cache=start.prefix_cache and not self._stage.config.keys_depend_on_length,
             profiles=order.profiles,
         )
         return Head(limits, order.epoch)

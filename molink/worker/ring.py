@@ -202,7 +202,7 @@ class Ring:
                 if len(self._tops) < MAX_TOPS:
                     self._tops[body.request, body.position] = body
             case Sampled():
-                emissions = self._head.sampled(body, self._tops, now)
+                emissions = self._head.sampled(self._sensible(body), self._tops, now)
                 for choice in body.choices:
                     self._tops.pop((choice.request, choice.position), None)
                 self._desk.deliver(emissions, now)
@@ -210,6 +210,15 @@ class Ring:
                 self._desk.deliver(self._head.tombstone(body.tick, now), now)
             case Release():
                 self._head.released(body.tick, now)
+
+    def _sensible(self, sampled: Sampled) -> Sampled:
+        """Without tokens that don't exist: a step with one would fail all requests in it."""
+        vocabulary = self._stage.config.vocab_size
+        choices = tuple(choice for choice in sampled.choices if choice.token < vocabulary)
+        if len(choices) == len(sampled.choices):
+            return sampled
+        self.strays += len(sampled.choices) - len(choices)
+        return msgspec.structs.replace(sampled, choices=choices)
 
     # --- to the next stage -----------------------------------------------------------------------
 

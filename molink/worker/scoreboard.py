@@ -40,8 +40,8 @@ honest block; for an ``Admit`` of an id that is not new; for a ``History`` or ``
 that is not live, or that is not the next ids of it, no blocks, or late; for whatever exceeds the
 :class:`BoardLimits`, which keep the memory of this stage bounded. A tick that was seen already, or
 is absurdly far ahead, is ignored. A ``Release`` of a request that is not live completes like any
-other; ticks in it that are not before it are left out. Misuse by our own shell (completing what was
-not taken) raises ``InvariantError``.
+other, and such a request can't be admitted later; ticks in it that are not before it are left out.
+Misuse by our own shell (completing what was not taken) raises ``InvariantError``.
 """
 
 from collections import Counter
@@ -292,6 +292,9 @@ class Scoreboard:
             self._refuse(release.tick, "floods", now)
             return
         self._live.pop(release.request, None)
+        # Admitted after its release, it would be forgotten in the midst of its rows.
+        self._highest_id = max(self._highest_id, release.request)
+        earlier |= self._running_for(release.request)
         self._releases[release.tick] = release, self._complete.missing(earlier)
         for waiting in list(self._waiting.values()):
             self._drop_gone(waiting)
@@ -328,6 +331,11 @@ class Scoreboard:
 
     def _is_gone(self, request: int) -> bool:
         return request <= self._highest_id and request not in self._live
+
+    def _running_for(self, request: int) -> set[int]:
+        """Ticks with rows of ``request`` that run; an honest release of it names them."""
+        running = self._running.items()
+        return {tick for tick, volume in running if any(r.request == request for r in volume.rows)}
 
     def _drop_gone(self, waiting: _Waiting) -> None:
         rows = waiting.volume.rows

@@ -247,6 +247,24 @@ def test_releases_that_make_no_sense_complete():
     assert board.counts == {"stray_releases": 1, "bad_releases": 1}
 
 
+def test_who_was_released_before_being_admitted_is_over():
+    board = Scoreboard()
+    assert feed(board, Release(2, 4, after=1)) == []
+    assert feed(board, admit(3, 4)) == [Tombstone(3)]
+    assert feed(board, admit(1, 5)) == [admit(1, 5), Release(2, 4, after=1)]
+    assert board.counts == {"stray_releases": 1, "stale_admits": 1}
+
+
+def test_a_release_that_names_too_few_ticks_waits_for_rows_that_run():
+    board = Scoreboard()
+    feed(board, admit(1, 0), volume(2, rows(0, after=1)))
+    work = board.take(0.0)
+    assert work is not None
+    release = Release(3, 0, after=1)
+    assert feed(board, release) == []
+    assert [control.body for control in board.complete(work.ticks, 0.0)] == [release]
+
+
 def test_a_flood_is_bounded():
     board = Scoreboard()
     feed(board, admit(1, 0))
