@@ -23,6 +23,8 @@ from molink.stage.transfer import upload_integers
 
 #: Bytes of a CPU's decode bucket: its keys and values are read again soon, so from its caches.
 _CPU_BUCKET = 4 << 20
+#: Rows of a chunk up to which a CPU gains by folding groups: its keys are packed once for all.
+_FOLDED = 8
 #: From here on the C library gives memory back to the system and gets other, page by page.
 _CPU_SCRATCH = 16 << 20
 
@@ -80,7 +82,7 @@ class _Builder:
     def __init__(
         self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._softcap = shape.softcap
+        self._softcap, self._groups = shape.softcap, shape.groups
         self._row = shape.kv_heads * shape.head_dim
         self._block_size, self._dtype, self._device = block_size, dtype, device
         self._scratch: Tensor | None = None
@@ -133,6 +135,9 @@ class _Builder:
         mask = None
         if not whole or self._softcap or (window and window < span.count):
             mask = self._chunk_mask(span, window)
+        folded = mask is not None and span.count <= _FOLDED and self._device.type == "cpu"
+        if mask is not None and folded:
+            mask = mask.repeat_interleave(self._groups, 0)
         return PrefillChunk(
             rows=slice(span.row, span.row + span.count),
             count=span.count,
@@ -142,6 +147,7 @@ class _Builder:
             scratch=None if whole else self._scratch_for(span.blocks),
             seen=slice(span.begin, span.end),
             mask=mask,
+            folded=folded,
         )
 
     def _chunk_mask(self, span: Span, window: int) -> Tensor:

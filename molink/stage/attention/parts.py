@@ -37,7 +37,8 @@ class DecodeBucket:
 class PrefillChunk:
     """Rows of one sequence. Without ``blocks`` nothing lies before them.
 
-    ``mask`` is additive, ``[count, positions of seen]``; without one they are causal.
+    ``mask`` is additive, ``[count, positions of seen]``; without one they are causal. Where groups
+    are ``folded`` into the query length, each of its rows is there ``groups`` times.
     """
 
     rows: slice
@@ -46,6 +47,7 @@ class PrefillChunk:
     scratch: Tensor | None
     seen: slice
     mask: Tensor | None
+    folded: bool = False
 
     def attend(self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape) -> Tensor:
         groups, kv_heads = shape.groups, shape.kv_heads
@@ -57,6 +59,13 @@ class PrefillChunk:
         else:
             gathered = pool.read(layer, self.blocks, 1, self.scratch)
             keys, values = (part[0, :, self.seen] for part in gathered)
+        if self.folded:
+            together = queries.transpose(0, 1).reshape(1, kv_heads, -1, shape.head_dim)
+            attended = attend(
+                together, keys[None], values[None], self.mask, False, shape.scale, shape.softcap
+            )
+            apart = attended.view(kv_heads, self.count, groups, shape.head_dim)
+            return apart.transpose(0, 1).reshape(self.count, -1)
         # [kv_heads, groups, T, head_dim]: key-value heads are the batch, and shared by the groups.
         attended = attend(
             queries.permute(1, 2, 0, 3),

@@ -87,4 +87,3 @@ def twin_pays() -> bool:
             few = min(few, middle - begin)
             many = min(many, time.perf_counter() - middle)
     return few < _WORTH * many
-
