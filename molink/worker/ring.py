@@ -210,6 +210,8 @@ class Ring:
                 self._desk.deliver(self._head.tombstone(body.tick, now), now)
             case Release():
                 self._head.released(body.tick, now)
+                for key in [key for key in self._tops if key[0] == body.request]:
+                    del self._tops[key]
 
     def _sensible(self, sampled: Sampled) -> Sampled:
         """Without tokens that don't exist: a step with one would fail all requests in it."""

@@ -49,11 +49,12 @@ def run_step(
     reports the request as failed.
     """
     groups = [rows for segment in segments for rows in segment.volume.rows]
+    # All tables first: rows already in flight rely on them, even if this step fails.
     for rows in groups:
-        table = requests[rows.request].blocks
-        table.extend(rows.blocks)
+        requests[rows.request].blocks.extend(rows.blocks)
+    for rows in groups:
         if rows.source >= 0:
-            stage.copy_block(rows.source, table, rows.start)
+            stage.copy_block(rows.source, requests[rows.request].blocks, rows.start)
     tokens, hidden = _gather_input(stage, segments)
     if hidden is not None:
         hidden = _mark_failed(requests, groups, hidden)
