@@ -26,7 +26,9 @@ from molink.model.folder import ModelFolder
 from molink.model.layout import EMBEDDING
 from molink.peer.platform import huge_pages
 from molink.stage.base import SequenceRows, StageInput
+from molink.stage.limits import peak_read_rate
 from molink.stage.stage import Stage
+from tools.serving.rounds import compare
 
 BLOCK = 16
 PROMPT, DECODE = 128, 64
@@ -74,7 +76,7 @@ def _against_llama(
     for _ in range(options.rounds):
         ours["decode"].append(DECODE / _decode(stage, 1, 0, DECODE))
         ours["prefill"].append(PROMPT / _prefill(stage, PROMPT))
-        bandwidth.append(read_bandwidth())
+        bandwidth.append(peak_read_rate(stage.device))
         if options.llama_bench:
             rates = _llama(options.llama_bench, options.folder, options.threads)
             for kind, rate in rates.items():
@@ -100,13 +102,8 @@ def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str
 
 
 def _compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Medians in tokens/s, and the median of the ratios of rounds."""
-    found: dict[str, Any] = {"molink": statistics.median(ours)}
-    if theirs:
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        found |= {"rival": statistics.median(theirs), "ratio": statistics.median(ratios)}
-        found["ratios"] = [round(ratio, 3) for ratio in ratios]
-    return found
+    """Figures in tokens/s; without a rival just ours."""
+    return compare(ours, theirs) if theirs else {"molink": statistics.median(ours)}
 
 
 def _decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
@@ -140,17 +137,6 @@ def _streamed_bytes(folder: ModelFolder) -> int:
     """Weights that a decode step reads: all but the embedding table, which is looked up."""
     spans = folder.tensors.items()
     return sum(span.nbytes for name, span in spans if name != EMBEDDING)
-
-
-def read_bandwidth() -> float:
-    """Bytes/s that plain reading of 512 MB gives (best of 3)."""
-    data = torch.ones(1 << 27)
-    best = 0.0
-    for _ in range(3):
-        begin = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - begin))
-    return best
 
 
 def _llama(binary: Path, folder: Path, threads: int) -> dict[str, float]:
@@ -187,7 +173,11 @@ def _table(result: dict[str, Any]) -> str:
     for name in ("decode", "prefill", "batch_8"):
         found = result.get(name)
         if found:
-            versus = f" / {found['rival']:.1f} = {found['ratio']:.2f} x" if "rival" in found else ""
+            versus = (
+                f" / {found['baseline']:.1f} = {found['ratio']:.2f} x"
+                if "baseline" in found
+                else ""
+            )
             lines.append(f"{name:8} {found['molink']:8.1f} tokens/s{versus}")
     lines.append(
         f"decode reads weights at {result['decode_share_of_bandwidth']:.0%} of "

@@ -3,13 +3,24 @@
 import asyncio
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from molink.link.policy import DecodeFinished, DecodeStarted
 from molink.wire.base import Payload
-from molink.wire.data import Admit, History, Release, Rows, Sampling, Table, Tombstone, Volume
+from molink.wire.data import (
+    Admit,
+    History,
+    Release,
+    Rows,
+    Sampling,
+    Table,
+    Tombstone,
+    TopLogprobs,
+    Volume,
+)
 from molink.wire.profile import Profile
 from molink.worker.executor import StepDone
 from molink.worker.patience import MAX_FAILED_STEPS
@@ -225,3 +236,18 @@ async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
     assert bench.ring._requests[0].blocks == [7, 5]
     assert bench.outlet.sent[1:] == [*([] if last else [table]), Tombstone(3)]
     assert bench.broken == []
+
+
+async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
+    released: list[int] = []
+    head: Any = SimpleNamespace(next=lambda _: None, released=lambda tick, _: released.append(tick))
+    desk: Any = SimpleNamespace()
+    stage: Any = MiddleStage()
+    executor: Any = ScriptedExecutor()
+    ring = Ring(stage, executor, head, desk, PROFILE, lambda _: None)
+    ring.open(RecordingOutlet())
+    for request in (3, 4):
+        ring.arrive(TopLogprobs(request, 7, (1,), (-0.5,)), None)
+    ring.arrive(Release(9, 3, 8), None)
+    assert released == [9]
+    assert list(ring._tops) == [(4, 7)]

@@ -163,3 +163,18 @@ def test_a_prompts_first_chunk_is_rotated_like_its_last(make_model: Any, tmp_pat
         return torch.cat(found)
 
     torch.testing.assert_close(rows(4, 8), rows(12))
+
+
+def test_tables_are_whole_even_if_a_copy_fails(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, requests = load(folder, 0, 2), table(0, 1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(stage, "copy_block", fail)
+    header = volume(9, Rows(0, 2, 2, 1, (0,), True, 5), Rows(1, 0, 2, 2, (1,), True))
+    with pytest.raises(RuntimeError, match="no copy"):
+        run_step(stage, requests, [Segment(header, [1, 2, 3, 4])])
+    assert [requests[request].blocks for request in (0, 1)] == [[0], [1]]
