@@ -11,6 +11,7 @@ class Fifo:
     """First produced, first sent, whatever the lane: a decode waits for the prefill before it."""
 
     name = "fifo"
+    one_lane = True
 
     def __init__(self) -> None:
         self._waiting: deque[Produced] = deque()

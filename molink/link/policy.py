@@ -38,9 +38,9 @@ class DecodeStarted:
 class DecodeFinished:
     """The executor finished a decode step.
 
-    ``next_predicted`` is in how many seconds the next one is expected to start (``T_o + T_m`` of
-    the paper after the last batch of an iteration, 0 if another waits already, ``None`` if
-    unknown).
+    ``next_predicted`` is in how many seconds the next one is expected to start, counted from now:
+    ``t_p + T_o + T_m - now`` of the paper after the last batch of an iteration, 0 if another waits
+    already or is overdue, ``None`` if unknown or if nobody decodes.
     """
 
     tokens: int
@@ -107,6 +107,13 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """The name by which it is chosen."""
+
+    @property
+    def one_lane(self) -> bool:
+        """Whether all volumes travel on the bulk lane, in the order of its decisions.
+
+        If not, decode rows have a connection of their own.
+        """
 
     def handle(self, event: Event, now: float) -> None:
         """Take note of what happened."""

@@ -192,8 +192,28 @@ class Sampled(LeanMessage, frozen=True, tag="sampled"):
     failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
+class LinkReport(LeanMessage, frozen=True, tag="link"):
+    """What stage ``stage`` has measured of its outgoing link; goes once round the ring.
+
+    ``latency`` is one way in seconds, ``rate`` in bytes/s; 0 if unknown.
+    """
+
+    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    latency: Annotated[float, msgspec.Meta(ge=0, le=600)]
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
 RingBody = (
-    Admit | History | Table | Volume | VolumePart | Release | Tombstone | TopLogprobs | Sampled
+    Admit
+    | History
+    | Table
+    | Volume
+    | VolumePart
+    | Release
+    | Tombstone
+    | TopLogprobs
+    | Sampled
+    | LinkReport
 )
 
 

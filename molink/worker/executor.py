@@ -10,28 +10,14 @@ from dataclasses import dataclass
 from molink.stage.memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
 from molink.worker.requests import RequestTable
-from molink.worker.step import Segment, SegmentResult, failed_step, run_step
+from molink.worker.segment import Segment, SegmentResult, StepDone
+from molink.worker.step import failed_step, run_step
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so.
-
-    ``out_of_memory`` says that this was for want of memory. A failed step without ``results`` could
-    not even report its requests as failed.
-    """
-
-    results: Sequence[SegmentResult]
-    seconds: float
-    error: str | None
-    out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
-    requests: RequestTable
     segments: Sequence[Segment]
     done: Callable[[StepDone], None]
 
@@ -39,24 +25,23 @@ class _Job:
 class Executor:
     """Runs steps one after another on a thread that owns the device.
 
-    ``done`` callbacks are called on that thread: they hand over to the event loop themselves. An
-    exception in a step (out of memory, say) fails the step's rows and nothing else.
+    An exception in a step (out of memory, say) fails the step's rows and nothing else.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(
+        self, stage: Stage, requests: RequestTable, hand_over: Callable[..., object]
+    ) -> None:
+        """``hand_over(function, argument)`` calls a function on the ring's thread."""
         self._stage = stage
+        self._requests = requests
+        self._hand_over = hand_over
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        requests: RequestTable,
-        segments: Sequence[Segment],
-        done: Callable[[StepDone], None],
-    ) -> None:
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Queue a step."""
-        self._jobs.put(_Job(requests, segments, done))
+        self._jobs.put(_Job(segments, done))
 
     def close(self) -> None:
         """End after the steps that are queued."""
@@ -68,12 +53,12 @@ class Executor:
             began = time.perf_counter()
             results, error, out_of_memory = self._step(job)
             seconds = time.perf_counter() - began
-            job.done(StepDone(results, seconds, error, out_of_memory))
+            self._hand_over(job.done, StepDone(results, seconds, error, out_of_memory))
 
     def _step(self, job: _Job) -> tuple[Sequence[SegmentResult], str | None, bool]:
         """Results, what went wrong if anything did, and whether that was memory."""
         try:
-            return run_step(self._stage, job.requests, job.segments), None, False
+            return run_step(self._stage, self._requests, job.segments), None, False
         except Exception as caught:
             log.exception("a step failed; its rows are reported as failed")
             error = f"{type(caught).__name__}: {caught}"
@@ -82,7 +67,7 @@ class Executor:
         try:
             if out_of_memory:
                 release_cached()
-            return failed_step(self._stage, job.requests, job.segments), error, out_of_memory
+            return failed_step(self._stage, self._requests, job.segments), error, out_of_memory
         except Exception as caught:
             log.exception("nor can its rows be reported as failed")
             return (), f"{error}; then {type(caught).__name__}: {caught}", out_of_memory

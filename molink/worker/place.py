@@ -25,8 +25,10 @@ from molink.wire.profile import Profile
 from molink.wire.server import Sender, Server
 from molink.worker.desk import Desk
 from molink.worker.executor import Executor
+from molink.worker.requests import RequestTable
 from molink.worker.ring import Ring
 from molink.worker.scoreboard import BoardLimits
+from molink.worker.segment import StageShape
 
 #: Requests that any head may run: ``Start.max_running`` of its worker, which we don't know.
 MOST_RUNNING = 1024
@@ -57,7 +59,9 @@ class Place:
         self._start = start
         self._order = order
         self._stage = stage
-        self._executor = Executor(stage)
+        requests = RequestTable()
+        loop = asyncio.get_running_loop()
+        self._executor = Executor(stage, requests, loop.call_soon_threadsafe)
         self._head: Head | None = None
         self.desk: Desk | None = None
         if stage.is_first:
@@ -65,12 +69,19 @@ class Place:
             vocabulary = stage.config.vocab_size
             self.desk = Desk(self._head, start.pipeline, vocabulary, server.send)
         self.ring = Ring(
-            stage,
+            StageShape(
+                stage.is_last,
+                stage.config.hidden_size,
+                stage.config.vocab_size,
+                stage.travel_dtype,
+            ),
+            requests,
             self._executor,
             self._head,
             self.desk,
             profile,
             on_broken,
+            time.monotonic,
             self._board_limits(),
         )
         self._out: OutLink | None = None

@@ -1,20 +1,18 @@
 """One stage's place in the ring during one epoch: receive, order, fuse, run, send."""
 
-import asyncio
 import contextlib
 import logging
-import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from molink.head.batch import Batch
 from molink.head.head import Head
+from molink.head.request import Emission
 from molink.link.outlink import Progress
 from molink.link.policy import DecodeFinished, DecodeStarted, Event
-from molink.stage.stage import Stage
 from molink.wire.base import Payload
 from molink.wire.codec import Buffer
 from molink.wire.data import (
@@ -29,12 +27,16 @@ from molink.wire.data import (
     Volume,
 )
 from molink.wire.profile import Profile
-from molink.worker.desk import Desk
-from molink.worker.executor import Executor, StepDone
 from molink.worker.patience import Patience, StepSize
-from molink.worker.requests import RequestTable
 from molink.worker.scoreboard import BoardLimits, Scoreboard
-from molink.worker.step import Segment, SegmentResult
+from molink.worker.segment import (
+    Executing,
+    Requests,
+    Segment,
+    SegmentResult,
+    StageShape,
+    StepDone,
+)
 from molink.worker.steptimes import StepTimes
 from molink.worker.work import Control, ControlBody, Work, block_ids
 
@@ -65,11 +67,23 @@ class Outlet(Protocol):
         ...
 
 
-class Ring:
-    """The shell around a stage's deciders: scoreboard, head (at stage 0), executor, outgoing link.
+class FrontDesk(Protocol):
+    """Where the head's words to daemons go; :class:`molink.worker.desk.Desk` is one."""
 
-    Everything here runs on the event loop; ``executor`` computes on its own thread and keeps at
-    most one step. ``pump`` is called after every event and does whatever can be done now.
+    def deliver(self, emissions: Iterable[Emission], now: float) -> None:
+        """Tell them."""
+
+    def close(self) -> None:
+        """The epoch is over."""
+
+
+class Ring:
+    """One stage's deciders put together: scoreboard, head (at stage 0), executor, outgoing link.
+
+    It has no clock, threads or sockets of its own: ``clock`` is in seconds, every method is called
+    on one thread, and ``executor`` keeps at most one step and reports on that thread, so a
+    simulation can run it in virtual time. ``pump`` is called after every event and does whatever
+    can be done now.
 
     ``profile`` is how long its steps have been measured to take. ``on_broken`` is told, once, why
     this stage can't go on: an error of our own after which ticks would be missing, or steps that
@@ -78,21 +92,23 @@ class Ring:
 
     def __init__(
         self,
-        stage: Stage,
-        executor: Executor,
+        stage: StageShape,
+        requests: Requests,
+        executor: Executing,
         head: Head | None,
-        desk: Desk | None,
+        desk: FrontDesk | None,
         profile: Profile,
         on_broken: Callable[[str], None],
+        clock: Callable[[], float],
         limits: BoardLimits | None = None,
     ) -> None:
         self._stage = stage
+        self._clock = clock
         self._executor = executor
         self._head = head
         self._desk = desk
-        self._loop = asyncio.get_running_loop()
         self._outlet: Outlet | None = None
-        self._requests = RequestTable()
+        self._requests = requests
         self._tops: dict[tuple[int, int], TopLogprobs] = {}
         self._computing = False
         self._closed = False
@@ -148,7 +164,7 @@ class Ring:
             self._on_broken(reason)
 
     def _arrive(self, body: RingBody, data: bytearray | memoryview | None) -> None:
-        now = time.monotonic()
+        now = self._clock()
         match body:
             case Admit() | History() | Table() | Release() | Tombstone() | Volume() if (
                 self._head is None
@@ -162,7 +178,7 @@ class Ring:
     def _pump(self) -> None:
         if self._closed:
             return
-        now = time.monotonic()
+        now = self._clock()
         if self._head is not None and not self._computing:
             while self.scoreboard.queued == 0 and (batch := self._head.next(now)) is not None:
                 self._take_batch(batch, now)
@@ -181,7 +197,7 @@ class Ring:
         self.predicted = expected.most
         if work.decode is not None and self._outlet is not None:
             self._outlet.handle(DecodeStarted(_rows(work.decode.volume), expected.likely))
-        self._executor.submit(self._requests, segments, self._hand_over)
+        self._executor.submit(segments, self._step_done)
 
     # --- from the head ---------------------------------------------------------------------------
 
@@ -215,7 +231,7 @@ class Ring:
 
     def _sensible(self, sampled: Sampled) -> Sampled:
         """Without tokens that don't exist: a step with one would fail all requests in it."""
-        vocabulary = self._stage.config.vocab_size
+        vocabulary = self._stage.vocabulary
         choices = tuple(choice for choice in sampled.choices if choice.token < vocabulary)
         if len(choices) == len(sampled.choices):
             return sampled
@@ -262,13 +278,9 @@ class Ring:
         if self._outlet is not None:
             self._outlet.control(body, payload)
         elif isinstance(body, Release | Tombstone):
-            self._came_round(body, time.monotonic())
+            self._came_round(body, self._clock())
 
-    # --- from the compute thread -----------------------------------------------------------------
-
-    def _hand_over(self, done: StepDone) -> None:
-        """Called on the compute thread."""
-        self._loop.call_soon_threadsafe(self._step_done, done)
+    # --- from the executor -----------------------------------------------------------------------
 
     def _step_done(self, done: StepDone) -> None:
         with self._unbroken():
@@ -278,7 +290,7 @@ class Ring:
     def _take_results(self, done: StepDone) -> None:
         if self._closed:
             return
-        now = time.monotonic()
+        now = self._clock()
         self._computing = False
         self.predicted = 0.0
         self._count(done)
@@ -296,8 +308,8 @@ class Ring:
     def _send(self, result: SegmentResult, now: float) -> None:
         if result.sampled is None:
             if self._outlet is not None and result.rows is not None:
-                shape = (_rows(result.volume), self._stage.config.hidden_size)
-                payload = Payload(self._stage.travel_dtype, shape)
+                shape = (_rows(result.volume), self._stage.hidden)
+                payload = Payload(self._stage.dtype, shape)
                 header = msgspec.structs.replace(result.volume, payload=payload)
                 self._outlet.volume(header, result.rows)
             return

@@ -1,8 +1,6 @@
 """One fused forward pass of a stage: what goes in, what comes out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,29 +11,7 @@ from molink.stage.stage import Stage
 from molink.stage.transfer import download
 from molink.wire.data import Choice, Rows, Sampled, TopLogprobs, Volume
 from molink.worker.requests import RequestTable
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The part of a step that came as one volume and leaves as one.
-
-    ``data`` is token ids at stage 0 and the raw bytes of rows ``[n, hidden]`` at the others;
-    ``kept`` has the indices of those that belong to ``volume.rows``, ``None`` if all do.
-    """
-
-    volume: Volume
-    data: Any
-    kept: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentResult:
-    """A segment after the step: rows for the next stage, or (at the tail) what was sampled."""
-
-    volume: Volume
-    rows: bytearray | None
-    sampled: Sampled | None
-    tops: tuple[TopLogprobs, ...] = ()
+from molink.worker.segment import Segment, SegmentResult
 
 
 @torch.inference_mode()

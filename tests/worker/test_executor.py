@@ -11,9 +11,9 @@ from molink.stage.stage import Stage
 from molink.wire.base import Payload
 from molink.wire.data import Admit, Rows, Sampling, Volume
 from molink.worker import executor as module
-from molink.worker.executor import Executor, StepDone
+from molink.worker.executor import Executor
 from molink.worker.requests import RequestTable
-from molink.worker.step import Segment
+from molink.worker.segment import Segment, StepDone
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
@@ -56,9 +56,9 @@ def load(folder: ModelFolder, layers: tuple[int, int]) -> Any:
 
 def step(stage: Any, data: Any, requests: RequestTable) -> StepDone:
     done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
-    executor = Executor(stage)
+    executor = Executor(stage, requests, lambda function, result: function(result))
     volume = Volume(9, True, (Rows(0, 0, 2, 1, (0,), True),), Payload("i32", (2,)))
-    executor.submit(requests, [Segment(volume, data)], done.put)
+    executor.submit([Segment(volume, data)], done.put)
     executor.close()
     return done.get_nowait()
 

@@ -17,7 +17,8 @@ from molink.wire.base import Payload
 from molink.wire.data import Admit, Release, Rows, Sampling, Table, Tombstone, Volume
 from molink.worker.requests import RequestTable
 from molink.worker.scoreboard import Scoreboard
-from molink.worker.step import Segment, run_step
+from molink.worker.segment import Segment
+from molink.worker.step import run_step
 from molink.worker.work import block_ids
 
 BLOCK = 4

@@ -1,8 +1,10 @@
 """The ring's shell, with a stage that computes nothing and a link that carries nothing."""
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,23 +24,16 @@ from molink.wire.data import (
     Volume,
 )
 from molink.wire.profile import Profile
-from molink.worker.executor import StepDone
 from molink.worker.patience import MAX_FAILED_STEPS
+from molink.worker.requests import RequestTable
 from molink.worker.ring import Ring
-from molink.worker.step import SegmentResult
+from molink.worker.segment import SegmentResult, StageShape, StepDone
 from molink.worker.steptimes import SLACK
 
 PROFILE = Profile(decode=((1, 0.25),), prefill=((16, 0.5),))
 
 
-class Config:
-    hidden_size = 2
-
-
-class MiddleStage:
-    config = Config()
-    travel_dtype = "f32"
-    is_first = is_last = False
+MIDDLE_STAGE = StageShape(is_last=False, hidden=2, vocabulary=100, dtype="f32")
 
 
 class ScriptedExecutor:
@@ -47,7 +42,7 @@ class ScriptedExecutor:
     def __init__(self) -> None:
         self.steps: list[tuple[Any, Callable[[StepDone], None]]] = []
 
-    def submit(self, requests: Any, segments: Any, done: Callable[[StepDone], None]) -> None:
+    def submit(self, segments: Any, done: Callable[[StepDone], None]) -> None:
         self.steps.append((segments, done))
 
     def end(
@@ -79,6 +74,11 @@ class RecordingOutlet:
         self.events.append(event)
 
 
+def make_ring(executor: Any, head: Any, desk: Any, on_broken: Callable[[str], None]) -> Ring:
+    requests, clock = RequestTable(), time.monotonic
+    return Ring(MIDDLE_STAGE, requests, executor, head, desk, PROFILE, on_broken, clock)
+
+
 class Bench:
     """A ring's shell at a middle stage, and everything around it."""
 
@@ -86,9 +86,7 @@ class Bench:
         self.executor = ScriptedExecutor()
         self.outlet = RecordingOutlet()
         self.broken: list[str] = []
-        stage: Any = MiddleStage()
-        executor: Any = self.executor
-        self.ring = Ring(stage, executor, None, None, PROFILE, self.broken.append)
+        self.ring = make_ring(self.executor, None, None, self.broken.append)
         self.ring.open(self.outlet)
         self.ring.arrive(Admit(1, 0, Sampling(), 4), None)
 
@@ -103,6 +101,12 @@ class Bench:
     async def end(self, **options: Any) -> None:
         self.executor.end(**options)
         await asyncio.sleep(0)
+
+
+def states(bench: Bench) -> RequestTable:
+    requests = bench.ring._requests
+    assert isinstance(requests, RequestTable)
+    return requests
 
 
 @pytest.fixture
@@ -211,12 +215,12 @@ async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) ->
 async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
     bench: Bench, last: bool
 ) -> None:
-    bench.ring._stage.is_last = last
+    bench.ring._stage = replace(MIDDLE_STAGE, is_last=last)
     history = History(4, 0, 0, Payload("i32", (5,)))
     bench.ring.arrive(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
     bench.ring.arrive(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
     bench.ring.arrive(history, bytearray(array("i", [7, 8, 9, 10, 11]).tobytes()))
-    known = bench.ring._requests[0].history.counts
+    known = states(bench)[0].history.counts
     assert known == ({7: 0, 8: 0, 9: 0, 10: 0, 11: 1} if last else {})
     bench.ring.arrive(Release(5, 0, 1), None)
     passed = [Tombstone(2), Tombstone(3), *([] if last else [history]), Release(5, 0, 1)]
@@ -229,11 +233,11 @@ async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
 async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
     bench: Bench, last: bool
 ) -> None:
-    bench.ring._stage.is_last = last
+    bench.ring._stage = replace(MIDDLE_STAGE, is_last=last)
     table = Table(2, 0, Payload("i32", (2,)))
     bench.ring.arrive(table, bytearray(array("i", [7, 5]).tobytes()))
     bench.ring.arrive(Table(3, 0, Payload("i32", (2,))), bytearray(4))
-    assert bench.ring._requests[0].blocks == [7, 5]
+    assert states(bench)[0].blocks == [7, 5]
     assert bench.outlet.sent[1:] == [*([] if last else [table]), Tombstone(3)]
     assert bench.broken == []
 
@@ -242,9 +246,7 @@ async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
     released: list[int] = []
     head: Any = SimpleNamespace(next=lambda _: None, released=lambda tick, _: released.append(tick))
     desk: Any = SimpleNamespace()
-    stage: Any = MiddleStage()
-    executor: Any = ScriptedExecutor()
-    ring = Ring(stage, executor, head, desk, PROFILE, lambda _: None)
+    ring = make_ring(ScriptedExecutor(), head, desk, lambda _: None)
     ring.open(RecordingOutlet())
     for request in (3, 4):
         ring.arrive(TopLogprobs(request, 7, (1,), (-0.5,)), None)

@@ -11,7 +11,8 @@ from molink.stage.stage import Stage
 from molink.wire.base import Payload
 from molink.wire.data import Admit, History, Rows, Sampling, Volume
 from molink.worker.requests import RequestTable
-from molink.worker.step import Segment, SegmentResult, failed_step, run_step
+from molink.worker.segment import Segment, SegmentResult
+from molink.worker.step import failed_step, run_step
 
 GREEDY = Sampling(temperature=0.0)
 
