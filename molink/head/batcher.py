@@ -9,6 +9,7 @@ from molink.head.chunk import ChunkSize
 from molink.head.job import Job
 from molink.head.ledger import Ledger
 from molink.head.limits import HeadLimits
+from molink.head.microbatches import MicroBatches
 from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
 from molink.wire.base import Payload
@@ -39,7 +40,11 @@ class Batcher:
         self._roster = roster
         self._cache = cache
         self._ledger = ledger
-        self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, limits.micro_batches)
+        #: How many micro-batches are in flight.
+        self.micro_batches = MicroBatches(
+            limits.micro_batches, limits.stages, limits.profiles, limits.row_bytes
+        )
+        self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, self.micro_batches.count)
         #: Prefill volumes in flight that went without decode rows.
         self._alone: set[int] = set()
         #: Jobs that lacked a block when decode rows were last composed.
@@ -53,7 +58,9 @@ class Batcher:
         decode, prefill = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
         if not self._ledger.wide:
-            if self._ledger.volumes(prefill=False) < self._limits.micro_batches:
+            count = self.micro_batches.update(self._roster.decoding())
+            self._chunk.set_micro_batches(count)
+            if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, now)
             if self._may_prefill(beside=len(decode) > 0):
                 self._add_prefill(prefill, admitted, now)
@@ -73,7 +80,7 @@ class Batcher:
     # --- decode --------------------------------------------------------------------------------
 
     def _add_decode(self, builder: VolumeBuilder, now: float) -> None:
-        quota = max(1, math.ceil(self._roster.decoding() / self._limits.micro_batches))
+        quota = max(1, math.ceil(self._roster.decoding() / self.micro_batches.count))
         self._starved = []
         for job in self._roster.policy.rank(self._roster.runnable(), now):
             if len(builder) == quota or builder.room < 1:
@@ -142,7 +149,7 @@ class Batcher:
         batches). If chunks went whenever stage 0 is idle, a decode volume would meet a stage busy
         with a chunk, then run alone itself, and pay for reading the weights twice.
         """
-        most = self._limits.micro_batches
+        most = self.micro_batches.count
         if self._ledger.volumes(prefill=True) >= most:
             return False
         self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}

@@ -66,6 +66,12 @@ class ChunkSize:
         self._most = most // self._step * self._step or self._step
         self._remembered: dict[tuple[int, int, int], int] = {}
 
+    def set_micro_batches(self, count: int) -> None:
+        """Another number of micro-batches is in flight."""
+        if count != self._micro_batches:
+            self._micro_batches = count
+            self._remembered.clear()
+
     def rows(self, decoding: int, left: int, before: int = 0) -> int:
         """Rows of the next chunk, at least 1.
 

@@ -1,6 +1,6 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from molink.errors import InvariantError, RequestError
 from molink.head.admission import Admission
@@ -17,6 +17,7 @@ from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
 from molink.head.story import Story
 from molink.wire.data import Choice, FinishReason, Rejected, Rows, Sampled, Token, TopLogprobs
+from molink.wire.ringtimes import LinkFacts
 
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
@@ -162,6 +163,10 @@ class Head:
         freed = self._cache.blocks.reclaim(tick)
         self._story.add(now, "released", tick, freed)
 
+    def set_links(self, links: Sequence[LinkFacts]) -> None:
+        """What stages have measured of their links to the next, in ring order."""
+        self._batcher.micro_batches.set_links(links)
+
     # --- reports -------------------------------------------------------------------------------
 
     @property
@@ -193,6 +198,7 @@ class Head:
             "head_blocks_free": blocks.free,
             "head_blocks_cached": blocks.settled,
             "head_prefix_hit_rate": round(cache.hit_rate, 4),
+            "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
             "head_waiting": len(self._roster.policy),
             "head_decode_in_flight": ledger.volumes(prefill=False),

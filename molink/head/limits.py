@@ -12,7 +12,9 @@ class HeadLimits:
     """Bounds of one pipeline's head.
 
     ``blocks`` KV blocks of ``block_size`` tokens at every stage; ``micro_batches`` (``K``) bounds
-    decode volumes and, apart from them, prefill volumes in flight; ``chunk_tokens`` rows of a
+    decode volumes and, apart from them, prefill volumes in flight (0: as
+    :mod:`molink.head.microbatches` decides for ``stages`` stages, between which a row takes
+    ``row_bytes``); ``chunk_tokens`` rows of a
     prefill volume (0: as :mod:`molink.head.chunk` decides by the stages' ``profiles``);
     ``max_running`` requests that hold blocks and ``max_waiting`` that queue; ``max_context`` tokens
     of a request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests
@@ -28,12 +30,15 @@ class HeadLimits:
     max_context: int = 1 << 20
     prefix_cache: bool = True
     profiles: tuple[Profile, ...] = ()
+    stages: int = 1
+    row_bytes: int = 0
 
     def __post_init__(self) -> None:
         bounds = {
             "blocks": (1, 1 << 31),
             "block_size": (1, 1 << 16),
-            "micro_batches": (1, MAX_MICRO_BATCHES),
+            "micro_batches": (0, MAX_MICRO_BATCHES),
+            "stages": (1, MAX_MICRO_BATCHES // 2),
             "chunk_tokens": (0, 1 << 16),
             "max_running": (1, 1 << 16),
             "max_waiting": (0, 1 << 20),

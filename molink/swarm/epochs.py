@@ -37,19 +37,17 @@ def block_size(stages: Iterable[StageRecord], desired: Desired, registry: Regist
 def formed(
     record: PipelineRecord, loaded: Sequence[StageLoaded], blocks: int, micro_batches: int
 ) -> PipelineRecord:
-    """``record`` once all stages have ``loaded``; ``micro_batches`` 0 leaves the number to us."""
+    """``record`` once all stages have ``loaded``; ``micro_batches`` 0 leaves it to the head."""
     stages = tuple(
         replace(stage, port=said.port, max_blocks=said.max_blocks, profile=said.profile)
         for stage, said in zip(record.stages, loaded, strict=True)
     )
-    # As many as there are stages keep each of them busy; more would only make each smaller,
-    # and every micro-batch reads all weights anew.
     return replace(
         record,
         stages=stages,
         formed=True,
         blocks=blocks,
-        micro_batches=micro_batches or len(stages),
+        micro_batches=micro_batches,
     )
 
 

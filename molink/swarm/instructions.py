@@ -48,9 +48,9 @@ def instruction(
 
 
 def profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]:
-    """What the head's peer is told before it forms the ring; the others schedule nothing."""
+    """What a peer is told before it forms the ring: its head and links go by all stages' times."""
     record = formation.record
-    if stage or formation.state != "linking" or stage in formation.ready:
+    if formation.state != "linking" or stage in formation.ready:
         return ()
     return tuple(
         StageProfile(pipeline=record.id, epoch=record.epoch, stage=index, profile=one.profile)

@@ -104,12 +104,19 @@ def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
         "id": reconciler.pipeline,
         "epoch": reconciler.epoch,
         "ready": reconciler.ready,
-        "micro_batches": formation.record.micro_batches if formation is not None else 0,
+        "micro_batches": _micro_batches(formation),
         "stages": [] if formation is None else _stages(reconciler, formation),
         "blocks": formation.record.blocks if formation is not None else 0,
         "state": formation.state if formation is not None else "waiting",
         "reason": reconciler.reason,
     }
+
+
+def _micro_batches(formation: Formation | None) -> int:
+    """Those that the owner wants, or as many as the head has at least."""
+    if formation is None:
+        return 0
+    return formation.record.micro_batches or len(formation.record.stages)
 
 
 def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:

@@ -41,10 +41,14 @@ class RingTimes:
         return sum(self.link_s(index, tokens) for index in range(len(self.links)))
 
     def link_s(self, index: int, tokens: int) -> float:
-        """Seconds of a decode volume of ``tokens`` rows on link ``index``."""
-        link = self.links[index]
+        """Seconds until a decode volume of ``tokens`` rows has arrived over link ``index``."""
+        return (self.links[index].latency or 0.0) + self.send_s(index, tokens)
+
+    def send_s(self, index: int, tokens: int) -> float:
+        """Seconds that link ``index`` is busy with a decode volume of ``tokens`` rows."""
+        rate = self.links[index].rate
         each = TOKEN_BYTES if index == len(self.links) - 1 else self.row_bytes
-        return (link.latency or 0.0) + (each * tokens / link.rate if link.rate else 0.0)
+        return each * tokens / rate if rate else 0.0
 
     def turn_s(self, tokens: int, context: float = 0) -> float:
         """Seconds of a whole turn that waits for nothing: the floor of the time per token."""

@@ -15,16 +15,14 @@ from molink.link.inlink import InLink
 from molink.link.outlink import OutLink, Progress
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
-from molink.stage.stage import Stage
 from molink.wire.base import DTYPE_SIZES
 from molink.wire.data import MAX_GROUPS, Cancel, Credit, DataMessage, Prompt, Submit
 from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import FormRing, Start
-from molink.wire.profile import Profile
 from molink.wire.server import Sender, Server
 from molink.worker.desk import Desk
-from molink.worker.executor import Executor
+from molink.worker.engine import Engine
 from molink.worker.requests import RequestTable
 from molink.worker.ring import Ring
 from molink.worker.scoreboard import BoardLimits
@@ -46,10 +44,9 @@ class Place:
         self,
         start: Start,
         order: FormRing,
-        stage: Stage,
+        engine: Engine,
         context: zmq.asyncio.Context,
         server: Server[DataMessage],
-        profile: Profile,
         on_dead: Callable[[str], None],
         on_broken: Callable[[str], None],
     ) -> None:
@@ -58,10 +55,10 @@ class Place:
         self.previous_peer = order.ring[start.stage - 1].peer if len(order.ring) > 1 else ""
         self._start = start
         self._order = order
-        self._stage = stage
+        self._stage = stage = engine.stage
         requests = RequestTable()
         loop = asyncio.get_running_loop()
-        self._executor = Executor(stage, requests, loop.call_soon_threadsafe)
+        self._executor = engine.executor(requests, loop.call_soon_threadsafe)
         self._head: Head | None = None
         self.desk: Desk | None = None
         if stage.is_first:
@@ -79,7 +76,7 @@ class Place:
             self._executor,
             self._head,
             self.desk,
-            profile,
+            engine.profile,
             on_broken,
             time.monotonic,
             self._board_limits(),
@@ -140,7 +137,9 @@ class Place:
         limits = HeadLimits(
             blocks=order.blocks,
             block_size=start.block_size,
-            micro_batches=max(1, order.micro_batches),
+            micro_batches=order.micro_batches,
+            stages=len(order.ring),
+            row_bytes=self._row_bytes,
             chunk_tokens=start.chunk_tokens,
             max_running=start.max_running,
             max_waiting=start.max_waiting,
@@ -154,7 +153,7 @@ class Place:
     def _board_limits(self) -> BoardLimits:
         order, size, context = self._order, self._start.block_size, self._stage.config.context
         return BoardLimits(
-            requests=MOST_RUNNING + 2 * max(1, order.micro_batches) * MAX_GROUPS,
+            requests=MOST_RUNNING + 2 * self._most_micro_batches * MAX_GROUPS,
             context=context,
             table=min(order.blocks, -(-context // size)),
             blocks=order.blocks,
@@ -165,10 +164,19 @@ class Place:
     @property
     def _most_bytes(self) -> int:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
-        start, stage = self._start, self._stage
-        chunk = most_chunk_rows(start.chunk_tokens)
-        rows = 2 * self._order.micro_batches * (chunk + MAX_GROUPS)
-        return max(LEAST_BYTES, rows * stage.config.hidden_size * DTYPE_SIZES[stage.travel_dtype])
+        chunk = most_chunk_rows(self._start.chunk_tokens)
+        rows = 2 * self._most_micro_batches * (chunk + MAX_GROUPS)
+        return max(LEAST_BYTES, rows * self._row_bytes)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row on its way to the next stage."""
+        return self._stage.config.hidden_size * DTYPE_SIZES[self._stage.travel_dtype]
+
+    @property
+    def _most_micro_batches(self) -> int:
+        """Micro-batches that there may be in flight, whoever decides that."""
+        return self._order.micro_batches or 2 * len(self._order.ring)
 
     def _make_outlink(
         self, context: zmq.asyncio.Context, on_dead: Callable[[str], None]

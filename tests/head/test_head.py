@@ -663,6 +663,7 @@ def test_stats():
         "head_blocks_free": 7.0,
         "head_blocks_cached": 0.0,
         "head_prefix_hit_rate": 0.0,
+        "head_micro_batches": 2.0,
         "head_running": 2.0,
         "head_waiting": 0.0,
         "head_decode_in_flight": 0.0,

@@ -1,0 +1,96 @@
+"""How many micro-batches are in flight: ``K``, from the pipeline degree ``N`` to ``2N``.
+
+With as many micro-batches as stages each one comes back late by its transmissions, and stages idle
+meanwhile; with more of them, each is smaller and every one reads all weights anew. As the MoLink
+paper (§4) has it, every count is tried on the measured profile and the best one taken: what is
+known of the stages (``T_d``), of the links, and how many streams decode at the moment.
+
+A ring with ``K`` equal micro-batches and steps that take as long as predicted is a closed chain of
+stages and links, each serving one micro-batch at a time. Its period, which is what a stream waits
+for its next token, is the longer of a whole turn of one micro-batch and ``K`` times the slowest
+stage or link.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.wire.profile import Profile
+from molink.wire.ringtimes import LinkFacts, RingTimes
+
+#: A count is only left for one that promises so much less time per token.
+WORTH = 0.01
+_REMEMBERED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What ``count`` micro-batches promise: ``rows`` decode rows in each, seconds per token.
+
+    ``busy`` is the share of the time in which the slowest stage computes.
+    """
+
+    count: int
+    rows: int
+    token_s: float
+    busy: float
+
+
+def prospects(times: RingTimes, streams: int, context: float = 0) -> list[Prospect]:
+    """What every count from ``N`` to ``2N`` promises to ``streams`` decoding streams."""
+    degree = len(times.profiles)
+    return [_prospect(times, count, streams, context) for count in range(degree, 2 * degree + 1)]
+
+
+def _prospect(times: RingTimes, count: int, streams: int, context: float) -> Prospect:
+    rows = max(1, -(-streams // count))
+    flying = min(count, -(-streams // rows)) or 1
+    steps = [profile.decode_s(rows, context) for profile in times.profiles]
+    sends = [times.send_s(index, rows) for index in range(len(times.links))]
+    slowest = max([*steps, *sends], default=0.0)
+    token_s = max(times.turn_s(rows, context), flying * slowest)
+    busy = flying * max(steps, default=0.0) / token_s if token_s else 0.0
+    return Prospect(count, rows, token_s, busy)
+
+
+class MicroBatches:
+    """Decides ``K`` for one ring; ``fixed`` if that is not 0, ``degree`` while nothing is known."""
+
+    def __init__(
+        self, fixed: int, degree: int, profiles: Sequence[Profile], row_bytes: int
+    ) -> None:
+        self._fixed = fixed
+        self._degree = degree
+        known = len(profiles) == degree and all(profile.known for profile in profiles)
+        self._profiles = tuple(profiles) if known else ()
+        self._row_bytes = row_bytes
+        self._links = (LinkFacts(),) * degree
+        self._best: dict[int, Prospect] = {}
+        #: Micro-batches in flight now.
+        self.count = fixed or degree
+
+    def set_links(self, links: Sequence[LinkFacts]) -> None:
+        """The links have been measured (anew); one per stage."""
+        self._links = tuple(links)
+        self._best.clear()
+
+    def update(self, streams: int) -> int:
+        """``K`` while ``streams`` streams decode."""
+        if not self._fixed and self._profiles and streams:
+            self.count = self._decide(streams)
+        return self.count
+
+    def _decide(self, streams: int) -> int:
+        best = self._best.get(streams)
+        if best is None:
+            if len(self._best) >= _REMEMBERED:
+                self._best.clear()
+            curve = prospects(self._times, streams)
+            least = min(each.token_s for each in curve)
+            best = next(each for each in curve if each.token_s <= (1 + WORTH) * least)
+            self._best[streams] = best
+        now = _prospect(self._times, self.count, streams, 0)
+        return best.count if best.token_s < (1 - WORTH) * now.token_s else self.count
+
+    @property
+    def _times(self) -> RingTimes:
+        return RingTimes(self._profiles, self._links, self._row_bytes)
