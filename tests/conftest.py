@@ -148,6 +148,8 @@ class Net:
         self.gatekeeper.start()
         self.keys = KeyPair.generate()
         self.until: Callable[..., Awaitable[None]] = until
+        #: Have something closed after the test, before the context.
+        self.at_end = stack.push_async_callback
 
     def member(self, user_id: str | None = None) -> KeyPair:
         """The keys of a new member."""

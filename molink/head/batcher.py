@@ -53,22 +53,22 @@ class Batcher:
         self.prompt_tokens = 0
         self.prefill_rows = 0
 
-    def compose(self, now: float) -> Batch | None:
+    def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
-        decode, prefill = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
+        decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
         if not self._ledger.wide:
             count = self.micro_batches.update(self._roster.decoding())
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, now)
-            if self._may_prefill(beside=len(decode) > 0):
-                self._add_prefill(prefill, admitted, now)
+            if prefill and self._may_prefill(beside=len(decode) > 0):
+                self._add_prefill(chunk, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
             control += self._admission(job)
-        volumes = tuple(self._issue(builder) for builder in (decode, prefill) if len(builder))
-        if len(prefill) and not len(decode):
+        volumes = tuple(self._issue(builder) for builder in (decode, chunk) if len(builder))
+        if len(chunk) and not len(decode):
             self._alone.add(self._ledger.last)
         return Batch(tuple(control), volumes) if control or volumes else None
 

@@ -98,13 +98,14 @@ class Head:
 
     # --- to and from the stages ----------------------------------------------------------------
 
-    def next(self, now: float) -> Batch | None:
+    def next(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch for stage 0: at most one decode and one prefill volume.
 
         Releases of requests that were cancelled or have ended since the last call are always in it,
-        however many volumes are in flight.
+        however many volumes are in flight. Without ``prefill`` there is no such volume in it:
+        stage 0 has one of which it has run a part.
         """
-        batch = self._batcher.compose(now)
+        batch = self._batcher.compose(now, prefill=prefill)
         if batch is None:
             return None
         for control in batch.control:

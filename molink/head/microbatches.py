@@ -41,6 +41,12 @@ def prospects(times: RingTimes, streams: int, context: float = 0) -> list[Prospe
     return [_prospect(times, count, streams, context) for count in range(degree, 2 * degree + 1)]
 
 
+def best_of(curve: Sequence[Prospect]) -> Prospect:
+    """The smallest count that is as good as any, or nearly so."""
+    least = min(each.token_s for each in curve)
+    return next(each for each in curve if each.token_s <= (1 + WORTH) * least)
+
+
 def _prospect(times: RingTimes, count: int, streams: int, context: float) -> Prospect:
     rows = max(1, -(-streams // count))
     flying = min(count, -(-streams // rows)) or 1
@@ -84,10 +90,7 @@ class MicroBatches:
         if best is None:
             if len(self._best) >= _REMEMBERED:
                 self._best.clear()
-            curve = prospects(self._times, streams)
-            least = min(each.token_s for each in curve)
-            best = next(each for each in curve if each.token_s <= (1 + WORTH) * least)
-            self._best[streams] = best
+            best = self._best[streams] = best_of(prospects(self._times, streams))
         now = _prospect(self._times, self.count, streams, 0)
         return best.count if best.token_s < (1 - WORTH) * now.token_s else self.count
 

@@ -9,6 +9,20 @@ from molink.wire.base import DTYPE_SIZES, DType, Payload
 from molink.wire.data import Volume, VolumePart
 
 
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """What is there of a volume after more of it has come.
+
+    ``header`` describes all its rows, ``[total, hidden]``, and ``data`` has room for them; the
+    first ``rows`` have come. The assembly goes on to fill it.
+    """
+
+    header: Volume
+    data: bytearray
+    rows: int
+    total: int
+
+
 @dataclass(slots=True)
 class _Partial:
     header: Volume
@@ -18,7 +32,10 @@ class _Partial:
 
 
 class Assembly:
-    """Puts the parts of each volume together; nothing is allocated before it has been checked."""
+    """Puts the parts of each volume together; nothing is allocated before it has been checked.
+
+    A volume that never ends keeps its room for good: together they have no more than the bound.
+    """
 
     def __init__(self, hidden: int, dtype: DType, max_bytes: int) -> None:
         """``max_bytes`` bounds all volumes under assembly together."""
@@ -30,8 +47,12 @@ class Assembly:
         #: Bytes of all volumes under assembly.
         self.nbytes = 0
 
-    def begin(self, header: Volume, payload: memoryview) -> tuple[Volume, bytearray] | None:
-        """The first rows of a volume; the volume and all its rows if these were all.
+    def __len__(self) -> int:
+        """How many volumes lack rows."""
+        return len(self._partial)
+
+    def begin(self, header: Volume, payload: memoryview) -> Assembled:
+        """The first rows of a volume, or all.
 
         Raises:
             WireError: not what this stage expects.
@@ -43,18 +64,19 @@ class Assembly:
         if header.tick in self._partial:
             raise WireError(f"volume {header.tick} begins twice")
         if rows == total:
-            return header, bytearray(payload)
+            return Assembled(header, bytearray(payload), rows, total)
         size = total * self._row_bytes
         if self.nbytes + size > self._max_bytes:
             raise WireError(f"volume {header.tick} of {size} bytes is more than may be assembled")
-        partial = _Partial(header, bytearray(size), total, rows)
-        partial.rows[: payload.nbytes] = payload
+        whole = Payload(self._dtype, (total, self._hidden))
+        header = msgspec.structs.replace(header, payload=whole)
+        partial = _Partial(header, bytearray(size), total, 0)
         self._partial[header.tick] = partial
         self.nbytes += size
-        return None
+        return self._fill(partial, rows, payload)
 
-    def add(self, part: VolumePart, payload: memoryview) -> tuple[Volume, bytearray] | None:
-        """More rows; the volume and all its rows if these were the last.
+    def add(self, part: VolumePart, payload: memoryview) -> Assembled:
+        """More rows of a volume.
 
         Raises:
             WireError: they are not the next rows of a volume under assembly.
@@ -65,15 +87,16 @@ class Assembly:
             raise WireError(f"rows of volume {part.tick}, which never began")
         if part.first != partial.done or partial.done + rows > partial.total:
             raise WireError(f"volume {part.tick} has rows from {part.first}, not {partial.done}")
+        return self._fill(partial, rows, payload)
+
+    def _fill(self, partial: _Partial, rows: int, payload: memoryview) -> Assembled:
         start = partial.done * self._row_bytes
-        partial.rows[start : start + payload.nbytes] = payload
+        memoryview(partial.rows)[start : start + payload.nbytes] = payload
         partial.done += rows
-        if partial.done < partial.total:
-            return None
-        del self._partial[part.tick]
-        self.nbytes -= len(partial.rows)
-        whole = Payload(self._dtype, (partial.total, self._hidden))
-        return msgspec.structs.replace(partial.header, payload=whole), partial.rows
+        if partial.done == partial.total:
+            del self._partial[partial.header.tick]
+            self.nbytes -= len(partial.rows)
+        return Assembled(partial.header, partial.rows, partial.done, partial.total)
 
     def _rows(self, payload: Payload, data: memoryview) -> int:
         rows = payload.shape[0]

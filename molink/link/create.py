@@ -1,12 +1,24 @@
 """Transmission policies by name."""
 
 from collections.abc import Callable
+from functools import partial
 
 from molink.errors import UsageError
+from molink.link.adaptive import Adaptive
+from molink.link.concurrent import Concurrent
 from molink.link.fifo import Fifo
+from molink.link.molink import MoLink
 from molink.link.policy import Policy
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"fifo": Fifo}
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "concurrent": Concurrent,
+    "fifo": Fifo,
+    "molink": MoLink,
+    "adaptive": Adaptive,
+    "adaptive-unpredicted": partial(Adaptive, predict=False),
+}
+#: Names that :func:`create_policy` takes.
+POLICIES = tuple(_POLICIES)
 
 
 def create_policy(name: str) -> Policy:

@@ -22,8 +22,8 @@ class Fifo:
             self._waiting.append(event)
 
     def decide(self, now: float, ready: Collection[Lane]) -> Decision:
-        """The oldest volume, or nothing while its lane can't take it."""
-        if not self._waiting or self._waiting[0].lane not in ready:
+        """The oldest volume, or nothing while the lane of all can't take it."""
+        if not self._waiting or Lane.BULK not in ready:
             return Wait()
         first = self._waiting.popleft()
         return Send(first.volume, first.rows)

@@ -4,6 +4,7 @@ libzmq's own heartbeat is answered by its I/O thread while Python hangs, so a st
 compute thread's progress instead.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 IDLE_INTERVAL = 1.0
@@ -17,6 +18,15 @@ PATIENCE_FACTOR = 5.0
 FIRST_PATIENCE = 60.0
 #: What an echo says beyond this is no measurement.
 _LONGEST_ROUND_TRIP = 60.0
+#: The least round trip is that of so many seconds, and of so many beats at most.
+_LATELY = 1.25
+_MOST_BEATS = 64
+#: Trips of so many seconds have to agree where each by itself may mean something else.
+_PATIENTLY = 1.6
+#: What is under way beside a beat, as a share of what the link can deliver in its round trip:
+#: beside little it tells what the link's own is, whatever the rate; with much the link was full.
+_LITTLE = 0.05
+_MUCH = 0.75
 #: A longer pause between two looks is our own: time in which nobody looked doesn't count.
 _OWN_PAUSE = 1.0
 
@@ -36,19 +46,102 @@ class BeatClock:
         self._last = now
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    at: float
+    seconds: float
+    #: Without the time it waited behind what had been sent just before, as far as is known.
+    alone: float
+    #: Bytes that were under way as it left, and the link's rate as it was known when it was back.
+    ahead: int
+    rate: float | None
+
+
 class RoundTrip:
-    """Seconds there and back, from the echoes of beats."""
+    """Seconds there and back, from the echoes of beats.
 
-    smooth: float = 0.0
-    least: float = 0.0
+    ``least`` is the link's own: the least of late, without the wait behind our own messages. A
+    beat on a link that was full all the while says only that the link's own is not longer. One on
+    a link that seems half empty may have met a lower rate instead: it counts if all did of late, by
+    when the rate is known.
+    """
 
-    def measured(self, seconds: float) -> None:
-        """A beat has come back after ``seconds``."""
+    def __init__(self, start: float | None = None) -> None:
+        """``start`` is believed until something is measured."""
+        self.smooth = 0.0 if start is None else start
+        self._least = start
+        self._measured = False
+        #: Beats that have not come back: when they left, bytes under way then, and their wait.
+        self._away: deque[tuple[float, int, float]] = deque(maxlen=_MOST_BEATS)
+        self._trips: deque[_Trip] = deque(maxlen=_MOST_BEATS)
+
+    def left(self, now: float, ahead: int, wait: float) -> None:
+        """A beat leaves.
+
+        ``ahead`` bytes were sent before it and not acknowledged; it should wait ``wait`` seconds
+        for them.
+        """
+        self._away.append((now, ahead, wait))
+
+    def came_back(self, sent_at: float, rate: float | None, now: float) -> bool:
+        """The beat that left at ``sent_at`` is back; ``False`` if none did, or it is too late.
+
+        ``rate`` is the link's in bytes/s, ``None`` if unknown.
+        """
+        if all(left != sent_at for left, _, _ in self._away):
+            return False
+        while self._away[0][0] != sent_at:
+            self._away.popleft()
+        _, ahead, wait = self._away.popleft()
+        seconds = now - sent_at
         if not 0 < seconds < _LONGEST_ROUND_TRIP:
-            return
-        self.smooth = seconds if self.smooth == 0 else self.smooth + (seconds - self.smooth) / 8
-        self.least = seconds if self.least == 0 else min(self.least, seconds)
+            return False
+        self.smooth += (seconds - self.smooth) / (8 if self._measured else 1)
+        if not self._measured:
+            self._measured, self._least = True, None
+        self._trips.append(_Trip(now, seconds, max(seconds - wait, 0.0), ahead, rate))
+        return True
+
+    def at_most(self, seconds: float, now: float) -> bool:
+        """Something else has arrived, and its acknowledgement come back, within ``seconds``.
+
+        Returns whether that is news.
+        """
+        known = min((trip.seconds for trip in self._trips), default=_LONGEST_ROUND_TRIP)
+        news = 0 < seconds < known
+        if news:
+            self._trips.append(_Trip(now, seconds, 0.0, 0, 0.0))
+        return news
+
+    def least(self, now: float, rate: float | None) -> float | None:
+        """The least round trip of late; ``rate`` is as above. ``None`` = unknown."""
+        while len(self._trips) > 1 and self._trips[0].at < now - _PATIENTLY:
+            self._trips.popleft()
+        if not self._trips:
+            return self._least
+        recent = [trip for trip in self._trips if trip.at >= now - _LATELY] or [self._trips[-1]]
+        alone = [trip.alone for trip in recent if _share(trip, rate) <= _LITTLE]
+        long = now - self._trips[0].at >= _PATIENTLY - BUSY_INTERVAL
+        if not alone and long and all(_share(trip, rate) < _MUCH for trip in self._trips):
+            alone = [trip.alone for trip in self._trips]
+        if alone:
+            self._least = min(alone)
+        longest = min(trip.seconds for trip in recent)
+        if self._least is None or self._least > longest:
+            self._least = longest
+        return self._least
+
+
+def _share(trip: _Trip, rate: float | None) -> float:
+    """How much was under way beside a beat, as a share of what the link can deliver meanwhile.
+
+    Above :data:`_MUCH`, or where it waited for longer than it travelled, the link was full.
+    """
+    if trip.alone < _MUCH * trip.seconds:
+        return 1.0
+    if rate is None or trip.rate is None:
+        return 0.0
+    return trip.ahead / (min(rate, trip.rate) * trip.seconds)
 
 
 class Liveness:

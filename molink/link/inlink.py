@@ -61,6 +61,30 @@ class InLink:
         #: The last beat of the previous stage.
         self.beat: Beat | None = None
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """What happened so far, as ``/metrics`` names it."""
+        received, stats = self._receiver.counters, self.stats
+        counts = {
+            "frames": received.frames,
+            "bytes": received.nbytes,
+            "duplicates": received.duplicates,
+            "gaps": received.gaps,
+            "old_epochs": received.old_epochs,
+            "garbage": received.garbage,
+            "strangers": stats.strangers,
+            "unbound": stats.unbound,
+        }
+        return {f"link_received_{name}_total": float(count) for name, count in counts.items()}
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What is the case now, as ``/metrics`` names it."""
+        return {
+            "link_unfinished_volumes": float(self._receiver.unfinished),
+            "link_unfinished_bytes": float(self._receiver.unfinished_bytes),
+        }
+
     def close(self) -> None:
         """Forget the link."""
         if self._timer is not None:

@@ -5,23 +5,28 @@ next stage is dead is decided by :mod:`molink.link.sender` and :mod:`molink.link
 """
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from molink.errors import MolinkError
-from molink.link.heartbeat import BeatClock, Liveness, RoundTrip
+from molink.link.heartbeat import BeatClock, Liveness
 from molink.link.lane import Outgoing
-from molink.link.policy import Event, LinkEstimate
+from molink.link.policy import Event
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.wire.codec import Buffer
 from molink.wire.data import Ack, Beat, DataMessage, Lane, LinkHello, RingBody, Volume
+from molink.wire.ringtimes import LinkFacts
 
 #: Until a hello is repeated that the next stage hasn't answered: it may not be that far yet.
 HELLO_INTERVAL = 0.25
 #: How often the next stage's life is looked at.
 _LOOK_INTERVAL = 0.5
 _LEAST_PAUSE = 0.001
+#: Messages that a link of unknown rate is tried out with, and their bytes.
+_PROBES = 16
+_PROBE_BYTES = 16 * 1024
 
 
 class Channel(Protocol):
@@ -73,12 +78,17 @@ class LinkStats:
     connects: int = 0
     sent_frames: int = 0
     sent_bytes: int = 0
+    #: Rows of volumes: as the stage made them, and as they were sent.
+    plain_bytes: int = 0
+    packed_bytes: int = 0
     resent: int = 0
     stale_acks: int = 0
     queued_bytes: int = 0
     unacknowledged_bytes: int = 0
+    #: Seconds there and back, and bytes/s; 0 = unknown.
     rtt: float = 0.0
     least_rtt: float = 0.0
+    rate: float = 0.0
 
 
 @dataclass(slots=True)
@@ -102,11 +112,15 @@ class OutLink:
         progress: Callable[[], Progress],
         on_dead: Callable[[str], None],
         on_room: Callable[[], None],
+        on_estimate: Callable[[LinkFacts], None] | None = None,
+        *,
+        probe: bool = False,
     ) -> None:
         """``connect`` makes a lane's connection. ``on_dead`` is told, once, why the next is dead.
 
         ``on_room`` is called when the link is not :attr:`full` any more.
-        ``progress`` says how this stage itself gets on.
+        ``progress`` says how this stage itself gets on. ``on_estimate`` is told what is known of
+        the link, again and again; with ``probe``, a link of unknown rate is tried out at once.
         """
         self._loop = asyncio.get_running_loop()
         self._sender = sender
@@ -119,7 +133,8 @@ class OutLink:
         now = self._loop.time()
         self._beats = BeatClock(now)
         self.liveness = Liveness(now)
-        self._round_trip = RoundTrip()
+        self._on_estimate = on_estimate
+        self._probe = probe
         self._connects = 0
         self._timer: asyncio.TimerHandle | None = None
         self._pumping: asyncio.Handle | None = None
@@ -158,6 +173,11 @@ class OutLink:
     def volume(self, header: Volume, rows: Buffer) -> None:
         """As :meth:`LinkSender.volume`."""
         self._sender.volume(header, rows, self._loop.time())
+        self._pump()
+
+    def more(self, tick: int, rows: Buffer) -> None:
+        """As :meth:`LinkSender.more`."""
+        self._sender.more(tick, rows, self._loop.time())
         self._pump()
 
     def handle(self, event: Event) -> None:
@@ -259,9 +279,8 @@ class OutLink:
             self._acknowledged(lane, message, now)
         elif isinstance(message, Beat) and message.epoch == self._sender.epoch:
             self.liveness.beat(message.completed, message.queued, message.predicted, now)
-            self._round_trip.measured(now - message.echo)
-            estimate = LinkEstimate(self._round_trip.smooth, self._round_trip.least)
-            self._sender.handle(estimate, now)
+            if self._sender.estimator.beat_back(message.echo, now):
+                self._report(now)
         self._pump()
 
     def _acknowledged(self, lane: Lane, ack: Ack, now: float) -> None:
@@ -276,14 +295,39 @@ class OutLink:
             if ack.next > self._sender.base(lane):
                 self._take(ack, now)
             self._sender.reconnected(lane, now)
+            if lane is Lane.BULK:
+                self._try_out(now)
+            self._tell(now)
         else:
             self._take(ack, now)
+            self._tell(now)
 
     def _take(self, ack: Ack, now: float) -> None:
         was_full = self._sender.full
         self._sender.ack(ack, now)
         if was_full and not self._sender.full:
             self._on_room()
+
+    # --- what the link is like ---------------------------------------------------------------
+
+    def _try_out(self, now: float) -> None:
+        """Find out the rate of a new link before anything depends on it."""
+        if self._probe and self._sender.estimator.facts(now).rate is None:
+            noise = random.Random(self._sender.epoch)
+            for _ in range(_PROBES):
+                self._sender.probe(noise.randbytes(_PROBE_BYTES))
+        self._probe = False
+
+    def _tell(self, now: float) -> None:
+        """The policy hears of what has changed noticeably."""
+        news = self._sender.estimator.news(now)
+        if news is not None:
+            self._sender.handle(news, now)
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        if self._on_estimate is not None:
+            self._on_estimate(self._sender.estimator.facts(now))
 
     # --- signs of life -----------------------------------------------------------------------
 
@@ -304,6 +348,8 @@ class OutLink:
             sent_at=now,
             predicted=progress.predicted,
         )
+        self._sender.estimator.beat_left(now)
+        self._tell(now)
         self._say(Lane.DECODE, beat)
 
     def _look(self, now: float) -> None:
@@ -320,14 +366,18 @@ class OutLink:
     def stats(self) -> LinkStats:
         """What happened so far."""
         sender = self._sender
+        estimate = sender.estimator.estimate(self._loop.time())
         return LinkStats(
             connects=self._connects,
             sent_frames=sender.sent_frames,
             sent_bytes=sender.sent_bytes,
+            plain_bytes=sender.packing.plain_bytes,
+            packed_bytes=sender.packing.packed_bytes,
             resent=sender.resent,
             stale_acks=sender.stale_acks,
             queued_bytes=sender.queued_bytes,
             unacknowledged_bytes=sender.unacknowledged_bytes,
-            rtt=self._round_trip.smooth,
-            least_rtt=self._round_trip.least,
+            rtt=estimate.rtt,
+            least_rtt=estimate.least_rtt,
+            rate=estimate.rate or 0.0,
         )

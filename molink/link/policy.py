@@ -17,7 +17,8 @@ from molink.wire.data import Lane
 class Produced:
     """A finished computation has ``rows`` more rows of ``row_bytes`` each to send.
 
-    ``volume`` names it; the same name again means that more of its rows are finished.
+    ``volume`` names it: names rise, so a lower one is older; the same name again means that more of
+    its rows are finished. ``lane`` is its kind, even if the policy has one lane for both.
     """
 
     volume: int
@@ -38,9 +39,10 @@ class DecodeStarted:
 class DecodeFinished:
     """The executor finished a decode step.
 
-    ``next_predicted`` is in how many seconds the next one is expected to start, counted from now:
-    ``t_p + T_o + T_m - now`` of the paper after the last batch of an iteration, 0 if another waits
-    already or is overdue, ``None`` if unknown or if nobody decodes.
+    ``next_predicted`` is in how many seconds the rows of the next one are expected, counted from
+    now: ``t_p + T_o + T_m - now`` of the paper, 0 if they are overdue, ``None`` if unknown or if
+    nobody decodes. (``t_p`` is a finish and ``T_o`` has this stage's own step too: so that sum is
+    when the next step finishes, which is when its rows need the link.)
     """
 
     tokens: int
@@ -75,7 +77,10 @@ class LinkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Reconnected:
-    """A connection was lost and is there again; what was under way on it is sent again."""
+    """A connection was lost and is there again, or has been silent for too long.
+
+    What was under way on it is sent again.
+    """
 
     lane: Lane
 

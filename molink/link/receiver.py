@@ -1,23 +1,36 @@
-"""The receiving end of a link, without I/O: every message once, in order, volumes whole."""
+"""The receiving end of a link, without I/O: every message once, in order, volumes put together."""
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from molink.errors import InvariantError, WireError
 from molink.link.assembly import Assembly
-from molink.wire.base import DType
-from molink.wire.data import Ack, Frame, Lane, RingBody, Volume, VolumePart
+from molink.wire.base import Coding, DType
+from molink.wire.data import Ack, Frame, Lane, Probe, RingBody, Volume, VolumePart
+
+if TYPE_CHECKING:
+    from molink.link.compression import RowCodec
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message of the previous stage; a volume comes with all of its rows.
+    """A message of the previous stage, with what belongs to it.
 
-    ``payload`` belongs to the receiver of the arrival: it may be changed and kept.
+    A volume is reported once, when all its ``rows`` have come; with cut-through, one of prefill
+    rows is reported when the first have. Then ``payload`` has room for all that ``body.payload``
+    describes, and further rows are written into it: each :class:`VolumePart`, without a payload,
+    tells how many rows there are by now, in all.
+
+    ``payload`` belongs to who is told: but for rows that are still to come, it may be changed and
+    kept.
     """
 
     body: RingBody
     payload: bytearray | None
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +69,23 @@ class LinkReceiver:
     """Takes the frames of one epoch; nothing that arrives makes it raise."""
 
     def __init__(
-        self, epoch: int, hidden: int, dtype: DType, limits: ReceiverLimits | None = None
+        self,
+        epoch: int,
+        hidden: int,
+        dtype: DType,
+        limits: ReceiverLimits | None = None,
+        cut_through: bool = False,
     ) -> None:
-        """``hidden`` and ``dtype`` are those of the rows that this stage is sent."""
+        """``hidden`` and ``dtype`` are those of the rows that this stage is sent.
+
+        ``cut_through`` is whether to report prefill rows while more are coming.
+        """
         self.epoch = epoch
+        self._cut_through = cut_through
         self._limits = limits or ReceiverLimits()
         self._lanes = {lane: _InLane() for lane in Lane}
         self._assembly = Assembly(hidden, dtype, self._limits.assembly)
+        self._codec: RowCodec | None = None
         self._story: deque[str] = deque(maxlen=64)
         self.counters = ReceiverCounters()
         #: Why the last frame that made no sense was dropped.
@@ -97,18 +120,37 @@ class LinkReceiver:
             return []
 
     def _arrive(self, body: RingBody, payload: memoryview | None) -> list[Arrival]:
+        if isinstance(body, Probe):
+            return []
         if not isinstance(body, Volume | VolumePart):
             return [Arrival(body, None if payload is None else bytearray(payload))]
         if payload is None:
             raise WireError(f"volume {body.tick} without rows")
+        if body.payload.coding is not Coding.PLAIN:
+            body, payload = self._unpack(body, payload)
         if isinstance(body, Volume):
-            whole = self._assembly.begin(body, payload)
+            there = self._assembly.begin(body, payload)
         else:
-            whole = self._assembly.add(body, payload)
-        if whole is None:
-            return []
-        self.counters.volumes += 1
-        return [Arrival(*whole)]
+            there = self._assembly.add(body, payload)
+        whole = there.rows == there.total
+        self.counters.volumes += whole
+        if not (self._cut_through and there.header.prefill):
+            return [Arrival(there.header, there.data, there.rows)] if whole else []
+        if isinstance(body, VolumePart):
+            return [Arrival(body, None, there.rows)]
+        return [Arrival(there.header, there.data, there.rows)]
+
+    def _unpack(
+        self, body: Volume | VolumePart, payload: memoryview
+    ) -> tuple[Volume | VolumePart, memoryview]:
+        """A message of packed rows as if it had come plain."""
+        if self._codec is None:
+            # Late: numpy is for those alone who are sent packed rows.
+            from molink.link.compression import RowCodec
+
+            self._codec = RowCodec()
+        header, rows = self._codec.unpack(body.payload, payload)
+        return msgspec.structs.replace(body, payload=header), rows
 
     def _out_of_order(self, frame: Frame, lane: _InLane, now: float) -> None:
         if frame.seq < lane.next:
@@ -146,6 +188,16 @@ class LinkReceiver:
         lane.ack_at = at if lane.ack_at is None else min(lane.ack_at, at)
 
     # --- state -------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> int:
+        """How many volumes lack rows."""
+        return len(self._assembly)
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Memory that they take, once complete."""
+        return self._assembly.nbytes
 
     def validate(self) -> None:
         """Check the invariants.

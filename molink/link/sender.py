@@ -3,18 +3,22 @@
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import count
 
 import msgspec
 
-from molink.errors import InvariantError, MessageTooLarge, Overloaded, WireError
-from molink.link.lane import Outgoing, OutLane, size_of
-from molink.link.policy import Acknowledged, Event, Policy, Produced, Reconnected, Send, Sent
-from molink.wire.base import DTYPE_SIZES, Payload
-from molink.wire.codec import MAX_HEADER, MAX_PAYLOAD, Buffer
-from molink.wire.data import Ack, Frame, Lane, RingBody, Volume, VolumePart
+from molink.errors import InvariantError, MessageTooLarge, Overloaded
+from molink.link.estimator import LinkEstimator
+from molink.link.lane import Outgoing, OutLane
+from molink.link.outbox import Outbox
+from molink.link.packing import Packer, Packing
+from molink.link.policy import Acknowledged, Event, Policy, Reconnected, Send, Sent
+from molink.link.volume import OutVolume
+from molink.wire.codec import MAX_HEADER, Buffer
+from molink.wire.data import Ack, Frame, Lane, RingBody, Volume
 
 BOTH_LANES = (Lane.DECODE, Lane.BULK)
+#: What a header may grow by when the size of its packed rows is put in.
+_CODED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +35,30 @@ class SenderLimits:
     resend_after: float = 10.0
 
 
-@dataclass(slots=True)
-class _Volume:
-    header: Volume
-    rows: memoryview  # bytes, row-major
-    row_bytes: int
-    total: int
-    done: int = 0
-
-
 class LinkSender:
     """Numbers, cuts, sends, keeps and sends again; one object per epoch.
 
     Control messages go first, on the decode lane; volumes when the policy says so, each on its
-    lane: prefill rows on the bulk lane, decode rows on the decode lane.
+    lane: prefill rows on the bulk lane, decode rows on the decode lane, or all on the bulk lane if
+    the policy has one for both.
     """
 
-    def __init__(self, epoch: int, policy: Policy, limits: SenderLimits | None = None) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        policy: Policy,
+        limits: SenderLimits | None = None,
+        packer: Packer | None = None,
+        estimator: LinkEstimator | None = None,
+    ) -> None:
         self.epoch = epoch
         self._policy = policy
         self._limits = limits or SenderLimits()
+        self.packing = Packing(packer)
+        #: Learns from what is sent and acknowledged; whoever sends beats tells it of them.
+        self.estimator = estimator or LinkEstimator()
         self._lanes = {lane: OutLane(epoch, lane) for lane in BOTH_LANES}
-        self._control: deque[tuple[RingBody, Buffer | None]] = deque()
-        self._volumes: dict[int, _Volume] = {}
-        self._names = count()
-        #: What the policy has granted and has not left yet: volume and rows.
-        self._grant: tuple[int, int] | None = None
-        self._queued = 0
+        self._outbox = Outbox()
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
@@ -75,43 +76,49 @@ class LinkSender:
             Overloaded: far more is waiting than the link can hold.
         """
         self._check(body)
-        self._control.append((body, payload))
-        self._queued += size_of(payload)
+        self._outbox.control(body, payload)
+
+    def probe(self, payload: Buffer) -> None:
+        """Send bytes on the bulk lane, before every volume there, for the next stage to drop."""
+        self._outbox.probe(payload)
 
     def volume(self, header: Volume, rows: Buffer, now: float) -> None:
-        """Send a volume: ``header.payload`` describes all of ``rows``, ``[n, hidden]``.
+        """Send a volume, of which ``rows`` are the first rows or all.
 
-        ``rows`` is not copied and must not change until it has been acknowledged.
+        ``header.payload`` describes all of them, ``[total, hidden]``; the others are handed over
+        with :meth:`more`. ``rows`` is not copied and must not change until it is acknowledged.
 
         Raises:
-            WireError: ``rows`` is not what the header says.
+            WireError: ``rows`` is not what the header says, or a volume of that tick lacks rows.
             MessageTooLarge: its header, or one row, is over the bound of a message.
             Overloaded: far more is waiting than the link can hold.
         """
-        view = memoryview(rows).cast("B")
-        total = sum(group.count for group in header.rows)
-        shape = header.payload.shape
-        if len(shape) != 2 or shape[0] != total or view.nbytes != header.payload.nbytes:
-            raise WireError(f"volume {header.tick}: {view.nbytes} bytes are not {total} rows")
-        row_bytes = shape[1] * DTYPE_SIZES[header.payload.dtype]
-        if row_bytes > MAX_PAYLOAD:
-            raise MessageTooLarge(f"a row of {row_bytes} bytes is over {MAX_PAYLOAD}")
+        lane = Lane.BULK if header.prefill or self._policy.one_lane else Lane.DECODE
+        volume = OutVolume(header, lane)
         self._check(header)
-        name = next(self._names)
-        self._volumes[name] = _Volume(header, view, row_bytes, total)
-        self._queued += view.nbytes
-        lane = Lane.BULK if header.prefill else Lane.DECODE
-        self.handle(Produced(name, lane, total, row_bytes), now)
+        self.handle(self._outbox.volume(volume, rows), now)
+
+    def more(self, tick: int, rows: Buffer, now: float) -> None:
+        """Send the next rows of a volume whose first rows have been handed over.
+
+        They count as accepted with the first: a link that is far behind takes them too.
+
+        Raises:
+            WireError: no volume of that tick lacks rows, or they are more than it lacks.
+        """
+        self.handle(self._outbox.more(tick, rows), now)
 
     def handle(self, event: Event, now: float) -> None:
         """Tell the policy what happened."""
+        self.estimator.handle(event, now)
+        self.packing.handle(event)
         self._policy.handle(event, now)
 
     def _check(self, body: RingBody) -> None:
-        if self._queued + self.unacknowledged_bytes > 2 * self._limits.total:
+        if self.queued_bytes + self.unacknowledged_bytes > 2 * self._limits.total:
             raise Overloaded("the link to the next stage is far behind")
         widest = Frame(2**53, Lane.BULK, 2**53, body)
-        if len(msgspec.msgpack.encode(widest)) > MAX_HEADER:
+        if len(msgspec.msgpack.encode(widest)) > MAX_HEADER - _CODED:
             raise MessageTooLarge(f"the header of a {type(body).__name__} is over {MAX_HEADER}")
 
     # --- what the connections tell -----------------------------------------------------------
@@ -166,16 +173,17 @@ class LinkSender:
             if self._lanes[lane].pending:
                 return self._lanes[lane].take(now)
         ready = [lane for lane in ready if self._open(lane)]
-        if self._control and Lane.DECODE in ready:
-            body, payload = self._control.popleft()
-            self._queued -= size_of(payload)
-            return self._emit(Lane.DECODE, body, payload, now)
-        if self._grant is None:
+        if Lane.DECODE in ready and (control := self._outbox.take_control()) is not None:
+            return self._emit(Lane.DECODE, *control, now)
+        if Lane.BULK in ready and (probe := self._outbox.take_probe()) is not None:
+            return self._emit(Lane.BULK, *probe, now)
+        if self._outbox.granted is None:
             decision = self._policy.decide(now, ready)
             if not isinstance(decision, Send):
                 self.wake_at = decision.until
                 return None
-            self._grant = (decision.volume, decision.rows)
+            there = self._outbox.grant(decision)
+            self._require(there, f"{self._policy.name} sends what isn't there: {decision}")
         return self._next_rows(now, ready)
 
     def _open(self, lane: Lane) -> bool:
@@ -184,22 +192,12 @@ class LinkSender:
 
     def _next_rows(self, now: float, ready: Collection[Lane]) -> Outgoing | None:
         """The next message of what was granted."""
-        assert self._grant is not None
-        name, granted = self._grant
-        volume = self._volumes[name]
-        lane = Lane.BULK if volume.header.prefill else Lane.DECODE
-        if lane not in ready:
+        volume = self._outbox.granted
+        if volume is None or volume.lane not in ready:
             return None
-        fit = max(1, self._limits.message // volume.row_bytes)
-        rows = min(granted, fit, volume.total - volume.done)
-        body, payload = _cut(volume, rows)
-        volume.done += rows
-        self._queued -= payload.nbytes
-        self._grant = (name, granted - rows) if granted > rows else None
-        if volume.done == volume.total:
-            del self._volumes[name]
-            self._grant = None
-        return self._emit(lane, body, payload, now)
+        body, rows = self._outbox.take_rows(self._limits.message)
+        message = self.packing.message(body, rows, volume.header.prefill)
+        return self._emit(volume.lane, *message, now)
 
     def _emit(self, lane: Lane, body: RingBody, payload: Buffer | None, now: float) -> Outgoing:
         self._lanes[lane].append(body, payload, now)
@@ -211,6 +209,7 @@ class LinkSender:
             if waiting and now - out.progress_at >= self._limits.resend_after:
                 out.rewind()
                 self._note(now, f"{out.lane.name} acknowledges nothing: again from {out.base}")
+                self.handle(Reconnected(out.lane), now)
 
     def _wake_for_stalled(self) -> None:
         for out in self._lanes.values():
@@ -228,12 +227,12 @@ class LinkSender:
     @property
     def queued_bytes(self) -> int:
         """Bytes that have not been sent at all."""
-        return self._queued
+        return self._outbox.nbytes
 
     @property
     def full(self) -> bool:
         """Whether who produces should pause."""
-        return self._queued + self.unacknowledged_bytes >= self._limits.total
+        return self.queued_bytes + self.unacknowledged_bytes >= self._limits.total
 
     @property
     def resent(self) -> int:
@@ -252,12 +251,8 @@ class LinkSender:
         """
         for out in self._lanes.values():
             self._require(out.valid(), f"{out.lane.name} has a gap or miscounts its bytes")
-        waiting = sum((v.total - v.done) * v.row_bytes for v in self._volumes.values())
-        waiting += sum(size_of(payload) for _, payload in self._control)
-        self._require(waiting == self._queued, f"{waiting} bytes wait, not {self._queued}")
-        if self._grant is not None:
-            name, rows = self._grant
-            self._require(name in self._volumes and rows > 0, f"a grant of nothing: {name}")
+        fault = self._outbox.fault()
+        self._require(not fault, fault)
 
     def _require(self, holds: bool, message: str) -> None:
         if not holds:
@@ -265,13 +260,3 @@ class LinkSender:
 
     def _note(self, now: float, what: str) -> None:
         self._story.append(f"{now:.3f} {what}")
-
-
-def _cut(volume: _Volume, rows: int) -> tuple[RingBody, memoryview]:
-    """The message with the next ``rows`` rows of ``volume``, and those rows."""
-    first, header = volume.done, volume.header
-    payload = Payload(header.payload.dtype, (rows, header.payload.shape[1]))
-    data = volume.rows[first * volume.row_bytes : (first + rows) * volume.row_bytes]
-    if first == 0:
-        return msgspec.structs.replace(header, payload=payload), data
-    return VolumePart(header.tick, first, payload), data

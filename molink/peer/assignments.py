@@ -198,6 +198,10 @@ class Assignments:
             max_waiting=settings.max_waiting,
             profile_cache=str(self._profiles),
             prefix_cache=settings.prefix_cache,
+            compression=settings.compression,
+            policy=settings.link_policy,
+            cut_through=settings.cut_through,
+            record=_from_anywhere(settings.record),
             quantize=assign.quantize,
             memory=0 if measured.name == "cpu" else plan.budget,
         )
@@ -220,6 +224,11 @@ class Assignments:
 
     def _worker_exited(self, generation: int, reason: str) -> None:
         self._carry_out(self._keeper.failed(generation, reason))
+
+
+def _from_anywhere(folder: str) -> str:
+    """A folder's path that doesn't depend on where a process runs; empty stays so."""
+    return str(Path(folder).absolute()) if folder else ""
 
 
 def plan_stage(

@@ -14,8 +14,9 @@ import msgspec
 import platformdirs
 
 from molink.errors import UsageError
+from molink.link.create import POLICIES
 from molink.peer.home import Home
-from molink.wire.facts import Quantize
+from molink.wire.facts import Compression, Quantize
 
 Dtype = Literal["auto", "f32", "bf16", "f16"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -73,8 +74,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    #: How rows are packed on the way to the next stage, where that pays; ``int8`` loses precision.
+    compression: Compression = "lossless"
     #: Whether the KV of requests that are over is kept for others that begin alike.
     prefix_cache: bool = True
+    #: How links between stages share their bandwidth, by the names of ``molink.link.create``.
+    link_policy: str = "adaptive"
+    #: Whether prompts' rows are computed and sent on while more of them are coming.
+    cut_through: bool = True
+    #: Folder in which stages record the decisions of their links; empty = nothing is recorded.
+    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     #: Seconds for which a request waits while no pipeline can serve it.
     hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
@@ -89,6 +98,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
         if _DEVICE.match(self.device) is None:
             raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
+        if self.link_policy not in POLICIES:
+            names = ", ".join(POLICIES)
+            raise ValueError(f"`link_policy` is one of {names}, not {self.link_policy!r}")
         if self.worker_ports[0] > self.worker_ports[1]:
             raise ValueError("`worker_ports` is a first and a last port")
 

@@ -5,6 +5,7 @@ added later) or :class:`LeanMessage` (arrays, for the data plane, where bytes co
 checks types and bounds while it decodes, so a handler never sees a field of the wrong type.
 """
 
+from enum import IntEnum
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,16 +33,36 @@ class LeanMessage(msgspec.Struct, frozen=True, array_like=True):
     """A data-plane message: a tagged array, ``frozen=True``; fields may be appended only."""
 
 
+class Coding(IntEnum):
+    """How rows are packed in their frame (``molink.link.compression``)."""
+
+    PLAIN = 0
+    LOSSLESS = 1
+    #: Per row a scale and one byte per element; loses precision.
+    INT8 = 2
+
+
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """What the one payload frame holds: row-major elements of ``dtype`` in ``shape``."""
+    """What the one payload frame holds: row-major elements of ``dtype`` in ``shape``.
+
+    Rows of a volume may be packed: the frame then has ``coded`` bytes, fewer than ``nbytes``.
+    """
 
     dtype: DType
     shape: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=2)]
+    #: A number, not a name: two bytes more in each header.
+    coding: Coding = Coding.PLAIN
+    coded: Index = 0
 
     @property
     def nbytes(self) -> int:
-        """Size of the frame in bytes that this header promises."""
+        """Size in bytes of the elements, unpacked."""
         elements = 1
         for extent in self.shape:
             elements *= extent
         return elements * DTYPE_SIZES[self.dtype]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Size in bytes of the frame that this header promises."""
+        return self.nbytes if self.coding is Coding.PLAIN else self.coded

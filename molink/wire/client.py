@@ -345,6 +345,8 @@ class Client(Generic[M]):
         if flusher is not None:
             flusher.cancel()
             await asyncio.gather(flusher, return_exceptions=True)
+            # One that was cancelled before it began has not said that it is gone.
+            self._flusher = None
         self._outbox.clear()
         for queue in self._pending.values():
             queue.put_nowait(Unavailable(reason))

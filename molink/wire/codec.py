@@ -2,6 +2,7 @@
 
 Everything that a stranger could get wrong is checked here, before anything is allocated: the number
 of frames, both sizes, the type, every field, and that the payload is as long as its header says.
+Only rows of volumes may be packed, to fewer bytes than they are, and be no more than fit plain.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ import msgspec
 import zmq
 
 from molink.errors import MessageTooLarge, WireError
-from molink.wire.base import Payload
+from molink.wire.base import Coding, Payload
 from molink.wire.control import ControlMessage
-from molink.wire.data import DataMessage
+from molink.wire.data import DataMessage, Frame, Volume, VolumePart
 
 M = TypeVar("M")
 
@@ -46,7 +47,7 @@ class Codec(Generic[M]):
         name = type(message).__name__
         if len(header) > MAX_HEADER:
             raise MessageTooLarge(f"the header of a {name} is {len(header)} bytes, over 4096")
-        _check_payload(name, _payload_of(message), payload)
+        _check_payload(message, payload)
         return [header] if payload is None else [header, payload]
 
     def decode(self, frames: Sequence[Part]) -> tuple[M, memoryview | None]:
@@ -66,7 +67,7 @@ class Codec(Generic[M]):
         except (ValueError, RecursionError) as error:
             raise WireError(f"not a message: {error}") from error
         payload = _view(frames[1]) if len(frames) == MAX_FRAMES else None
-        _check_payload(type(message).__name__, _payload_of(message), payload)
+        _check_payload(message, payload)
         return message, payload
 
 
@@ -89,7 +90,8 @@ def _view(frame: Part) -> memoryview:
     return view.cast("B")
 
 
-def _check_payload(name: str, promised: Payload | None, payload: Buffer | None) -> None:
+def _check_payload(message: object, payload: Buffer | None) -> None:
+    name, promised = type(message).__name__, _payload_of(message)
     if promised is None or payload is None:
         if promised is None and payload is None:
             return
@@ -98,5 +100,18 @@ def _check_payload(name: str, promised: Payload | None, payload: Buffer | None) 
     size = memoryview(payload).nbytes
     if size > MAX_PAYLOAD:
         raise MessageTooLarge(f"the payload of a {name} is {size} bytes, over {MAX_PAYLOAD}")
-    if size != promised.nbytes:
-        raise WireError(f"the payload of a {name} is {size} bytes, not {promised.nbytes}")
+    if size != promised.wire_bytes:
+        raise WireError(f"the payload of a {name} is {size} bytes, not {promised.wire_bytes}")
+    if promised.coding is not Coding.PLAIN or promised.coded:
+        _check_coding(message, promised)
+
+
+def _check_coding(message: object, promised: Payload) -> None:
+    name = type(message).__name__
+    body = message.body if isinstance(message, Frame) else message
+    if promised.coding is Coding.PLAIN or not isinstance(body, Volume | VolumePart):
+        raise WireError(f"the payload of a {name} can't be packed")
+    if promised.nbytes > MAX_PAYLOAD:
+        raise MessageTooLarge(f"the payload of a {name} unpacks to over {MAX_PAYLOAD} bytes")
+    if promised.coded >= promised.nbytes:
+        raise WireError(f"the payload of a {name} is no smaller for being packed")

@@ -203,6 +203,12 @@ class LinkReport(LeanMessage, frozen=True, tag="link"):
     rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
+class Probe(LeanMessage, frozen=True, tag="probe"):
+    """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
+
+    payload: Payload
+
+
 RingBody = (
     Admit
     | History
@@ -214,6 +220,7 @@ RingBody = (
     | TopLogprobs
     | Sampled
     | LinkReport
+    | Probe
 )
 
 

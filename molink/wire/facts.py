@@ -9,6 +9,8 @@ from molink.wire.base import Count, Index, Message, Text
 LayerRange = tuple[Index, Index]
 #: How a stage keeps the projections of its layers (:mod:`molink.model.quantization`).
 Quantize = Literal["none", "int8", "nf4"]
+#: How rows are packed for a link, where that pays.
+Compression = Literal["none", "lossless", "int8"]
 #: Tokens of a KV block, the same at every stage of a pipeline.
 BLOCK_SIZE = 16
 

@@ -13,7 +13,7 @@ import msgspec
 from molink.errors import WireError
 from molink.wire.base import Count, Index, Message, Sentence, Text
 from molink.wire.control import Port, PublicKey, StageAddress
-from molink.wire.facts import LayerRange, Quantize
+from molink.wire.facts import Compression, LayerRange, Quantize
 from molink.wire.profile import UNKNOWN, Profile
 
 MAX_PIPE_MESSAGE = 1 << 20
@@ -45,7 +45,11 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     max_context: Count
     #: How the link schedules what it sends (``molink.link.create``).
-    policy: Text = "fifo"
+    policy: Text = "adaptive"
+    #: Whether prefill rows are computed and sent on while more of their volume are coming.
+    cut_through: bool = True
+    #: How rows are packed for the link, where that pays (``molink.link.compressor``).
+    compression: Compression = "lossless"
     #: Rows of a prefill chunk; 0 leaves them to the head.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
@@ -58,6 +62,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     twin: bool = False
     #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
     memory: Count = 0
+    #: Folder in which the decisions of links are recorded; empty: nothing is.
+    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
 class MemberKey(Message, frozen=True, kw_only=True):

@@ -3,29 +3,39 @@
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq.asyncio
 
 from molink.head.chunk import most_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
+from molink.link.compressor import Compressor
 from molink.link.create import create_policy
 from molink.link.dial import dial
+from molink.link.estimator import LinkEstimator
 from molink.link.inlink import InLink
+from molink.link.memory import LinkMemory
 from molink.link.outlink import OutLink, Progress
+from molink.link.packer import RowPacker
+from molink.link.policy import Policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
+from molink.link.recording import Recorder
 from molink.link.sender import LinkSender
 from molink.wire.base import DTYPE_SIZES
+from molink.wire.control import StageAddress
 from molink.wire.data import MAX_GROUPS, Cancel, Credit, DataMessage, Prompt, Submit
 from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import FormRing, Start
+from molink.wire.ringtimes import LinkFacts
 from molink.wire.server import Sender, Server
 from molink.worker.desk import Desk
 from molink.worker.engine import Engine
+from molink.worker.limits import BoardLimits
+from molink.worker.recordfile import RecordFile
 from molink.worker.requests import RequestTable
 from molink.worker.ring import Ring
-from molink.worker.scoreboard import BoardLimits
 from molink.worker.segment import StageShape
 
 #: Requests that any head may run: ``Start.max_running`` of its worker, which we don't know.
@@ -37,7 +47,7 @@ LEAST_BYTES = 256 << 20
 class Place:
     """Builds and owns the head, desk, links and executor of one epoch.
 
-    ``on_dead`` is told why the next stage counts as dead.
+    ``on_dead`` is told why the next stage counts as dead; ``memory`` outlives the epoch.
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class Place:
         server: Server[DataMessage],
         on_dead: Callable[[str], None],
         on_broken: Callable[[str], None],
+        memory: LinkMemory | None = None,
     ) -> None:
         self.epoch = order.epoch
         #: The peer that runs the previous stage; nobody in a ring of one.
@@ -71,6 +82,8 @@ class Place:
                 stage.config.hidden_size,
                 stage.config.vocab_size,
                 stage.travel_dtype,
+                start.stage,
+                len(order.ring),
             ),
             requests,
             self._executor,
@@ -80,7 +93,11 @@ class Place:
             on_broken,
             time.monotonic,
             self._board_limits(),
+            cut_through=start.cut_through,
+            profiles=order.profiles,
         )
+        self._memory = memory or LinkMemory(None)
+        self._record: RecordFile | None = None
         self._out: OutLink | None = None
         self._in: InLink | None = None
         if len(order.ring) > 1:
@@ -100,6 +117,8 @@ class Place:
             self._in.close()
         if self._out is not None:
             await self._out.close()
+        if self._record is not None:
+            self._record.close()
         await asyncio.to_thread(self._executor.close)
 
     def handle(self, sender: Sender, message: DataMessage, payload: memoryview | None) -> None:
@@ -122,14 +141,21 @@ class Place:
             counters |= {
                 "link_sent_frames_total": float(link.sent_frames),
                 "link_sent_bytes_total": float(link.sent_bytes),
+                "link_plain_bytes_total": float(link.plain_bytes),
+                "link_packed_bytes_total": float(link.packed_bytes),
                 "link_resent_frames_total": float(link.resent),
                 "link_connects_total": float(link.connects),
             }
             gauges |= {
                 "link_rtt_seconds": link.rtt,
+                "link_latency_seconds": link.least_rtt / 2,
+                "link_rate_bytes_per_second": link.rate,
                 "link_queued_bytes": float(link.queued_bytes),
                 "link_unacknowledged_bytes": float(link.unacknowledged_bytes),
             }
+        if self._in is not None:
+            counters |= self._in.counts
+            gauges |= self._in.gauges
         return counters, gauges
 
     def _make_head(self) -> Head:
@@ -181,19 +207,46 @@ class Place:
     def _make_outlink(
         self, context: zmq.asyncio.Context, on_dead: Callable[[str], None]
     ) -> OutLink:
-        start, ring = self._start, self._order.ring
-        after = ring[(start.stage + 1) % len(ring)]
+        start, after = self._start, self._after
         keys = KeyPair(start.public_key, start.secret_key)
         targets = endpoints(after.addresses, after.port)
         return OutLink(
             dial(context, keys, after.public_key, targets),
-            LinkSender(self.epoch, create_policy(start.policy)),
+            LinkSender(
+                self.epoch,
+                self._make_policy(),
+                packer=self._make_packer(),
+                estimator=LinkEstimator(self._memory.find(after.peer)),
+            ),
             start.pipeline,
             start.stage,
             self._progress,
             on_dead,
             self.ring.pump,
+            self._link_measured,
+            probe=True,
         )
+
+    def _link_measured(self, facts: LinkFacts) -> None:
+        now = time.monotonic()
+        self._memory.keep(self._after.peer, facts, now)
+        self.ring.link_measured(facts, now)
+
+    @property
+    def _after(self) -> StageAddress:
+        """The next stage."""
+        return self._order.ring[(self._start.stage + 1) % len(self._order.ring)]
+
+    def _make_policy(self) -> Policy:
+        start, policy = self._start, create_policy(self._start.policy)
+        if not start.record:
+            return policy
+        self._record = RecordFile(Path(start.record), start.pipeline, start.stage, self.epoch)
+        return Recorder(policy, self._record.write)
+
+    def _make_packer(self) -> RowPacker | None:
+        setting = self._start.compression
+        return RowPacker(Compressor(setting), time.perf_counter) if setting != "none" else None
 
     def _make_inlink(self, server: Server[DataMessage]) -> InLink:
         start, stages = self._start, len(self._order.ring)
@@ -205,6 +258,7 @@ class Place:
                 hidden,
                 self._stage.travel_dtype,
                 ReceiverLimits(assembly=self._most_bytes),
+                cut_through=start.cut_through,
             ),
             start.pipeline,
             (start.stage - 1) % stages,
@@ -214,7 +268,7 @@ class Place:
         )
 
     def _arrived(self, arrival: Arrival) -> None:
-        self.ring.arrive(arrival.body, arrival.payload)
+        self.ring.arrive(arrival.body, arrival.payload, arrival.rows)
 
     def _progress(self) -> Progress:
         return self.ring.progress

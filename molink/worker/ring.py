@@ -2,22 +2,20 @@
 
 import contextlib
 import logging
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from molink.head.batch import Batch
 from molink.head.head import Head
-from molink.head.request import Emission
 from molink.link.outlink import Progress
-from molink.link.policy import DecodeFinished, DecodeStarted, Event
-from molink.wire.base import Payload
+from molink.link.policy import DecodeFinished, DecodeStarted
+from molink.link.turn import TurnClock
+from molink.wire.base import DTYPE_SIZES, Payload
 from molink.wire.codec import Buffer
 from molink.wire.data import (
     Admit,
     History,
+    LinkReport,
     Release,
     RingBody,
     Sampled,
@@ -25,10 +23,18 @@ from molink.wire.data import (
     Tombstone,
     TopLogprobs,
     Volume,
+    VolumePart,
 )
 from molink.wire.profile import Profile
-from molink.worker.patience import Patience, StepSize
-from molink.worker.scoreboard import BoardLimits, Scoreboard
+from molink.wire.ringtimes import LinkFacts, RingTimes
+from molink.worker.bubbles import Bubbles
+from molink.worker.collector import Collector
+from molink.worker.front import Front, FrontDesk
+from molink.worker.limits import BoardLimits
+from molink.worker.linkround import LinkRound
+from molink.worker.outlet import Outlet
+from molink.worker.pieces import create_cutting
+from molink.worker.scoreboard import Scoreboard
 from molink.worker.segment import (
     Executing,
     Requests,
@@ -37,44 +43,11 @@ from molink.worker.segment import (
     StageShape,
     StepDone,
 )
+from molink.worker.steplog import StepLog, count_rows
 from molink.worker.steptimes import StepTimes
-from molink.worker.work import Control, ControlBody, Work, block_ids
-
-#: Tops that wait for their ``Sampled``: a bound against a tail that sends nothing but tops.
-MAX_TOPS = 4096
+from molink.worker.work import Control, ControlBody, Ready, Work, block_ids
 
 log = logging.getLogger(__name__)
-
-
-class Outlet(Protocol):
-    """Toward the next stage; the tail's leads back to the head."""
-
-    def control(self, body: RingBody, payload: Buffer | None = None) -> None:
-        """Send a control message on the decode lane."""
-        ...
-
-    def volume(self, header: Volume, rows: Buffer) -> None:
-        """Send rows ``[n, hidden]``, as ``header.payload`` says, on the lane of their kind."""
-        ...
-
-    def handle(self, event: Event) -> None:
-        """Tell the transmission policy what the executor does."""
-        ...
-
-    @property
-    def full(self) -> bool:
-        """Whether so much is unsent that this stage had better wait."""
-        ...
-
-
-class FrontDesk(Protocol):
-    """Where the head's words to daemons go; :class:`molink.worker.desk.Desk` is one."""
-
-    def deliver(self, emissions: Iterable[Emission], now: float) -> None:
-        """Tell them."""
-
-    def close(self) -> None:
-        """The epoch is over."""
 
 
 class Ring:
@@ -85,9 +58,10 @@ class Ring:
     simulation can run it in virtual time. ``pump`` is called after every event and does whatever
     can be done now.
 
-    ``profile`` is how long its steps have been measured to take. ``on_broken`` is told, once, why
-    this stage can't go on: an error of our own after which ticks would be missing, or steps that
-    fail one after another.
+    ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
+    stages. With ``cut_through`` prefill rows are computed and sent on in pieces, while more are
+    coming. ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
+    ticks would be missing, or steps that fail one after another.
     """
 
     def __init__(
@@ -101,27 +75,33 @@ class Ring:
         on_broken: Callable[[str], None],
         clock: Callable[[], float],
         limits: BoardLimits | None = None,
+        *,
+        cut_through: bool = True,
+        profiles: Sequence[Profile] = (),
     ) -> None:
         self._stage = stage
         self._clock = clock
         self._executor = executor
-        self._head = head
-        self._desk = desk
+        self._front: Front | None = None
+        if head is not None and desk is not None:
+            self._front = Front(head, desk, stage.vocabulary)
         self._outlet: Outlet | None = None
         self._requests = requests
-        self._tops: dict[tuple[int, int], TopLogprobs] = {}
         self._computing = False
         self._closed = False
-        self.scoreboard = Scoreboard(limits)
-        self.steps = 0
-        self.step_seconds = 0.0
-        self.rows = 0
-        self.failed_steps = 0
-        #: Messages that make no sense at this place of the ring.
-        self.strays = 0
-        self._patience = Patience()
+        cutting = create_cutting(profile, cut_through=cut_through, forwards=not stage.is_last)
+        self.scoreboard = Scoreboard(limits, cutting)
+        #: What the step that runs is made of, by tick.
+        self._pieces: dict[int, Ready] = {}
+        self._collector = Collector()
+        self._bubbles = Bubbles(clock())
+        self.steps = StepLog()
+        self._strays = 0
+        self._link_round = LinkRound(stage.index, stage.stages)
         self._on_broken = on_broken
         self._times = StepTimes(profile)
+        self._profiles = profiles
+        self._turns = TurnClock(self._ring_times())
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
 
@@ -133,15 +113,22 @@ class Ring:
     def close(self) -> None:
         """The epoch is over: what is still computing is ignored."""
         self._closed = True
-        if self._desk is not None:
-            self._desk.close()
+        if self._front is not None:
+            self._front.desk.close()
 
     # --- events ----------------------------------------------------------------------------------
 
-    def arrive(self, body: RingBody, data: bytearray | memoryview | None) -> None:
-        """A whole message came from the previous stage; volumes come with all of their rows."""
+    def arrive(
+        self, body: RingBody, data: bytearray | memoryview | None, rows: int | None = None
+    ) -> None:
+        """A message came from the previous stage.
+
+        Of a volume the first ``rows`` rows are in ``data``, which has room for all, or all of them
+        (``None``). Further rows are announced by a :class:`VolumePart` without data: ``rows`` are
+        there then, in all.
+        """
         with self._unbroken():
-            self._arrive(body, data)
+            self._arrive(body, data, rows)
             self._pump()
 
     def pump(self) -> None:
@@ -163,80 +150,79 @@ class Ring:
             self.close()
             self._on_broken(reason)
 
-    def _arrive(self, body: RingBody, data: bytearray | memoryview | None) -> None:
+    def _arrive(
+        self, body: RingBody, data: bytearray | memoryview | None, rows: int | None
+    ) -> None:
         now = self._clock()
         match body:
+            case VolumePart() if self._front is None and rows is not None:
+                self.scoreboard.extend(body.tick, rows, now)
             case Admit() | History() | Table() | Release() | Tombstone() | Volume() if (
-                self._head is None
+                self._front is None
             ):
-                self.scoreboard.arrive(body, data, now)
+                self.scoreboard.arrive(body, data, now, rows)
             case Sampled() | TopLogprobs() | Release() | Tombstone():
                 self._came_round(body, now)
+            case LinkReport() if self._link_round.arrived(body):
+                if self._link_round.goes_on(body):
+                    self._pass_on(body)
+                self._links_known()
             case _:
-                self.strays += 1
+                self._strays += 1
 
     def _pump(self) -> None:
         if self._closed:
             return
         now = self._clock()
-        if self._head is not None and not self._computing:
-            while self.scoreboard.queued == 0 and (batch := self._head.next(now)) is not None:
-                self._take_batch(batch, now)
+        if self._front is not None and not self._computing:
+            while self._front.feed(self.scoreboard, now):
                 self._forward(self.scoreboard.complete((), now))
         self._forward(self.scoreboard.complete((), now))
+        self._note(now)
         if self._computing or (self._outlet is not None and self._outlet.full):
             return
         work = self.scoreboard.take(now)
         if work is not None:
-            self._start_step(work)
+            self._start_step(work, now)
 
-    def _start_step(self, work: Work) -> None:
+    def _start_step(self, work: Work, now: float) -> None:
         segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
+        self._pieces = {part.volume.tick: part for part in work.parts}
         self._computing = True
+        self._note(now)
         expected = self._times.begin(part.volume for part in work.parts)
         self.predicted = expected.most
         if work.decode is not None and self._outlet is not None:
-            self._outlet.handle(DecodeStarted(_rows(work.decode.volume), expected.likely))
+            self._outlet.handle(DecodeStarted(count_rows(work.decode.volume), expected.likely))
         self._executor.submit(segments, self._step_done)
 
-    # --- from the head ---------------------------------------------------------------------------
-
-    def _take_batch(self, batch: Batch, now: float) -> None:
-        """Feed a micro-batch of the head into this stage's own scoreboard."""
-        for control in batch.control:
-            data = None if control.ids is None else array("i", control.ids).tobytes()
-            self.scoreboard.arrive(control.body, data, now)
-        for volume in batch.volumes:
-            self.scoreboard.arrive(volume.header, volume.tokens, now)
-
     def _came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
-        """Something arrived at the head from the tail."""
-        if self._head is None or self._desk is None:
-            return
-        match body:
-            case TopLogprobs():
-                if len(self._tops) < MAX_TOPS:
-                    self._tops[body.request, body.position] = body
-            case Sampled():
-                emissions = self._head.sampled(self._sensible(body), self._tops, now)
-                for choice in body.choices:
-                    self._tops.pop((choice.request, choice.position), None)
-                self._desk.deliver(emissions, now)
-            case Tombstone():
-                self._desk.deliver(self._head.tombstone(body.tick, now), now)
-            case Release():
-                self._head.released(body.tick, now)
-                for key in [key for key in self._tops if key[0] == body.request]:
-                    del self._tops[key]
+        if self._front is not None:
+            self._front.came_round(body, now)
 
-    def _sensible(self, sampled: Sampled) -> Sampled:
-        """Without tokens that don't exist: a step with one would fail all requests in it."""
-        vocabulary = self._stage.vocabulary
-        choices = tuple(choice for choice in sampled.choices if choice.token < vocabulary)
-        if len(choices) == len(sampled.choices):
-            return sampled
-        self.strays += len(sampled.choices) - len(choices)
-        return msgspec.structs.replace(sampled, choices=choices)
+    # --- links -----------------------------------------------------------------------------------
+
+    def link_measured(self, facts: LinkFacts, now: float) -> None:
+        """What this stage's link to the next one is like; the others are told."""
+        with self._unbroken():
+            report = self._link_round.measured(facts, now)
+            if report is not None and not self._closed:
+                self._pass_on(report)
+                self._links_known()
+
+    @property
+    def links(self) -> tuple[LinkFacts, ...]:
+        """All links of the ring as far as they are known, each stage's to the next one."""
+        return self._link_round.links
+
+    def _ring_times(self) -> RingTimes:
+        row_bytes = self._stage.hidden * DTYPE_SIZES[self._stage.dtype]
+        return RingTimes(self._profiles, self.links, row_bytes)
+
+    def _links_known(self) -> None:
+        self._turns.times = self._ring_times()
+        if self._front is not None:
+            self._front.head.set_links(self.links)
 
     # --- to the next stage -----------------------------------------------------------------------
 
@@ -255,6 +241,7 @@ class Ring:
                     self._table(body, control.data)
                 case Release():
                     self._requests.release(body.request)
+                    self._turns.over(body.request)
                     self._pass_on(body)
                 case Tombstone():
                     self._pass_on(body)
@@ -274,7 +261,7 @@ class Ring:
         if not self._stage.is_last and isinstance(data, bytes | bytearray | memoryview):
             self._pass_on(body, data)
 
-    def _pass_on(self, body: ControlBody, payload: Buffer | None = None) -> None:
+    def _pass_on(self, body: ControlBody | LinkReport, payload: Buffer | None = None) -> None:
         if self._outlet is not None:
             self._outlet.control(body, payload)
         elif isinstance(body, Release | Tombstone):
@@ -293,34 +280,52 @@ class Ring:
         now = self._clock()
         self._computing = False
         self.predicted = 0.0
-        self._count(done)
-        if self._patience.exhausted or (done.error and not done.results):
-            self._break(f"{self._patience.failures} steps failed one after another: {done.error}")
+        self._note(now)
+        self.steps.add(done)
+        self._times.end(done.seconds)
+        patience = self.steps.patience
+        if patience.exhausted or (done.error and not done.results):
+            self._break(f"{patience.failures} steps failed one after another: {done.error}")
             return
-        decoded = sum(_rows(each.volume) for each in done.results if not each.volume.prefill)
-        if decoded and self._outlet is not None:
-            self._outlet.handle(DecodeFinished(decoded))
         # One by one: what waits for the decode rows need not wait for the prefill beside them.
         for result in done.results:
             self._send(result, now)
             self._forward(self.scoreboard.complete([result.volume.tick], now))
+        self._tell_of_decode(done.results, now)
+
+    def _tell_of_decode(self, results: Sequence[SegmentResult], now: float) -> None:
+        """A decode step is over; its rows are on their way, so nothing can slip in before them."""
+        for result in results:
+            if not result.volume.prefill and self._outlet is not None:
+                after = self._turns.finished(result.volume, now)
+                self._outlet.handle(DecodeFinished(count_rows(result.volume), after))
 
     def _send(self, result: SegmentResult, now: float) -> None:
-        if result.sampled is None:
-            if self._outlet is not None and result.rows is not None:
-                shape = (_rows(result.volume), self._stage.hidden)
-                payload = Payload(self._stage.dtype, shape)
-                header = msgspec.structs.replace(result.volume, payload=payload)
-                self._outlet.volume(header, result.rows)
+        piece = self._pieces[result.volume.tick]
+        if result.sampled is not None:
+            for body in self._collector.add(result.sampled, result, last=piece.last):
+                if self._outlet is not None:
+                    self._outlet.control(body)
+                else:
+                    self._came_round(body, now)
+        elif self._outlet is not None and result.rows is not None:
+            self._send_rows(self._outlet, piece, result.rows)
+
+    def _send_rows(self, outlet: Outlet, piece: Ready, rows: Buffer) -> None:
+        """The first piece of a volume brings the header of all of its rows."""
+        if piece.first:
+            outlet.more(piece.whole.tick, rows)
             return
-        bodies: list[TopLogprobs | Sampled] = [*result.tops, result.sampled]
-        for body in bodies:
-            if self._outlet is not None:
-                self._outlet.control(body)
-            else:
-                self._came_round(body, now)
+        shape = (count_rows(piece.whole), self._stage.hidden)
+        payload = Payload(self._stage.dtype, shape)
+        outlet.volume(msgspec.structs.replace(piece.whole, payload=payload), rows)
 
     # --- reports ---------------------------------------------------------------------------------
+
+    @property
+    def strays(self) -> int:
+        """Messages that make no sense at this place of the ring, and tokens that don't exist."""
+        return self._strays + (self._front.strays if self._front is not None else 0)
 
     @property
     def progress(self) -> Progress:
@@ -336,17 +341,20 @@ class Ring:
 
     def stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this epoch, by name."""
+        self._note(self._clock())
         counters = {
-            "stage_steps_total": self.steps,
-            "stage_rows_total": self.rows,
-            "stage_compute_seconds_total": self.step_seconds,
-            "stage_failed_steps_total": self.failed_steps,
+            "stage_steps_total": self.steps.steps,
+            "stage_rows_total": self.steps.rows,
+            "stage_compute_seconds_total": self.steps.seconds,
+            "stage_bubble_seconds_total": self._bubbles.seconds,
+            "stage_failed_steps_total": self.steps.failed,
             "stage_strays_total": self.strays,
             "stage_dropped_groups_total": self.scoreboard.counts["dropped_groups"],
             "stage_refused_total": self.scoreboard.refused,
         }
         gauges = {
             "stage_requests": len(self._requests),
+            "stage_bubble_share": round(self._bubbles.share, 4),
             "stage_queued_volumes": self.scoreboard.queued,
             "stage_completed_tick": self.scoreboard.last_completed,
         }
@@ -355,18 +363,5 @@ class Ring:
             {name: float(value) for name, value in gauges.items()},
         )
 
-    def _count(self, done: StepDone) -> None:
-        self.steps += 1
-        self.step_seconds += done.seconds
-        self.failed_steps += done.error is not None
-        size = StepSize.of(result.volume for result in done.results)
-        if done.error is None:
-            self._patience.worked(size)
-        else:
-            self._patience.failed(size, out_of_memory=done.out_of_memory)
-        self.rows += sum(_rows(result.volume) for result in done.results)
-        self._times.end(done.seconds)
-
-
-def _rows(volume: Volume) -> int:
-    return sum(rows.count for rows in volume.rows)
+    def _note(self, now: float) -> None:
+        self._bubbles.note(now, live=len(self._requests) > 0, computing=self._computing)

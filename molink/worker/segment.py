@@ -10,12 +10,17 @@ from molink.wire.data import Admit, Sampled, TopLogprobs, Volume
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """What the order of work depends on in a stage; ``dtype`` is that of rows on their way."""
+    """What the order of work depends on in a stage; ``dtype`` is that of rows on their way.
+
+    It is stage ``index`` of ``stages``.
+    """
 
     is_last: bool
     hidden: int
     vocabulary: int
     dtype: DType
+    index: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
-"""What a scoreboard hands out: volumes to run and controls to forward."""
+"""What a scoreboard hands out: pieces to run and controls to forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from molink.wire.data import Admit, History, Release, Table, Tombstone, Volume
 
@@ -20,40 +18,32 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A volume to be run, with the row groups that remain of it.
+    """A piece of a volume to be run: a whole volume, or consecutive rows of one.
 
-    ``data`` is what it arrived with; ``kept`` are the indices of its rows that remain, ``None`` if
-    all do. (``volume.payload`` still describes ``data`` as it arrived.)
+    ``volume`` has the row groups of this piece, ``data`` the rows that it came with, ``kept`` the
+    indices of those that belong to the groups, ``None`` if all do. (``volume.payload`` still
+    describes the volume as it arrived.) ``whole`` has all groups that are left of the volume; the
+    piece begins with row ``first`` of these and ``last`` is whether it ends with their last one.
     """
 
     volume: Volume
     data: object
     kept: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, volume: Volume, data: object, groups: Sequence[int]) -> "Ready":
-        """What remains of ``volume`` if only the row groups of these indices do (rising)."""
-        if len(groups) == len(volume.rows):
-            return cls(volume, data, None)
-        indices, first, left = list[int](), 0, set(groups)
-        for index, rows in enumerate(volume.rows):
-            if index in left:
-                indices.extend(range(first, first + rows.count))
-            first += rows.count
-        remaining = tuple(volume.rows[index] for index in groups)
-        return cls(msgspec.structs.replace(volume, rows=remaining), data, tuple(indices))
+    whole: Volume
+    first: int
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What may run now, as one fused pass: at most one volume of each kind."""
+    """What may run now, as one fused pass: of each kind at most a piece of one volume."""
 
     decode: Ready | None
     prefill: Ready | None
 
     @property
     def parts(self) -> tuple[Ready, ...]:
-        """The volumes, decode first."""
+        """The pieces, decode first."""
         return tuple(part for part in (self.decode, self.prefill) if part is not None)
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq.asyncio
 
 from molink.errors import MolinkError, UsageError, WorkerError
+from molink.link.memory import LinkMemory
 from molink.model.folder import ModelFolder
 from molink.stage.memory import limit_memory
 from molink.stage.profile import profile_stage
@@ -31,9 +32,11 @@ from molink.wire.pipe import (
     ToWorker,
     WorkerFailed,
 )
-from molink.wire.profile import UNKNOWN, Profile
+from molink.wire.profile import Profile
 from molink.wire.server import Sender, Server
 from molink.wire.zap import Gatekeeper
+from molink.worker.engine import Engine, LoadEngine
+from molink.worker.executor import Executor
 from molink.worker.meter import LoopMeter
 from molink.worker.pipe import DaemonPipe
 from molink.worker.place import Place
@@ -46,10 +49,14 @@ SWEEP_INTERVAL = 2.0
 
 
 class Worker:
-    """The shell of one stage process. ``run`` ends when the daemon says so."""
+    """The shell of one stage process. ``run`` ends when the daemon says so.
 
-    def __init__(self, start: Start, pipe: DaemonPipe) -> None:
+    ``load`` makes what computes; a stage on torch, unless said otherwise.
+    """
+
+    def __init__(self, start: Start, pipe: DaemonPipe, load: LoadEngine | None = None) -> None:
         self._start = start
+        self._load_engine = load or _load_engine
         self._pipe = pipe
         self._context = zmq.asyncio.Context()
         self._gatekeeper = Gatekeeper(self._context)
@@ -64,8 +71,8 @@ class Worker:
         #: Why each member that was cut off was.
         self._blocks: dict[str, str] = {}
         self._orders: asyncio.Queue[ToWorker | WorkerError] = asyncio.Queue()
-        self._profile = UNKNOWN
         self._place: Place | None = None
+        self._links = LinkMemory(_links_file(start))
         self._meter = LoopMeter()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
         self._past: Counter[str] = Counter()
@@ -81,10 +88,10 @@ class Worker:
         self._gatekeeper.allow(self._start.public_key)
         reports: asyncio.Task[None] | None = None
         try:
-            stage = await self._load()
+            engine = await self._load()
             reports = asyncio.create_task(self._report())
             reports.add_done_callback(self._report_ended)
-            await self._obey(stage)
+            await self._obey(engine)
         except MolinkError as error:
             self._pipe.send(WorkerFailed(kind=type(error).__name__, message=str(error)[:1024]))
             raise
@@ -98,12 +105,12 @@ class Worker:
 
     # --- the daemon's orders ---------------------------------------------------------------------
 
-    async def _load(self) -> Stage:
+    async def _load(self) -> Engine:
         """Load the stage's weights and bind the data socket."""
         start = self._start
         with _failing(f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"):
-            stage = await asyncio.to_thread(_load_stage, start)
-            self._profile = await asyncio.to_thread(_profile, stage, start)
+            engine = await asyncio.to_thread(self._load_engine, start)
+        stage = engine.stage
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
         if blocks < 1:
             raise WorkerError(
@@ -116,19 +123,19 @@ class Worker:
             Loaded(
                 port=port,
                 max_blocks=min(blocks, 2**31 - 1),
-                profile=self._profile,
+                profile=engine.profile,
                 weight_bytes=stage.weight_bytes,
             )
         )
-        return stage
+        return engine
 
-    async def _obey(self, stage: Stage) -> None:
+    async def _obey(self, engine: Engine) -> None:
         while True:
             match await self._orders.get():
                 case Members() as members:
                     self._admit(members)
                 case FormRing() as order:
-                    await self._form(stage, order)
+                    await self._form(engine, order)
                 case Start():
                     raise WorkerError("a worker is started only once")
                 case WorkerError() as error:
@@ -148,7 +155,7 @@ class Worker:
             if peer not in self._gatekeeper.users:
                 self._gatekeeper.allow(key, peer)
 
-    async def _form(self, stage: Stage, order: FormRing) -> None:
+    async def _form(self, engine: Engine, order: FormRing) -> None:
         """Take our place in a new ring; the old one's KV and links are gone.
 
         The order may be repeated by who has not heard the answer.
@@ -160,7 +167,7 @@ class Worker:
                 log.warning("ignoring epoch %d after %d", order.epoch, self._place.epoch)
             return
         await self._leave()
-        size = self._start.block_size
+        stage, size = engine.stage, self._start.block_size
         nbytes = order.blocks * stage.block_bytes(size)
         with _failing(
             f"no memory on {self._start.device} for {order.blocks} KV blocks ({nbytes >> 20} MiB)"
@@ -171,12 +178,12 @@ class Worker:
         self._place = Place(
             self._start,
             order,
-            stage,
+            engine,
             self._context,
             self._server,
-            self._profile,
             lost,
             self._broken,
+            self._links,
         )
         self._place.open()
         self._pipe.send(Formed(epoch=order.epoch))
@@ -267,6 +274,15 @@ def _failing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise WorkerError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _links_file(start: Start) -> Path | None:
+    return Path(start.profile_cache) / "links" / "peers.json" if start.profile_cache else None
+
+
+def _load_engine(start: Start) -> Engine:
+    stage = _load_stage(start)
+    return Engine(stage, _profile(stage, start), partial(Executor, stage))
 
 
 def _load_stage(start: Start) -> Stage:

@@ -6,6 +6,9 @@ the slot before, and the row's. It reads all positions of a request when it runs
 reused, shared or copied too early or wrongly, a row run too early, twice or after its request's
 release, or a block table out of order shows as a wrong entry. The tail computes tokens from what it
 reads, so a request's text proves the rest.
+
+Prefill rows may travel and run in pieces of any size: a stage is told of some while others are
+still on their way.
 """
 
 import random
@@ -37,7 +40,10 @@ from molink.wire.data import (
     Tombstone,
     Volume,
 )
-from molink.worker.scoreboard import BoardLimits, Scoreboard
+from molink.worker.collector import Collector
+from molink.worker.limits import BoardLimits
+from molink.worker.scoreboard import Scoreboard
+from molink.worker.segment import SegmentResult
 from molink.worker.work import Work
 
 STOP = 7
@@ -63,6 +69,24 @@ def reference(request: HeadRequest) -> list[int]:
     return tokens[len(request.tokens) :]
 
 
+@dataclass(frozen=True)
+class AnyPieces:
+    """Cuts volumes anywhere, and waits for more rows now and then."""
+
+    salt: int
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        dice = crc32(repr((self.salt, here, coming, riding)).encode())
+        return 0 if coming and dice % 3 == 0 else 1 + dice // 3 % here
+
+
+@dataclass(frozen=True)
+class More:
+    """Further rows of a volume, on their way."""
+
+    tick: int
+
+
 @dataclass
 class State:
     """A request at a stage."""
@@ -75,9 +99,13 @@ class State:
 class Stage:
     """A scoreboard and a KV pool that remembers who wrote what."""
 
-    def __init__(self, index: int, last: bool, limits: HeadLimits) -> None:
+    def __init__(self, index: int, last: bool, limits: HeadLimits, cutting=None) -> None:
         self.index, self.last, self.block_size = index, last, limits.block_size
-        self.board = Scoreboard(BoardLimits(blocks=limits.blocks, block_size=limits.block_size))
+        bounds = BoardLimits(blocks=limits.blocks, block_size=limits.block_size)
+        self.board = Scoreboard(bounds, cutting)
+        #: Rows of volumes that have come in part.
+        self.incoming: dict[int, list[Row]] = {}
+        self.collector = Collector()
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.requests: dict[int, State] = {}
         self.running: list[Work] = []
@@ -91,7 +119,14 @@ class Stage:
             state.history += data
         elif isinstance(body, Table):
             self.requests[body.request].blocks += memoryview(data).cast("i")
-        self.board.arrive(body, data, 0.0)
+        if isinstance(body, More):
+            self.incoming[body.tick] += data
+            self.board.extend(body.tick, len(self.incoming[body.tick]), 0.0)
+        elif isinstance(body, Volume):
+            self.incoming[body.tick] = rows = list(data)
+            self.board.arrive(body, rows, 0.0, len(rows))
+        else:
+            self.board.arrive(body, data, 0.0)
         return self.forward(())
 
     def forward(self, ticks) -> list[tuple[int, object, object]]:
@@ -110,7 +145,7 @@ class Stage:
         return self.forward(())
 
     def finish(self, which: int) -> list[tuple[int, object, object]]:
-        """Run a work: all copies, writes and then reads; volumes leave before controls."""
+        """Run a work: all copies, writes and then reads; rows leave before controls."""
         work = self.running.pop(which)
         out = []
         parts = []
@@ -122,14 +157,19 @@ class Stage:
                 rows = [rows[index] for index in part.kept]
             assert all(group.count for group in part.volume.rows)
             assert len(rows) == sum(group.count for group in part.volume.rows)
-            parts.append((part.volume, rows))
+            parts.append((part, rows))
             self._write(part.volume, rows)
-        for volume, rows in parts:
+        for part, rows in parts:
+            volume = part.volume
             choices, failed = self._read(volume)
             if self.last:
-                out.append((0, Sampled(volume.tick, tuple(choices), tuple(failed)), None))
+                sampled = Sampled(volume.tick, tuple(choices), tuple(failed))
+                result = SegmentResult(volume, None, sampled)
+                bodies = self.collector.add(sampled, result, last=part.last)
+                out += [(0, body, None) for body in bodies]
             else:
-                out.append((int(volume.prefill), volume, rows))
+                body = More(volume.tick) if part.first else part.whole
+                out.append((int(volume.prefill), body, rows))
         return out + self.forward(work.ticks)
 
     def _slot(self, state: State, position: int) -> tuple[int, int]:
@@ -198,10 +238,11 @@ class Client:
 class Ring:
     """Head, stages, and the two lanes of each hop; someone else decides what happens next."""
 
-    def __init__(self, stages: int, limits: HeadLimits) -> None:
+    def __init__(self, stages: int, limits: HeadLimits, cutting=None) -> None:
         self.limits = limits
         self.head = Head(limits, 3)
-        self.stages = [Stage(i, i == stages - 1, limits) for i in range(stages)]
+        self.cutting = cutting
+        self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
@@ -225,8 +266,8 @@ class Ring:
         client = self.clients[key]
         self.head.credit(client.request.owner, key, client.position, self.now)
 
-    def next(self) -> bool:
-        batch = self.head.next(self.now)
+    def next(self, prefill: bool = True) -> bool:
+        batch = self.head.next(self.now, prefill=prefill)
         if batch is None:
             return False
         assert batch.control or batch.volumes
@@ -264,6 +305,12 @@ class Ring:
             self.head.released(body.tick, self.now)
         elif isinstance(body, Tombstone):
             self._emit(self.head.tombstone(body.tick, self.now))
+
+    def part(self, hop: int, count: int) -> None:
+        """Deliver only the first ``count`` of the rows that are next on a bulk lane."""
+        body, rows = self.lanes[hop, 1].popleft()
+        self.lanes[hop, 1].appendleft((More(body.tick), rows[count:]))
+        self._send(hop + 1, self.stages[hop + 1].arrive(body, rows[:count]))
 
     def take(self, index: int) -> None:
         self._send(index, self.stages[index].take())
@@ -303,6 +350,9 @@ class Ring:
     def events(self) -> list[tuple]:
         """Everything inside the ring that could happen now."""
         found: list[tuple] = [("deliver", *key) for key, lane in self.lanes.items() if lane]
+        for (hop, kind), lane in self.lanes.items():
+            if self.cutting and kind and lane and len(lane[0][1]) > 1:
+                found += [("part", hop, count) for count in {1, len(lane[0][1]) // 2}]
         for stage in self.stages:
             if stage.board.queued > len(stage.running) and len(stage.running) < 2:
                 found.append(("take", stage.index))
@@ -342,6 +392,7 @@ class Ring:
             assert not stage.requests
             assert not stage.running
             assert not stage.board.waiting
+            assert not len(stage.collector)
             misbehaved = stage.board.counts.keys() - {"dropped_groups", "buried_volumes"}
             assert not misbehaved
 
@@ -383,11 +434,20 @@ def make_request(rng: random.Random, ring: Ring, key: str, most: int) -> HeadReq
     chunk_tokens=st.sampled_from([2, 8, 64]),
     max_running=st.sampled_from([1, 4, 8]),
     prefix_cache=st.sampled_from([True, True, True, False]),
+    cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     seed=st.integers(0, 1 << 32),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_request_gets_its_own_tokens(
-    stages, micro_batches, block_size, blocks, chunk_tokens, max_running, prefix_cache, seed
+    stages,
+    micro_batches,
+    block_size,
+    blocks,
+    chunk_tokens,
+    max_running,
+    prefix_cache,
+    cutting,
+    seed,
 ):
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text."""
     rng = random.Random(seed)
@@ -400,7 +460,7 @@ def test_every_request_gets_its_own_tokens(
         max_waiting=8,
         prefix_cache=prefix_cache,
     )
-    ring = Ring(stages, limits)
+    ring = Ring(stages, limits, cutting)
     most = min(blocks * block_size, 40)
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
@@ -413,7 +473,7 @@ def test_every_request_gets_its_own_tokens(
                 ring.submit(make_request(rng, ring, f"r{step}.{number}", most))
         elif dice < 0.6 and live:
             ring.credit(rng.choice(live))
-        ring.next()
+        ring.next(prefill=rng.random() < 0.9)
         if rng.random() < restless and live:
             ring.cancel(rng.choice(live))
             ring.next()
@@ -430,8 +490,8 @@ class RingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = HeadLimits(6, 2, 2, chunk_tokens=3, max_running=3, max_waiting=3)
-        self.ring = Ring(3, limits)
+        limits = HeadLimits(6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3)
+        self.ring = Ring(3, limits, AnyPieces(1))
         self.count = 0
 
     def live(self) -> list[str]:

@@ -4,20 +4,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
-from molink.link.create import create_policy
+from molink.link.create import POLICIES, create_policy
 from molink.link.lane import Outgoing
-from molink.link.receiver import LinkReceiver, ReceiverLimits
+from molink.link.policy import DecodeFinished, DecodeStarted, Event, LinkEstimate
+from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import BOTH_LANES, LinkSender, SenderLimits
 from molink.wire.base import Payload
 from molink.wire.codec import data_codec
-from molink.wire.data import Ack, Lane, Release, Rows, Tombstone, Volume
+from molink.wire.data import Ack, Lane, Release, Rows, Tombstone, Volume, VolumePart
 
 HIDDEN, DTYPE, ROW = 8, "f32", 32
 LIMITS = SenderLimits(message=3 * ROW, window=2000, total=20_000, resend_after=10.0)
+SECONDS = st.sampled_from([0.001, 0.03, 0.5])
+EVENTS = st.one_of(
+    st.builds(DecodeStarted, st.integers(1, 8), SECONDS),
+    st.builds(DecodeFinished, st.integers(1, 8), st.none() | SECONDS),
+    st.builds(LinkEstimate, SECONDS, SECONDS, st.none() | st.sampled_from([1e3, 1e6, 1e9])),
+)
 
 
 def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
@@ -39,37 +52,67 @@ class Wire:
 class Link(RuleBasedStateMachine):
     """Both ends of one link, and everything that can happen between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str, cut_through: bool) -> None:
         super().__init__()
         self.now = 0.0
         self.tick = 0
         self.epoch = 3
         self.codec = data_codec()
+        self.policy = create_policy(policy)
+        self.cut_through = cut_through
         self.wires = {lane: Wire() for lane in Lane}
-        self.sender = LinkSender(self.epoch, create_policy("fifo"), LIMITS)
-        self.receiver = LinkReceiver(self.epoch, HIDDEN, "f32", ReceiverLimits(ack_every=3))
-        self.sent: dict[Lane, list[tuple[Any, bytes | None]]] = {lane: [] for lane in Lane}
-        self.came: dict[Lane, list[tuple[Any, bytes | None]]] = {lane: [] for lane in Lane}
+        self.sender = LinkSender(self.epoch, self.policy, LIMITS)
+        limits = ReceiverLimits(ack_every=3)
+        self.receiver = LinkReceiver(self.epoch, HIDDEN, "f32", limits, cut_through)
+        #: All volumes and their rows, by tick; and how many rows have been handed over.
+        self.volumes: dict[int, tuple[Volume, bytes]] = {}
+        self.given: dict[int, int] = {}
+        #: What has come of them: the buffer and how many rows of it are there.
+        self.buffers: dict[int, bytearray] = {}
+        self.rows: dict[int, int] = {}
+        self.controls: list[Any] = []
+        self.came: list[Any] = []
         for lane in Lane:
             self.connect_if_down(lane)
 
     # --- what the stage does
 
-    @rule(rows=st.integers(1, 20), prefill=st.booleans())
-    def produce(self, rows: int, prefill: bool) -> None:
+    @rule(rows=st.integers(1, 20), prefill=st.booleans(), first=st.integers(1, 40))
+    def produce(self, rows: int, prefill: bool, first: int) -> None:
         if self.sender.full:
             return
         self.tick += 1
         header, data = volume(self.tick, rows, prefill)
-        self.sender.volume(header, data, self.now)
-        self.sent[Lane.BULK if prefill else Lane.DECODE].append((header, data))
+        first = min(first, rows)
+        self.volumes[self.tick] = header, data
+        self.given[self.tick] = first
+        self.sender.volume(header, memoryview(data)[: first * ROW], self.now)
+
+    @rule(pick=st.integers(0, 1000), count=st.integers(1, 20))
+    def more(self, pick: int, count: int) -> None:
+        lacking = [tick for tick, given in self.given.items() if given < self.total(tick)]
+        if lacking:
+            self.hand_over(lacking[pick % len(lacking)], count)
+
+    def hand_over(self, tick: int, count: int) -> None:
+        first = self.given[tick]
+        self.given[tick] = min(first + count, self.total(tick))
+        rows = memoryview(self.volumes[tick][1])[first * ROW : self.given[tick] * ROW]
+        self.sender.more(tick, rows, self.now)
+
+    def total(self, tick: int) -> int:
+        return self.volumes[tick][0].payload.shape[0]
 
     @rule()
     def release(self) -> None:
         self.tick += 1
         body = Release(self.tick, 1, 0)
         self.sender.control(body)
-        self.sent[Lane.DECODE].append((body, None))
+        self.controls.append(body)
+
+    @rule(event=EVENTS)
+    def executor(self, event: Event) -> None:
+        self.sender.handle(event, self.now)
 
     # --- what the shells do
 
@@ -106,8 +149,27 @@ class Link(RuleBasedStateMachine):
     def arrive(self, out: Outgoing) -> None:
         payload = None if out.payload is None else memoryview(bytes(out.payload))
         for arrival in self.receiver.frame(out.message, payload, self.now):
-            data = None if arrival.payload is None else bytes(arrival.payload)
-            self.came[out.lane].append((arrival.body, data))
+            match arrival.body:
+                case Volume():
+                    self.began(out.lane, arrival.body, arrival)
+                case VolumePart(tick=tick):
+                    assert self.cut_through
+                    assert arrival.payload is None
+                    assert arrival.rows > self.rows[tick]
+                    self.rows[tick] = arrival.rows
+                case other:
+                    assert out.lane is Lane.DECODE
+                    self.came.append(other)
+
+    def began(self, lane: Lane, header: Volume, arrival: Arrival) -> None:
+        assert header.tick not in self.buffers
+        assert header == self.volumes[header.tick][0]
+        assert lane is (Lane.BULK if header.prefill or self.policy.one_lane else Lane.DECODE)
+        assert arrival.payload is not None
+        if not (self.cut_through and header.prefill):
+            assert arrival.rows == self.total(header.tick)
+        self.buffers[header.tick] = arrival.payload
+        self.rows[header.tick] = arrival.rows
 
     @rule(lane=st.sampled_from(Lane), count=st.integers(1, 10))
     def deliver(self, lane: Lane, count: int) -> None:
@@ -132,14 +194,19 @@ class Link(RuleBasedStateMachine):
         if frames:
             frames.pop(pick % len(frames))
 
-    @rule(lane=st.sampled_from(Lane))
-    def old_epoch(self, lane: Lane) -> None:
-        other = LinkSender(self.epoch - 1, create_policy("fifo"))
-        other.reconnected(Lane.DECODE, 0.0)
-        other.control(Tombstone(99))
+    @rule(lane=st.sampled_from(Lane), tick=st.integers(1, 20))
+    def old_epoch(self, lane: Lane, tick: int) -> None:
+        """Control messages, volumes and parts of volumes, perhaps of ticks that are used again."""
+        other = LinkSender(self.epoch - 1, create_policy("fifo"), LIMITS)
+        for each in Lane:
+            other.reconnected(each, 0.0)
+        other.control(Tombstone(tick))
+        other.volume(*volume(tick, 5, prefill=True), 0.0)
         before = self.receiver.counters.old_epochs
-        self.arrive(other.poll(0.0)[0])
-        assert self.receiver.counters.old_epochs == before + 1
+        frames = other.poll(0.0)
+        for out in frames:
+            self.arrive(out)
+        assert self.receiver.counters.old_epochs == before + len(frames) == before + 3
         self.sender.ack(Ack(self.epoch - 1, lane, 1), self.now)
 
     @rule(lane=st.sampled_from(Lane), keep=st.integers(0, 5))
@@ -171,11 +238,17 @@ class Link(RuleBasedStateMachine):
         self.receiver.validate()
         assert self.receiver.counters.garbage == 0
         assert self.sender.unacknowledged_bytes <= 2 * (LIMITS.window + 1000)
-        for lane in Lane:
-            assert self.came[lane] == in_order(self.sent[lane], len(self.came[lane]), lane, self)
+        assert self.came == self.controls[: len(self.came)]
+        for tick, buffer in self.buffers.items():
+            nbytes = self.rows[tick] * ROW
+            assert buffer[:nbytes] == self.volumes[tick][1][:nbytes]
+            assert len(buffer) == self.total(tick) * ROW
 
     def teardown(self) -> None:
         """Once nothing breaks any more, everything has come, exactly once."""
+        for tick in self.given:
+            if self.given[tick] < self.total(tick):
+                self.hand_over(tick, 99)
         for _ in range(2000):
             if not self.unfinished():
                 break
@@ -186,15 +259,15 @@ class Link(RuleBasedStateMachine):
             self.acknowledge()
             for lane in Lane:
                 self.deliver(lane, 100)
-        for lane in Lane:
-            assert sorted(self.sent[lane], key=tick) == sorted(self.came[lane], key=tick)
-        assert self.sender.queued_bytes == self.receiver._assembly.nbytes == 0
+        self.valid()
+        assert self.came == self.controls
+        assert self.rows == {tick: self.total(tick) for tick in self.volumes}
+        assert self.receiver.counters.volumes == len(self.volumes)
+        assert self.sender.queued_bytes == self.receiver.unfinished_bytes == 0
         assert not self.sender.full
 
     def unfinished(self) -> bool:
-        return any(len(self.sent[lane]) > len(self.came[lane]) for lane in Lane) or bool(
-            self.sender.unacknowledged_bytes
-        )
+        return bool(self.sender.queued_bytes or self.sender.unacknowledged_bytes)
 
     def connect_if_down(self, lane: Lane) -> None:
         if not self.wires[lane].up:
@@ -202,36 +275,63 @@ class Link(RuleBasedStateMachine):
             self.sender.reconnected(lane, self.now)
 
 
-def tick(pair: tuple[Any, bytes | None]) -> int:
-    number: int = pair[0].tick
-    return number
+@pytest.mark.parametrize("cut_through", [False, True], ids=["whole", "cut-through"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_comes_once_and_in_order(policy: str, cut_through: bool) -> None:
+    run_state_machine_as_test(
+        lambda: Link(policy, cut_through),
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=50,
+            deadline=None,
+            # Shrinking so long a story takes minutes.
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        ),
+    )
 
 
-def in_order(sent: list[Any], count: int, lane: Lane, link: Link) -> list[Any]:
-    """What must have come on a lane, given that ``count`` messages have.
-
-    Volumes come in the order of their production and so do control messages, but control goes
-    before volumes that wait.
-    """
-    came = link.came[lane]
-    volumes = [pair for pair in sent if isinstance(pair[0], Volume)]
-    others = [pair for pair in sent if not isinstance(pair[0], Volume)]
-    first = sum(isinstance(body, Volume) for body, _ in came)
-    expected_volumes = iter(volumes[:first])
-    expected_others = iter(others[: count - first])
-    return [
-        next(expected_volumes if isinstance(body, Volume) else expected_others) for body, _ in came
-    ]
-
-
-TestLink = Link.TestCase
-TestLink.settings = settings(
-    max_examples=80,
-    stateful_step_count=50,
-    deadline=None,
-    # Shrinking so long a story takes minutes.
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+@settings(max_examples=100, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
+    message=st.integers(1, 5),
 )
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_are_reported_in_order_as_they_arrive(
+    policy: str, pieces: list[tuple[int, int]], message: int
+) -> None:
+    """Volumes with cut-through, each handed over in two pieces, over lanes that work."""
+    limits = SenderLimits(message=message * ROW)
+    sender = LinkSender(1, create_policy(policy), limits)
+    receiver = LinkReceiver(1, HIDDEN, DTYPE, cut_through=True)
+    for lane in Lane:
+        sender.reconnected(lane, 0.0)
+    now, seen = 0.0, dict.fromkeys(range(len(pieces)), 0)
+
+    def exchange() -> None:
+        nonlocal now
+        for _ in range(50):
+            now += 1.0
+            for out in sender.poll(now):
+                for arrival in receiver.frame(out.message, memoryview(out.payload or b""), now):
+                    body = arrival.body
+                    assert isinstance(body, Volume | VolumePart)
+                    assert (arrival.payload is None) is (body.tick in seen and seen[body.tick] > 0)
+                    assert 0 < arrival.rows - seen[body.tick] <= message
+                    seen[body.tick] = arrival.rows
+            for ack in receiver.acks(now):
+                sender.ack(ack, now)
+
+    whole = [volume(tick, sum(rows), prefill=True) for tick, rows in enumerate(pieces)]
+    for (first, _), (header, data) in zip(pieces, whole, strict=True):
+        sender.volume(header, data[: first * ROW], now)
+    exchange()
+    assert list(seen.values()) == [first for first, _ in pieces]
+    assert receiver.unfinished == len(pieces)
+    for (first, _), (header, data) in zip(pieces, whole, strict=True):
+        sender.more(header.tick, data[first * ROW :], now)
+    exchange()
+    assert list(seen.values()) == [sum(each) for each in pieces]
+    assert receiver.unfinished == receiver.unfinished_bytes == 0
 
 
 @settings(max_examples=100, deadline=None)

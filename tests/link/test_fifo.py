@@ -1,6 +1,3 @@
-import pytest
-
-from molink.errors import UsageError
 from molink.link.create import create_policy
 from molink.link.policy import Acknowledged, DecodeFinished, DecodeStarted, Produced, Send, Wait
 from molink.wire.data import Lane
@@ -17,11 +14,6 @@ def test_order_of_production() -> None:
     assert fifo.decide(0.0, (Lane.DECODE,)) == Wait()
     assert fifo.decide(0.0, BOTH) == Send(0, 500)
     fifo.handle(Acknowledged(Lane.BULK, 64_000, 0.03), 0.1)
-    assert fifo.decide(0.0, (Lane.DECODE,)) == Send(1, 4)
+    assert fifo.decide(0.0, (Lane.DECODE,)) == Wait()
+    assert fifo.decide(0.0, (Lane.BULK,)) == Send(1, 4)
     assert fifo.decide(0.0, BOTH) == Wait(None)
-
-
-def test_policies_by_name() -> None:
-    assert create_policy("fifo").name == "fifo"
-    with pytest.raises(UsageError, match="choose one of fifo"):
-        create_policy("lifo")

@@ -1,6 +1,10 @@
 import math
 
+import pytest
+
 from molink.link.heartbeat import BeatClock, Liveness, RoundTrip
+
+RATE = 1e7
 
 
 def look(liveness: Liveness, start: float, stop: float) -> str | None:
@@ -66,12 +70,52 @@ def test_our_own_pause_is_not_its_death() -> None:
     assert look(liveness, 100.5, 160.0) == "103.0: no sign of life for 3.4 s"
 
 
+def came_back(trip: RoundTrip, sent_at: float, seconds: float, ahead: int = 0) -> bool:
+    trip.left(sent_at, ahead, 0.0)
+    return trip.came_back(sent_at, RATE, sent_at + seconds)
+
+
 def test_round_trips() -> None:
     trip = RoundTrip()
-    for wrong in (math.nan, math.inf, -1.0, 0.0, 1e9):
-        trip.measured(wrong)
-    assert trip == RoundTrip()
-    trip.measured(0.030)
-    trip.measured(0.046)
-    assert trip.least == 0.030
+    assert trip.least(0.0, RATE) is None
+    for wrong in (math.nan, math.inf, -1.0, 0.5):
+        trip.left(1.0, 0, 0.0)
+        assert not trip.came_back(wrong, RATE, 2.0)
+    assert not came_back(trip, 3.0, 0.0)
+    assert not came_back(trip, 4.0, 61.0)
+    assert trip.least(70.0, RATE) is None
+    assert came_back(trip, 70.0, 0.030)
+    assert came_back(trip, 70.1, 0.046)
+    assert trip.least(70.2, RATE) == pytest.approx(0.030)
     assert 0.030 < trip.smooth < 0.046
+
+
+def test_the_least_round_trip_is_that_of_late() -> None:
+    trip = RoundTrip(start=0.5)
+    assert trip.least(0.0, RATE) == trip.smooth == 0.5
+    assert came_back(trip, 0.0, 0.6)
+    assert trip.least(0.6, RATE) == pytest.approx(0.6)
+    assert came_back(trip, 1.0, 0.03)
+    assert came_back(trip, 2.0, 0.09)
+    assert trip.least(2.1, RATE) == pytest.approx(0.03)
+    assert trip.least(2.3, RATE) == pytest.approx(0.09)
+    assert trip.least(1e6, RATE) == pytest.approx(0.09), "silence says nothing"
+
+
+def test_a_full_link_does_not_hide_its_own_round_trip() -> None:
+    trip = RoundTrip()
+    assert came_back(trip, 0.0, 0.06)
+    for beat in range(1, 50):
+        assert came_back(trip, beat / 10, 0.075, ahead=int(0.075 * RATE))
+        assert trip.least(beat / 10 + 0.075, RATE) == pytest.approx(0.06)
+    trip.at_most(0.05, 5.0)
+    assert trip.least(5.0, RATE) == pytest.approx(0.05)
+
+
+def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
+    trip = RoundTrip()
+    assert came_back(trip, 0.0, 0.06)
+    for beat in range(1, 30):
+        assert came_back(trip, beat / 10, 0.18, ahead=int(0.075 * RATE))
+        least = 0.06 if beat < 16 else 0.18
+        assert trip.least(beat / 10 + 0.18, RATE) == pytest.approx(least)

@@ -3,19 +3,22 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from molink.errors import PortInUse
-from molink.link.create import create_policy
+from molink.link.create import POLICIES, create_policy
 from molink.link.dial import dial
 from molink.link.inlink import InLink
 from molink.link.outlink import OutLink, Progress
+from molink.link.policy import DecodeFinished, DecodeStarted, Policy
 from molink.link.receiver import Arrival, LinkReceiver
+from molink.link.recording import Recorder, replay
 from molink.link.sender import LinkSender
 from molink.wire.base import Payload
 from molink.wire.codec import data_codec
-from molink.wire.data import Rows, Tombstone, Volume
+from molink.wire.data import Rows, Tombstone, Volume, VolumePart
 from molink.wire.keys import peer_id
 from molink.wire.server import Server
 
@@ -30,26 +33,28 @@ def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
 class Pair:
     """Stage 0 linked to stage 1."""
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, policy: str | Policy = "fifo", cut_through: bool = False) -> None:
         self.net = net
         self.keys = net.member()
         self.arrivals: list[Arrival] = []
         self.deaths: list[str] = []
         self.server = self.listen(net.server(data_codec(), self.handle))
-        receiver = LinkReceiver(1, HIDDEN, "bf16")
+        receiver = LinkReceiver(1, HIDDEN, "bf16", cut_through=cut_through)
         idle = Progress(0, 0, busy=False)
         user = peer_id(self.keys.public)
         self.incoming = InLink(self, receiver, "p", 0, user, lambda: idle, self.arrivals.append)
         address = f"tcp://127.0.0.1:{self.server.port}"
         self.outgoing = OutLink(
             dial(net.context, self.keys, net.keys.public, [address]),
-            LinkSender(1, create_policy("fifo")),
+            LinkSender(1, create_policy(policy) if isinstance(policy, str) else policy),
             "p",
             0,
             lambda: idle,
             self.deaths.append,
             lambda: None,
         )
+        # Whatever comes of the test, or the context could never be closed.
+        net.at_end(self.close)
 
     def listen(self, server: Server[Any]) -> Server[Any]:
         return server
@@ -106,7 +111,67 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
     assert pair.outgoing.stats.connects >= 6
     assert pair.deaths == []
-    await pair.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) -> None:
+    """Connections break between the pieces of volumes; rows come as they are produced."""
+    pair = Pair(net, policy, cut_through=True)
+    pair.outgoing.start()
+    sent = {tick: volume(tick, 2000, prefill=tick % 3 > 0) for tick in range(6)}
+    row = HIDDEN * 2
+    for header, data in sent.values():
+        pair.outgoing.volume(header, memoryview(data)[: 500 * row])
+    await net.until(lambda: rows_of(pair, 1) == 500)
+    for first in (500, 1000, 1500):
+        for tick, (_, data) in sent.items():
+            pair.outgoing.more(tick, memoryview(data)[first * row : (first + 500) * row])
+            if tick == 2:
+                await pair.restart()
+        await net.until(lambda first=first: rows_of(pair, 5) == first + 500)
+    await net.until(lambda: all(rows_of(pair, tick) == 2000 for tick in sent))
+    begun = [arrival for arrival in pair.arrivals if isinstance(arrival.body, Volume)]
+    assert len(begun) == len(sent)
+    for arrival in begun:
+        assert isinstance(arrival.body, Volume)
+        assert (arrival.body, arrival.payload) == sent[arrival.body.tick]
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert pair.deaths == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> None:
+    lines: list[bytes] = []
+    pair = Pair(net, Recorder(create_policy(policy), lines.append))
+    pair.outgoing.start()
+    sent = {tick: volume(tick, 1000, prefill=tick % 2 > 0) for tick in range(12)}
+    for tick, (header, data) in sent.items():
+        pair.outgoing.handle(DecodeStarted(4, 0.001))
+        pair.outgoing.volume(header, memoryview(data)[: 2 * HIDDEN])
+        pair.outgoing.handle(DecodeFinished(4, 0.002 if tick % 3 else None))
+        pair.outgoing.more(tick, memoryview(data)[2 * HIDDEN :])
+        if tick == 7:
+            await net.until(lambda: pair.arrivals)
+            await pair.restart()
+    await net.until(lambda: len(pair.arrivals) == len(sent))
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert replay(lines) == []
+    told = {msgspec.json.decode(line).get("event") for line in lines}
+    assert {"Produced", "DecodeStarted", "DecodeFinished", "Sent", "Acknowledged"} <= told
+    assert sum(b'"send"' in line for line in lines) >= len(sent)
+
+
+def rows_of(pair: Pair, tick: int) -> int:
+    """How many rows of a volume have been reported."""
+    bodies = (Volume, VolumePart)
+    return max(
+        (
+            arrival.rows
+            for arrival in pair.arrivals
+            if isinstance(arrival.body, bodies) and arrival.body.tick == tick
+        ),
+        default=0,
+    )
 
 
 async def test_the_next_stage_may_come_late(net: Any) -> None:
@@ -119,7 +184,6 @@ async def test_the_next_stage_may_come_late(net: Any) -> None:
     await net.until(lambda: pair.arrivals)
     await net.until(lambda: pair.outgoing.stats.rtt > 0)
     assert 0 < pair.outgoing.stats.least_rtt < 5.0
-    await pair.close()
 
 
 @pytest.mark.parametrize("prefill", [True, False])
@@ -133,4 +197,3 @@ async def test_a_large_volume_comes_whole(net: Any, prefill: bool) -> None:
     assert pair.arrivals[0].payload == data
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
     assert pair.outgoing.stats.resent == 0
-    await pair.close()

@@ -6,11 +6,24 @@ import pytest
 
 from molink.errors import Unavailable
 from molink.link.create import create_policy
+from molink.link.estimator import LinkEstimator
 from molink.link.outlink import Channel, ChannelEvents, OutLink, Progress
 from molink.link.policy import DecodeStarted
 from molink.link.sender import LinkSender, SenderLimits
 from molink.wire.base import Payload
-from molink.wire.data import Ack, Beat, Cancel, Frame, Lane, LinkHello, Rows, Tombstone, Volume
+from molink.wire.data import (
+    Ack,
+    Beat,
+    Cancel,
+    Frame,
+    Lane,
+    LinkHello,
+    Probe,
+    Rows,
+    Tombstone,
+    Volume,
+)
+from molink.wire.ringtimes import LinkFacts
 
 Virtually = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -41,12 +54,20 @@ class FakeChannel:
 class Bench:
     """An OutLink between a fake stage and a fake network."""
 
-    def __init__(self, limits: SenderLimits | None = None) -> None:
+    def __init__(
+        self,
+        limits: SenderLimits | None = None,
+        known: LinkFacts | None = None,
+        probe: bool = False,
+        policy: str = "fifo",
+    ) -> None:
         self.channels: dict[Lane, FakeChannel] = {}
         self.progress = Progress(completed=3, queued=0, busy=False)
         self.deaths: list[str] = []
-        self.sender = LinkSender(7, create_policy("fifo"), limits)
+        estimator = LinkEstimator(known)
+        self.sender = LinkSender(7, create_policy(policy), limits, estimator=estimator)
         self.rooms: list[bool] = []
+        self.estimates: list[LinkFacts] = []
         self.link = OutLink(
             self.connect,
             self.sender,
@@ -55,6 +76,8 @@ class Bench:
             lambda: self.progress,
             self.deaths.append,
             lambda: self.rooms.append(True),
+            self.estimates.append,
+            probe=probe,
         )
         self.link.start()
         self.decode, self.bulk = self.channels[Lane.DECODE], self.channels[Lane.BULK]
@@ -102,7 +125,7 @@ def test_the_hello_comes_first_and_is_repeated_until_it_is_answered(virtually: V
 
 def test_lanes_and_batches(virtually: Virtually) -> None:
     async def test() -> None:
-        bench = Bench(SenderLimits(message=8))
+        bench = Bench(SenderLimits(message=8), policy="concurrent")
         bench.welcome()
         bench.link.volume(*volume(1, 100, prefill=True))
         bench.link.volume(*volume(2, 1, prefill=False))
@@ -195,12 +218,54 @@ def test_the_round_trip_comes_from_the_echo(virtually: Virtually) -> None:
     async def test() -> None:
         bench = Bench()
         bench.welcome()
-        await asyncio.sleep(0.5)
-        bench.beat(echo=0.46)
-        assert bench.link.stats.rtt == pytest.approx(0.04)
-        bench.beat(echo=0.46, epoch=6)
+        await asyncio.sleep(0.04)
+        bench.beat(echo=0.0, epoch=6)
         bench.beat(echo=float("nan"))
+        bench.beat(echo=0.02)
+        assert bench.link.stats.rtt == 0
+        bench.beat(echo=0.0)
+        assert bench.link.stats.rtt == pytest.approx(0.04)
         assert bench.link.stats.least_rtt == pytest.approx(0.04)
+        assert bench.estimates == [LinkFacts(pytest.approx(0.02))]
+        await bench.link.close()
+
+    virtually(test())
+
+
+def test_a_new_link_is_tried_out_once(virtually: Virtually) -> None:
+    async def test() -> None:
+        bench = Bench(probe=True)
+        bench.welcome()
+        bench.link.volume(*volume(1, 1, prefill=True))
+        await asyncio.sleep(0.01)
+        bodies = [frame.body for frame in bench.bulk.messages(Frame)]
+        assert all(isinstance(body, Probe) for body in bodies[:-1])
+        assert bodies[-1].tick == 1
+        nbytes = [body.payload.nbytes for body in bodies[:-1]]
+        assert nbytes == [16 * 1024] * 16
+        bench.bulk.events.on_message(Ack(7, Lane.BULK, len(bodies)), None)
+        assert bench.link.stats.rate > 0
+        assert bench.estimates[-1].rate == bench.link.stats.rate
+        bench.sender.validate()
+        bench.bulk.sent.clear()
+        bench.bulk.events.on_disconnect()
+        bench.bulk.events.on_connect()
+        bench.bulk.events.on_message(Ack(7, Lane.BULK, len(bodies)), None)
+        await asyncio.sleep(0.01)
+        assert bench.bulk.messages(Frame) == []
+        await bench.link.close()
+
+    virtually(test())
+
+
+def test_a_link_that_is_remembered_is_not_tried_out(virtually: Virtually) -> None:
+    async def test() -> None:
+        bench = Bench(known=LinkFacts(0.03, 1e7), probe=True)
+        bench.welcome()
+        await asyncio.sleep(0.01)
+        assert bench.bulk.messages(Frame) == []
+        assert bench.estimates[0] == LinkFacts(0.03, 1e7)
+        assert bench.link.stats.rate == 1e7
         await bench.link.close()
 
     virtually(test())

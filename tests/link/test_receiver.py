@@ -5,24 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, WireError
-from molink.link.receiver import LinkReceiver, ReceiverLimits
+from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.wire.base import Payload
 from molink.wire.codec import data_codec
-from molink.wire.data import Ack, Frame, History, Lane, Rows, Tombstone, Volume, VolumePart
+from molink.wire.data import Ack, Frame, History, Lane, Probe, Rows, Tombstone, Volume, VolumePart
 
 HIDDEN, ROW = 4, 8  # bf16
 
 
-def receiver(**limits: Any) -> LinkReceiver:
-    return LinkReceiver(5, HIDDEN, "bf16", ReceiverLimits(**limits))
+def receiver(cut_through: bool = False, **limits: Any) -> LinkReceiver:
+    return LinkReceiver(5, HIDDEN, "bf16", ReceiverLimits(**limits), cut_through)
 
 
 def rows(count: int) -> Payload:
     return Payload("bf16", (count, HIDDEN))
 
 
-def volume(tick: int, total: int, carried: Payload) -> Volume:
-    return Volume(tick, True, (Rows(1, 0, total, 0),), carried)
+def volume(tick: int, total: int, carried: Payload, prefill: bool = True) -> Volume:
+    return Volume(tick, prefill, (Rows(1, 0, total, 0),), carried)
 
 
 class Feed:
@@ -46,6 +46,7 @@ def test_a_volume_in_parts() -> None:
     (arrival,) = feed(VolumePart(1, 3, rows(2)), data[3 * ROW :])
     assert arrival.body == volume(1, 5, rows(5))
     assert arrival.payload == data
+    assert arrival.rows == 5
     assert feed.made._assembly.nbytes == 0
     assert feed.made.counters.volumes == 1
     feed.made.validate()
@@ -57,6 +58,55 @@ def test_parts_of_two_volumes_may_alternate() -> None:
     feed(volume(2, 2, rows(1)), b"\1" * ROW)
     assert feed(VolumePart(1, 1, rows(1)), bytes(ROW))[0].payload == bytes(2 * ROW)
     assert feed(VolumePart(2, 1, rows(1)), b"\1" * ROW)[0].payload == b"\1" * 2 * ROW
+
+
+def test_cut_through_reports_rows_as_they_arrive() -> None:
+    feed = Feed(receiver(cut_through=True))
+    data = bytes(range(5 * ROW))
+    (first,) = feed(volume(1, 5, rows(2)), data[: 2 * ROW])
+    assert first.body == volume(1, 5, rows(5))
+    assert (first.rows, len(first.payload)) == (2, 5 * ROW)
+    assert first.payload[: 2 * ROW] == data[: 2 * ROW]
+    # Whoever computes with the first rows holds on to the buffer while others are written.
+    with memoryview(first.payload) as held:
+        part = VolumePart(1, 2, rows(1))
+        assert feed(part, data[2 * ROW : 3 * ROW]) == [Arrival(part, None, 3)]
+        assert held[: 3 * ROW] == data[: 3 * ROW]
+        assert (feed.made.unfinished, feed.made.unfinished_bytes) == (1, 5 * ROW)
+        assert feed.made.counters.volumes == 0
+        last = VolumePart(1, 3, rows(2))
+        assert feed(last, data[3 * ROW :]) == [Arrival(last, None, 5)]
+    assert first.payload == data
+    assert (feed.made.unfinished, feed.made.unfinished_bytes) == (0, 0)
+    assert feed.made.counters.volumes == 1
+    feed.made.validate()
+
+
+def test_what_cut_through_does_not_change() -> None:
+    """Volumes in one message, decode rows, and everything else."""
+    feed = Feed(receiver(cut_through=True))
+    data = bytes(range(3 * ROW))
+    assert feed(volume(1, 3, rows(3)), data) == [Arrival(volume(1, 3, rows(3)), bytearray(data), 3)]
+    whole = volume(2, 3, rows(3), prefill=False)
+    assert feed(volume(2, 3, rows(1), prefill=False), data[:ROW]) == []
+    assert feed(VolumePart(2, 1, rows(2)), data[ROW:]) == [Arrival(whole, bytearray(data), 3)]
+    assert feed(Tombstone(3)) == [Arrival(Tombstone(3), None)]
+    assert feed.made.counters.volumes == 2
+
+
+def test_volumes_that_never_end_take_no_more_than_the_bound() -> None:
+    feed = Feed(receiver(cut_through=True, assembly=20 * ROW))
+    handed_out = 0
+    for tick in range(100):
+        handed_out += sum(len(each.payload) for each in feed(volume(tick, 6, rows(1)), bytes(ROW)))
+        feed.made.validate()
+    assert handed_out == feed.made.unfinished_bytes == 18 * ROW
+    assert feed.made.unfinished == 3
+    assert feed.made.counters.garbage == 97
+    assert "more than may be assembled" in feed.made.fault
+    # What has its room goes on.
+    assert feed(VolumePart(1, 1, rows(5)), bytes(5 * ROW))[0].rows == 6
+    assert feed(volume(200, 6, rows(1)), bytes(ROW))[0].rows == 1
 
 
 def test_payloads_can_be_changed_and_kept() -> None:
@@ -86,8 +136,11 @@ def test_payloads_can_be_changed_and_kept() -> None:
         (volume(1, 1, rows(1)), None, "without rows"),
     ],
 )
-def test_garbage_is_counted_and_the_link_goes_on(body: Any, payload: Any, fault: str) -> None:
-    feed = Feed(receiver(assembly=1000))
+@pytest.mark.parametrize("cut_through", [False, True])
+def test_garbage_is_counted_and_the_link_goes_on(
+    body: Any, payload: Any, fault: str, cut_through: bool
+) -> None:
+    feed = Feed(receiver(cut_through, assembly=1000))
     feed(volume(9, 3, rows(1)), bytes(ROW))
     assert feed(body, payload) == []
     assert feed.made.counters.garbage == 1
@@ -149,7 +202,7 @@ def test_validate() -> None:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
-    made = receiver(assembly=100 * ROW)
+    made = receiver(data.draw(st.booleans()), assembly=100 * ROW)
     codec = data_codec()
     small = st.integers(0, 4)
     shapes = st.lists(small, min_size=1, max_size=2).map(tuple)
@@ -164,6 +217,16 @@ def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
         frame = Frame(5, data.draw(st.sampled_from(Lane)), seq, data.draw(bodies))
         payload = None if frame.payload is None else bytes(frame.payload.nbytes)
         message, view = codec.decode([bytes(part) for part in codec.encode(frame, payload)])
-        made.frame(message, view, float(seq))
+        for arrival in made.frame(message, view, float(seq)):
+            size = 0 if arrival.payload is None else len(arrival.payload)
+            assert size <= 100 * ROW
         made.validate()
         assert made._assembly.nbytes <= 100 * ROW
+
+
+def test_a_probe_is_acknowledged_and_dropped() -> None:
+    one = receiver()
+    probe = Frame(5, Lane.BULK, 0, Probe(Payload("u8", (4,))))
+    assert one.frame(probe, memoryview(b"abcd"), 0.0) == []
+    assert one.acks(0.0) == [Ack(5, Lane.BULK, 1)]
+    assert (one.counters.frames, one.counters.garbage) == (1, 0)

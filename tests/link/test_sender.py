@@ -3,7 +3,9 @@ from collections.abc import Collection
 import pytest
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded, WireError
-from molink.link.create import create_policy
+from molink.link.create import POLICIES, create_policy
+from molink.link.fifo import Fifo
+from molink.link.lane import Outgoing
 from molink.link.policy import (
     Acknowledged,
     Decision,
@@ -22,6 +24,7 @@ from molink.wire.data import (
     Frame,
     History,
     Lane,
+    Probe,
     Rows,
     Sampling,
     Tombstone,
@@ -44,10 +47,34 @@ def connected(sender: LinkSender) -> LinkSender:
     return sender
 
 
+class TwoLanes(Fifo):
+    """First come, first served, with a lane for each kind."""
+
+    one_lane = False
+
+
+class Orders:
+    """A policy that says what it was made with."""
+
+    name = "orders"
+    one_lane = True
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.events: list[Event] = []
+        self.decisions = list(decisions)
+
+    def handle(self, event: Event, now: float) -> None:
+        self.events.append(event)
+
+    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+        return self.decisions.pop(0) if self.decisions else Wait()
+
+
 class Halves:
     """A policy that sends half a volume, waits a second, and sends the other half."""
 
     name = "halves"
+    one_lane = False
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -96,7 +123,7 @@ def test_a_policy_decides_how_much_and_when() -> None:
 
 
 def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
-    sender = connected(LinkSender(1, create_policy("fifo")))
+    sender = connected(LinkSender(1, TwoLanes()))
     sender.volume(*volume(1, 2, prefill=False), 0.0)
     sender.control(Admit(2, 1, Sampling(), 3))
     sender.control(History(3, 1, 0, Payload("i32", (2,))), bytes(8))
@@ -109,6 +136,117 @@ def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
         (Lane.BULK, 0, 4),
     ]
     assert sender.poll(0.0) == []
+
+
+def ticks(sent: list[Outgoing]) -> list[tuple[Lane, int, int, int]]:
+    """Lane, tick, first row and number of rows of volumes' messages."""
+    bodies = [out.message.body for out in sent]
+    return [
+        (out.lane, body.tick, getattr(body, "first", 0), body.payload.shape[0])
+        for out, body in zip(sent, bodies, strict=True)
+        if isinstance(body, Volume | VolumePart)
+    ]
+
+
+def test_one_lane_for_both_kinds() -> None:
+    sender = connected(LinkSender(1, Fifo()))
+    sender.volume(*volume(1, 2), 0.0)
+    sender.control(Tombstone(2))
+    sender.volume(*volume(3, 1, prefill=False), 0.0)
+    assert [out.lane for out in sender.poll(0.0, (Lane.DECODE,))] == [Lane.DECODE]
+    assert ticks(sender.poll(0.0)) == [(Lane.BULK, 1, 0, 2), (Lane.BULK, 3, 0, 1)]
+
+
+def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
+    policy = Orders(Send(0, 1), Send(1, 1))
+    sender = connected(LinkSender(1, policy))
+    sender.volume(*volume(1, 1, prefill=False), 0.0)
+    sender.volume(*volume(2, 1), 0.0)
+    assert policy.events == [Produced(0, Lane.DECODE, 1, ROW), Produced(1, Lane.BULK, 1, ROW)]
+    assert [lane for lane, *_ in ticks(sender.poll(0.0))] == [Lane.BULK, Lane.BULK]
+
+
+def test_a_volume_in_pieces() -> None:
+    policy = Orders(Send(0, 99), Wait(), Send(0, 1), Send(0, 99))
+    sender = connected(LinkSender(1, policy, SenderLimits(message=4 * ROW)))
+    header, data = volume(7, 10)
+    sender.volume(header, memoryview(data)[: 2 * ROW], 0.0)
+    assert policy.events == [Produced(0, Lane.BULK, 2, ROW)]
+    assert sender.queued_bytes == 2 * ROW
+    first = sender.poll(0.0)
+    assert ticks(first) == [(Lane.BULK, 7, 0, 2)]
+    assert isinstance(first[0].message.body, Volume)
+    assert sender.queued_bytes == 0
+    sender.more(7, memoryview(data)[2 * ROW : 7 * ROW], 1.0)
+    sender.validate()
+    sender.more(7, memoryview(data)[7 * ROW :], 1.0)
+    assert policy.events[2:] == [Produced(0, Lane.BULK, 5, ROW), Produced(0, Lane.BULK, 3, ROW)]
+    second = sender.poll(2.0)
+    # One message for what was granted, then the others, each of one buffer.
+    assert ticks(second) == [
+        (Lane.BULK, 7, 2, 1),
+        (Lane.BULK, 7, 3, 4),
+        (Lane.BULK, 7, 7, 3),
+    ]
+    assert b"".join(bytes(out.payload or b"") for out in first + second) == data
+    sender.validate()
+
+
+def test_rows_that_no_volume_lacks() -> None:
+    sender = LinkSender(1, create_policy("fifo"))
+    header, data = volume(7, 3)
+    with pytest.raises(WireError, match="volume 7, which lacks none"):
+        sender.more(7, data[:ROW], 0.0)
+    sender.volume(header, data[:ROW], 0.0)
+    with pytest.raises(WireError, match="volume 7 begins again"):
+        sender.volume(header, data, 0.0)
+    for wrong in (data, data[: ROW + 1], b""):
+        with pytest.raises(WireError, match="are not 1 to 2 rows"):
+            sender.more(7, wrong, 0.0)
+    sender.more(7, data[ROW:], 0.0)
+    with pytest.raises(WireError, match="lacks none"):
+        sender.more(7, data[:ROW], 0.0)
+    assert sender.queued_bytes == 3 * ROW
+    sender.volume(header, data, 0.0)
+    sender.validate()
+
+
+def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None:
+    sender = LinkSender(1, create_policy("fifo"), SenderLimits(total=10 * ROW))
+    sender.volume(volume(1, 30)[0], bytes(ROW), 0.0)
+    sender.more(1, bytes(20 * ROW), 0.0)
+    assert sender.full
+    with pytest.raises(Overloaded):
+        sender.volume(*volume(2, 1), 0.0)
+    sender.more(1, bytes(9 * ROW), 0.0)
+    sender.validate()
+
+
+@pytest.mark.parametrize("decision", [Send(0, 1), Send(1, 1), Send(2, 0)])
+def test_a_policy_that_sends_what_is_not_there(decision: Send) -> None:
+    """Volume 0 has no rows left at the moment, 1 never was, and no rows are nothing to send."""
+    sender = connected(LinkSender(1, Orders(Send(0, 1), Wait(), decision)))
+    header, data = volume(7, 3)
+    sender.volume(header, data[:ROW], 0.0)
+    assert len(sender.poll(0.0)) == 1
+    with pytest.raises(InvariantError, match="orders sends what isn't there"):
+        sender.poll(0.0)
+
+
+def test_a_volume_in_pieces_goes_again_after_a_reconnect() -> None:
+    sender = connected(LinkSender(1, Fifo()))
+    header, data = volume(7, 4)
+    sender.volume(header, data[: 2 * ROW], 0.0)
+    first = sender.poll(0.0)
+    sender.disconnected(Lane.BULK, 1.0)
+    sender.more(7, data[2 * ROW : 3 * ROW], 1.0)
+    assert sender.poll(1.0) == []
+    sender.reconnected(Lane.BULK, 2.0)
+    again = sender.poll(2.0)
+    assert again[: len(first)] == first
+    assert ticks(again) == [(Lane.BULK, 7, 0, 2), (Lane.BULK, 7, 2, 1)]
+    sender.more(7, data[3 * ROW :], 3.0)
+    assert ticks(sender.poll(3.0)) == [(Lane.BULK, 7, 3, 1)]
 
 
 def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next() -> None:
@@ -128,16 +266,34 @@ def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next
 
 
 def test_a_lane_that_acknowledges_nothing_is_sent_again_on_the_same_connection() -> None:
-    sender = connected(LinkSender(1, create_policy("fifo"), SenderLimits(resend_after=10.0)))
+    policy = Orders()
+    sender = connected(LinkSender(1, policy, SenderLimits(resend_after=10.0)))
     sender.control(Tombstone(1))
     first = sender.poll(5.0)
     assert sender.wake_at == 15.0
     assert sender.poll(14.9) == []
     assert sender.poll(15.0) == first
+    assert policy.events == [
+        Sent(Lane.DECODE, 128),
+        Reconnected(Lane.DECODE),
+        Sent(Lane.DECODE, 128),
+    ]
     assert sender.wake_at == 25.0
     sender.ack(Ack(1, Lane.DECODE, 1), 16.0)
     assert sender.poll(30.0) == []
     assert sender.wake_at is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_lost_does_not_count_as_under_way_for_ever(policy: str) -> None:
+    """A policy that bounds what is under way goes on once it has been sent again."""
+    sender = connected(LinkSender(1, create_policy(policy), SenderLimits(resend_after=10.0)))
+    sender.volume(*volume(1, 2), 0.0)
+    lost = sender.poll(0.0)
+    assert sender.poll(10.0) == lost
+    sender.ack(Ack(1, Lane.BULK, len(lost)), 10.1)
+    sender.volume(*volume(2, 2), 11.0)
+    assert ticks(sender.poll(11.0)) == [(Lane.BULK, 2, 0, 2)]
 
 
 def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
@@ -169,8 +325,13 @@ def test_full_and_too_full() -> None:
 def test_only_proper_volumes() -> None:
     sender = LinkSender(1, create_policy("fifo"))
     header, data = volume(1, 3)
-    with pytest.raises(WireError, match="volume 1: 47 bytes are not 3 rows"):
-        sender.volume(header, data[:-1], 0.0)
+    for wrong in (data[:-1], b"", data + data[:ROW]):
+        with pytest.raises(WireError, match=f"volume 1: {len(wrong)} bytes are not 1 to 3 rows"):
+            sender.volume(header, wrong, 0.0)
+    for shape in ((2, HIDDEN), (3,), (3, 0)):
+        odd = Volume(1, True, header.rows, Payload("f32", shape))
+        with pytest.raises(WireError, match="are not 3 rows"):
+            sender.volume(odd, data, 0.0)
     wide = Payload("u8", (1, 300_000))
     with pytest.raises(MessageTooLarge, match="row"):
         sender.volume(Volume(1, True, (Rows(1, 0, 1, 0),), wide), bytes(300_000), 0.0)
@@ -207,7 +368,7 @@ def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
 
 def test_validate_tells_the_story() -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
-    sender._queued = 5
+    sender._outbox.nbytes = 5
     with pytest.raises(InvariantError, match="DECODE connected"):
         sender.validate()
 
@@ -216,3 +377,22 @@ def test_a_frame_has_the_payload_of_its_body() -> None:
     header, _ = volume(1, 3)
     assert Frame(1, Lane.BULK, 0, header).payload == header.payload
     assert Frame(1, Lane.BULK, 0, Tombstone(1)).payload is None
+
+
+def test_probes_go_first_on_the_bulk_lane() -> None:
+    sender = connected(LinkSender(7, create_policy("fifo")))
+    header, rows = volume(1, 1)
+    sender.volume(header, rows, 0.0)
+    sender.probe(b"abcd")
+    sender.control(Tombstone(2))
+    sender.validate()
+    sent = sender.poll(0.0)
+    assert [(out.lane, type(out.message.body)) for out in sent] == [
+        (Lane.DECODE, Tombstone),
+        (Lane.BULK, Probe),
+        (Lane.BULK, Volume),
+    ]
+    assert sent[1].payload == b"abcd"
+    sender.ack(Ack(7, Lane.BULK, 2), 0.1)
+    sender.validate()
+    assert sender.queued_bytes == 0

@@ -114,6 +114,7 @@ async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     # As many blocks as four requests of the model's whole context can use.
     assert start.kv_bytes == 4 * config.context * 3 * 2 * 2 * 16 * 2
     assert (start.quantize, start.memory) == ("none", 0)
+    assert start.compression == bench.assignments._settings.compression == "lossless"
 
 
 async def test_a_gpu_is_bounded_by_its_budget(bench: Bench) -> None:

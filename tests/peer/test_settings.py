@@ -138,6 +138,31 @@ def test_chunk_of_no_number() -> None:
             load_settings(Home(Path("nowhere")), {"chunk_tokens": text}, {})
 
 
+def test_how_rows_are_packed_for_links() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {}, {}).compression == "lossless"
+    for name in ("none", "lossless", "int8"):
+        assert load_settings(nowhere, {}, {"MOLINK_COMPRESSION": name}).compression == name
+    with pytest.raises(UsageError, match="compression"):
+        load_settings(nowhere, {}, {"MOLINK_COMPRESSION": "zip"})
+
+
+def test_where_links_are_recorded() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {}, {}).record == ""
+    assert load_settings(nowhere, {}, {"MOLINK_RECORD": "records"}).record == "records"
+
+
+def test_how_links_send() -> None:
+    nowhere = Home(Path("nowhere"))
+    environment = {"MOLINK_LINK_POLICY": "molink", "MOLINK_CUT_THROUGH": "false"}
+    settings = load_settings(nowhere, {}, environment)
+    assert (settings.link_policy, settings.cut_through) == ("molink", False)
+    assert load_settings(nowhere, {}, {}).cut_through
+    with pytest.raises(UsageError, match=r"link.policy.* is one of concurrent, fifo"):
+        load_settings(nowhere, {}, {"MOLINK_LINK_POLICY": "anyhow"})
+
+
 def test_stage_ranges() -> None:
     assert Settings(stage="0:12").stage == "0:12"
     assert Settings(stage="none").stage == "none"

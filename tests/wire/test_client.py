@@ -216,3 +216,19 @@ async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
     await net.until(lambda: len(got) == sent)
     assert got == list(range(sent))
     await net.until(lambda: not client.congested)
+
+
+async def test_what_comes_after_a_break_is_sent_however_full_the_socket_was(net: Any) -> None:
+    """The break may come before what waits for the socket has begun to wait."""
+    got: list[int] = []
+    server = net.server(data_codec(), lambda _, message, __: got.append(message.first))
+    client = net.client(data_codec(), net.member(), server.port)
+    await client.wait_connected(5)
+    data = bytes(256 * 1024)
+    payload = Payload("u8", (len(data),))
+    while not client.congested:
+        client.send(Prompt("k", 0, payload), data)
+    await client._drop("the connection broke")
+    assert not client.congested
+    client.send(Prompt("k", 1, payload), data)
+    await net.until(lambda: got[-1:] == [1])

@@ -8,10 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import MessageTooLarge, WireError
-from molink.wire.base import Payload
+from molink.wire.base import Coding, Payload
 from molink.wire.codec import MAX_PAYLOAD, Codec, control_codec, data_codec
 from molink.wire.control import ControlMessage, Done, Welcome
-from molink.wire.data import Cancel, DataMessage, Frame, Lane, Prompt, RingBody, Volume
+from molink.wire.data import (
+    Cancel,
+    DataMessage,
+    Frame,
+    History,
+    Lane,
+    Prompt,
+    RingBody,
+    Rows,
+    Volume,
+    VolumePart,
+)
 from molink.wire.transfer import ReadReply
 
 CODECS: list[tuple[Codec[Any], Any]] = [
@@ -118,6 +129,63 @@ def test_the_payload_is_what_the_header_says() -> None:
         codec.encode(Cancel("k"), b"x")
     with pytest.raises(WireError, match="one or two frames"):
         codec.decode([b"", b"", b""])
+
+
+GROUPS = (Rows(1, 0, 3, 0),)
+
+
+def packed(shape: tuple[int, ...], coded: int, coding: Coding = Coding.LOSSLESS) -> Payload:
+    return Payload("bf16", shape, coding, coded)
+
+
+def test_rows_of_volumes_may_be_packed() -> None:
+    codec = data_codec()
+    payload = packed((3, 5), 29)
+    assert (payload.nbytes, payload.wire_bytes) == (30, 29)
+    for body in (Volume(1, True, GROUPS, payload), VolumePart(1, 4, payload)):
+        message = Frame(1, Lane.BULK, 0, body)
+        frames = [bytes(frame) for frame in codec.encode(message, bytes(29))]
+        assert msgspec.msgpack.decode(frames[0])[4][-1] == ["bf16", [3, 5], 1, 29]
+        for wrong in (28, 30):
+            with pytest.raises(WireError, match="not 29"):
+                codec.encode(message, bytes(wrong))
+            with pytest.raises(WireError, match="not 29"):
+                codec.decode([frames[0], bytes(wrong)])
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (Volume(1, True, GROUPS, packed((3, 5), 30)), "no smaller"),
+        (Volume(1, True, GROUPS, packed((0, 5), 0)), "no smaller"),
+        (VolumePart(1, 0, packed((3, 5), 29, Coding.PLAIN)), "not 30|packed"),
+        (VolumePart(1, 0, packed((3, 5), 30, Coding.PLAIN)), "packed"),
+        (VolumePart(1, 0, packed((1, MAX_PAYLOAD // 2 + 1), 9)), "unpacks to over"),
+        (VolumePart(1, 0, packed((2**31 - 1, 2**31 - 1), 9, Coding.INT8)), "unpacks to over"),
+        (History(1, 0, 0, Payload("i32", (8,), Coding.LOSSLESS, 9)), "can't be packed"),
+    ],
+)
+def test_nothing_else_may_be_packed(body: Any, why: str) -> None:
+    codec = data_codec()
+    message = Frame(1, Lane.BULK, 0, body)
+    frame = bytes(body.payload.wire_bytes)
+    with pytest.raises(WireError, match=why):
+        codec.encode(message, frame)
+    with pytest.raises(WireError, match=why):
+        codec.decode([msgspec.msgpack.encode(message), frame])
+
+
+def test_a_prompt_is_never_packed() -> None:
+    message = Prompt("k", 0, Payload("u8", (64,), Coding.LOSSLESS, 9))
+    with pytest.raises(WireError, match="can't be packed"):
+        data_codec().decode([msgspec.msgpack.encode(message), bytes(9)])
+
+
+def test_a_plain_payload_is_two_bytes_longer_for_those_that_are_not() -> None:
+    encoded = msgspec.msgpack.encode(Payload("bf16", (3, 5)))
+    assert encoded[1:] == msgspec.msgpack.encode(["bf16", [3, 5]])[1:] + b"\0\0"
+    older = msgspec.msgpack.encode(["bf16", [3, 5]])
+    assert msgspec.msgpack.decode(older, type=Payload) == Payload("bf16", (3, 5))
 
 
 def test_a_payload_is_a_view_of_any_buffer() -> None:

@@ -19,7 +19,8 @@ from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.wire.data import Choice, Release, Sampled, Sampling, Token, Tombstone, Volume
 from molink.wire.profile import Profile
-from molink.worker.scoreboard import BoardLimits, Scoreboard
+from molink.worker.limits import BoardLimits
+from molink.worker.scoreboard import Scoreboard
 from molink.worker.work import Work
 
 BLOCKS, BLOCK_SIZE = 1024, 16

@@ -1,18 +1,26 @@
 """What a stage's place in the ring makes of its orders."""
 
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from molink.head.request import HeadRequest
+from molink.link.memory import LinkMemory
+from molink.link.recording import replay
 from molink.model.config import ModelConfig
 from molink.model.rope import RopeConfig
 from molink.wire.control import StageAddress
-from molink.wire.data import Choice, Sampled, Sampling
+from molink.wire.data import Choice, Frame, Lane, LinkHello, Sampled, Sampling, Tombstone
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import FormRing, Start
 from molink.wire.profile import UNKNOWN
+from molink.wire.ringtimes import LinkFacts
+from molink.wire.server import Sender
+from molink.worker.engine import Engine
+from molink.worker.executor import Executor
 from molink.worker.place import Place
 
 KEYS = KeyPair.generate()
@@ -39,12 +47,18 @@ def config(rope: RopeConfig) -> ModelConfig:
     )
 
 
-def place(rope: RopeConfig) -> Place:
-    """That of a stage which is the whole ring."""
+def place(
+    rope: RopeConfig,
+    stages: int = 1,
+    context: Any = None,
+    record: str = "",
+    memory: LinkMemory | None = None,
+) -> Place:
+    """That of stage 0, which is the whole ring unless there are more."""
     start = Start(
         pipeline="p1",
         stage=0,
-        stages=1,
+        stages=stages,
         layers=(0, 1),
         model_dir="nowhere",
         dtype="f32",
@@ -57,15 +71,16 @@ def place(rope: RopeConfig) -> Place:
         kv_bytes=1 << 20,
         block_size=4,
         max_context=64,
+        record=record,
     )
-    me = StageAddress(peer="me", public_key=KEYS.public, addresses=(), port=1)
-    order = FormRing(epoch=1, ring=(me,), blocks=16, micro_batches=1)
+    me = StageAddress(peer="me", public_key=KEYS.public, addresses=("127.0.0.1",), port=1)
+    order = FormRing(epoch=1, ring=(me,) * stages, blocks=16, micro_batches=1)
     stage: Any = SimpleNamespace(
-        is_first=True, is_last=True, config=config(rope), travel_dtype="f32"
+        is_first=True, is_last=stages == 1, config=config(rope), travel_dtype="f32"
     )
     server: Any = SimpleNamespace(send=lambda *_: True)
-    context: Any = None
-    return Place(start, order, stage, context, server, UNKNOWN, print, print)
+    engine = Engine(stage, UNKNOWN, partial(Executor, stage))
+    return Place(start, order, engine, context, server, print, print, memory)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +97,7 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
 ) -> None:
     own = place(rope)
     try:
-        head = own.ring._head
+        head = own._head
         assert head is not None
         found = []
         for key in ("first", "second"):
@@ -101,8 +116,7 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
 async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
     own = place(RopeConfig())
     try:
-        ring = own.ring
-        head = ring._head
+        ring, head = own.ring, own._head
         assert head is not None
         for key in ("bad", "good"):
             head.submit(HeadRequest("d", key, PROMPT, len(PROMPT), 4, Sampling()), 0.0)
@@ -114,5 +128,52 @@ async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
         assert head.live == [("d", "good")]
         assert head.stats()[0]["head_failed_total"] == 1
         assert ring.strays == 1
+    finally:
+        await own.close()
+
+
+async def test_a_link_is_recorded_if_a_folder_is_given(net: Any, tmp_path: Path) -> None:
+    for record in ("", str(tmp_path / "records")):
+        own = place(RopeConfig(), 2, net.context, record)
+        own.ring.open(own._out)
+        own.ring.pump()
+        await own.close()
+    recordings = contents(tmp_path)
+    assert list(recordings) == ["link-p1-0-1.jsonl"]
+    assert replay(recordings["link-p1-0-1.jsonl"]) == []
+
+
+def contents(folder: Path) -> dict[str, list[bytes]]:
+    """Lines of each file."""
+    return {path.name: path.read_bytes().splitlines() for path in folder.rglob("*.*")}
+
+
+async def test_what_is_measured_of_the_link_is_told_and_remembered(net: Any) -> None:
+    memory = LinkMemory(None)
+    memory.keep("me", LinkFacts(0.02, 1e6), 0.0)
+    own = place(RopeConfig(), 2, net.context, memory=memory)
+    own.ring.open(own._out)
+    try:
+        _, gauges = own.stats()
+        assert gauges["link_latency_seconds"] == 0.02
+        assert gauges["link_rate_bytes_per_second"] == 1e6
+        own._link_measured(LinkFacts(0.03, 12.5e6))
+        assert memory.find("me") == LinkFacts(0.03, 12.5e6)
+        assert own.ring.links == (LinkFacts(0.03, 12.5e6), LinkFacts())
+    finally:
+        await own.close()
+
+
+async def test_what_arrives_on_the_link_is_counted(net: Any) -> None:
+    own = place(RopeConfig(), 2, net.context)
+    try:
+        sender = Sender(identity=b"someone", user_id="someone")
+        own.handle(sender, LinkHello("p1", 1, 0, Lane.DECODE), None)
+        own.handle(sender, Frame(1, Lane.DECODE, 0, Tombstone(1)), None)
+        counters, _ = own.stats()
+        assert counters["link_received_strangers_total"] == 1
+        assert counters["link_received_unbound_total"] == 1
+        kinds = ("bytes", "duplicates", "frames", "gaps", "garbage", "old_epochs")
+        assert all(counters[f"link_received_{kind}_total"] == 0 for kind in kinds)
     finally:
         await own.close()

@@ -7,7 +7,9 @@ import pytest
 from molink.errors import InvariantError
 from molink.wire.base import Payload
 from molink.wire.data import Admit, History, Release, Rows, Sampling, Table, Tombstone, Volume
-from molink.worker.scoreboard import MAX_SPAN, MAX_WAITING, BoardLimits, Scoreboard, _Live
+from molink.worker.known import KnownRequest
+from molink.worker.limits import BoardLimits
+from molink.worker.scoreboard import MAX_SPAN, MAX_WAITING, Scoreboard
 from molink.worker.work import Control, Ready, Work
 
 
@@ -59,7 +61,7 @@ def test_rows_wait_for_their_admission():
     board.arrive(history, "ids", 0.0)
     assert board.complete((), 0.0) == [Control(history, "ids")]
     assert board.queued == 1
-    assert board.take(0.0) == Work(None, Ready(late, "data", None))
+    assert board.take(0.0) == Work(None, Ready(late, "data", None, late, 0, True))
     assert (board.queued, board.waiting) == (1, 0)
     assert board.complete((3,), 0.0) == []
     assert (board.queued, board.last_completed) == (0, 3)
@@ -176,8 +178,8 @@ def test_memory_is_bounded():
         assert run(board)[0] == (tick + 1,)
         feed(board, Release(tick + 2, request, after=tick + 1))
     assert board._complete.watermark == 1500
-    kept = (board._live, board._waiting, board._running, board._releases, board._outbox)
-    assert not any(kept)
+    kept = (board._known, board._volumes, board._releases, board._outbox)
+    assert not any(map(len, kept))
     assert len(board._complete) == 0
 
 
@@ -408,7 +410,7 @@ def test_completing_what_was_not_taken_is_our_own_mistake():
 def test_a_broken_invariant_tells_the_story():
     board = Scoreboard()
     feed(board, admit(1, 0))
-    board._live[7] = _Live()
+    board._known._live[7] = KnownRequest()
     with pytest.raises(InvariantError, match="never admitted") as caught:
         board.validate()
     assert caught.value.story

@@ -1,0 +1,299 @@
+"""``molink simulate``: a trace, or requests of one size, through a ring in virtual time."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from molink.bench.report import Summary
+from molink.bench.trace import TraceRow, read_trace
+from molink.errors import UsageError
+from molink.link.create import create_policy
+from molink.link.recording import Difference, replay
+from molink.sim.picture import draw
+from molink.sim.profiles import LinkProfile, load_link
+from molink.sim.run import Outcome, simulate, simulate_all
+from molink.sim.scenario import Scenario
+from molink.sim.timeline import Timeline
+from molink.sim.workload import Workload
+
+#: Seconds that a picture shows unless told otherwise.
+_WINDOW = 3.0
+#: Differences of a replay that are printed.
+_SHOWN = 20
+
+RING = "Ring"
+SWITCHES = "Switches"
+LOAD = "Load"
+OUTPUT = "Output"
+
+
+def simulate_command(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Sizes from an Azure (.csv) or Mooncake (.jsonl) trace.", rich_help_panel=LOAD
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(help="Requests per second, on average.", rich_help_panel=LOAD)
+    ] = 0.5,
+    duration: Annotated[
+        float, typer.Option(help="Seconds in which requests arrive.", rich_help_panel=LOAD)
+    ] = 200.0,
+    warmup: Annotated[
+        float,
+        typer.Option(help="Seconds before that; requests are not counted.", rich_help_panel=LOAD),
+    ] = 0.0,
+    arrivals: Annotated[
+        Literal["poisson", "trace"],
+        typer.Option(
+            help="At random, or when the trace says, stretched to --rate.", rich_help_panel=LOAD
+        ),
+    ] = "poisson",
+    max_prompt: Annotated[
+        int, typer.Option(help="Longer ones of the trace are left out.", rich_help_panel=LOAD)
+    ] = 2048,
+    max_output: Annotated[
+        int, typer.Option(help="Longer ones of the trace are left out.", rich_help_panel=LOAD)
+    ] = 1024,
+    input_tokens: Annotated[
+        int | None,
+        typer.Option(help="Per prompt, without a trace.  [default: 512]", rich_help_panel=LOAD),
+    ] = None,
+    output_tokens: Annotated[
+        int | None,
+        typer.Option(help="Per answer, without a trace.  [default: 128]", rich_help_panel=LOAD),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.", rich_help_panel=LOAD)] = 0,
+    stages: Annotated[int, typer.Option(help="Of the ring.", rich_help_panel=RING)] = 3,
+    device: Annotated[
+        str, typer.Option(help="Of every stage: a name or a .toml file.", rich_help_panel=RING)
+    ] = "rtx4090",
+    model_profile: Annotated[
+        str, typer.Option(help="A name or a .toml file.", rich_help_panel=RING)
+    ] = "qwen-7b",
+    link: Annotated[
+        str,
+        typer.Option(help="Between the stages: a name or a .toml file.", rich_help_panel=RING),
+    ] = "wan-100mbps-30ms",
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Mbps, instead of the link's.", rich_help_panel=RING)
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds one way, instead of the link's.", rich_help_panel=RING),
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(help="Requests that hold KV blocks at once.", rich_help_panel=RING)
+    ] = 256,
+    policy: Annotated[
+        str,
+        typer.Option(help="How links send; several separated by commas.", rich_help_panel=SWITCHES),
+    ] = "adaptive",
+    cut_through: Annotated[
+        bool,
+        typer.Option(help="Prefill rows go on while more come.", rich_help_panel=SWITCHES),
+    ] = True,
+    compression: Annotated[
+        Literal["none", "lossless"],
+        typer.Option(help="Of rows between stages.", rich_help_panel=SWITCHES),
+    ] = "lossless",
+    micro_batches: Annotated[
+        str, typer.Option(help="In flight: a number or auto.", rich_help_panel=SWITCHES)
+    ] = "auto",
+    chunk_tokens: Annotated[
+        str, typer.Option(help="Rows of a prefill volume or auto.", rich_help_panel=SWITCHES)
+    ] = "auto",
+    tensors: Annotated[
+        int,
+        typer.Option(
+            min=1, max=2, help="Per row and hop; 2 as vLLM 0.7.", rich_help_panel=SWITCHES
+        ),
+    ] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)
+    ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Draw who computes and sends into this .svg.", rich_help_panel=OUTPUT),
+    ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(help="Seconds A:B that it shows.", rich_help_panel=OUTPUT),
+    ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay",
+            help="Only compare a recording of a link's decisions with the same once more.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Run a trace through a ring of stages in virtual time, with the deciders of the product.
+
+    Devices are rooflines of data sheets, links a bottleneck and a latency: see the profiles.
+    """
+    if recording is not None:
+        _replay(recording, as_json=as_json)
+        return
+    if trace is not None and (input_tokens is not None or output_tokens is not None):
+        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+    rows: tuple[TraceRow, ...] = () if trace is None else tuple(read_trace(trace))
+    workload = Workload(
+        rate,
+        duration,
+        warmup,
+        rows,
+        arrivals,
+        seed,
+        512 if input_tokens is None else input_tokens,
+        128 if output_tokens is None else output_tokens,
+        max_prompt,
+        max_output,
+    )
+    scenarios = [
+        Scenario(
+            workload,
+            stages,
+            device,
+            model_profile,
+            _link(link, bandwidth, latency),
+            name,
+            cut_through,
+            compression,
+            _auto("--micro-batches", micro_batches),
+            tensors,
+            _auto("--chunk-tokens", chunk_tokens),
+            max_running,
+        )
+        for name in _policies(policy)
+    ]
+    with Console(stderr=True).status("simulating …"):
+        outcomes = _run(scenarios, timeline, window)
+    _show(outcomes, as_json=as_json)
+
+
+def _policies(names: str) -> list[str]:
+    policies = [name.strip() for name in names.split(",")]
+    for name in policies:
+        create_policy(name)
+    return policies
+
+
+def _link(name: str, bandwidth: float | None, latency: float | None) -> LinkProfile:
+    link = load_link(name)
+    return LinkProfile(
+        link.bandwidth_mbps if bandwidth is None else bandwidth,
+        link.latency_ms if latency is None else latency,
+        link.efficiency,
+    )
+
+
+def _auto(option: str, value: str) -> int:
+    """A number, or 0 for ``auto``."""
+    if value.strip().lower() == "auto":
+        return 0
+    if not value.isdecimal() or int(value) == 0:
+        raise UsageError(f"{option} is a number from 1 on or auto, not {value!r}")
+    return int(value)
+
+
+def _run(scenarios: Sequence[Scenario], picture: Path | None, window: str | None) -> list[Outcome]:
+    if picture is None:
+        return simulate_all(scenarios)
+    if picture.suffix.lower() != ".svg":
+        raise UsageError(f"--timeline draws an .svg file, not {picture}")
+    begin, end = _window(window, scenarios[0].workload)
+    timelines = [Timeline(begin, end) for _ in scenarios]
+    outcomes = [simulate(*pair) for pair in zip(scenarios, timelines, strict=True)]
+    panels = [(each.policy, seen) for each, seen in zip(scenarios, timelines, strict=True)]
+    try:
+        picture.write_text(draw(panels, scenarios[0].stages), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"can't write {picture}: {error}") from error
+    return outcomes
+
+
+def _window(text: str | None, workload: Workload) -> tuple[float, float]:
+    """What a picture shows: as told, or a little from the middle of the run."""
+    if text is None:
+        middle = workload.warmup + workload.duration / 2
+        return middle, middle + _WINDOW
+    try:
+        begin, end = (float(part) for part in text.split(":"))
+    except ValueError:
+        begin = end = 0.0
+    if not 0 <= begin < end < float("inf"):
+        raise UsageError(f"--window is A:B in seconds, A before B, not {text!r}")
+    return begin, end
+
+
+def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    if as_json:
+        found = [outcome.as_json() for outcome in outcomes]
+        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
+        return
+    table = Table(
+        caption=f"least time per token of this ring: {1000 * outcomes[0].floor_s:.1f} ms",
+        caption_justify="left",
+        caption_style="",
+    )
+    table.add_column("policy")
+    for column in ("completed", "failed", "K", "TTFT ms", "p99", "TPOT ms", "p99", "latency s"):
+        table.add_column(column, justify="right")
+    table.add_column("bubbles", justify="right")
+    for outcome in outcomes:
+        report = outcome.report
+        table.add_row(
+            report.policy,
+            str(report.completed),
+            str(report.failed),
+            str(outcome.micro_batches),
+            *_two(report.ttft_s),
+            *_two(report.tpot_s),
+            "–" if report.latency_s.mean is None else f"{report.latency_s.mean:.2f}",
+            " ".join(f"{100 * share:.0f} %" for share in outcome.bubble_share),
+        )
+    Console().print(table)
+
+
+def _two(summary: Summary) -> tuple[str, str]:
+    """Mean and 99th percentile in milliseconds."""
+    mean, p99 = (
+        "–" if value is None else f"{1000 * value:.1f}" for value in (summary.mean, summary.p99)
+    )
+    return mean, p99
+
+
+def _replay(recording: Path, *, as_json: bool) -> None:
+    try:
+        with recording.open("rb") as lines:
+            differences = replay(lines)
+    except OSError as error:
+        raise UsageError(f"can't read the recording {recording}: {error}") from error
+    if as_json:
+        found = [_difference(each) for each in differences]
+        print(json.dumps({"recording": str(recording), "differences": found}, indent=2))
+    elif not differences:
+        print("Every decision came out the same.")
+    else:
+        for each in differences[:_SHOWN]:
+            print(f"line {each.line}: recorded {each.recorded}, now {each.replayed}")
+        print(f"{len(differences)} decisions came out otherwise.")
+    if differences:
+        raise typer.Exit(1)
+
+
+def _difference(each: Difference) -> dict[str, object]:
+    return {
+        "line": each.line,
+        "at": each.at,
+        "recorded": str(each.recorded),
+        "replayed": str(each.replayed),
+    }

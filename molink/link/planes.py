@@ -1,0 +1,74 @@
+"""Elements of rows taken apart into planes of bytes, and put together again."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: By the size of an element: which bits of it, rotated, go to which plane (shift and type), the
+#: plane of the top byte last.
+_PLANES: dict[int, tuple[tuple[int, np.dtype[Any]], ...]] = {
+    2: ((0, np.dtype("u1")), (8, np.dtype("u1"))),
+    4: ((0, np.dtype("<u2")), (16, np.dtype("u1")), (24, np.dtype("u1"))),
+}
+_WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+Words = npt.NDArray[Any]
+
+
+class Planes:
+    """Rotates each element left by one bit and keeps its top byte apart from the others.
+
+    Owns the memory for that: fresh arrays of this size cost more in page faults than what is
+    computed in them. What a method returns is valid until the next call.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most`` is the bytes of elements that are taken apart at a time."""
+        self._result = np.empty(most, np.uint8)
+        self._rotated = np.empty(most, np.uint8)
+        self._scratch = np.empty(most, np.uint8)
+
+    def split(self, data: memoryview, size: int) -> tuple[memoryview, memoryview]:
+        """All top bytes, and the other bytes, of elements of ``size`` (2 or 4) bytes."""
+        words = np.frombuffer(data, _WORDS[size])
+        rotated, scratch = self._words(words)
+        np.left_shift(words, 1, out=rotated)
+        np.right_shift(words, size * 8 - 1, out=scratch)
+        np.bitwise_or(rotated, scratch, out=rotated)
+        at, count = 0, len(words)
+        for shift, kind in _PLANES[size]:
+            end = at + count * kind.itemsize
+            source = np.right_shift(rotated, shift, out=scratch) if shift else rotated
+            np.copyto(self._result[at:end].view(kind), source, casting="unsafe")
+            at = end
+        result, low = self._result.data, count * (size - 1)
+        return result[low:at], result[:low]
+
+    def join(self, tops: bytes, others: memoryview, size: int) -> memoryview:
+        """The elements whose planes :meth:`split` made; there are ``len(tops)``."""
+        words = self._result[: len(tops) * size].view(_WORDS[size])
+        rotated, scratch = self._words(words)
+        rotated[:] = 0
+        at = 0
+        for shift, kind in _PLANES[size][:-1]:
+            end = at + len(tops) * kind.itemsize
+            self._add(rotated, scratch, np.frombuffer(others[at:end], kind), shift)
+            at = end
+        self._add(rotated, scratch, np.frombuffer(tops, np.uint8), size * 8 - 8)
+        np.right_shift(rotated, 1, out=words)
+        np.left_shift(rotated, size * 8 - 1, out=scratch)
+        np.bitwise_or(words, scratch, out=words)
+        return self._result.data[: len(tops) * size]
+
+    def _words(self, like: Words) -> tuple[Words, Words]:
+        return (
+            self._rotated[: like.nbytes].view(like.dtype),
+            self._scratch[: like.nbytes].view(like.dtype),
+        )
+
+    @staticmethod
+    def _add(rotated: Words, scratch: Words, plane: Words, shift: int) -> None:
+        np.copyto(scratch, plane)
+        np.left_shift(scratch, shift, out=scratch)
+        np.bitwise_or(rotated, scratch, out=rotated)

@@ -1,0 +1,1 @@
+"""A discrete-event simulation that drives the product's own deciders in virtual time."""

@@ -1,0 +1,95 @@
+"""A stage that computes nothing but takes its time."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from molink.sim.agenda import Agenda
+from molink.sim.roofline import Roofline, StepRows
+from molink.wire.base import DTYPE_SIZES
+from molink.wire.data import Admit, Choice, Sampled, Volume
+from molink.worker.segment import Segment, SegmentResult, StageShape, StepDone
+
+#: Told of every step: begin, seconds, decode rows, prefill rows.
+OnStep = Callable[[float, float, int, int], None]
+
+
+class NoRequests:
+    """Which requests live at a stage: nothing else is needed where nothing is computed."""
+
+    def __init__(self) -> None:
+        self._live: set[int] = set()
+
+    def admit(self, message: Admit) -> None:
+        """A request begins."""
+        self._live.add(message.request)
+
+    def history(self, request: int, first: int, ids: memoryview) -> None:
+        """Not kept."""
+
+    def table(self, request: int, blocks: Sequence[int]) -> None:
+        """Not kept."""
+
+    def release(self, request: int) -> None:
+        """A request is over."""
+        self._live.discard(request)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+
+def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
+    """What a step over ``volumes`` computes; only the last stage samples."""
+    decode = decode_context = prefill = prefill_context = sampled = 0
+    for volume in volumes:
+        for rows in volume.rows:
+            count = rows.count
+            if volume.prefill:
+                prefill += count
+                prefill_context += count * rows.start + count * (count + 1) // 2
+            else:
+                decode += count
+                decode_context += count * rows.start
+            sampled += rows.sample and is_last
+    return StepRows(decode, decode_context, prefill, prefill_context, sampled)
+
+
+class SimExecutor:
+    """Runs each step for as long as the roofline says; every sampled token is 0.
+
+    Rows are views of ``zeros``, which has to be long enough for the largest volume.
+    """
+
+    def __init__(
+        self, agenda: Agenda, stage: StageShape, roofline: Roofline, zeros: memoryview
+    ) -> None:
+        self._agenda = agenda
+        self._is_last = stage.is_last
+        self._row_bytes = stage.hidden * DTYPE_SIZES[stage.dtype]
+        self._roofline = roofline
+        self._zeros = zeros
+        self.busy_s = 0.0
+        self.on_step: OnStep | None = None
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        """Begin a step."""
+        size = step_rows([segment.volume for segment in segments], self._is_last)
+        seconds = self._roofline.step_s(size)
+        now = self._agenda.now
+        self.busy_s += seconds
+        if self.on_step is not None:
+            self.on_step(now, seconds, size.decode, size.prefill)
+        self._agenda.at(now + seconds, self._end, segments, done, seconds)
+
+    def _end(
+        self, segments: Sequence[Segment], done: Callable[[StepDone], None], seconds: float
+    ) -> None:
+        done(StepDone([self._result(segment) for segment in segments], seconds, None))
+
+    def _result(self, segment: Segment) -> SegmentResult:
+        volume = segment.volume
+        if not self._is_last:
+            count = sum(rows.count for rows in volume.rows)
+            return SegmentResult(volume, self._zeros[: count * self._row_bytes], None)
+        choices = tuple(
+            Choice(rows.request, rows.start + rows.count, 0) for rows in volume.rows if rows.sample
+        )
+        return SegmentResult(volume, None, Sampled(volume.tick, choices))

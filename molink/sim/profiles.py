@@ -1,0 +1,186 @@
+"""Devices, models and links by name: small TOML files among the package's data."""
+
+import math
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from molink.errors import UsageError
+
+#: A megabit per second, in bytes per second.
+MBPS = 1e6 / 8
+
+_Number = float | int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """A roofline: constants of a data sheet and what of them is reached. No measurement.
+
+    ``memory_gbs`` (GB/s) and ``tflops`` (dense, 16 bit, accumulated in 32) are the data sheet's;
+    ``memory_efficiency`` and ``compute_efficiency`` the share that decoding and prefilling reach;
+    ``step_ms`` what each forward pass costs besides; ``tile`` the rows by which matrix products
+    grow dearer; ``memory_gb`` the device's memory.
+    """
+
+    name: str
+    source: str
+    memory_gbs: float
+    tflops: float
+    memory_gb: float
+    memory_efficiency: float
+    compute_efficiency: float
+    step_ms: float
+    tile: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """A decoder's shape; ``bytes_per_parameter`` is 2 for 16-bit weights."""
+
+    name: str
+    source: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    bytes_per_parameter: float = 2.0
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer (16 bit)."""
+        return 2 * self.kv_heads * self.head_size * 2
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """Every hop of a ring: Mbps, one-way milliseconds, and the share of it that payload gets.
+
+    ``efficiency`` is what TCP, IP and CURVE leave of the bandwidth: 1500 bytes on the wire carry
+    1448 of a connection, which is 0.965, and acknowledgements and ZeroMQ's frames take the rest.
+    """
+
+    bandwidth_mbps: float = 100.0
+    latency_ms: float = 30.0
+    efficiency: float = 0.95
+    name: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self, "the link")
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of messages."""
+        return self.bandwidth_mbps * MBPS * self.efficiency
+
+    @property
+    def latency(self) -> float:
+        """Seconds one way."""
+        return self.latency_ms / 1000
+
+
+Kind = Literal["devices", "models", "links"]
+_Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
+
+#: Keys whose value may be 0.
+_MAY_BE_ZERO = {"latency_ms", "step_ms"}
+#: Keys that are shares of 1.
+_SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
+_MOST = 1e9
+
+
+def load_device(name: str) -> DeviceProfile:
+    """The device of that name, or of that ``.toml`` file.
+
+    Raises:
+        UsageError: there is none (names those there are), or its file makes no sense.
+    """
+    return _load(DeviceProfile, "devices", name)
+
+
+def load_model(name: str) -> ModelProfile:
+    """The model of that name, or of that ``.toml`` file; raises as :func:`load_device`."""
+    return _load(ModelProfile, "models", name)
+
+
+def load_link(name: str) -> LinkProfile:
+    """The link of that name, or of that ``.toml`` file; raises as :func:`load_device`."""
+    return _load(LinkProfile, "links", name)
+
+
+def known(kind: Kind) -> list[str]:
+    """Names of the profiles that come with molink."""
+    folder = resources.files("molink") / "data" / "profiles" / kind
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def _load(shape: type[_Profile], kind: Kind, name: str) -> _Profile:
+    where = name
+    if name.endswith(".toml"):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"can't read the profile {name}: {error}") from error
+        name = Path(name).stem
+    else:
+        if name not in known(kind):
+            choices = ", ".join(known(kind))
+            raise UsageError(f"there is no profile {name!r} among the {kind}: {choices}")
+        file = resources.files("molink") / "data" / "profiles" / kind / f"{name}.toml"
+        where, text = f"{name}.toml", file.read_text(encoding="utf-8")
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where}: {error}") from error
+    return _parse(shape, name, values, where)
+
+
+def _parse(shape: type[_Profile], name: str, values: dict[str, Any], where: str) -> _Profile:
+    known_keys = {each.name: each for each in fields(shape)}
+    for key, value in values.items():
+        if key == "name" or key not in known_keys:
+            raise UsageError(f"{where}: there is no key {key!r}")
+        wanted: type | tuple[type, ...] = {"int": int, "str": str}.get(
+            getattr(known_keys[key].type, "__name__", str(known_keys[key].type)), (int, float)
+        )
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise UsageError(f"{where}: {key} can't be {value!r}")
+    try:
+        profile = shape(name=name, **values)
+    except TypeError:
+        required = [key for key in _required(shape) if key not in values]
+        raise UsageError(f"{where}: {', '.join(required)} is missing") from None
+    _check(profile, where)
+    return profile
+
+
+def _required(shape: type[_Profile]) -> list[str]:
+    defaults = shape.__init__.__defaults__ or ()
+    names = [each.name for each in fields(shape)]
+    return [name for name in names[: len(names) - len(defaults)] if name != "name"]
+
+
+def _check(profile: DeviceProfile | ModelProfile | LinkProfile, where: str) -> None:
+    for each in fields(profile):
+        value = getattr(profile, each.name)
+        if isinstance(value, str):
+            continue
+        least = 0.0 if each.name in _MAY_BE_ZERO else math.ulp(0.0)
+        most = 1.0 if each.name in _SHARES else _MOST
+        if not least <= value <= most:
+            bound = "0 or more" if each.name in _MAY_BE_ZERO else "above 0"
+            top = " and at most 1" if each.name in _SHARES else ""
+            raise UsageError(f"{where}: {each.name} has to be {bound}{top}, not {value:g}")

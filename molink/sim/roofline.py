@@ -1,0 +1,102 @@
+"""How long a stage's steps take on a device of a given roofline.
+
+A step reads all weights of the stage once, and computes with them for every row: whichever takes
+longer counts. Attention comes on top: a decode row reads the keys and values of all tokens before
+it, a prefill row computes with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.sim.profiles import DeviceProfile, ModelProfile
+from molink.wire.profile import Profile
+
+#: Points of a profile, as a stage measures them.
+_DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_PREFILL_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_CONTEXT = 128
+#: Of a device's memory: what weights and KV blocks may take.
+_MEMORY_SHARE = 0.9
+_ACTIVATIONS_GB = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What a step computes: ``decode`` rows after ``decode_context`` tokens in all, ``prefill``
+    rows with ``prefill_context`` tokens before or at them in all, ``sampled`` rows of logits."""
+
+    decode: int = 0
+    decode_context: int = 0
+    prefill: int = 0
+    prefill_context: int = 0
+    sampled: int = 0
+
+
+class Roofline:
+    """One stage: ``layers`` layers of ``model`` on ``device``, with the logits if ``is_last``."""
+
+    def __init__(
+        self, device: DeviceProfile, model: ModelProfile, layers: int, *, is_last: bool
+    ) -> None:
+        self._tile = device.tile
+        self._layers = layers
+        self._model = model
+        memory = device.memory_gbs * 1e9 * device.memory_efficiency
+        compute = device.tflops * 1e12 * device.compute_efficiency
+        weights = layers * model.layer_parameters
+        logits = model.vocabulary * model.hidden if is_last else 0
+        self.weight_bytes = (weights + logits) * model.bytes_per_parameter
+        self._step_s = device.step_ms / 1000
+        self._read_s = weights * model.bytes_per_parameter / memory
+        self._row_s = 2 * weights / compute
+        self._read_logits_s = logits * model.bytes_per_parameter / memory
+        self._row_logits_s = 2 * logits / compute
+        #: Seconds for each token before a decode row, and before a prefill row.
+        self._decode_token_s = layers * model.kv_bytes / memory
+        self._prefill_token_s = 4 * layers * model.heads * model.head_size / compute
+
+    def step_s(self, rows: StepRows) -> float:
+        """Seconds of one fused step."""
+        count = rows.decode + rows.prefill
+        padded = count if count <= self._tile else -(-count // self._tile) * self._tile
+        seconds = self._step_s + max(self._read_s, self._row_s * padded)
+        if rows.sampled:
+            seconds += max(self._read_logits_s, self._row_logits_s * rows.sampled)
+        seconds += self._decode_token_s * rows.decode_context
+        return seconds + self._prefill_token_s * rows.prefill_context
+
+    def profile(self) -> Profile:
+        """``T_d`` and ``T_p`` as the stage would measure them."""
+        return Profile(
+            decode=tuple((rows, self._decode_s(rows)) for rows in _DECODE_ROWS),
+            prefill=tuple((rows, self._prefill_s(rows)) for rows in _PREFILL_ROWS),
+            tile=self._tile,
+            context=_CONTEXT,
+            decode_token_s=self._decode_token_s,
+            prefill_token_s=self._prefill_token_s,
+        )
+
+    def _decode_s(self, rows: int) -> float:
+        return self.step_s(StepRows(decode=rows, decode_context=rows * _CONTEXT, sampled=rows))
+
+    def _prefill_s(self, rows: int) -> float:
+        within = rows * (rows + 1) // 2
+        return self.step_s(StepRows(prefill=rows, prefill_context=within, sampled=1))
+
+    def kv_tokens(self, device: DeviceProfile) -> int:
+        """Tokens whose keys and values fit beside the weights; 0 if not even the weights do."""
+        room = _MEMORY_SHARE * device.memory_gb * 1e9 - _ACTIVATIONS_GB * 1e9 - self.weight_bytes
+        return max(0, int(room / (self._layers * self._model.kv_bytes)))
+
+
+def split_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each stage, as even as can be: the first stages have the ones left over."""
+    return [layers // stages + (index < layers % stages) for index in range(stages)]
+
+
+def rooflines(device: DeviceProfile, model: ModelProfile, stages: int) -> Sequence[Roofline]:
+    """The stages of a ring of equal devices."""
+    return [
+        Roofline(device, model, layers, is_last=index == stages - 1)
+        for index, layers in enumerate(split_layers(model.layers, stages))
+    ]

@@ -1,0 +1,113 @@
+"""What is to be simulated: a ring, its links, its switches and its load."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from molink.errors import UsageError
+from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
+from molink.sim.workload import Workload
+from molink.wire.data import MAX_MICRO_BATCHES
+
+Compression = Literal["none", "lossless"]
+
+#: Stages of a ring, as many as the wire can name.
+MOST_STAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One simulation. The defaults are the product's own: all switches on.
+
+    The baseline of every comparison is ``policy="fifo"`` or ``"concurrent"`` with
+    ``cut_through=False``, ``compression="none"``, ``micro_batches=stages`` and
+    ``chunk_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded); see
+    :meth:`baseline`.
+
+    ``micro_batches`` 0 leaves ``K`` to the head, ``chunk_tokens`` 0 the rows of a prefill volume.
+    ``tensors`` per row and hop is 2 where hidden and residual travel apart (vLLM 0.7).
+    ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
+    1.47 were measured). ``max_running`` requests hold KV blocks at a time.
+
+    Raises:
+        UsageError: a number is out of range, or there is no profile of that name.
+    """
+
+    workload: Workload
+    stages: int = 3
+    device: str = "rtx4090"
+    model: str = "qwen-7b"
+    link: LinkProfile = field(default_factory=LinkProfile)
+    policy: str = "adaptive"
+    cut_through: bool = True
+    compression: Compression = "lossless"
+    micro_batches: int = 0
+    tensors: int = 1
+    chunk_tokens: int = 0
+    max_running: int = 256
+    compression_ratio: float = 1.45
+
+    def __post_init__(self) -> None:
+        bounds: dict[str, tuple[float, float, float]] = {
+            "--stages": (self.stages, 1, MOST_STAGES),
+            "--micro-batches": (self.micro_batches, 0, MAX_MICRO_BATCHES),
+            "--tensors": (self.tensors, 1, 2),
+            "--chunk-tokens": (self.chunk_tokens, 0, 1 << 16),
+            "--max-running": (self.max_running, 1, 1024),
+            "--compression-ratio": (self.compression_ratio, 1, 100),
+        }
+        for option, (value, least, most) in bounds.items():
+            if not least <= value <= most:
+                raise UsageError(f"{option} has to be from {least:g} to {most:g}, not {value:g}")
+        if self.compression not in ("none", "lossless"):
+            raise UsageError(f"--compression is none or lossless, not {self.compression}")
+        if self.stages > self.model_profile.layers:
+            raise UsageError(
+                f"{self.model} has {self.model_profile.layers} layers: too few for {self.stages}"
+                " stages"
+            )
+
+    @classmethod
+    def baseline(
+        cls,
+        workload: Workload,
+        policy: str = "fifo",
+        stages: int = 3,
+        link: LinkProfile | None = None,
+        device: str = "rtx4090",
+        model: str = "qwen-7b",
+    ) -> "Scenario":
+        """All switches off: one tensor per hop, whole prompts stored and forwarded, ``K = N``."""
+        return cls(
+            workload,
+            stages,
+            device,
+            model,
+            link if link is not None else LinkProfile(),
+            policy,
+            cut_through=False,
+            compression="none",
+            micro_batches=stages,
+            chunk_tokens=workload.max_prompt,
+        )
+
+    @property
+    def device_profile(self) -> DeviceProfile:
+        """The device of every stage."""
+        return load_device(self.device)
+
+    @property
+    def model_profile(self) -> ModelProfile:
+        """The model's shape."""
+        return load_model(self.model)
+
+    @property
+    def switches(self) -> dict[str, object]:
+        """What tells one run of a comparison from another, as in the result's JSON."""
+        return {
+            "policy": self.policy,
+            "cut_through": self.cut_through,
+            "compression": self.compression,
+            "micro_batches": self.micro_batches or "auto",
+            "tensors": self.tensors,
+            "chunk_tokens": self.chunk_tokens or "auto",
+        }

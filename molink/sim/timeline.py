@@ -1,0 +1,42 @@
+"""Who computed and who sent when, during a window of a simulation."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from molink.wire.data import Lane
+
+#: What a bar shows: a step with decode rows, with prefill rows or with both; a lane's message.
+BarKind = Literal["decode", "prefill", "fused", "decode lane", "bulk lane"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something that took from ``begin`` to ``end`` (seconds), at a stage or on its link."""
+
+    begin: float
+    end: float
+    kind: BarKind
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Keeps what happens between ``begin`` and ``end`` (seconds of the simulation)."""
+
+    begin: float
+    end: float
+    stages: dict[int, list[Bar]] = field(default_factory=dict)
+    links: dict[int, list[Bar]] = field(default_factory=dict)
+
+    def step(self, stage: int, at: float, seconds: float, decode: int, prefill: int) -> None:
+        """A stage computes."""
+        kind: BarKind = "fused" if decode and prefill else "decode" if decode else "prefill"
+        self._add(self.stages, stage, Bar(at, at + seconds, kind))
+
+    def transfer(self, stage: int, lane: Lane, begin: float, end: float) -> None:
+        """A message passes the bottleneck of the link behind a stage."""
+        kind: BarKind = "decode lane" if lane is Lane.DECODE else "bulk lane"
+        self._add(self.links, stage, Bar(begin, end, kind))
+
+    def _add(self, rows: dict[int, list[Bar]], row: int, bar: Bar) -> None:
+        if bar.end > self.begin and bar.begin < self.end:
+            rows.setdefault(row, []).append(bar)

@@ -1,0 +1,123 @@
+"""Which requests arrive when: a trace's, or ones of one size."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from molink.bench.plan import PlannedRequest
+from molink.bench.trace import TraceRow
+from molink.errors import UsageError
+
+#: ``poisson``: a Poisson process; ``trace``: the trace's own times, stretched to the rate.
+Arrivals = Literal["poisson", "trace"]
+
+#: Requests of one simulation: a bound against a slip of the pen.
+MOST_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests for ``warmup + duration`` seconds, at ``rate`` requests/s on average.
+
+    Those that arrive during ``warmup`` are served but not counted. With ``rows`` of a trace, the
+    ones with at most ``max_prompt`` and ``max_output`` tokens are taken in the trace's order, from
+    the beginning again when it ends; without, every request has ``input_tokens`` and
+    ``output_tokens``. ``seed`` is that of Poisson arrivals.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    rate: float
+    duration: float
+    warmup: float = 0.0
+    rows: tuple[TraceRow, ...] = ()
+    arrivals: Arrivals = "poisson"
+    seed: int = 0
+    input_tokens: int = 512
+    output_tokens: int = 128
+    max_prompt: int = 2048
+    max_output: int = 1024
+
+    def __post_init__(self) -> None:
+        _check("--rate", self.rate, above=0)
+        _check("--duration", self.duration, above=0)
+        _check("--warmup", self.warmup, least=0)
+        for option, tokens in (
+            ("--input-tokens", self.input_tokens),
+            ("--output-tokens", self.output_tokens),
+            ("--max-prompt", self.max_prompt),
+            ("--max-output", self.max_output),
+        ):
+            _check(option, tokens, least=1)
+        if self.arrivals not in ("poisson", "trace"):
+            raise UsageError(f"--arrivals is poisson or trace, not {self.arrivals}")
+        if self.rate * (self.warmup + self.duration) > MOST_REQUESTS:
+            raise UsageError(f"that is over {MOST_REQUESTS} requests: lower --rate or --duration")
+
+    def plan(self) -> list[PlannedRequest]:
+        """The requests in order of arrival; ``at`` counts from the start of the warm-up.
+
+        Raises:
+            UsageError: the trace has no request of such a size, or none that arrives in time.
+        """
+        sizes = self._sizes()
+        end = self.warmup + self.duration
+        planned = []
+        for index, (at, size) in enumerate(zip(self._times(sizes), _again(sizes), strict=False)):
+            if at >= end:
+                break
+            planned.append(PlannedRequest(index, at, size.input_tokens, size.output_tokens))
+        if not any(request.at >= self.warmup for request in planned):
+            raise UsageError(f"no request arrives in {self.duration:g} s: raise --duration")
+        return planned
+
+    def _sizes(self) -> Sequence[TraceRow]:
+        if not self.rows:
+            return [TraceRow(0.0, self.input_tokens, self.output_tokens)]
+        fitting = [
+            row
+            for row in self.rows
+            if row.input_tokens <= self.max_prompt and row.output_tokens <= self.max_output
+        ]
+        if not fitting:
+            bounds = f"{self.max_prompt} prompt and {self.max_output} output tokens"
+            raise UsageError(f"no request of the trace has at most {bounds}")
+        return fitting
+
+    def _times(self, sizes: Sequence[TraceRow]) -> Iterator[float]:
+        if self.arrivals == "trace" and self.rows:
+            return self._stretched(sizes)
+        return self._poisson()
+
+    def _poisson(self) -> Iterator[float]:
+        source = random.Random(self.seed)
+        at = 0.0
+        while True:
+            at += source.expovariate(self.rate)
+            yield at
+
+    def _stretched(self, sizes: Sequence[TraceRow]) -> Iterator[float]:
+        first, span = sizes[0].at, sizes[-1].at - sizes[0].at
+        if span <= 0:
+            raise UsageError("the trace's requests all arrive at once: use --arrivals poisson")
+        # With the gap that follows the last one, n requests take n / rate seconds.
+        turn = len(sizes) / self.rate
+        scale = turn * (1 - 1 / len(sizes)) / span
+        for number in count():
+            for row in sizes:
+                yield number * turn + (row.at - first) * scale
+
+
+def _again(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
+    while True:
+        yield from sizes
+
+
+def _check(option: str, value: float, *, above: float = -math.inf, least: float = 0) -> None:
+    if not (math.isfinite(value) and value > above and value >= least):
+        bound = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
+        raise UsageError(f"{option} has to be a number {bound}, not {value:g}")

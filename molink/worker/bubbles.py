@@ -1,0 +1,40 @@
+"""How much of its time a stage stands idle although it has requests."""
+
+#: How long the share is averaged over, in seconds.
+WINDOW_S = 5.0
+
+
+class Bubbles:
+    """Seconds in which requests lived at this stage and nothing was computed.
+
+    What pipelines are measured by: the share of time in which a stage waits for the others, for the
+    links, or for someone to ask for something more.
+    """
+
+    def __init__(self, now: float) -> None:
+        #: In all.
+        self.seconds = 0.0
+        self._since = now
+        self._live = self._computing = False
+        self._began = now
+        #: Of this window: bubbles, and time in which requests lived.
+        self._bubble = self._lived = 0.0
+        self._share = 0.0
+
+    def note(self, now: float, *, live: bool, computing: bool) -> None:
+        """From ``now`` on requests live here, or none do, and a step runs, or none does."""
+        passed = max(0.0, now - self._since)
+        if self._live:
+            self._lived += passed
+            if not self._computing:
+                self._bubble += passed
+                self.seconds += passed
+        self._since, self._live, self._computing = now, live, computing
+        if now - self._began >= WINDOW_S:
+            self._share = self._bubble / self._lived if self._lived > 0 else 0.0
+            self._began, self._bubble, self._lived = now, 0.0, 0.0
+
+    @property
+    def share(self) -> float:
+        """Bubbles' share of the time in which requests lived, in the last window; 0 if none did."""
+        return self._share

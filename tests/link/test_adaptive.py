@@ -1,0 +1,136 @@
+import itertools
+
+import pytest
+
+from molink.link.adaptive import EVERY, Adaptive
+from molink.link.credit import FIRST_CHUNK
+from molink.link.policy import (
+    Acknowledged,
+    DecodeFinished,
+    DecodeStarted,
+    LinkEstimate,
+    Produced,
+    Reconnected,
+    Send,
+    Sent,
+    Wait,
+)
+from molink.wire.data import Lane
+
+ROW = 8192
+RATE = 12.5e6
+CHUNK = int(0.005 * RATE) // ROW
+WINDOW = RATE * (0.03 + 0.015)
+BOTH = (Lane.DECODE, Lane.BULK)
+
+
+def known_link(predict: bool = True) -> Adaptive:
+    policy = Adaptive(predict)
+    policy.handle(LinkEstimate(0.03, 0.03, RATE), 0.0)
+    return policy
+
+
+def send(policy: Adaptive, now: float) -> int:
+    """Send what may be sent now; returns how many chunks that was."""
+    chunks = 0
+    while isinstance(decision := policy.decide(now, BOTH), Send):
+        policy.handle(Sent(Lane.BULK, decision.rows * ROW), now)
+        chunks += 1
+    return chunks
+
+
+def test_decode_goes_first_then_chunks() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(1, 8)
+    assert policy.decide(0.0, BOTH) == Send(0, CHUNK)
+    policy.handle(Produced(2, Lane.DECODE, 8, ROW), 0.0)
+    assert policy.decide(0.0, (Lane.BULK,)) == Send(0, CHUNK), "that one can't go yet"
+    assert policy.decide(0.0, BOTH) == Send(2, 8)
+    assert policy.decide(0.0, (Lane.DECODE,)) == Wait()
+
+
+def test_the_credit_window_bounds_what_is_in_flight() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
+    assert policy.decide(0.0, BOTH) == Wait(), "an acknowledgement will wake it"
+    policy.handle(Acknowledged(Lane.BULK, CHUNK * ROW, 0.035), 0.035)
+    assert isinstance(policy.decide(0.035, BOTH), Send)
+
+
+def test_on_an_unknown_link_two_chunks() -> None:
+    policy = Adaptive()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
+    assert policy.decide(0.0, BOTH) == Wait()
+    policy.handle(Reconnected(Lane.BULK), 1.0)
+    assert policy.decide(1.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+
+
+def test_chunks_leave_before_the_decode_rows_are_there() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    policy.handle(DecodeStarted(8, 0.013), 0.0)
+    rows = []
+    while isinstance(decision := policy.decide(0.0, BOTH), Send):
+        rows.append(decision.rows)
+        policy.handle(Sent(Lane.BULK, decision.rows * ROW), 0.0)
+    assert decision == Wait(EVERY)
+    assert sum(rows) == int(0.013 * RATE / ROW), "T_a × rate"
+    policy.handle(DecodeFinished(8, 0.1), 0.02)
+    policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.02)
+    assert policy.decide(0.02, BOTH) == Send(1, 8)
+    assert policy.decide(0.02, BOTH) == Send(0, CHUNK)
+
+
+def test_without_prediction_only_the_window_counts() -> None:
+    policy = known_link(predict=False)
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    policy.handle(DecodeStarted(8, 0.013), 0.0)
+    assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
+
+
+def test_a_prediction_that_is_far_too_late_holds_nothing_back() -> None:
+    policy = known_link()
+    policy.handle(DecodeFinished(8, 0.0), 0.0)
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.06)
+    held = policy.decide(0.06, BOTH)
+    assert held == Wait(0.1), "until the decode is given up, before prefill rows starve"
+    assert isinstance(policy.decide(0.1, BOTH), Send)
+
+
+@pytest.mark.parametrize("predict", [True, False])
+def test_bulk_gets_a_chunk_every_50_ms_while_decodes_never_stop(predict: bool) -> None:
+    """There is always a decode volume, and a decode step that should be over by now."""
+    policy = known_link(predict)
+    policy.handle(Produced(0, Lane.BULK, 100_000, ROW), 0.0)
+    sent_at, volume = [], 0
+    for tick in range(2000):
+        now = tick * 0.001
+        policy.handle(DecodeStarted(8, 0.0), now)
+        for _ in range(2):
+            volume += 1
+            policy.handle(Produced(volume, Lane.DECODE, 8, ROW), now)
+            if policy.decide(now, BOTH) == Send(0, CHUNK):
+                sent_at.append(now)
+                policy.handle(Sent(Lane.BULK, CHUNK * ROW), now)
+                policy.handle(Acknowledged(Lane.BULK, CHUNK * ROW, 0.035), now)
+    gaps = [after - before for before, after in itertools.pairwise(sent_at)]
+    assert sent_at[0] <= EVERY + 0.001
+    assert max(gaps) <= EVERY + 0.0011
+    assert min(gaps) >= EVERY - 1e-9, "and no more than that"
+
+
+def test_the_oldest_prefill_goes_first_even_if_it_grows_later() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, 2)
+    policy.handle(Produced(1, Lane.BULK, 3, ROW), 0.0)
+    policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, 2)
+    assert policy.decide(0.0, BOTH) == Send(1, 3)

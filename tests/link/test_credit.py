@@ -1,0 +1,226 @@
+"""The window against a link with one queue, in virtual time."""
+
+import random
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from molink.link.credit import (
+    FIRST_CHUNK,
+    LEAST_CHUNK,
+    MOST_CHUNK,
+    MOST_WINDOW,
+    TARGET,
+    CreditWindow,
+)
+from molink.link.policy import Acknowledged, LinkEstimate, Reconnected, Sent
+from molink.wire.data import Lane
+
+MBPS = 1e6 / 8
+
+
+@dataclass
+class Bottleneck:
+    """A queue served at ``rate`` bytes/s, and ``latency`` seconds each way; both may change."""
+
+    rate: float
+    latency: float
+    window: CreditWindow = field(default_factory=CreditWindow)
+    now: float = 0.0
+    #: Times and new rate and latency.
+    changes: list[tuple[float, float, float]] = field(default_factory=list)
+    #: For each chunk: when it was sent, how long it waited in the queue, when it had left, bytes.
+    log: list[tuple[float, float, float, int]] = field(default_factory=list)
+    sizes: list[tuple[float, float]] = field(default_factory=list)
+    _free_at: float = 0.0
+    _acks: deque[tuple[float, float, int]] = field(default_factory=deque)
+    #: The most that an acknowledgement is late by, at random.
+    jitter: float = 0.0
+    _random: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def send(self, total: float, until: float = 1e9) -> float:
+        """Send ``total`` bytes as the window lets; the time that the last one arrives."""
+        arrived = self.now
+        while total > 0 and self.now < until:
+            chunk = int(min(total, self.window.chunk))
+            if self.window.fits(chunk):
+                total -= chunk
+                arrived = self._transmit(chunk)
+            else:
+                self._step()
+        while self._acks:
+            self._step()
+        return arrived
+
+    def _transmit(self, nbytes: int) -> float:
+        while self.changes and self.now >= self.changes[0][0]:
+            _, self.rate, self.latency = self.changes.pop(0)
+        start = max(self.now, self._free_at)
+        self._free_at = start + nbytes / self.rate
+        self.log.append((self.now, start - self.now, self._free_at, nbytes))
+        self.window.handle(Sent(Lane.BULK, nbytes), self.now)
+        back = self._free_at + 2 * self.latency
+        back += self._random.uniform(0, self.jitter)
+        if self._acks:
+            back = max(back, self._acks[-1][0])
+        self._acks.append((back, self.now, nbytes))
+        return self._free_at + self.latency
+
+    def _step(self) -> None:
+        self.now, sent_at, nbytes = self._acks.popleft()
+        self.window.handle(Acknowledged(Lane.BULK, nbytes, self.now - sent_at), self.now)
+        self.sizes.append((self.now, self.window.size))
+
+    def delays(self, first: float = 0.0, last: float = 1e9) -> list[float]:
+        """Queueing delays of the chunks that were sent between two times, sorted."""
+        return sorted(wait for sent_at, wait, _, _ in self.log if first <= sent_at < last)
+
+    def used(self, first: float, last: float) -> float:
+        """Share of the present rate at which bytes left between two times."""
+        nbytes = sum(each for *_, left, each in self.log if first <= left < last)
+        return nbytes / (self.rate * (last - first))
+
+
+def percentile(values: list[float], share: float) -> float:
+    return values[int(share * (len(values) - 1))]
+
+
+def saturated(mbps: float, rtt: float, **options: object) -> Bottleneck:
+    link = Bottleneck(mbps * MBPS, rtt / 2, **options)  # type: ignore[arg-type]
+    link.send(1e12, until=10.0)
+    return link
+
+
+@pytest.mark.parametrize("mbps", [20, 100, 400])
+@pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06, 0.1])
+def test_it_fills_the_link_and_keeps_the_queue_short(mbps: int, rtt: float) -> None:
+    link = saturated(mbps, rtt)
+    assert link.used(1.5, 9.5) >= 0.97
+    delays = link.delays(1.5, 9.5)
+    assert percentile(delays, 0.5) <= 0.020
+    assert percentile(delays, 0.99) <= 0.030
+
+
+@pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06])
+def test_it_does_not_swing(rtt: float) -> None:
+    """In steady state the window stays within a tenth of its mean, for seconds."""
+    sizes = [size for at, size in saturated(100, rtt).sizes if at > 2]
+    mean = statistics.mean(sizes)
+    assert max(sizes) < 1.1 * mean
+    assert min(sizes) > 0.9 * mean
+    assert 0.85 < mean / (100 * MBPS * (rtt + 0.005 + TARGET)) < 1.15
+
+
+def test_a_gigabit_in_the_office() -> None:
+    link = saturated(1000, 0.002)
+    assert link.used(1.5, 9.5) >= 0.97
+    assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.020
+
+
+def test_acknowledgements_that_come_unevenly() -> None:
+    link = saturated(100, 0.03, jitter=0.01)
+    assert link.used(1.5, 9.5) >= 0.9
+    assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.030
+
+
+@pytest.mark.parametrize(("estimate", "most"), [(None, 1.1), (100 * MBPS, 1.03)])
+def test_a_whole_prefill_on_a_new_link(estimate: float | None, most: float) -> None:
+    """14 MB at 100 Mbps and 30 ms there and back, against the same bytes sent as one."""
+    link = Bottleneck(100 * MBPS, 0.015)
+    link.window.handle(LinkEstimate(0.03, 0.03, estimate), 0.0)
+    took = link.send(14e6)
+    assert took <= most * (14e6 / link.rate + link.latency)
+    assert percentile(link.delays(), 0.99) <= 0.030
+
+
+def test_the_rate_drops_to_a_fifth() -> None:
+    link = saturated(100, 0.03, changes=[(3.0, 20 * MBPS, 0.015)])
+    after = [size for at, size in link.sizes if at > 3.75]
+    assert max(after) <= 1.5 * 20 * MBPS * (0.0365 + TARGET)
+    assert link.delays(3.75, 9.5)[-1] <= 0.035
+    assert link.used(3.75, 9.5) >= 0.94
+
+
+def test_the_rate_rises_to_five_times() -> None:
+    link = saturated(20, 0.03, changes=[(3.0, 100 * MBPS, 0.015)])
+    assert link.used(3.5, 9.5) >= 0.95
+    assert percentile(link.delays(3.5, 9.5), 0.99) <= 0.030
+
+
+def test_latency_triples() -> None:
+    link = saturated(100, 0.03, changes=[(3.0, 100 * MBPS, 0.045)])
+    assert link.used(5.0, 5.5) >= 0.85
+    assert link.used(5.5, 9.5) >= 0.95
+    assert percentile(link.delays(5.5, 9.5), 0.99) <= 0.050
+
+
+def test_latency_falls_to_a_third() -> None:
+    link = saturated(100, 0.03, changes=[(3.0, 100 * MBPS, 0.005)])
+    assert link.delays(5.0, 9.5)[-1] <= 0.030
+    assert link.used(3.0, 9.5) >= 0.96
+
+
+def test_two_chunks_always_fit() -> None:
+    window = CreditWindow()
+    assert window.fits(1 << 20)
+    window.handle(Sent(Lane.BULK, 1 << 20), 0.0)
+    assert window.fits(1 << 20)
+    window.handle(Sent(Lane.BULK, 1 << 20), 0.0)
+    assert not window.fits(1)
+    assert window.in_flight == 2 << 20
+
+
+def test_only_the_bulk_lane_counts() -> None:
+    window = CreditWindow()
+    window.handle(Sent(Lane.DECODE, 1000), 0.0)
+    window.handle(Reconnected(Lane.DECODE), 0.0)
+    window.handle(Acknowledged(Lane.DECODE, 1000, 0.03), 0.03)
+    assert window.in_flight == 0
+
+
+def test_what_is_sent_again_after_a_reconnect_counts_once() -> None:
+    window = CreditWindow()
+    for _ in range(3):
+        window.handle(Sent(Lane.BULK, 1000), 0.0)
+    window.handle(Reconnected(Lane.BULK), 1.0)
+    assert window.in_flight == 0
+    for _ in range(3):
+        window.handle(Sent(Lane.BULK, 1000), 1.0)
+    window.handle(Acknowledged(Lane.BULK, 3000, 0.03), 1.03)
+    window.handle(Acknowledged(Lane.BULK, 3000, 0.03), 1.04)
+    assert window.in_flight == 0
+
+
+def test_a_chunk_is_five_milliseconds_of_the_rate() -> None:
+    window = CreditWindow()
+    assert window.chunk == FIRST_CHUNK
+    for mbps, chunk in ((100, 62_500), (10, LEAST_CHUNK), (1000, MOST_CHUNK)):
+        window.handle(LinkEstimate(0.03, 0.03, mbps * MBPS), 0.0)
+        assert window.chunk == chunk
+    assert window.size == 1000 * MBPS * (0.03 + TARGET)
+    window.handle(LinkEstimate(0.3, 0.3, 1000 * MBPS), 0.0)
+    assert window.size == MOST_WINDOW
+
+
+def test_the_window_is_the_delivered_rate_times_the_round_trip_it_aims_at() -> None:
+    window = CreditWindow()
+
+    def sent(at: float, chunks: int) -> None:
+        for _ in range(chunks):
+            window.handle(Sent(Lane.BULK, 60_000), at)
+
+    def acknowledged(at: float, elapsed: float) -> float:
+        window.handle(Acknowledged(Lane.BULK, 60_000, elapsed), at)
+        return window.size
+
+    sent(0.0, 1)  # No delay: it grows by what was acknowledged.
+    first = acknowledged(0.03, 0.03)
+    assert first == 2 * FIRST_CHUNK + 60_000
+    sent(0.1, 1)  # Less than half of the window: it says nothing.
+    assert acknowledged(0.16, 0.06) == first
+    sent(0.2, 2)
+    assert acknowledged(0.26, 0.06) == first
+    goal = 2 * 60_000 / 0.06 * (0.03 + TARGET)
+    assert acknowledged(0.26, 0.06) == pytest.approx(first + 60_000 / first * (goal - first))

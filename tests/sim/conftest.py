@@ -1,0 +1,18 @@
+"""Small scenarios that take a moment each."""
+
+import pytest
+
+from molink.sim.profiles import LinkProfile
+from molink.sim.scenario import Scenario
+from molink.sim.workload import Workload
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return Workload(rate=0.6, duration=12.0, seed=3, input_tokens=700, output_tokens=12)
+
+
+@pytest.fixture
+def baseline(workload: Workload) -> Scenario:
+    """All switches off."""
+    return Scenario.baseline(workload, link=LinkProfile(100, 30))

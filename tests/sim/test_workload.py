@@ -1,0 +1,71 @@
+"""Which requests arrive when."""
+
+from itertools import pairwise
+
+import pytest
+
+from molink.bench.trace import TraceRow
+from molink.errors import UsageError
+from molink.sim.workload import Workload
+
+ROWS = (
+    TraceRow(0.0, 100, 10),
+    TraceRow(1.0, 5000, 10),
+    TraceRow(2.0, 200, 20),
+    TraceRow(3.0, 200, 2000),
+    TraceRow(9.0, 300, 30),
+)
+
+
+def test_sizes_of_a_trace_that_fit_again_and_again() -> None:
+    plan = Workload(rate=1.0, duration=20.0, rows=ROWS, seed=1).plan()
+    sizes = [(request.input_tokens, request.output_tokens) for request in plan]
+    assert len(sizes) > 6
+    assert sizes[:6] == [(100, 10), (200, 20), (300, 30)] * 2
+
+
+def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
+    load = Workload(rate=5.0, duration=400.0, rows=ROWS, seed=7)
+    times = [request.at for request in load.plan()]
+    assert len(times) == pytest.approx(2000, rel=0.1)
+    assert times == sorted(times)
+    assert times == [request.at for request in load.plan()]
+    assert times[-1] < 400.0
+
+
+def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
+    plan = Workload(rate=0.5, duration=60.0, rows=ROWS, arrivals="trace").plan()
+    assert len(plan) == 30
+    gaps = [b.at - a.at for a, b in pairwise(plan[:3])]
+    # 2 s and 7 s of the trace.
+    assert gaps[1] / gaps[0] == pytest.approx(3.5)
+    assert plan[3].at == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"rate": 0.0}, "--rate has to be a number above 0, not 0"),
+        ({"rate": float("nan")}, "--rate"),
+        ({"rate": float("inf")}, "--rate"),
+        ({"duration": -1.0}, "--duration"),
+        ({"warmup": -1.0}, "--warmup has to be a number at least 0"),
+        ({"input_tokens": 0}, "--input-tokens"),
+        ({"max_prompt": 0}, "--max-prompt"),
+        ({"arrivals": "never"}, "--arrivals"),
+        ({"rate": 1e6, "duration": 1e6}, "over 1000000 requests"),
+    ],
+)
+def test_nonsense_is_refused(fields: dict, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        Workload(**({"rate": 1.0, "duration": 10.0} | fields))
+
+
+def test_nothing_to_do() -> None:
+    with pytest.raises(UsageError, match="at most 50 prompt and 1024 output tokens"):
+        Workload(rate=1.0, duration=10.0, rows=ROWS, max_prompt=50).plan()
+    with pytest.raises(UsageError, match="no request arrives"):
+        Workload(rate=1e-6, duration=1.0).plan()
+    same = tuple(TraceRow(0.0, 10, 10) for _ in range(3))
+    with pytest.raises(UsageError, match="all arrive at once"):
+        Workload(rate=1.0, duration=10.0, rows=same, arrivals="trace").plan()

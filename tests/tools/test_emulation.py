@@ -1,0 +1,112 @@
+"""Emulated stages: their times, their rows, and a ring of them on real sockets."""
+
+import os
+import queue
+from pathlib import Path
+
+import pytest
+
+from molink.bench.plan import PlannedRequest
+from molink.errors import UsageError
+from molink.sim.roofline import StepRows
+from molink.wire.base import Payload
+from molink.wire.data import Rows, Volume
+from molink.wire.keys import KeyPair
+from molink.worker.segment import Segment, StepDone
+from tools.emulation.activations import BUNDLED, Activations, record
+from tools.emulation.executor import EmulatedExecutor, sampled
+from tools.emulation.load import load_on, run_load
+from tools.emulation.model import EmulatedStage, Emulation
+from tools.emulation.ring import Host, RingSettings, ring_of
+
+DEVICE = """
+source = "a test"
+memory_gbs = 1000
+tflops = 100
+memory_gb = 1
+memory_efficiency = 1
+compute_efficiency = 1
+step_ms = 1
+"""
+MODEL = """
+source = "a test"
+layers = 4
+hidden = 64
+intermediate = 64
+heads = 4
+kv_heads = 4
+head_size = 16
+vocabulary = 1000
+"""
+
+
+def volume(prefill: bool, *groups: tuple[int, int]) -> Volume:
+    rows = tuple(
+        Rows(index, start, count, 0, sample=True) for index, (start, count) in enumerate(groups)
+    )
+    return Volume(7, prefill, rows, Payload("bf16", (1, 8)))
+
+
+def test_every_group_that_samples_gets_a_token() -> None:
+    choices = sampled(volume(False, (4, 1), (9, 1)), 100).choices
+    assert [(each.request, each.position) for each in choices] == [(0, 5), (1, 10)]
+    assert all(each.token < 100 for each in choices)
+
+
+def test_rows_are_given_out_in_turn() -> None:
+    rows = Activations(bytes(range(8)), 2)
+    assert [bytes(rows.rows(count)) for count in (3, 2, 1)] == [
+        bytes([0, 1, 2, 3, 4, 5]),
+        bytes([6, 7, 0, 1]),
+        bytes([2, 3]),
+    ]
+    assert bytes(rows.rows(6))[8:] == bytes([0, 1, 2, 3])
+    with pytest.raises(UsageError, match="not rows"):
+        Activations(b"abc", 2)
+
+
+def test_recorded_rows_are_widened() -> None:
+    data = record(BUNDLED, 3, 1024)
+    assert len(data) == 3 * 1024 * 2
+    assert len({data[at : at + 512] for at in range(0, len(data), 512)}) == len(data) // 512
+
+
+@pytest.fixture
+def emulation(tmp_path: Path) -> Emulation:
+    for name, text in (("device", DEVICE), ("model", MODEL)):
+        (tmp_path / f"{name}.toml").write_text(text)
+    recorded = tmp_path / "activations.bin"
+    recorded.write_bytes(os.urandom(256 * 128))
+    return Emulation(
+        activations=str(recorded),
+        device=str(tmp_path / "device.toml"),
+        model=str(tmp_path / "model.toml"),
+    )
+
+
+def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
+    stage = EmulatedStage(emulation, 2)
+    ended: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    executor = EmulatedExecutor(stage, Activations(bytes(256), 128), lambda done, step: done(step))
+    executor.submit([Segment(volume(False, (4, 1), (9, 1)), b"")], ended.put)
+    done = ended.get(timeout=30)
+    executor.close()
+    planned = emulation.rooflines[2].step_s(StepRows(decode=2, decode_context=13, sampled=2))
+    assert executor.punctuality.planned_s == planned <= done.seconds == executor.punctuality.took_s
+    assert planned > 0.001
+    (result,) = done.results
+    assert result.sampled == sampled(result.volume, 1000)
+
+
+async def test_a_ring_of_emulated_stages_answers_every_request(emulation: Emulation) -> None:
+    keys = KeyPair.generate()
+    plan = [PlannedRequest(index, 0.0, 10 + 9 * index, 4 + index) for index in range(5)]
+    settings = RingSettings(micro_batches=3, chunk_tokens=32)
+    with ring_of(emulation, settings, [Host()] * 3, keys) as members:
+        async with load_on(members[0], keys, 1000) as load:
+            answers = await run_load(load, plan, until=60)
+        assert [member.trouble for member in members] == [[], [], []]
+    samples = [answer.sample() for answer in answers]
+    assert [sample.error for sample in samples] == [None] * 5
+    assert [sample.output_tokens for sample in samples] == [4, 5, 6, 7, 8]
+    assert all(sample.ttft > 0 for sample in samples)

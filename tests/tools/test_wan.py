@@ -1,0 +1,231 @@
+"""The WAN rig: its shaping exactly, without I/O; namespaces and the relay where there is root."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tools.wan import Node, Rig, RigError, Shaper, VethPair, unavailable
+from tools.wan.check import ask
+from tools.wan.line import Line, Network
+from tools.wan.namespaces import existing, remove_stale
+
+ROOT = Path(__file__).resolve().parents[2]
+MBIT = 125_000  # bytes/s
+
+needs_root = pytest.mark.skipif(
+    unavailable() is not None, reason=f"no namespaces here: {unavailable()}"
+)
+
+
+def packet(to: int, size: int = 1000, number: int = 0) -> bytes:
+    header = bytes([0x45, *bytes(15), 10, 77, 0, to, number])
+    return header.ljust(size, b"\0")
+
+
+def drain(network: Network, now: float) -> list[tuple[int, float, int]]:
+    """Node, time and number of what is due."""
+    return [(to, round(at, 6), data[20]) for to, at, data in network.due(now)]
+
+
+# --- shaping, without I/O ------------------------------------------------------------------------
+
+
+def test_a_line_sends_at_its_rate_and_drops_what_its_queue_cant_hold():
+    line = Line(8.0, limit=2500)  # 1 MB/s: 1 ms per packet
+    assert [line.put(bytes(1000), 5.0) for _ in range(4)] == [True, True, False, False]
+    assert [round(at, 6) for at, _ in line.waiting] == [5.001, 5.002]
+    assert line.put(bytes(1000), 5.001)
+    assert line.dropped == 2
+    assert line.waiting[-1][0] == pytest.approx(5.003)
+
+
+def test_an_unlimited_line_only_delays():
+    line = Line(0.0, limit=1, delay=0.5)
+    assert line.put(bytes(1000), 5.0)
+    assert line.next_at == 5.5
+    line.set_rate(8.0, 5.0)
+    assert line.next_at == 5.5
+
+
+def test_another_rate_holds_for_what_is_queued_too():
+    line = Line(8.0, limit=10_000)
+    for _ in range(3):
+        line.put(bytes(1000), 5.0)
+    line.set_rate(4.0, 5.0015)  # half of the second packet has left
+    assert [round(at, 6) for at, _ in line.waiting] == [5.001, 5.0025, 5.0045]
+    line.put(bytes(1000), 5.002)
+    assert line.waiting[-1][0] == pytest.approx(5.0065)
+
+
+def network(**values: float) -> Network:
+    node = Node("n", **{"up_mbps": 8.0, "down_mbps": 4.0, "delay_ms": 10.0, **values})
+    return Network([node, node], {1: 0, 2: 1}, seed=7)
+
+
+def test_a_packet_passes_uplink_delay_and_downlink():
+    net = network()
+    net.put(0, packet(2, number=1), 5.0)
+    net.put(0, packet(2, number=2), 5.0)
+    assert net.next_at == pytest.approx(5.011)
+    assert drain(net, 5.0129) == []
+    assert net.next_at == pytest.approx(5.013)
+    # A late look delivers late, but counts from when each was due.
+    assert drain(net, 6.0) == [(1, 5.013, 1), (1, 5.015, 2)]
+    assert net.next_at == float("inf")
+
+
+def test_a_cut_loses_both_directions_until_it_is_mended():
+    net = network()
+    net.change(1, "cut", 1, 5.0)
+    net.put(0, packet(2), 5.0)
+    net.put(1, packet(1), 5.0)
+    assert drain(net, 6.0) == []
+    net.change(1, "cut", 0, 6.0)
+    net.put(0, packet(2, number=9), 6.0)
+    assert drain(net, 7.0) == [(1, 6.013, 9)]
+    assert net.stats[1]["lost"] == 2
+
+
+def test_losses_are_seeded():
+    def arrived() -> list[int]:
+        net = network(loss=0.5, queue_bytes=10**6)
+        for number in range(50):
+            net.put(0, packet(2, number=number), 5.0)
+        return [number for _, _, number in drain(net, 9.0)]
+
+    first = arrived()
+    assert first == arrived()
+    assert 10 < len(first) < 40
+
+
+def test_strays_are_counted_and_dropped():
+    net = network()
+    for data in (b"", b"\x60" + bytes(40), packet(9)):
+        net.put(0, data, 5.0)
+    assert drain(net, 6.0) == []
+    assert net.strays == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss", 1.5), ("up_mbps", -1), ("delay_ms", float("nan")), ("cpu", 1)]
+)
+def test_nonsense_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        network().change(0, name, value, 0.0)
+
+
+def test_without_namespaces_the_command_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(RigError, match=r"needs Linux.*--proxy"), Rig([Node("a")]):
+        pass
+
+
+# --- the byte-level proxy ------------------------------------------------------------------------
+
+
+def test_the_proxy_passes_every_byte_on_in_order():
+    data = bytes(range(256)) * 400
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                while part := connection.recv(4096):
+                    connection.sendall(part)
+
+        echo = threading.Thread(target=answer)
+        echo.start()
+        with Shaper(*server.getsockname(), mbps=40, delay_ms=5) as shaper:
+            shaper.cut()
+            with socket.create_connection(("127.0.0.1", shaper.port)) as own:
+                shaper.mend()
+                own.sendall(data)
+                own.shutdown(socket.SHUT_WR)
+                received = b"".join(iter(lambda: own.recv(65536), b""))
+            echo.join()
+    assert received == data
+
+
+# --- namespaces and the relay --------------------------------------------------------------------
+
+
+@needs_root
+def test_round_trips_and_rates_are_as_set_and_change_live():
+    node = Node("node", 40, 40, delay_ms=10)
+    with Rig([node] * 3, congestion="cubic") as rig:
+        idle = ask(rig, "ping", 0.5, source=2, to=0)
+        assert 20 <= idle["min"] < 25
+        flood = ask(rig, "flood", 1.6)
+        assert 0.8 * 40 < flood["mbps"] < 40
+        rig.change(1, delay_ms=30)
+        slower = ask(rig, "ping", 0.5)
+        assert 40 <= slower["min"] < 45
+        stats = rig.stats()
+    assert stats["nodes"][1]["received"] > 1000
+    assert existing(os.getpid()) == []
+
+
+@needs_root
+def test_a_cut_stops_packets_and_mending_lets_them_pass():
+    with Rig([Node("a"), Node("b")], congestion="bbr") as rig:
+        assert ask(rig, "ping", 0.1)["n"] > 0
+        rig.cut(1)
+        assert ask(rig, "ping", 0.1) == {"n": 0, "lost": 1}
+        rig.mend(1)
+        assert ask(rig, "ping", 0.1)["n"] > 0
+
+
+@needs_root
+def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing():
+    with Rig([Node("a")]) as one, VethPair(100.0) as two:
+        names = existing(os.getpid())
+        assert one.namespace(0) in names
+        assert len(names) == 3
+        assert two.run(0, ["true"]).wait() == 0
+        with pytest.raises(RigError, match="nonsense"):
+            Rig([Node("a")], congestion="nonsense").__enter__()
+        assert existing(os.getpid()) == names
+    assert existing(os.getpid()) == []
+
+
+@needs_root
+def test_what_a_killed_process_left_is_removed_by_the_next():
+    program = (
+        "from tools.wan import Node, Rig; import sys, time\n"
+        "with Rig([Node('a'), Node('b')]) as rig:\n"
+        "    rig.run(0, ['sleep', '600'])\n"
+        "    print('up', flush=True); sys.stdin.read()\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"up\n"
+    assert len(existing(owner.pid)) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    remove_stale()
+    owner.communicate()
+    assert existing(owner.pid) == []
+
+
+@needs_root
+def test_the_command_runs_a_program_on_every_node(tmp_path):
+    show = "import os, pathlib; pathlib.Path(os.environ['WAN_NODE']).write_text(os.environ[{!r}])"
+    program = [sys.executable, "-c", show.format("WAN_ADDRESS")]
+    command = [sys.executable, "-m", "tools.wan", "--nodes", "2", "--", *program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        "0": "10.77.0.1",
+        "1": "10.77.0.2",
+    }

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from molink.worker.recordfile import RecordFile
+
+
+def test_whole_lines_under_a_name_that_is_safe(tmp_path: Path) -> None:
+    record = RecordFile(tmp_path / "new", "a/../b c", 2, 7)
+    assert record.path == tmp_path / "new" / "link-a_.._b_c-2-7.jsonl"
+    record.write(b"one\n")
+    assert record.path.read_bytes() == b""
+    record.write(b"x" * 20_000 + b"\n")
+    assert record.path.read_bytes() == b"one\n" + b"x" * 20_000 + b"\n"
+    record.write(b"last\n")
+    record.close()
+    assert record.path.read_bytes().endswith(b"x\nlast\n")
+    record.write(b"too late\n")
+    record.close()
+
+
+def test_a_folder_that_can_not_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    record = RecordFile(tmp_path / "file", "p", 0, 1)
+    record.write(b"line\n")
+    record.close()
+    assert "can't record to" in caplog.text

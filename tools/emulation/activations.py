@@ -1,0 +1,118 @@
+"""Activations recorded from a real model, to be sent in place of computed ones.
+
+    python -m tools.emulation.activations [--model FOLDER] [--out FILE]
+
+runs the first third of a model's layers over pseudo-random text and keeps the bf16 rows that would
+leave the first of three stages. A model that is narrower than what is emulated has its rows
+*widened*: several recorded rows, each of another token, make one. So compression meets the bytes
+of real activations, but for what neighbouring columns of a wider model would have in common.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+from molink.errors import UsageError
+
+#: Rows that are kept: more than the longest prompt, so that no volume repeats a row.
+ROWS = 2048
+HIDDEN = 4096
+#: Where a recording is kept if nobody says otherwise; not part of the repository.
+RECORDED = Path("build") / "emulation" / f"activations-{HIDDEN}.bin"
+#: The bundled model: the largest one that is always here.
+BUNDLED = Path(__file__).parents[2] / "molink" / "data" / "demo_model"
+_PASS = 256
+
+
+class Activations:
+    """Recorded rows, given out again and again, beginning at another one each time."""
+
+    def __init__(self, data: bytes, row_bytes: int) -> None:
+        """Raises :class:`UsageError` if ``data`` is not at least one row, and nothing but rows."""
+        if not data or len(data) % row_bytes:
+            raise UsageError(f"{len(data)} bytes are not rows of {row_bytes} bytes")
+        self._row_bytes = row_bytes
+        self._count = len(data) // row_bytes
+        # Twice, so that a slice may begin anywhere.
+        self._data = memoryview(data + data).toreadonly()
+        self._next = 0
+
+    @classmethod
+    def read(cls, path: Path, row_bytes: int) -> "Activations":
+        """Those of a recording."""
+        try:
+            return cls(path.read_bytes(), row_bytes)
+        except OSError as error:
+            raise UsageError(
+                f"can't read recorded activations: {error}; make them with"
+                " `python -m tools.emulation.activations`"
+            ) from error
+
+    def rows(self, count: int) -> memoryview:
+        """The next ``count`` rows; they must not be written to."""
+        if count > self._count:
+            repeats = -(-count // self._count)
+            return memoryview(bytes(self._data[: self._count * self._row_bytes]) * repeats)[
+                : count * self._row_bytes
+            ]
+        first = self._next
+        self._next = (first + count) % self._count
+        return self._data[first * self._row_bytes : (first + count) * self._row_bytes]
+
+
+def record(folder: Path, rows: int, hidden: int) -> bytes:
+    """``rows`` rows of ``hidden`` bf16 elements, recorded after a third of the model's layers.
+
+    Raises:
+        UsageError: ``hidden`` is no multiple of the model's own.
+    """
+    import torch
+
+    from molink.model.folder import ModelFolder
+    from molink.stage.base import SequenceRows, StageInput
+    from molink.stage.stage import Stage
+
+    opened = ModelFolder.open(folder)
+    config = opened.config
+    if hidden % config.hidden_size:
+        raise UsageError(f"rows of {config.hidden_size} elements can't be widened to {hidden}")
+    wanted = rows * (hidden // config.hidden_size)
+    stage = Stage.load(opened, (0, max(1, config.layers // 3)), "cpu", "bf16")
+    length = min(1024, config.context)
+    size = 16
+    stage.allocate(-(-length // size), size)
+    table = tuple(range(-(-length // size)))
+    source = random.Random(0)
+    parts = []
+    while wanted > 0:
+        # A prompt of its own each time; its last rows have seen many tokens.
+        for start in range(0, min(length, wanted), _PASS):
+            count = min(_PASS, length - start, wanted)
+            ids = torch.tensor([source.randrange(config.vocab_size) for _ in range(count)])
+            batch = StageInput(ids, None, (SequenceRows(start, count, table),))
+            with torch.inference_mode():
+                parts.append(stage.forward(batch).to(torch.bfloat16).clone())
+            wanted -= count
+            if wanted <= 0:
+                break
+    flat = torch.cat(parts).reshape(rows, hidden)
+    return flat.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def main() -> None:
+    """Record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=BUNDLED)
+    parser.add_argument("--out", type=Path, default=RECORDED)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--hidden", type=int, default=HIDDEN)
+    options = parser.parse_args()
+    data = record(options.model, options.rows, options.hidden)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_bytes(data)
+    print(f"{options.out}: {options.rows} rows of {options.hidden} bf16 from {options.model}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

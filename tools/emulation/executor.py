@@ -1,0 +1,89 @@
+"""A compute thread that sleeps instead of computing."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from molink.sim.executor import step_rows
+from molink.wire.data import Choice, Sampled, Volume
+from molink.worker.engine import HandOver
+from molink.worker.segment import Segment, SegmentResult, StepDone
+from tools.emulation.activations import Activations
+from tools.emulation.model import EmulatedStage
+
+
+@dataclass(slots=True)
+class Punctuality:
+    """How well a stage kept to its profile: what its steps should have taken, and what they did."""
+
+    steps: int = 0
+    planned_s: float = 0.0
+    took_s: float = 0.0
+    worst_late_s: float = 0.0
+
+    def add(self, planned: float, took: float) -> None:
+        """A step has ended."""
+        self.steps += 1
+        self.planned_s += planned
+        self.took_s += took
+        self.worst_late_s = max(self.worst_late_s, took - planned)
+
+
+class EmulatedExecutor:
+    """Runs steps one after another, each for as long as the stage's roofline says.
+
+    Making the results is part of that time, as it is on a real device.
+    """
+
+    def __init__(self, stage: EmulatedStage, activations: Activations, hand_over: HandOver) -> None:
+        self._stage = stage
+        self._roofline = stage.emulation.rooflines[stage.index]
+        self._activations = activations
+        self._hand_over = hand_over
+        self._jobs: queue.SimpleQueue[
+            tuple[Sequence[Segment], Callable[[StepDone], None]] | None
+        ] = queue.SimpleQueue()
+        self.punctuality = Punctuality()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        """Queue a step."""
+        self._jobs.put((segments, done))
+
+    def close(self) -> None:
+        """End after the steps that are queued."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            began = time.perf_counter()
+            segments, done = job
+            rows = step_rows([segment.volume for segment in segments], self._stage.is_last)
+            planned = self._roofline.step_s(rows)
+            results = [self._result(segment.volume) for segment in segments]
+            if (left := planned - (time.perf_counter() - began)) > 0:
+                time.sleep(left)
+            took = time.perf_counter() - began
+            self.punctuality.add(planned, took)
+            self._hand_over(done, StepDone(results, took, None))
+
+    def _result(self, volume: Volume) -> SegmentResult:
+        if self._stage.is_last:
+            return SegmentResult(volume, None, sampled(volume, self._stage.config.vocab_size))
+        count = sum(rows.count for rows in volume.rows)
+        return SegmentResult(volume, self._activations.rows(count), None)
+
+
+def sampled(volume: Volume, vocabulary: int) -> Sampled:
+    """A token for each group of rows that wants one, the same each time."""
+    choices = []
+    for rows in volume.rows:
+        if rows.sample:
+            position = rows.start + rows.count
+            token = (rows.request * 2654435761 + position * 40503) % vocabulary
+            choices.append(Choice(rows.request, position, token))
+    return Sampled(volume.tick, tuple(choices))

@@ -1,0 +1,166 @@
+"""Plays the daemon that serves clients: submits planned requests and takes the times of tokens."""
+
+import asyncio
+import contextlib
+import random
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import zmq.asyncio
+
+from molink.bench.plan import PlannedRequest
+from molink.bench.sample import Sample
+from molink.wire.base import Payload
+from molink.wire.client import Client
+from molink.wire.codec import data_codec
+from molink.wire.data import Credit, DataMessage, Prompt, Rejected, Sampling, Submit, Tokens
+from molink.wire.keys import KeyPair
+from tools.emulation.ring import EPOCH, PIPELINE, Member
+
+CONNECT_S = 30.0
+#: Tokens between credits of a request; the head may be this and four times as many ahead.
+_CREDIT_TOKENS = 64
+_WINDOW = 5 * _CREDIT_TOKENS
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as it is answered; times on the clock of the run."""
+
+    request: PlannedRequest
+    sent: float
+    times: list[float] = field(default_factory=list)
+    credited: int = 0
+    error: str | None = None
+    over: bool = False
+
+    def sample(self) -> Sample:
+        """What it measured; of one that is not over, of the tokens that have come."""
+        error = self.error
+        if error is None and not self.times:
+            error = "no token came in time"
+        return Sample(
+            sent=self.sent,
+            texts=tuple(self.times),
+            finished=self.times[-1] if self.times else 0.0,
+            input_tokens=self.request.input_tokens,
+            output_tokens=len(self.times),
+            error=error,
+        )
+
+
+class Load:
+    """Submits requests and collects their tokens."""
+
+    def __init__(self, client: Client[DataMessage], vocabulary: int, seed: int) -> None:
+        self._client = client
+        self._vocabulary = vocabulary
+        self._seed = seed
+        self._began = time.monotonic()
+        self._changed = asyncio.Event()
+        self.answers: dict[str, Answer] = {}
+
+    def begin(self) -> None:
+        """The clock of the run starts now."""
+        self._began = time.monotonic()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._began
+
+    def heard(self, message: DataMessage, _: memoryview | None) -> None:
+        """Take what the head says."""
+        now = self.now
+        match message:
+            case Tokens():
+                for token in message.tokens:
+                    self._token(self.answers[token.key], token.finish is not None, now)
+            case Rejected():
+                answer = self.answers[message.key]
+                answer.error, answer.over = f"{message.reason}: {message.message}", True
+        self._changed.set()
+
+    def submit(self, request: PlannedRequest) -> None:
+        """Send one request with a prompt that nothing else begins with."""
+        key = f"r{request.index}"
+        self.answers[key] = Answer(request, self.now)
+        count = request.input_tokens
+        source = random.Random(self._seed * 1_000_003 + request.index)
+        ids = array("i", [source.randrange(self._vocabulary) for _ in range(count)])
+        settings = Sampling(temperature=0.0)
+        self._client.send(
+            Submit(
+                PIPELINE,
+                EPOCH,
+                key,
+                count,
+                count,
+                request.output_tokens,
+                settings,
+                window=_WINDOW,
+            )
+        )
+        self._client.send(Prompt(key, 0, Payload("i32", (count,))), ids.tobytes())
+
+    async def all_over(self) -> None:
+        """Wait until every request that was sent has been answered."""
+        while not all(answer.over for answer in self.answers.values()):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _token(self, answer: Answer, last: bool, now: float) -> None:
+        answer.times.append(now)
+        answer.over = last
+        done = len(answer.times)
+        if done - answer.credited >= _CREDIT_TOKENS:
+            answer.credited = done
+            position = answer.request.input_tokens + done
+            self._client.send(Credit(f"r{answer.request.index}", position))
+
+
+@asynccontextmanager
+async def load_on(
+    head: Member, keys: KeyPair, vocabulary: int, seed: int = 0
+) -> AsyncIterator[Load]:
+    """A connection to a ring's head, as the daemon of a client has it."""
+    context = zmq.asyncio.Context()
+    load: Load | None = None
+
+    def heard(message: DataMessage, payload: memoryview | None) -> None:
+        assert load is not None
+        load.heard(message, payload)
+
+    client = Client(
+        context,
+        keys,
+        data_codec(),
+        head.keys.public,
+        [f"tcp://{head.host.address}:{head.port}"],
+        on_message=heard,
+    )
+    load = Load(client, vocabulary, seed)
+    client.start()
+    try:
+        await client.wait_connected(CONNECT_S)
+        yield load
+    finally:
+        await client.close()
+        context.term()
+
+
+async def run_load(
+    load: Load, plan: Sequence[PlannedRequest], until: float | None = None
+) -> list[Answer]:
+    """Submit ``plan`` when due; ends with the last answer, or after ``until`` seconds."""
+    load.begin()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(until):
+            for request in plan:
+                await asyncio.sleep(max(0.0, request.at - load.now))
+                load.submit(request)
+            await load.all_over()
+    return list(load.answers.values())

@@ -1,0 +1,119 @@
+"""What an emulated model looks like to a worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from molink.errors import UsageError
+from molink.model.config import WeightDType
+from molink.sim.profiles import DeviceProfile, ModelProfile, load_device, load_model
+from molink.sim.roofline import Roofline, rooflines
+from molink.wire.base import DTYPE_SIZES
+from molink.wire.profile import Profile
+
+DTYPE: WeightDType = "bf16"
+#: Longest prompt and answer together.
+CONTEXT = 32_768
+
+
+class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The settings of all stages of a ring; devices and models as ``molink simulate`` has them.
+
+    ``activations`` is a file of recorded rows.
+    """
+
+    activations: str
+    stages: int = 3
+    device: str = "rtx4090"
+    model: str = "qwen-7b"
+
+    @cached_property
+    def device_profile(self) -> DeviceProfile:
+        """The device of every stage."""
+        return load_device(self.device)
+
+    @cached_property
+    def model_profile(self) -> ModelProfile:
+        """The model's shape."""
+        return load_model(self.model)
+
+    @cached_property
+    def rooflines(self) -> Sequence[Roofline]:
+        """How long the steps of each stage take."""
+        return rooflines(self.device_profile, self.model_profile, self.stages)
+
+    @cached_property
+    def profiles(self) -> tuple[Profile, ...]:
+        """The same, as each stage would measure it."""
+        return tuple(each.profile() for each in self.rooflines)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way."""
+        return self.model_profile.hidden * DTYPE_SIZES[DTYPE]
+
+
+def read_emulation(data: bytes) -> Emulation:
+    """Settings as :func:`msgspec.json.encode` wrote them."""
+    try:
+        return msgspec.json.decode(data, type=Emulation)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"these are no settings of an emulation: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedConfig:
+    """Stands for :class:`molink.model.config.ModelConfig` in a worker."""
+
+    hidden_size: int
+    vocab_size: int
+    context: int = CONTEXT
+    keys_depend_on_length: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedStage:
+    """Stands for :class:`molink.stage.stage.Stage` in a worker; it keeps nothing."""
+
+    emulation: Emulation
+    index: int
+
+    @property
+    def config(self) -> EmulatedConfig:
+        """Shapes."""
+        model = self.emulation.model_profile
+        return EmulatedConfig(model.hidden, model.vocabulary)
+
+    @property
+    def travel_dtype(self) -> WeightDType:
+        """Of rows on their way."""
+        return DTYPE
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it samples."""
+        return self.index == self.emulation.stages - 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that its weights would take."""
+        return int(self.emulation.rooflines[self.index].weight_bytes)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values the device would hold."""
+        return self.emulation.rooflines[self.index].kv_tokens(self.emulation.device_profile)
+
+    def block_bytes(self, block_size: int) -> int:
+        """A byte per token, so that :class:`molink.wire.pipe.Start` can count in tokens."""
+        return block_size
+
+    def allocate(self, blocks: int, block_size: int) -> None:
+        """Nothing is kept."""

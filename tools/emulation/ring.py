@@ -1,0 +1,252 @@
+"""A ring of emulated stages as processes, started and formed as their daemons would."""
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from molink.errors import UsageError, WorkerError
+from molink.wire.base import Message
+from molink.wire.control import StageAddress
+from molink.wire.keys import KeyPair, peer_id
+from molink.wire.pipe import (
+    Formed,
+    FormRing,
+    FromWorker,
+    Loaded,
+    MemberKey,
+    Members,
+    NextStageLost,
+    Start,
+    Stats,
+    WorkerFailed,
+    read_pipe,
+    write_pipe,
+)
+from tools.emulation.model import CONTEXT, EmulatedStage, Emulation
+from tools.emulation.worker import NOTE
+
+PIPELINE = "p1"
+EPOCH = 1
+START_S = 120.0
+BLOCK_SIZE = 16
+_PORTS = (20000, 30000)
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a stage runs: its address, and what a command line there begins with."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RingSettings:
+    """Switches of a ring; ``micro_batches`` 0 is for the head to choose."""
+
+    policy: str = "fifo"
+    cut_through: bool = False
+    compression: str = "none"
+    micro_batches: int = 0
+    chunk_tokens: int = 2048
+    max_running: int = 256
+
+
+@dataclass(slots=True)
+class Member:
+    """One stage's process; a thread listens to its pipe."""
+
+    process: "subprocess.Popen[bytes]"
+    keys: KeyPair
+    host: Host
+    log: Path
+    port: int = 0
+    #: What it last reported of itself.
+    stats: Stats | None = None
+    #: Why it has given up, or its neighbour.
+    trouble: list[str] = field(default_factory=list)
+    _said: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
+
+    def listen(self) -> None:
+        """Begin to read what it says."""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def tell(self, message: Message) -> None:
+        """Give an order."""
+        assert self.process.stdin is not None
+        write_pipe(self.process.stdin, message)
+
+    def hear(self, kind: type[M]) -> M:
+        """The next answer of that kind.
+
+        Raises:
+            WorkerError: it failed, or says nothing for :data:`START_S`.
+        """
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                message = self._said.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise WorkerError(f"a stage said nothing for {START_S:.0f} s") from None
+            if message is None:
+                why = "; ".join(self.trouble) or self.log.read_text(errors="replace")[-500:]
+                raise WorkerError(f"a stage has ended: {why}")
+            if isinstance(message, kind):
+                return message
+
+    def address(self) -> StageAddress:
+        """How the others find it."""
+        key = self.keys.public
+        return StageAddress(
+            peer=peer_id(key), public_key=key, addresses=(self.host.address,), port=self.port
+        )
+
+    def punctuality(self) -> Mapping[str, float]:
+        """Its last note of how well its steps kept to their times."""
+        text = self.log.read_text(errors="replace")
+        notes = [line for line in text.splitlines() if line.startswith(NOTE)]
+        return json.loads(notes[-1].removeprefix(NOTE)) if notes else {}
+
+    def end(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def _read(self) -> None:
+        decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
+        assert self.process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            while (message := read_pipe(self.process.stdout, decoder)) is not None:
+                match message:
+                    case Stats():
+                        self.stats = message
+                    case WorkerFailed():
+                        self.trouble.append(f"{message.kind}: {message.message}")
+                    case NextStageLost():
+                        self.trouble.append(message.reason)
+                    case _:
+                        self._said.put(message)
+        self._said.put(None)
+
+
+@contextlib.contextmanager
+def ring_of(
+    emulation: Emulation, settings: RingSettings, hosts: Sequence[Host], client: KeyPair
+) -> Iterator[list[Member]]:
+    """A formed ring of one stage per host; ``client`` may talk to its head.
+
+    Raises:
+        UsageError: more or fewer hosts than stages.
+        WorkerError: a stage can't start.
+    """
+    if len(hosts) != emulation.stages:
+        raise UsageError(f"{emulation.stages} stages need as many hosts, not {len(hosts)}")
+    members: list[Member] = []
+    with tempfile.TemporaryDirectory(prefix="molink-emulation-") as folder:
+        described = Path(folder) / "emulation.json"
+        described.write_bytes(msgspec.json.encode(emulation))
+        try:
+            for index, host in enumerate(hosts):
+                members.append(_launch(described, index, host))
+                members[-1].listen()
+                members[-1].tell(_start(emulation, settings, index, members[-1]))
+            _form(emulation, settings, members, client)
+            yield members
+        finally:
+            for member in members:
+                member.end()
+
+
+def _launch(described: Path, index: int, host: Host) -> Member:
+    log = described.with_name(f"stage-{index}.log")
+    command = [*host.prefix, sys.executable, "-m", "tools.emulation.worker", str(described)]
+    with log.open("wb") as output:
+        process = _spawn(command, output)
+    return Member(process, KeyPair.generate(), host, log)
+
+
+def _spawn(command: Sequence[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=output,
+    )
+
+
+def _start(emulation: Emulation, settings: RingSettings, index: int, member: Member) -> Start:
+    wanted: dict[str, Any] = {
+        "policy": settings.policy,
+        "chunk_tokens": settings.chunk_tokens,
+        "cut_through": settings.cut_through,
+        "compression": settings.compression,
+    }
+    return Start(
+        pipeline=PIPELINE,
+        stage=index,
+        stages=emulation.stages,
+        layers=(index, index + 1),
+        model_dir="",
+        dtype="bf16",
+        device="cpu",
+        threads=1,
+        public_key=member.keys.public,
+        secret_key=member.keys.secret,
+        bind=member.host.address,
+        ports=_PORTS,
+        kv_bytes=EmulatedStage(emulation, index).kv_tokens,
+        block_size=BLOCK_SIZE,
+        max_context=CONTEXT,
+        max_running=settings.max_running,
+        max_waiting=4096,
+        prefix_cache=False,
+        **{name: value for name, value in wanted.items() if name in switches()},
+    )
+
+
+def switches() -> set[str]:
+    """Which switches a worker has, of those that a ring can be told."""
+    return {"policy", "chunk_tokens", "cut_through", "compression"} & set(Start.__struct_fields__)
+
+
+def _form(
+    emulation: Emulation, settings: RingSettings, members: Sequence[Member], client: KeyPair
+) -> None:
+    keys = [client, *(member.keys for member in members)]
+    allowed = Members(
+        members=tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
+    )
+    blocks = []
+    for member in members:
+        member.tell(allowed)
+        loaded = member.hear(Loaded)
+        member.port = loaded.port
+        blocks.append(loaded.max_blocks)
+    order = FormRing(
+        epoch=EPOCH,
+        ring=tuple(member.address() for member in members),
+        blocks=min(blocks),
+        micro_batches=settings.micro_batches,
+        profiles=emulation.profiles,
+    )
+    for member in members:
+        member.tell(order)
+    for member in members:
+        member.hear(Formed)

@@ -1,0 +1,78 @@
+"""``python -m tools.emulation.worker SETTINGS``: a stage process whose compute is emulated.
+
+It is started by a driver and talked to on its pipe as ``python -m molink.worker`` is by a daemon.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from molink.errors import MolinkError
+from molink.wire.limits import raise_descriptor_limit
+from molink.wire.loop import EventLoop
+from molink.wire.pipe import Start
+from molink.worker.engine import Engine, HandOver
+from molink.worker.pipe import DaemonPipe, leave
+from molink.worker.requests import RequestTable
+from molink.worker.worker import Worker
+from tools.emulation.activations import Activations
+from tools.emulation.executor import EmulatedExecutor
+from tools.emulation.model import EmulatedStage, Emulation, read_emulation
+
+log = logging.getLogger("tools.emulation")
+
+#: Seconds between notes in the log of how punctual the steps are.
+_NOTE_S = 2.0
+#: What begins such a note.
+NOTE = "punctuality "
+
+
+def load(emulation: Emulation, start: Start) -> Engine:
+    """What takes the place of a loaded model."""
+    activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
+    stage = EmulatedStage(emulation, start.stage)
+
+    def executor(_: RequestTable, hand_over: HandOver) -> EmulatedExecutor:
+        made = EmulatedExecutor(stage, activations, hand_over)
+        threading.Thread(target=_note, args=(made,), daemon=True).start()
+        return made
+
+    return Engine(stage, emulation.profiles[start.stage], executor)
+
+
+def _note(executor: EmulatedExecutor) -> None:
+    while True:
+        time.sleep(_NOTE_S)
+        print(NOTE + json.dumps(asdict(executor.punctuality)), file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Run one worker; returns the exit code."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_descriptor_limit()
+    pipe = DaemonPipe.on_stdio()
+    try:
+        emulation = read_emulation(Path(sys.argv[1]).read_bytes())
+        start = pipe.read_start()
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(Worker(start, pipe, partial(load, emulation)).run())
+    except MolinkError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    leave(code)

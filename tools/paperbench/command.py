@@ -1,0 +1,170 @@
+"""``python tools/paper.py``: the MoLink paper's Tables 2 to 5.
+
+    python tools/paper.py --simulate [--full]   # every table and plot, in virtual time
+    python tools/paper.py --rig                 # shortened runs on real processes and sockets
+    python tools/paper.py --render              # tables and plots again, from what was measured
+
+Results go to ``docs/results/``. The trace is not part of this repository: say where it is with
+``--trace FILE`` or in ``MOLINK_TRACE``, or have it in a folder ``traces`` here or further up. ``--rig`` needs Linux and root, and recorded activations
+(``python -m tools.emulation.activations``).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from molink.bench.trace import read_trace
+from molink.errors import MolinkError, UsageError
+from tools.emulation.activations import RECORDED
+from tools.paperbench.document import render
+from tools.paperbench.plots import draw
+from tools.paperbench.results import Results
+from tools.paperbench.rig import CONGESTION, RATES, SYSTEMS, RigPlan, run_rig, write
+from tools.paperbench.simulated import FULL, SHORT, SimPlan, run_simulations
+from tools.paperbench.targets import judge
+from tools.paperbench.variants import VARIANTS
+from tools.paperbench.workload import find_trace
+
+RESULTS = Path("docs/results")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not (options.simulate or options.rig or options.render):
+        parser.print_help()
+        return 2
+    try:
+        if options.simulate:
+            _simulate(options)
+        if options.rig:
+            _rig(options)
+        _render(options)
+    except MolinkError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python tools/paper.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--simulate", action="store_true", help="every table in the simulator")
+    parser.add_argument("--rig", action="store_true", help="shortened runs on real sockets")
+    parser.add_argument("--render", action="store_true", help="tables and plots anew")
+    parser.add_argument("--trace", type=Path, help="Azure's conversation trace (CSV)")
+    parser.add_argument("--full", action="store_true", help="as long as the paper: 60 s + 1800 s")
+    parser.add_argument("--warmup", type=float, help="seconds before requests count")
+    parser.add_argument("--seconds", type=float, help="seconds in which requests count")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    rig = parser.add_argument_group("--rig")
+    rig.add_argument("--activations", type=Path, default=RECORDED)
+    rig.add_argument("--rates", type=_numbers, default=RATES)
+    rig.add_argument("--congestion", type=_words, default=CONGESTION)
+    rig.add_argument(
+        "--systems", type=_words, default=tuple(each.name for each in SYSTEMS), help="by comma"
+    )
+    return parser
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    warmup, duration = _times(options, FULL if options.full else SHORT)
+    trace = find_trace(options.trace)
+    began = time.monotonic()
+    plan = SimPlan(read_trace(trace), warmup, duration, options.seed)
+    found = run_simulations(plan, _say)
+    command = "python tools/paper.py --simulate" + _changed(options)
+    path = options.out / "paper-simulated.json"
+    results = Results(found)
+    targets = [
+        {"where": each.where, "what": each.what, "value": each.value, "bound": each.bound}
+        | {"at_least": each.at_least, "met": each.met}
+        for each in judge(results)
+    ]
+    _write(path, {"command": command, **found, "targets": targets})
+    met = sum(bool(each["met"]) for each in targets)
+    _say(f"{path}: {met} of {len(targets)} targets met, {time.monotonic() - began:.0f} s")
+
+
+def _rig(options: argparse.Namespace) -> None:
+    systems = {variant.name: variant for variant in VARIANTS}
+    if unknown := [name for name in options.systems if name not in systems]:
+        raise UsageError(f"no system {unknown[0]!r}: choose of {', '.join(systems)}")
+    short = RigPlan(find_trace(options.trace), options.activations)
+    warmup, duration = _times(options, (short.warmup, short.duration))
+    plan = RigPlan(
+        find_trace(options.trace),
+        options.activations,
+        warmup,
+        duration,
+        options.rates,
+        options.congestion,
+        tuple(systems[name] for name in options.systems),
+        options.seed,
+    )
+    _say(f"{len(plan.runs)} runs on the rig, about {plan.seconds / 60:.0f} minutes in all")
+    done: list[dict[str, Any]] = []
+    for run in run_rig(plan):
+        done.append(run)
+        by = ", ".join(f"{name} {value:.2f}" for name, value in run["rig_by_simulated"].items())
+        where = f"{run['rate']:g} req/s, {run['congestion']}, {run['system']}"
+        _say(f"{len(done)} of {len(plan.runs)}: {where}: by the simulation: {by}")
+        write(done, plan, options.out / "paper-rig.json")
+
+
+def _render(options: argparse.Namespace) -> None:
+    simulated, rig = options.out / "paper-simulated.json", options.out / "paper-rig.json"
+    if not simulated.is_file():
+        _say(f"no tables: there is no {simulated}; make it with --simulate")
+        return
+    found = json.loads(simulated.read_text(encoding="utf-8"))
+    results = Results(found)
+    real = json.loads(rig.read_text(encoding="utf-8")) if rig.is_file() else None
+    document = options.out / "paper.md"
+    document.write_text(render(results, found["command"], real), encoding="utf-8")
+    plots = draw(results, options.out)
+    _say(", ".join(str(path) for path in (document, *plots)))
+
+
+def _times(options: argparse.Namespace, usual: tuple[float, float]) -> tuple[float, float]:
+    warmup, duration = usual
+    return (
+        warmup if options.warmup is None else options.warmup,
+        duration if options.seconds is None else options.seconds,
+    )
+
+
+def _changed(options: argparse.Namespace) -> str:
+    """The options that a result depends on."""
+    given = " --full" if options.full else ""
+    if options.warmup is not None:
+        given += f" --warmup {options.warmup:g}"
+    if options.seconds is not None:
+        given += f" --seconds {options.seconds:g}"
+    return given + (f" --seed {options.seed}" if options.seed else "")
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(each) for each in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,196 @@
+"""``docs/results/paper.md``: our figures beside the paper's."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tools.paperbench.published import TABLE_5, TABLES, Figures, Row, Setting
+from tools.paperbench.results import Results
+from tools.paperbench.targets import Verdict, gain, judge
+from tools.paperbench.variants import ABLATION, ALL, CONCURRENT, FIFO, MOLINK, VARIANTS
+
+_TITLES = {
+    2: "Table 2: request rates (100 Mbps, 30 ms one way)",
+    3: "Table 3: bandwidths (0.2 requests/s, 30 ms)",
+    4: "Table 4: latencies (0.2 requests/s, 100 Mbps)",
+}
+_LEGEND = """\
+The baseline of every comparison sends one tensor per hop, stores and forwards whole prompts, does
+not compress and has as many micro-batches as stages. `concurrent` sends as the paper's vLLM does,
+`fifo` as its Helix, `molink` by the paper's Algorithm 1 with more micro-batches; all on that
+baseline. `adaptive` is our lane policy on it; each line with a `+` adds a switch to the line above
+it; `… alone` is `fifo` with that switch only (`adaptive` is the lane policy alone). `fifo, two
+tensors` sends hidden and residual apart, as vLLM 0.7. Times are means in seconds. The floor is the
+time of a turn of the ring that waits for nothing.
+"""
+
+
+def render(results: Results, command: str, rig: dict[str, Any] | None) -> str:
+    """The whole document."""
+    parts = [
+        "# The MoLink paper's tables",
+        f"Made by `{command}`; the figures are in `paper-simulated.json`"
+        + (" and `paper-rig.json`." if rig else "."),
+        "## In the simulator",
+        f"Three RTX 4090 by roofline, Qwen-7B's shapes, Azure's conversation trace"
+        f" (prompts up to 2048, answers up to 1024 tokens; a sample spaced evenly over it, Poisson"
+        f" arrivals, seed {results.seed}); {results.warmup:g} s of warm-up, {results.duration:g} s"
+        " of requests counted, all served to their end. The paper ran 60 s and 1800 s (`--full`).",
+        _LEGEND,
+        *(_table(results, number) for number in TABLES),
+        _ablation(results),
+        _gains(results),
+        _targets(judge(results)),
+    ]
+    if rig is not None:
+        parts.append(_rig(rig))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _table(results: Results, number: int) -> str:
+    lines = [f"### {_TITLES[number]}"]
+    for row in TABLES[number]:
+        lines += ["", *_row(results, row)]
+    return "\n".join(lines)
+
+
+def _row(results: Results, row: Row) -> Iterator[str]:
+    floor = results.floor(row.setting)
+    yield f"**{row.setting.name}**, floor {floor:.4f} s"
+    yield ""
+    yield "| system | TTFT | TPOT | p99 TPOT | latency | TPOT by floor | paper: TTFT, TPOT, latency |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    paper = {CONCURRENT.name: row.concurrent, FIFO.name: row.fifo, MOLINK.name: row.molink}
+    for name in (variant.name for variant in VARIANTS):
+        ours = results.of(row.setting, name)
+        if ours is None:
+            continue
+        theirs = paper.get(name)
+        yield (
+            f"| {_bold(name)} | {ours.ttft:.2f} | {ours.tpot:.4f} | {ours.tpot_p99:.4f}"
+            f" | {ours.latency:.1f} | {ours.tpot / floor:.2f}"
+            f" | {_figures(theirs) if theirs else ''} |"
+        )
+
+
+def _bold(name: str) -> str:
+    return f"**{name}**" if name == ALL.name else name
+
+
+def _figures(figures: Figures) -> str:
+    return f"{figures.ttft:.2f}, {figures.tpot:.2f}, {figures.latency:g}"
+
+
+def _ablation(results: Results) -> str:
+    lines = [
+        "### Table 5: the paper's ablation (0.2 requests/s, 100 Mbps, 30 ms)",
+        "",
+        "Its two parts on our baseline; relative to neither of them.",
+        "",
+        "| | TTFT | TPOT | latency | by neither | paper | by neither |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    neither = results.of(Setting(), ABLATION["neither"].name)
+    for name, variant in ABLATION.items():
+        ours = results.of(Setting(), variant.name)
+        if ours is None or neither is None:
+            continue
+        paper, none = TABLE_5[name], TABLE_5["neither"]
+        lines.append(
+            f"| {name} | {ours.ttft:.2f} | {ours.tpot:.4f} | {ours.latency:.1f}"
+            f" | {_percent(gain(ours.figures, neither.figures))} | {_figures(paper)}"
+            f" | {_percent(gain(paper, none))} |"
+        )
+    return "\n".join(lines)
+
+
+def _gains(results: Results) -> str:
+    lines = [
+        "### What the paper's policy gains",
+        "",
+        "By which share `molink` takes less than the other two (TTFT, TPOT, latency).",
+        "",
+        "| row | over fifo | paper, over Helix | over concurrent | paper, over vLLM |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in dict.fromkeys(row for table in TABLES.values() for row in table):
+        found = [results.of(row.setting, each.name) for each in (MOLINK, FIFO, CONCURRENT)]
+        if any(each is None for each in found):
+            continue
+        ours, fifo, concurrent = (each.figures for each in found if each is not None)
+        cells = (
+            gain(ours, fifo),
+            gain(row.molink, row.fifo),
+            gain(ours, concurrent),
+            gain(row.molink, row.concurrent),
+        )
+        lines.append(f"| {row.setting.name} | {' | '.join(map(_percent, cells))} |")
+    return "\n".join(lines)
+
+
+def _percent(share: Figures) -> str:
+    return ", ".join(
+        f"{100 * each:+.0f} %".replace("+0 %", "0 %").replace("-0 %", "0 %")
+        for each in (share.ttft, share.tpot, share.latency)
+    )
+
+
+def _targets(verdicts: Sequence[Verdict]) -> str:
+    met = sum(verdict.met for verdict in verdicts)
+    lines = [
+        "### Targets",
+        "",
+        f"{met} of {len(verdicts)} are met. Where a third of the paper's time per token is below"
+        " the ring's floor, what counts is 1.15 times the floor (of a request's tokens, for its"
+        " latency).",
+        "",
+        "| where | what | value | target | |",
+        "|---|---|---:|---:|---|",
+    ]
+    for verdict in verdicts:
+        sign = "≥" if verdict.at_least else "≤"
+        lines.append(
+            f"| {verdict.where} | {verdict.what} | {verdict.value:.3f} | {sign} {verdict.bound:.3f}"
+            f" | {'met' if verdict.met else '**missed**'} |"
+        )
+    return "\n".join(lines)
+
+
+def _rig(rig: dict[str, Any]) -> str:
+    lines = [
+        "## On real processes and sockets",
+        "",
+        f"Made by `{rig['command']}`. Three worker processes in network namespaces, each with"
+        " 100 Mbps up and down, 30 ms one way and queues of 256 KB; real TCP, CURVE, links, heads"
+        " and schedulers. Emulated compute: a step sleeps as long as the roofline says."
+        " Recorded, widened activations: bf16 rows of a model with random weights, several put"
+        f" side by side to make rows of 4096. {rig['warmup_s']:g} s of warm-up and"
+        f" {rig['duration_s']:g} s counted; runs are cut off at their end, and requests count with"
+        " the tokens they have by then, in the simulator too (same requests, same moment).",
+        "",
+        "| req/s | TCP | system | TTFT, rig | simulated | by it | TPOT, rig | simulated | by it |"
+        " p99 TPOT, rig | steps late by | within 15 % |",
+        "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for run in rig["runs"]:
+        real, expected, by = run["rig"], run["simulated"], run["rig_by_simulated"]
+        near = all(abs(value - 1) <= 0.15 for value in by.values()) and len(by) == 2
+        lines.append(
+            f"| {run['rate']:g} | {run['congestion']} | {run['system']}"
+            f" | {_mean(real['ttft_s'])} | {_mean(expected['ttft_s'])} | {by.get('ttft', 0):.2f}"
+            f" | {_mean(real['tpot_s'])} | {_mean(expected['tpot_s'])} | {by.get('tpot', 0):.2f}"
+            f" | {real['tpot_s']['p99'] or 0:.3f} | {100 * max(run['late_share']):.0f} %"
+            f" | {'yes' if near else '**no**'} |"
+        )
+    lines += [
+        "",
+        "What differs from the simulator: TCP's slow start, its losses in a full queue and what its"
+        " congestion control makes of them; headers (the simulator takes 5 % of the bandwidth for"
+        " them); the time that processes take to handle messages, and steps that end late because"
+        " several processes share few cores.",
+    ]
+    return "\n".join(lines)
+
+
+def _mean(summary: dict[str, float | None]) -> str:
+    mean = summary["mean"]
+    return "–" if mean is None else f"{mean:.3f}"

@@ -1,0 +1,65 @@
+"""Simulated results as the tables, targets and plots read them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tools.paperbench.published import Figures, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one system took at one setting, in seconds; means, and the 99th percentile of TPOT."""
+
+    ttft: float
+    tpot: float
+    latency: float
+    tpot_p99: float
+    requests: int
+    tokens_per_request: float
+    micro_batches: int
+
+    @property
+    def figures(self) -> Figures:
+        """The means alone."""
+        return Figures(self.ttft, self.tpot, self.latency)
+
+
+class Results:
+    """What :func:`tools.paperbench.simulated.run_simulations` found."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.warmup, self.duration = found["warmup_s"], found["duration_s"]
+        self.seed = found["seed"]
+        self._systems: dict[Setting, dict[str, Any]] = {
+            Setting(each["rate"], each["mbps"], each["latency_ms"]): each["systems"]
+            for each in found["settings"]
+        }
+
+    @property
+    def settings(self) -> Iterator[Setting]:
+        """Every setting."""
+        yield from self._systems
+
+    def names(self, setting: Setting) -> list[str]:
+        """The systems that were simulated there."""
+        return list(self._systems[setting])
+
+    def floor(self, setting: Setting) -> float:
+        """Seconds of a turn of that ring that waits for nothing: no token can take less."""
+        return float(next(iter(self._systems[setting].values()))["floor_s"])
+
+    def of(self, setting: Setting, name: str) -> Measured | None:
+        """What ``name`` took there; ``None`` if it was left out or answered nothing."""
+        found = self._systems[setting].get(name)
+        if found is None or found["tpot_s"]["mean"] is None:
+            return None
+        return Measured(
+            found["ttft_s"]["mean"],
+            found["tpot_s"]["mean"],
+            found["latency_s"]["mean"],
+            found["tpot_s"]["p99"],
+            found["completed"],
+            found["output_tokens"] / max(1, found["completed"]),
+            found["micro_batches"],
+        )

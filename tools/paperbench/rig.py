@@ -1,0 +1,217 @@
+"""Real processes, sockets and TCP on the WAN rig, beside the simulation of the same requests."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from molink.bench.report import Summary
+from molink.bench.sample import Sample
+from molink.bench.trace import read_trace
+from molink.errors import UsageError, WorkerError
+from molink.sim.pipeline import Pipeline
+from molink.sim.workload import Workload
+from tools.emulation.drive import Driven, Spec
+from tools.emulation.model import Emulation
+from tools.emulation.ring import Host, RingSettings
+from tools.paperbench.published import DEVICE, MODEL, STAGES, Setting
+from tools.paperbench.variants import ALL, CONCURRENT, FIFO, Variant
+from tools.paperbench.workload import make_scenario, make_workload
+from tools.wan import Node, Rig, unavailable
+from tools.wan.namespaces import enter
+
+RATES = (0.2, 0.7)
+CONGESTION = ("cubic", "bbr")
+SYSTEMS = (FIFO, CONCURRENT, ALL)
+#: Seconds that a run takes besides: namespaces, processes, handshakes.
+OVERHEAD_S = 12.0
+#: Real sockets should be within this share of the simulator.
+NEAR = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class RigPlan:
+    """What to run and for how long: ``warmup`` and ``duration`` in seconds."""
+
+    trace: Path
+    activations: Path
+    warmup: float = 20.0
+    duration: float = 75.0
+    rates: Sequence[float] = RATES
+    congestion: Sequence[str] = CONGESTION
+    systems: Sequence[Variant] = SYSTEMS
+    seed: int = 0
+
+    @property
+    def runs(self) -> list[tuple[Setting, str, Variant]]:
+        """Every run: its load and links, TCP's congestion control, and the system."""
+        return [
+            (Setting(rate=rate), congestion, system)
+            for rate in self.rates
+            for congestion in self.congestion
+            for system in self.systems
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """How long all of them take."""
+        return len(self.runs) * (self.warmup + self.duration + OVERHEAD_S)
+
+
+def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
+    """Run the plan, one run after another; gives each one's results as plain values.
+
+    Raises:
+        UsageError: there can be no rig here, or no recorded activations.
+    """
+    if (reason := unavailable()) is not None:
+        raise UsageError(f"no WAN rig here: {reason}")
+    if not plan.activations.is_file():
+        raise UsageError(
+            f"no recorded activations in {plan.activations}: make them with"
+            " `python -m tools.emulation.activations`"
+        )
+    for setting, congestion, system in plan.runs:
+        yield _run(plan, setting, congestion, system)
+
+
+def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
+    workload = make_workload(read_trace(plan.trace), setting, plan.warmup, plan.duration, plan.seed)
+    until = plan.warmup + plan.duration
+    expected = Figures.of(_simulated(workload, setting, system, until), plan.warmup)
+    node = Node("", setting.mbps, setting.mbps, setting.latency_ms)
+    nodes = [replace(node, name=f"stage{index}") for index in range(STAGES)]
+    with Rig(nodes, congestion=congestion, seed=plan.seed) as rig:
+        hosts = [
+            Host(rig.address(index), tuple(enter(rig.namespace(index)))) for index in range(STAGES)
+        ]
+        spec = Spec(
+            Emulation(activations=str(plan.activations.resolve()), device=DEVICE, model=MODEL),
+            RingSettings(
+                system.policy,
+                system.cut_through,
+                system.compression,
+                system.micro_batches,
+                system.chunk_tokens,
+            ),
+            tuple(hosts),
+            tuple(workload.plan()),
+            until,
+            plan.seed,
+        )
+        driven = _drive(rig, spec)
+        relay = rig.stats()
+    measured = Figures.of(driven.samples, plan.warmup)
+    return {
+        "system": system.name,
+        "rate": setting.rate,
+        "bandwidth_mbps": setting.mbps,
+        "latency_ms": setting.latency_ms,
+        "congestion": congestion,
+        "switches": {
+            name: getattr(system, name)
+            for name in ("policy", "cut_through", "compression", "micro_batches", "chunk_tokens")
+        },
+        "rig": measured.as_json(),
+        "simulated": expected.as_json(),
+        "rig_by_simulated": measured.by(expected),
+        "late_share": driven.late_share,
+        "worst_late_s": driven.worst_late_s,
+        "counters": driven.counters,
+        "gauges": driven.gauges,
+        "trouble": driven.trouble,
+        "relay": relay,
+    }
+
+
+def _drive(rig: Rig, spec: Spec) -> Driven:
+    """Run ``spec`` beside the head."""
+    with tempfile.TemporaryDirectory(prefix="molink-paper-") as folder:
+        asked, answered = Path(folder) / "spec.json", Path(folder) / "result.json"
+        asked.write_bytes(msgspec.json.encode(spec))
+        command = [sys.executable, "-m", "tools.emulation.drive", str(asked), str(answered)]
+        process = rig.run(0, command, cwd=Path(__file__).parents[2])
+        if process.wait(spec.until + 300) != 0:
+            raise WorkerError("a run on the rig failed; see above")
+        return msgspec.json.decode(answered.read_bytes(), type=Driven)
+
+
+def _simulated(
+    workload: Workload, setting: Setting, system: Variant, until: float
+) -> Sequence[Sample]:
+    """The same requests in virtual time, cut off at the same moment."""
+    pipeline = Pipeline(make_scenario(workload, setting, system), workload.plan())
+    pipeline.run(until)
+    if pipeline.trouble:
+        raise WorkerError(f"the simulation failed: {pipeline.trouble}")
+    samples = pipeline.clients.samples(0.0)
+    return [replace(sample, error=None if sample.texts else "none") for sample in samples]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Seconds. A run is cut off: requests count with the tokens they have by then."""
+
+    requests: int
+    answered: int
+    tokens: int
+    ttft: Summary
+    tpot: Summary
+    itl: Summary
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], since: float) -> "Figures":
+        """Those of the requests that were sent from ``since`` on."""
+        counted = [sample for sample in samples if sample.sent >= since]
+        done = [sample for sample in counted if sample.texts]
+        return cls(
+            len(counted),
+            len(done),
+            sum(sample.output_tokens for sample in done),
+            Summary.of(sample.ttft for sample in done),
+            Summary.of(sample.tpot for sample in done if sample.tpot is not None),
+            Summary.of(gap for sample in done for gap in sample.itl),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "requests": self.requests,
+            "answered": self.answered,
+            "tokens": self.tokens,
+            "ttft_s": _plain(self.ttft),
+            "tpot_s": _plain(self.tpot),
+            "itl_s": _plain(self.itl),
+        }
+
+    def by(self, other: "Figures") -> dict[str, float]:
+        """Means relative to those of another."""
+        pairs = {"ttft": (self.ttft, other.ttft), "tpot": (self.tpot, other.tpot)}
+        return {
+            name: ours.mean / theirs.mean
+            for name, (ours, theirs) in pairs.items()
+            if ours.mean and theirs.mean
+        }
+
+
+def _plain(summary: Summary) -> dict[str, float | None]:
+    return {name: getattr(summary, name) for name in ("mean", "p50", "p90", "p99")}
+
+
+def write(results: Sequence[dict[str, Any]], plan: RigPlan, path: Path) -> None:
+    """Write the results of a plan."""
+    found = {
+        "command": "python tools/paper.py --rig",
+        "warmup_s": plan.warmup,
+        "duration_s": plan.duration,
+        "emulated": "compute sleeps as long as the roofline of the device says",
+        "activations": "recorded from a real model of random weights, widened",
+        "runs": list(results),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

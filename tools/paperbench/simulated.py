@@ -1,0 +1,99 @@
+"""The paper's tables in the simulator: every setting with every system."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from molink.bench.trace import TraceRow
+from molink.errors import UsageError
+from molink.sim.run import simulate
+from tools.paperbench.published import TABLE_2, Setting, settings
+from tools.paperbench.variants import ABLATION, ALWAYS, VARIANTS, Variant
+from tools.paperbench.workload import make_scenario, make_workload
+
+#: Virtual seconds of a shortened run, and of the paper's own.
+SHORT = (20.0, 60.0)
+FULL = (60.0, 1800.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimPlan:
+    """What to simulate; ``warmup`` and ``duration`` in virtual seconds."""
+
+    trace: Sequence[TraceRow]
+    warmup: float
+    duration: float
+    seed: int = 0
+
+    @property
+    def tasks(self) -> list[tuple[Setting, Variant]]:
+        """Every pair, those that take longest first; everything only where Table 2 has the row."""
+        rates = {row.setting for row in TABLE_2}
+        pairs = [
+            (setting, variant)
+            for setting in settings()
+            for variant in (VARIANTS if setting in rates else ALWAYS)
+        ]
+        shared = [(Setting(), variant) for variant in ABLATION.values()]
+        every = list(dict.fromkeys([*pairs, *shared]))
+        return sorted(every, key=lambda pair: -pair[0].rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    setting: Setting
+    variant: Variant
+    trace: tuple[TraceRow, ...]
+    warmup: float
+    duration: float
+    seed: int
+
+
+def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]:
+    """All of them, on as many processes as there are CPUs; plain values by setting and system.
+
+    A system that can't be simulated (no such policy yet, say) is left out, with a word to ``say``.
+    """
+    began = time.monotonic()
+    found: dict[Setting, dict[str, Any]] = {setting: {} for setting in settings()}
+    tasks = [_task(plan, *pair) for pair in plan.tasks]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        running = {pool.submit(_simulate, task): task for task in tasks}
+        for number, done in enumerate(as_completed(running), start=1):
+            task = running[done]
+            try:
+                found[task.setting][task.variant.name] = done.result()
+            except UsageError as error:
+                say(f"left out: {task.variant.name} at {task.setting.name}: {error}")
+            if number % 20 == 0 or number == len(tasks):
+                say(f"{number} of {len(tasks)} simulations, {time.monotonic() - began:.0f} s")
+    return {
+        "warmup_s": plan.warmup,
+        "duration_s": plan.duration,
+        "seed": plan.seed,
+        "settings": [
+            {**asdict(setting), "systems": _in_order(systems)} for setting, systems in found.items()
+        ],
+    }
+
+
+def _task(plan: SimPlan, setting: Setting, variant: Variant) -> _Task:
+    rows = make_workload(plan.trace, setting, plan.warmup, plan.duration, plan.seed).rows
+    return _Task(setting, variant, rows, plan.warmup, plan.duration, plan.seed)
+
+
+def _simulate(task: _Task) -> dict[str, Any]:
+    workload = make_workload(task.trace, task.setting, task.warmup, task.duration, task.seed)
+    began = time.perf_counter()
+    outcome = simulate(make_scenario(workload, task.setting, task.variant)).as_json()
+    return outcome | {"took_s": time.perf_counter() - began}
+
+
+def _in_order(systems: dict[str, Any]) -> dict[str, Any]:
+    names = [variant.name for variant in [*VARIANTS, *ABLATION.values()]]
+    return {name: systems[name] for name in dict.fromkeys(names) if name in systems}

@@ -1,0 +1,62 @@
+"""What is compared: the paper's systems on our baseline, and our switches one by one."""
+
+from dataclasses import dataclass, replace
+
+from tools.paperbench.published import MAX_PROMPT, STAGES
+
+#: Leaves a number to the head.
+AUTO = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One system. The defaults are the baseline of every comparison.
+
+    That is: one tensor per hop, whole prompts stored and forwarded, uncompressed, ``K = N``.
+    """
+
+    name: str
+    policy: str = "fifo"
+    cut_through: bool = False
+    compression: str = "none"
+    micro_batches: int = STAGES
+    tensors: int = 1
+    chunk_tokens: int = MAX_PROMPT
+
+
+def _with(variant: Variant, name: str, **changed: object) -> Variant:
+    return replace(variant, name=name, **changed)  # type: ignore[arg-type]
+
+
+CONCURRENT = Variant("concurrent", policy="concurrent")
+FIFO = Variant("fifo")
+TWO_TENSORS = Variant("fifo, two tensors", tensors=2)
+#: The paper's own system: Algorithm 1 and more micro-batches.
+MOLINK = Variant("molink", policy="molink", micro_batches=AUTO)
+MOLINK_CHUNKS = Variant("molink, K = N", policy="molink")
+
+POLICY = Variant("adaptive", policy="adaptive")
+CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, chunk_tokens=AUTO)
+COMPRESSION = _with(CUT_THROUGH, "+ compression", compression="lossless")
+ALL = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
+#: Our switches, each on top of those before it.
+STEPS = (POLICY, CUT_THROUGH, COMPRESSION, ALL)
+UNCOMPRESSED = _with(ALL, "all but compression", compression="none")
+
+CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, chunk_tokens=AUTO)
+COMPRESSION_ALONE = _with(FIFO, "compression alone", compression="lossless")
+K_ALONE = _with(FIFO, "K auto alone", micro_batches=AUTO)
+#: The first step is the lane policy alone.
+ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE)
+
+#: The paper's systems and our steps: what every row has.
+ALWAYS = (CONCURRENT, FIFO, MOLINK, *STEPS)
+#: Everything, in the order of the tables.
+VARIANTS = (TWO_TENSORS, *ALWAYS, UNCOMPRESSED, *ALONE)
+#: Table 5 in the paper's words.
+ABLATION = {
+    "both": MOLINK,
+    "chunked transmission only": MOLINK_CHUNKS,
+    "more micro-batches only": K_ALONE,
+    "neither": FIFO,
+}

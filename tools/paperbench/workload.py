@@ -1,0 +1,81 @@
+"""The paper's workload: Azure's conversation trace, bounded in sizes."""
+
+import os
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from molink.bench.trace import TraceRow
+from molink.errors import UsageError
+from molink.sim.profiles import LinkProfile
+from molink.sim.scenario import Scenario
+from molink.sim.workload import Workload
+from tools.paperbench.published import DEVICE, MAX_OUTPUT, MAX_PROMPT, MODEL, STAGES, Setting
+from tools.paperbench.variants import Variant
+
+#: The trace's file, as Azure publishes it, and as others may call it.
+TRACE_NAMES = ("AzureLLMInferenceTrace_conv.csv", "azure_llm_2023_conv.csv")
+#: Folders in which it is looked for, in this one and those around it.
+TRACE_FOLDERS = ("traces", "shared/traces")
+#: Where it is, if ``--trace`` doesn't say.
+TRACE_VARIABLE = "MOLINK_TRACE"
+
+
+def find_trace(given: Path | None) -> Path:
+    """The trace's file: the one that is given, or named by the environment, or found nearby.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if given is not None:
+        return given
+    if where := os.environ.get(TRACE_VARIABLE):
+        return Path(where)
+    here = Path.cwd()
+    for folder, inner, name in product((here, *here.parents), TRACE_FOLDERS, TRACE_NAMES):
+        if (path := folder / inner / name).is_file():
+            return path
+    raise UsageError(
+        f"say where the trace is: --trace FILE or {TRACE_VARIABLE}=FILE. It is {TRACE_NAMES[0]} of"
+        " https://github.com/Azure/AzurePublicDataset (AzureLLMInferenceDataset2023)"
+    )
+
+
+def make_workload(
+    trace: Sequence[TraceRow], setting: Setting, warmup: float, duration: float, seed: int = 0
+) -> Workload:
+    """A sample of the trace, evenly spaced over all of it, as a Poisson process of that rate.
+
+    A short run of its first requests would have other sizes than the trace as a whole.
+    """
+    fitting = [
+        row for row in trace if row.input_tokens <= MAX_PROMPT and row.output_tokens <= MAX_OUTPUT
+    ]
+    expected = setting.rate * (warmup + duration)
+    step = max(1, int(len(fitting) / (1.5 * expected + 8)))
+    return Workload(
+        setting.rate,
+        duration,
+        warmup,
+        rows=tuple(fitting[::step]),
+        seed=seed,
+        max_prompt=MAX_PROMPT,
+        max_output=MAX_OUTPUT,
+    )
+
+
+def make_scenario(workload: Workload, setting: Setting, variant: Variant) -> Scenario:
+    """What the simulator is to run."""
+    return Scenario(
+        workload,
+        STAGES,
+        DEVICE,
+        MODEL,
+        LinkProfile(setting.mbps, setting.latency_ms),
+        variant.policy,
+        variant.cut_through,
+        variant.compression,  # type: ignore[arg-type]
+        variant.micro_batches,
+        variant.tensors,
+        variant.chunk_tokens,
+    )

@@ -1,0 +1,173 @@
+"""Network namespaces and TUN devices. Linux and root only; importable everywhere."""
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+_FOLDER = Path("/run/netns")
+_PREFIX = "molink-wan"
+_TUN = Path("/dev/net/tun")
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_numbers = count()
+
+
+class RigError(Exception):
+    """The rig can't be set up here, or a command of it failed."""
+
+
+def unavailable() -> str | None:
+    """Why there can be no namespaces here; ``None`` if there can."""
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux's network namespaces, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "it needs root, for network namespaces"
+    if not _TUN.exists():
+        return f"there is no {_TUN}"
+    if shutil.which("ip") is None:
+        return "there is no `ip` command: install iproute2"
+    return None
+
+
+def require() -> None:
+    """Raise :class:`RigError` if there can be no namespaces here."""
+    reason = unavailable()
+    if reason is not None:
+        raise RigError(f"no WAN rig here: {reason}. Without it: `python -m tools.wan --proxy`.")
+
+
+def command(*words: str) -> str:
+    """Run a system command.
+
+    Raises:
+        RigError: it failed.
+    """
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RigError(f"`{' '.join(words)}` failed: {result.stderr.strip()}")
+    return result.stdout
+
+
+def ip(*words: str) -> str:
+    """Run ``ip``."""
+    return command("ip", *words)
+
+
+class Namespaces:
+    """A few namespaces of this process, with their loopback devices up."""
+
+    def __init__(self, number: int, congestion: str) -> None:
+        """``congestion`` is TCP's congestion control in all of them."""
+        rig = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
+        self.names = [f"{rig}-{index}" for index in range(number)]
+        self._congestion = congestion
+
+    def create(self) -> None:
+        """Make them, once what dead processes left has been removed."""
+        remove_stale()
+        allow(self._congestion)
+        # Each run begins afresh: no thresholds remembered from an earlier connection.
+        settings = {
+            "ipv4/tcp_congestion_control": self._congestion,
+            "ipv4/tcp_no_metrics_save": "1",
+        }
+        script = " && ".join(
+            f"echo {value} > /proc/sys/net/{key}" for key, value in settings.items()
+        )
+        quiet = (
+            "for each in all default; do echo 1 > /proc/sys/net/ipv6/conf/$each/disable_ipv6; done"
+        )
+        for name in self.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            command(*enter(name), "sh", "-c", f"{script} && {{ {quiet}; }} 2>/dev/null || true")
+            used = command(*enter(name), "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
+            if used.strip() != self._congestion:
+                raise RigError(f"{self._congestion!r} can't be set in a namespace, {used} is used")
+
+    def remove(self) -> None:
+        """Remove them, and end what still runs in them."""
+        for name in self.names:
+            remove(name)
+
+
+def allow(congestion: str) -> None:
+    """Let namespaces use a congestion control; this setting of the PC stays.
+
+    Raises:
+        RigError: the kernel hasn't got it.
+    """
+    try:
+        with socket.socket() as own:  # as root, this loads its module
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    except OSError as error:
+        raise RigError(f"this kernel has no congestion control {congestion!r}") from error
+    path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    allowed = path.read_text().split()
+    if congestion not in allowed:
+        path.write_text(" ".join([*allowed, congestion]))
+
+
+def enter(name: str) -> list[str]:
+    """The beginning of a command line that runs in namespace ``name``."""
+    return ["ip", "netns", "exec", name]
+
+
+def remove(name: str) -> None:
+    """End every process in a namespace, then remove it. No error if it is gone."""
+    with contextlib.suppress(RigError):
+        for pid in ip("netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(RigError):
+        ip("netns", "delete", name)
+
+
+def remove_stale() -> None:
+    """Remove the namespaces of processes that are dead."""
+    for path in _FOLDER.glob(f"{_PREFIX}-*"):
+        pid = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            remove(path.name)
+
+
+def existing(pid: int) -> Sequence[str]:
+    """The names of the namespaces that process ``pid`` has made and not removed."""
+    return sorted(path.name for path in _FOLDER.glob(f"{_PREFIX}-{pid}-*"))
+
+
+def open_tun() -> tuple[int, str]:
+    """A new TUN device: its file and its name."""
+    import fcntl
+
+    device = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        request = struct.pack("16sH22x", b"molink%d", _IFF_TUN | _IFF_NO_PI)
+        answer = fcntl.ioctl(device, _TUNSETIFF, request)
+    except OSError as error:
+        os.close(device)
+        raise RigError(f"no TUN device: {errno.errorcode.get(error.errno or 0)}") from error
+    return device, answer[:16].rstrip(b"\0").decode()
+
+
+def has_netem() -> bool:
+    """Whether this kernel could shape by itself (tried on a namespace of its own)."""
+    require()
+    name = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}-netem"
+    ip("netns", "add", name)
+    try:
+        command("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+    except (RigError, FileNotFoundError):
+        return False
+    finally:
+        remove(name)
+    return True

@@ -1,0 +1,42 @@
+"""What a node of the rig has for a connection."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One PC and its connection to the internet.
+
+    Rates are in Mbit/s of IP packets, 0 = unlimited; ``delay_ms`` is one way, for what this node
+    sends; ``queue_bytes`` bounds each of its two drop-tail queues; ``loss`` is the share of its
+    sent packets that are lost, by a seeded random generator.
+    """
+
+    name: str
+    up_mbps: float = 0.0
+    down_mbps: float = 0.0
+    delay_ms: float = 0.0
+    queue_bytes: int = 256 * 1024
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self)[1:]:
+            check(each.name, getattr(self, each.name))
+
+
+#: What of a node may change while the rig runs.
+CHANGEABLE = tuple(each.name for each in fields(Node)[1:])
+
+
+def check(name: str, value: Any) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        ValueError: ``name`` can't be changed, or not to ``value``.
+    """
+    if name not in CHANGEABLE:
+        raise ValueError(f"a node has no {name!r}: choose one of {', '.join(CHANGEABLE)}")
+    top = 1.0 if name == "loss" else float("inf")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= top:
+        raise ValueError(f"{name}={value!r} is no number from 0 to {top:g}")

@@ -1,0 +1,103 @@
+"""Small programs that the check runs on nodes: an echo, round trips, a sink and a flood.
+
+    python -m tools.wan.probe echo|ping|sink|flood ADDRESS SECONDS
+
+``echo`` and ``sink`` answer until they are killed; ``ping`` and ``flood`` print JSON.
+"""
+
+import json
+import socket
+import statistics
+import sys
+import time
+from typing import Any
+
+_PORT = 7007
+_SKIPPED = 1.0  # seconds at the beginning of a flood that don't count
+
+
+def _echo(address: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.bind((address, _PORT))
+        print("ready", flush=True)
+        while True:
+            data, sender = own.recvfrom(2048)
+            own.sendto(data, sender)
+
+
+def _ping(address: str, seconds: float) -> dict[str, Any]:
+    taken: list[float] = []
+    lost = 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.connect((address, _PORT))
+        own.settimeout(0.5)
+        stop = time.perf_counter() + seconds
+        while (start := time.perf_counter()) < stop:
+            own.send(b"%d" % len(taken))
+            try:
+                own.recv(2048)
+                taken.append((time.perf_counter() - start) * 1000)
+            except TimeoutError:
+                lost += 1
+            time.sleep(0.002)
+    if not taken:
+        return {"n": 0, "lost": lost}
+    cut = statistics.quantiles(taken, n=100) if len(taken) > 1 else taken * 99
+    return {
+        "n": len(taken),
+        "lost": lost,
+        "min": round(min(taken), 3),
+        "p50": round(cut[49], 3),
+        "p99": round(cut[98], 3),
+    }
+
+
+def _sink(address: str) -> None:
+    """Take one connection after the other; answer each with the rate of its bytes in Mbit/s."""
+    with socket.create_server((address, _PORT)) as server:
+        print("ready", flush=True)
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(json.dumps(_received(connection)).encode())
+
+
+def _received(connection: socket.socket) -> dict[str, float]:
+    start = last = time.perf_counter()
+    total = counted = 0
+    while data := connection.recv(1 << 18):
+        last = time.perf_counter()
+        total += len(data)
+        if last - start >= _SKIPPED:
+            counted += len(data)
+    steady = max(1e-9, last - start - _SKIPPED)
+    return {"mbps": round(counted * 8 / steady / 1e6, 2), "bytes": total}
+
+
+def _flood(address: str, seconds: float) -> dict[str, Any]:
+    data = bytes(1 << 16)
+    with socket.create_connection((address, _PORT)) as own:
+        stop = time.perf_counter() + seconds
+        while time.perf_counter() < stop:
+            own.sendall(data)
+        own.shutdown(socket.SHUT_WR)
+        answer: dict[str, Any] = json.loads(own.recv(4096))
+    return answer
+
+
+def main() -> None:
+    """Run one of them."""
+    what, address, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+    match what:
+        case "echo":
+            _echo(address)
+        case "sink":
+            _sink(address)
+        case "ping":
+            print(json.dumps(_ping(address, seconds)))
+        case "flood":
+            print(json.dumps(_flood(address, seconds)))
+
+
+if __name__ == "__main__":
+    main()

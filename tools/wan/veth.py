@@ -1,0 +1,62 @@
+"""Two namespaces joined by a veth pair, limited by the kernel's token bucket: no relay."""
+
+import contextlib
+import subprocess
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tools.wan.namespaces import Namespaces, command, enter, ip, require
+
+
+class VethPair:
+    """A fast link without delay, for the life of a ``with`` block; used like a rig."""
+
+    def __init__(self, mbps: float = 1000.0, *, congestion: str = "cubic") -> None:
+        self._mbps = mbps
+        self._spaces = Namespaces(2, congestion)
+        self._started: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Self:
+        require()
+        try:
+            self._spaces.create()
+            one, two = self._spaces.names
+            peer = ("peer", "name", "wan0", "netns", two)
+            ip("-n", one, "link", "add", "wan0", "type", "veth", *peer)
+            for index, name in enumerate(self._spaces.names):
+                ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wan0")
+                ip("-n", name, "link", "set", "wan0", "up")
+                bucket = ("rate", f"{self._mbps}mbit", "burst", "256kb", "latency", "20ms")
+                command("tc", "-n", name, "qdisc", "add", "dev", "wan0", "root", "tbf", *bucket)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what was started, and leave nothing behind."""
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        self._started.clear()
+        self._spaces.remove()
+
+    def address(self, index: int) -> str:
+        """The IPv4 address of end ``index``."""
+        return f"10.77.0.{index + 1}"
+
+    def run(self, index: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
+        """Start a program at end ``index``; it is killed when the pair closes."""
+        process = subprocess.Popen([*enter(self._spaces.names[index]), *argv], **popen)
+        self._started.append(process)
+        return process
