@@ -1,7 +1,7 @@
 """Measure a link on real sockets over the WAN rig and print JSON. Needs Linux and root.
 
-    python -m tools.bench_link [--json] [--only hop,slow,loss,fill,flap] [--policy P[,P…]]
-                               [--congestion cubic,bbr] [--prefills N] [--quick]
+    python -m tools.bench_link [--json] [--only hop,slow,loss,slow-loss,fill,flap] [--policy P[,P…]]
+                               [--congestion cubic,bbr] [--prefills N] [--queue BYTES]
 
 Each end of the link is a process in a namespace of its own (:mod:`tools.wan`); times are of the
 one monotonic clock that both share. A decode volume has two rows of 4096 bf16 values (16 KB).
@@ -71,10 +71,9 @@ class Scenario:
     p99_ms: float
     ratio: float
 
-    @property
-    def node(self) -> Node:
-        """Either end; the round trip is 30 ms."""
-        return Node(self.name, self.mbps, self.mbps, delay_ms=15, loss=self.loss)
+    def node(self, queue: int) -> Node:
+        """Either end, with ``queue`` bytes in its router; the round trip is 30 ms."""
+        return Node(self.name, self.mbps, self.mbps, 15.0, queue, self.loss)
 
 
 SCENARIOS = (
@@ -121,11 +120,12 @@ async def receive(config: dict[str, Any]) -> dict[str, Any]:
     receiver = LinkReceiver(1, HIDDEN, "bf16")
     incoming = InLink(server, receiver, PIPELINE, 0, user, _progress, arrived)
     _say({"port": server.bind(config["address"], (0, 1))})
+    before = time.process_time()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     result = {
         "arrivals": arrivals,
         "wrong": wrong,
-        "cpu_s": time.process_time(),
+        "cpu_s": time.process_time() - before,
         "epoch": receiver.epoch,
         "duplicates": receiver.counters.duplicates,
     }
@@ -343,6 +343,7 @@ def _config(scenario: Scenario, policy: str, options: argparse.Namespace) -> dic
         "idle_s": options.idle,
         "decode": True,
         "seed": options.seed,
+        "queue": options.queue,
     }
 
 
@@ -382,7 +383,9 @@ def _run(
     scenario: Scenario, congestion: str, config: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     with (
-        Rig([scenario.node] * 2, congestion=congestion, seed=config["seed"]) as rig,
+        Rig(
+            [scenario.node(config["queue"])] * 2, congestion=congestion, seed=config["seed"]
+        ) as rig,
         _ends(rig, config) as ends,
     ):
         return *_results(*ends), rig.stats()
@@ -464,7 +467,7 @@ def measure_flap(
                 "verify": True,
             }
             with (
-                Rig([scenario.node] * 2, congestion=congestion) as rig,
+                Rig([scenario.node(options.queue)] * 2, congestion=congestion) as rig,
                 _ends(rig, config) as ends,
             ):
                 _hear(ends[0])  # the first prefill volume has been handed over
@@ -513,7 +516,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rtt_ms": 30,
         "decode_bytes": DECODE_ROWS * ROW,
         "prefill_bytes": {each.name: each.prefill_rows * ROW for each in SCENARIOS},
-        "queue_bytes": SCENARIOS[0].node.queue_bytes,
+        "queue_bytes": options.queue,
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
@@ -537,6 +540,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--idle", type=float, default=4.0, help="seconds of decode volumes alone")
     parser.add_argument("--fill", type=float, default=5.0, help="seconds")
     parser.add_argument("--cuts", type=lambda text: [float(each) for each in _list(text)])
+    parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes, of each router")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--role", choices=("send", "receive"), help=argparse.SUPPRESS)
     parser.set_defaults(cuts=[1.0, 2.0])

@@ -128,6 +128,7 @@ class Bench:
             0,
             lambda: idle,
             print,
+            lambda: None,
         )
         link.start()
         rows = 512

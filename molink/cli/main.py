@@ -12,7 +12,7 @@ import typer
 import molink
 from molink.cli import here, running
 from molink.cli.bench_group import add_bench
-from molink.cli.simulate_group import add_simulate
+from molink.cli.late import add_late
 from molink.errors import MolinkError
 from molink.swarm.plain import printable
 
@@ -42,7 +42,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     for command in commands:
         app.command()(_interruptible(command))
     add_bench(app, arguments)
-    add_simulate(app, arguments, _interruptible)
+    add_late(app, arguments, _interruptible)
     return app
 
 

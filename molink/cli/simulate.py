@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from molink.bench.report import Summary
 from molink.bench.trace import TraceRow, read_trace
 from molink.errors import UsageError
 from molink.link.create import create_policy
@@ -188,11 +188,9 @@ def _policies(names: str) -> list[str]:
 
 def _link(name: str, bandwidth: float | None, latency: float | None) -> LinkProfile:
     link = load_link(name)
-    return LinkProfile(
-        link.bandwidth_mbps if bandwidth is None else bandwidth,
-        link.latency_ms if latency is None else latency,
-        link.efficiency,
-    )
+    if bandwidth is not None:
+        link = replace(link, bandwidth_mbps=bandwidth)
+    return link if latency is None else replace(link, latency_ms=latency)
 
 
 def _auto(option: str, value: str) -> int:
@@ -240,35 +238,36 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
         return
     table = Table(
-        caption=f"least time per token of this ring: {1000 * outcomes[0].floor_s:.1f} ms",
+        caption=(
+            "Seconds; idle: of each stage, while it has requests. Least time per token of this"
+            f" ring: {1000 * outcomes[0].floor_s:.1f} ms"
+        ),
         caption_justify="left",
         caption_style="",
     )
-    table.add_column("policy")
-    for column in ("completed", "failed", "K", "TTFT ms", "p99", "TPOT ms", "p99", "latency s"):
+    table.add_column("policy", no_wrap=True)
+    for column in ("done", "failed", "K", "TTFT", "p99", "TPOT", "p99", "latency", "idle"):
         table.add_column(column, justify="right")
-    table.add_column("bubbles", justify="right")
     for outcome in outcomes:
         report = outcome.report
+        idle = sum(outcome.bubble_share) / len(outcome.bubble_share)
         table.add_row(
             report.policy,
             str(report.completed),
             str(report.failed),
             str(outcome.micro_batches),
-            *_two(report.ttft_s),
-            *_two(report.tpot_s),
-            "–" if report.latency_s.mean is None else f"{report.latency_s.mean:.2f}",
-            " ".join(f"{100 * share:.0f} %" for share in outcome.bubble_share),
+            _seconds(report.ttft_s.mean, 2),
+            _seconds(report.ttft_s.p99, 2),
+            _seconds(report.tpot_s.mean, 4),
+            _seconds(report.tpot_s.p99, 4),
+            _seconds(report.latency_s.mean, 1),
+            f"{100 * idle:.0f} %",
         )
     Console().print(table)
 
 
-def _two(summary: Summary) -> tuple[str, str]:
-    """Mean and 99th percentile in milliseconds."""
-    mean, p99 = (
-        "–" if value is None else f"{1000 * value:.1f}" for value in (summary.mean, summary.p99)
-    )
-    return mean, p99
+def _seconds(value: float | None, places: int) -> str:
+    return "–" if value is None else f"{value:.{places}f}"
 
 
 def _replay(recording: Path, *, as_json: bool) -> None:

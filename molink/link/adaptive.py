@@ -24,8 +24,8 @@ class Adaptive:
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
     against starvation: while prefill rows wait, their lane is ready and the window has room, a
-    chunk leaves at least every :data:`EVERY` = 50 ms, be there decode volumes without end or no
-    free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode rows can lose.
+    whole chunk leaves at least every :data:`EVERY` = 50 ms, be there decode volumes without end or
+    no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode rows can lose.
     """
 
     one_lane = False
@@ -39,7 +39,7 @@ class Adaptive:
         self._window = CreditWindow()
         self._interval = IdleInterval()
         self._outflow = Outflow()
-        #: When the last chunk was sent, or prefill rows began to wait if that was later.
+        #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
         self._waits_since = 0.0
 
     def handle(self, event: Event, now: float) -> None:
@@ -57,30 +57,33 @@ class Adaptive:
         """The oldest decode volume, or a chunk of the oldest prefill volume."""
         decode = self._decode.first if Lane.DECODE in ready else None
         bulk = self._bulk.first if Lane.BULK in ready else None
-        rows = 0 if bulk is None else self._chunk(bulk)
-        if bulk is None or not self._window.fits(rows * bulk.row_bytes):
+        rows = chunk = 0 if bulk is None else self._chunk(bulk)
+        if bulk is not None and not self._window.fits(chunk * bulk.row_bytes):
             bulk = None
-        starving = now >= self._starves_at
-        if decode is not None :
+        starving = bulk is not None and now >= self._starves_at
+        if decode is not None and not starving:
             self._decode.take(count := decode.rows)
             return Send(decode.volume, count)
         if bulk is None:
             return Wait()
-        if self._predict and not starving:
-            rows = min(rows, self._rows_in_time(bulk, now))
+        if not starving:
+            rows = min(chunk, self._rows_now(bulk, now))
             if rows == 0:
-                return Wait(self._until)
+                return Wait(self._until(now))
         self._bulk.take(rows)
-        self._waits_since = now
+        if rows == chunk:
+            self._waits_since = now
         return Send(bulk.volume, rows)
 
     def _chunk(self, volume: Pending) -> int:
         return max(1, min(volume.rows, self._window.chunk // volume.row_bytes))
 
-    def _rows_in_time(self, volume: Pending, now: float) -> int:
-        """Rows that will have left before decode rows need the link; all if nothing is known."""
+    def _rows_now(self, volume: Pending, now: float) -> int:
+        """Rows that may go now, but for credit: none before their time, and no more than fit."""
+        if now < self._window.opens_at:
+            return 0
         free, rate = self._interval.at(now), self._outflow.rate
-        if free is None or rate is None:
+        if not self._predict or free is None or rate is None:
             return volume.rows
         left = free - max(0.0, self._outflow.leaves_at - now)
         return max(0, int(left * rate / volume.row_bytes))
@@ -89,8 +92,9 @@ class Adaptive:
     def _starves_at(self) -> float:
         return self._waits_since + EVERY
 
-    @property
-    def _until(self) -> float:
-        """When prefill rows that are held back for decode rows may go without another event."""
-        given_up = self._interval.given_up_at
-        return self._starves_at if given_up is None else min(self._starves_at, given_up)
+    def _until(self, now: float) -> float:
+        """When prefill rows that are held back may go, if nothing happens."""
+        times = [self._starves_at, self._window.opens_at]
+        if self._predict and self._interval.given_up_at is not None:
+            times.append(self._interval.given_up_at)
+        return min(at for at in times if at > now)

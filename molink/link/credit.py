@@ -6,7 +6,12 @@ from molink.link.policy import Acknowledged, Event, LinkEstimate, Reconnected, S
 from molink.wire.data import Lane
 
 #: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
-TARGET = 0.015
+TARGET = 0.012
+#: A delay that passes for none.
+QUIET = 0.003
+#: A window that was empty is filled so many times as fast as the link should empty it, after the
+#: first :data:`TARGET` seconds' worth.
+PACE = 1.25
 #: A chunk takes this long at the link's rate, in seconds, within these bytes.
 CHUNK_S = 0.005
 LEAST_CHUNK = 16 * 1024
@@ -55,7 +60,7 @@ class CreditWindow:
     about two thirds of the way in a round trip. (This is the law of FAST TCP with the goal given as
     a delay; as a full link's rate does not depend on the window, it cannot swing.) While chunks
     come back with no delay at all, it doubles in a round trip instead. What was sent into a window
-    less than half full says nothing of the link and moves nothing.
+    less than half full says nothing of the link and moves nothing, unless its pace held it back.
 
     A queue that always stands would pass for the link's own delay. So after each :data:`SPAN` in
     which the window was full the next chunk waits until somewhat less is in flight than the link
@@ -68,7 +73,7 @@ class CreditWindow:
         #: Bytes sent and not acknowledged.
         self.in_flight = 0
         #: For each message in flight: the end of its bytes, what was in flight with it, and whether
-        #: the window was full or about to be, and not just recovering from being drained.
+        #: it was the window that held the next one back, and not that it had been drained.
         self._sent: deque[tuple[int, int, bool]] = deque()
         self._sent_end = 0
         self._acknowledged_end = 0
@@ -82,12 +87,16 @@ class CreditWindow:
         #: again after one that did.
         self._draining = False
         self._refilling = False
+        #: When all that was sent would have left at the pace of the window.
+        self._paced_until = 0.0
+        #: The least round trip that is told, until there is one of a chunk.
+        self._told_trip: float | None = None
 
     def handle(self, event: Event, now: float) -> None:
         """Take note of what happened on the bulk lane."""
         match event:
             case Sent(lane=Lane.BULK):
-                self._has_left(event.nbytes)
+                self._has_left(event.nbytes, now)
             case Acknowledged(lane=Lane.BULK):
                 self._acknowledged(event, now)
             case LinkEstimate():
@@ -97,10 +106,16 @@ class CreditWindow:
                 self._acknowledged_end = self._sent_end
                 self._sent.clear()
                 self._draining = False
+                self._paced_until = min(now, self._paced_until)
 
     def fits(self, nbytes: int) -> bool:
         """Whether a chunk of ``nbytes`` may be sent now."""
         return self.in_flight + nbytes <= max(self._limit, 2 * nbytes)
+
+    @property
+    def opens_at(self) -> float:
+        """When the next chunk may go: one after another, or an idle link would get them all."""
+        return self._paced_until - TARGET
 
     @property
     def chunk(self) -> int:
@@ -124,17 +139,23 @@ class CreditWindow:
     def _estimated(self, event: LinkEstimate) -> None:
         """Before the first chunks come back, the estimate is all that is known."""
         self._rate = event.rate
+        self._told_trip = event.least_rtt
         if event.rate is not None and not self._measured:
             least = self._least.value
             round_trip = event.least_rtt if least is None else least
             self._resize(event.rate * (round_trip + TARGET))
 
-    def _has_left(self, nbytes: int) -> None:
+    def _has_left(self, nbytes: int, now: float) -> None:
+        least = self._least.value or self._told_trip
+        if least is not None:
+            seconds = nbytes * (least + TARGET) / (PACE * self.size)
+            self._paced_until = max(now, self._paced_until) + seconds
         self._sent_end += nbytes
         self.in_flight += nbytes
         self._refilling = self._refilling or self._draining
         self._draining = False
-        telling = not self._refilling and 2 * self.in_flight >= self.size
+        limited = 2 * self.in_flight >= self.size or self.opens_at > now
+        telling = limited and not self._refilling
         self._sent.append((self._sent_end, self.in_flight, telling))
         if self.in_flight + nbytes > self.size:
             self._refilling = False
@@ -155,7 +176,7 @@ class CreditWindow:
         least = self._least.value
         assert least is not None
         self._measured = True
-        if event.elapsed <= least + TARGET / 4:
+        if event.elapsed <= least + QUIET:
             self._resize(self.size + event.nbytes)
             return
         goal = with_it * (least + TARGET) / event.elapsed

@@ -14,12 +14,16 @@ from molink.wire.data import Lane
 
 #: Busy time that a delivery rate is taken over, in seconds. Acknowledgements are some ms off.
 WINDOW = 0.05
+#: A rate over it may be so much above that over a longer time: after a pause, what was held up
+#: comes faster than the link is.
+_LONG_WINDOW = 0.25
+_CATCHING_UP = 1.2
 #: The greatest rate counts for so long; this clock stops when nothing is acknowledged.
 MEMORY = 1.0
 #: The longest that this clock runs on without an acknowledgement.
 _LONGEST_STEP = 0.25
 #: What begins to be known: so much busy time, or so many bytes in one burst.
-_FIRST_WINDOW = 0.01
+_FIRST_WINDOW = 0.004
 _FIRST_BYTES = 64 * 1024
 #: Acknowledgements so close together came at once: the next was held up, or the event loop was.
 _TOGETHER = 0.001
@@ -77,6 +81,9 @@ class RateMeter:
         #: The least time from sending a bulk message to its acknowledgement.
         self._least = float("inf")
         self._points: deque[_Point] = deque()
+        #: All bytes that have arrived, and how many they were at some moments of late.
+        self._total = 0
+        self._carried: deque[tuple[float, int]] = deque()
         #: Busy time before the burst under way.
         self._burst_from = 0.0
         #: Seconds per byte of the last intervals.
@@ -110,6 +117,7 @@ class RateMeter:
         """
         newest = self._land(lane, nbytes, now - elapsed)
         self._burst += nbytes
+        self._total += nbytes
         if lane is not Lane.BULK:
             self._beside += nbytes
             return
@@ -118,8 +126,11 @@ class RateMeter:
             gap = now - self._last
             latest = self._last - (self._least if rtt is None else rtt)
             busy = newest <= latest + _SLACK * gap
-            self._passed(gap, newest - self._newest, nbytes + self._beside, busy, now)
+            # Bytes of the other lane are acknowledged late: too late for a first guess.
+            beside = 0 if self._guess else self._beside
+            self._passed(gap, newest - self._newest, nbytes + beside, busy, now)
         self._last, self._newest, self._beside = now, newest, 0
+        self._carry(now)
         if self._guess and self._burst >= _FIRST_BYTES and now > self._burst_at:
             # A lower bound: the round trip is in it.
             self._at_least(self._burst / (now - self._burst_at))
@@ -137,6 +148,19 @@ class RateMeter:
                 freed += flights.popleft().nbytes
         self.in_flight -= freed
         return max(newest, sent_at)
+
+    def _carry(self, now: float) -> None:
+        """A link carries at least what has arrived, whether it was busy or not."""
+        carried = self._carried
+        if not carried or now - carried[-1][0] >= _LONGEST_TOGETHER:
+            carried.append((now, self._total))
+        while len(carried) > 1 and now - carried[1][0] >= _LONG_WINDOW:
+            carried.popleft()
+        span = now - carried[0][0]
+        if self.rate is not None and span >= _LONG_WINDOW:
+            rate = min((self._total - carried[0][1]) / span, MAX_RATE)
+            if rate > self.rate:
+                self._keep(rate, self._points[-1].active if self._points else 0.0)
 
     def wait(self, now: float) -> float:
         """Seconds until the narrowest point has done with what is under way, as far as is known.
@@ -191,12 +215,13 @@ class RateMeter:
 
     def _take_sample(self, active: float) -> None:
         last = self._points[-1]
-        while len(self._points) > 2 and last.busy - self._points[1].busy >= WINDOW:
+        while len(self._points) > 2 and last.busy - self._points[1].busy >= _LONG_WINDOW:
             self._points.popleft()
-        if last.busy - self._burst_from >= _LEAST_BURST:
-            first = self._points[0]
-            if last.busy - first.busy >= WINDOW:
-                self._keep(_rate(first, last), active)
+        counts = last.busy - self._burst_from >= _LEAST_BURST
+        if counts and last.busy - self._points[0].busy >= WINDOW:
+            first = next(p for p in reversed(self._points) if last.busy - p.busy >= WINDOW)
+            usual = _rate(self._points[0], last)
+            self._keep(min(_rate(first, last), _CATCHING_UP * usual), active)
         if self._guess:
             for point in self._points:
                 if last.busy - point.busy >= _FIRST_WINDOW:
@@ -206,9 +231,9 @@ class RateMeter:
         self.rate = max(self.rate or 0.0, min(rate, MAX_RATE))
 
     def _keep(self, rate: float, active: float) -> None:
-        """The greatest rate of late; the one of before counts until it is that old."""
+        """The greatest rate of late; what was believed before any counts a little longer."""
         if not self._samples and self.rate is not None:
-            self._samples.append((active, self.rate))
+            self._samples.append((active - MEMORY + _LONG_WINDOW, self.rate))
         while self._samples and self._samples[-1][1] <= rate:
             self._samples.pop()
         self._samples.append((active, rate))

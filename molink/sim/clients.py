@@ -19,7 +19,8 @@ _OWNER = "clients"
 class Clients:
     """Sends ``plan`` to ``head`` and keeps the time of every token.
 
-    It is the head's front desk, too. Prompts have no content that could be shared.
+    ``agenda`` is stopped after the last one. It is the head's front desk, too. Prompts have no
+    content that could be shared.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class Clients:
             self.live_s += now - self._live_since
         if error is not None:
             self._errors[key] = error
+        if self.left == 0:
+            self._agenda.stop()
 
     # --- what was measured -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from molink.link.policy import Event
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.sim.agenda import Agenda
-from molink.sim.medium import BACKLOG, Medium, OnTransfer
+from molink.sim.medium import Medium, OnTransfer
 from molink.sim.packer import packing_s
 from molink.wire.base import Coding, Payload
 from molink.wire.codec import Buffer
@@ -116,7 +116,7 @@ class Hop:
             return  # nothing is ever lost here and has to be sent again
         now, medium = self._agenda.now, self.medium
         while True:
-            ready = [lane for lane in BOTH_LANES if medium.backlog(lane, now) < BACKLOG]
+            ready = [lane for lane in BOTH_LANES if medium.is_ready(lane, now)]
             batch = self.sender.poll(now, ready, _BURST)
             for out in batch:
                 self._send(out, now)
@@ -152,7 +152,7 @@ class Hop:
         packing = _packing_s(out.message)
         begin, end, arrival = self.medium.send(out.lane, out.nbytes, now + packing)
         if self.on_transfer is not None:
-            self.on_transfer(self._stage, out.lane, begin, end)
+            self.on_transfer(self._stage, _is_prefill(out.message), begin, end)
         # The next stage unpacks one message after another, and takes none out of turn.
         self._handed_at = max(self._handed_at, arrival) + packing
         self._agenda.at(self._handed_at, self._arrive, out)
@@ -224,3 +224,9 @@ def _packing_s(frame: Frame) -> float:
     if isinstance(body, Volume | VolumePart) and body.payload.coding is not Coding.PLAIN:
         return packing_s(body.payload.nbytes)
     return 0.0
+
+
+def _is_prefill(frame: Frame) -> bool:
+    """Whether a message has prefill rows; decode volumes hardly ever have parts."""
+    body = frame.body
+    return body.prefill if isinstance(body, Volume) else isinstance(body, VolumePart)

@@ -5,22 +5,21 @@ from collections.abc import Callable
 
 from molink.wire.data import Lane
 
-#: Bytes that socket and router take of a lane before it is not ready for more.
-BACKLOG = 256 * 1024
-
 
 class Medium:
     """A bottleneck of ``rate`` bytes/s, first in first out, then ``latency`` seconds.
 
     Both lanes feed it, message by message: while both have messages waiting they get on in the
     order in which these were sent. (Two TCP connections would share it segment by segment, so a
-    decode of the other lane would pass part of the backlog, at most :data:`BACKLOG`.) Slow start,
-    loss and what TCP forgets when idle are not modelled; ``rate`` is what is left after headers.
+    decode of the other lane would pass part of the backlog.) A lane that has ``queue`` bytes in
+    front of the bottleneck is not ready for more. Slow start, loss and what TCP forgets when idle
+    are not modelled; ``rate`` is what is left after headers.
     """
 
-    def __init__(self, rate: float, latency: float) -> None:
+    def __init__(self, rate: float, latency: float, queue: int) -> None:
         self.rate = rate
         self.latency = latency
+        self._queue = queue
         self.nbytes = 0
         self.busy_s = 0.0
         self._free_at = 0.0
@@ -45,15 +44,20 @@ class Medium:
             self._backlog[lane] -= passing.popleft()[1]
         return self._backlog[lane]
 
+    def is_ready(self, lane: Lane, now: float) -> bool:
+        """Whether a lane takes more."""
+        return self.backlog(lane, now) < self._queue
+
     def ready_at(self, lane: Lane) -> float:
         """When a lane that is not ready will be, if nothing more is sent on it."""
         left = self._backlog[lane]
         for end, nbytes in self._passing[lane]:
             left -= nbytes
-            if left < BACKLOG:
+            if left < self._queue:
                 return end
         return 0.0
 
 
-#: Told of every message on a link: stage it comes from, lane, begin and end at the bottleneck.
-OnTransfer = Callable[[int, Lane, float, float], None]
+#: Told of every message on a link: stage it comes from, whether it has prefill rows, begin and end
+#: at the bottleneck.
+OnTransfer = Callable[[int, bool, float, float], None]

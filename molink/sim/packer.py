@@ -33,10 +33,9 @@ class SimPacker:
         coded = int(plain / self._ratio)
         if choice.coding is Coding.PLAIN or coded >= plain:
             return payload, data
-        seconds = packing_s(plain)
-        self._compressor.packed(
-            bulk, Packed(plain, coded, seconds, seconds if choice.sample else None)
-        )
+        if choice.sample:  # all others would measure the same
+            seconds = packing_s(plain)
+            self._compressor.packed(bulk, Packed(plain, coded, seconds, seconds))
         return Payload(payload.dtype, payload.shape, choice.coding, coded), data[:coded]
 
 

@@ -9,8 +9,8 @@ _COLOURS: dict[BarKind, str] = {
     "decode": "#1f77b4",
     "prefill": "#ff9d3b",
     "fused": "#8b5fbf",
-    "decode lane": "#1f77b4",
-    "bulk lane": "#ffbe7d",
+    "decode sent": "#1f77b4",
+    "prefill sent": "#ffbe7d",
 }
 _LEGEND: tuple[tuple[str, str], ...] = (
     ("decode", _COLOURS["decode"]),

@@ -76,7 +76,8 @@ class Pipeline:
         for index, ring in enumerate(self._rings):
             ring.open(self._hops[index] if self._hops else None)
         self.clients.start()
-        self.agenda.run(until, self._is_over)
+        self._look()
+        self.agenda.run(until)
 
     def watch(self, timeline: Timeline) -> None:
         """Tell ``timeline`` who computes and who sends."""
@@ -85,10 +86,15 @@ class Pipeline:
         for hop in self._hops:
             hop.on_transfer = timeline.transfer
 
-    def _is_over(self) -> bool:
+    def _look(self) -> None:
+        """Whether the ring gets on."""
         if self.clients.waiting_s > _STUCK:
-            self.trouble = f"no token for {_STUCK:g} s"
-        return not self.clients.left or bool(self.trouble)
+            self._stop(f"no token for {_STUCK:g} s")
+        self.agenda.at(self.agenda.now + _STUCK, self._look)
+
+    def _stop(self, trouble: str) -> None:
+        self.trouble = self.trouble or trouble
+        self.agenda.stop()
 
     def _pump_head(self) -> None:
         self._rings[0].pump()
@@ -167,7 +173,7 @@ class Pipeline:
                 ReceiverLimits(assembly=_WAITING_BYTES),
                 scenario.cut_through,
             ),
-            Medium(link.rate, link.latency),
+            Medium(link.rate, link.latency, link.queue),
             self._zeros,
             arrived,
             own.pump,
@@ -178,7 +184,7 @@ class Pipeline:
         return self.agenda.now
 
     def _broken(self, stage: int, reason: str) -> None:
-        self.trouble = self.trouble or f"stage {stage}: {reason}"
+        self._stop(f"stage {stage}: {reason}")
 
     # --- figures ---------------------------------------------------------------------------------
 

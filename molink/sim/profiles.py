@@ -69,11 +69,14 @@ class LinkProfile:
 
     ``efficiency`` is what TCP, IP and CURVE leave of the bandwidth: 1500 bytes on the wire carry
     1448 of a connection, which is 0.965, and acknowledgements and ZeroMQ's frames take the rest.
+    ``queue_kb`` (kB) is what sockets and router take of each lane in front of the bottleneck when
+    nobody holds back: what a decode waits for if the other lane is full.
     """
 
     bandwidth_mbps: float = 100.0
     latency_ms: float = 30.0
     efficiency: float = 0.95
+    queue_kb: float = 256.0
     name: str = ""
     source: str = ""
 
@@ -89,6 +92,11 @@ class LinkProfile:
     def latency(self) -> float:
         """Seconds one way."""
         return self.latency_ms / 1000
+
+    @property
+    def queue(self) -> int:
+        """Bytes in front of the bottleneck."""
+        return int(self.queue_kb * 1000)
 
 
 Kind = Literal["devices", "models", "links"]

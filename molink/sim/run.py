@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from molink.sim.timeline import Timeline
 #: Virtual seconds for the last requests to end after the last has arrived, at least; then as long
 #: again as the run itself.
 _GRACE = 3600.0
+#: Windows can wait for no more processes at once.
+_MOST_PROCESSES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
 
 def simulate_all(scenarios: Sequence[Scenario], processes: int | None = None) -> list[Outcome]:
     """Run them on ``processes`` processes (``None``: as many as CPUs); outcomes in their order."""
-    if processes == 1 or len(scenarios) < 2:
+    processes = min(processes or os.cpu_count() or 1, len(scenarios), _MOST_PROCESSES)
+    if processes < 2:
         return [simulate(scenario) for scenario in scenarios]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from molink.wire.data import Lane
-
-#: What a bar shows: a step with decode rows, with prefill rows or with both; a lane's message.
-BarKind = Literal["decode", "prefill", "fused", "decode lane", "bulk lane"]
+#: What a bar shows: a step with decode rows, with prefill rows or with both; a message of decode
+#: rows or control, or of prefill rows.
+BarKind = Literal["decode", "prefill", "fused", "decode sent", "prefill sent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,9 @@ class Timeline:
         kind: BarKind = "fused" if decode and prefill else "decode" if decode else "prefill"
         self._add(self.stages, stage, Bar(at, at + seconds, kind))
 
-    def transfer(self, stage: int, lane: Lane, begin: float, end: float) -> None:
+    def transfer(self, stage: int, prefill: bool, begin: float, end: float) -> None:
         """A message passes the bottleneck of the link behind a stage."""
-        kind: BarKind = "decode lane" if lane is Lane.DECODE else "bulk lane"
+        kind: BarKind = "prefill sent" if prefill else "decode sent"
         self._add(self.links, stage, Bar(begin, end, kind))
 
     def _add(self, rows: dict[int, list[Bar]], row: int, bar: Bar) -> None:

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from molink.link.adaptive import EVERY, Adaptive
-from molink.link.credit import FIRST_CHUNK
+from molink.link.credit import FIRST_CHUNK, TARGET
 from molink.link.policy import (
     Acknowledged,
     DecodeFinished,
@@ -20,7 +20,7 @@ from molink.wire.data import Lane
 ROW = 8192
 RATE = 12.5e6
 CHUNK = int(0.005 * RATE) // ROW
-WINDOW = RATE * (0.03 + 0.015)
+WINDOW = RATE * (0.03 + TARGET)
 BOTH = (Lane.DECODE, Lane.BULK)
 
 
@@ -31,12 +31,17 @@ def known_link(predict: bool = True) -> Adaptive:
 
 
 def send(policy: Adaptive, now: float) -> int:
-    """Send what may be sent now; returns how many chunks that was."""
+    """Send what may be sent now or a little later; returns how many chunks that was."""
     chunks = 0
-    while isinstance(decision := policy.decide(now, BOTH), Send):
-        policy.handle(Sent(Lane.BULK, decision.rows * ROW), now)
-        chunks += 1
-    return chunks
+    while True:
+        match policy.decide(now, BOTH):
+            case Send(_, rows):
+                policy.handle(Sent(Lane.BULK, rows * ROW), now)
+                chunks += 1
+            case Wait(None):
+                return chunks
+            case Wait(float(until)):
+                now = until
 
 
 def test_decode_goes_first_then_chunks() -> None:
@@ -134,3 +139,21 @@ def test_the_oldest_prefill_goes_first_even_if_it_grows_later() -> None:
     policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
     assert policy.decide(0.0, BOTH) == Send(0, 2)
     assert policy.decide(0.0, BOTH) == Send(1, 3)
+
+
+def test_a_row_now_and_then_is_no_chunk() -> None:
+    """Intervals that are too short for a chunk don't put off the one that is due."""
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 100_000, ROW), 0.0)
+    sent = []
+    for tick in range(200):
+        now = tick * 0.01
+        policy.handle(DecodeStarted(8, 0.001), now)
+        while isinstance(decision := policy.decide(now, BOTH), Send):
+            sent.append((now, decision.rows))
+            policy.handle(Sent(Lane.BULK, decision.rows * ROW), now)
+            policy.handle(Acknowledged(Lane.BULK, decision.rows * ROW, 0.035), now)
+    assert {rows for _, rows in sent} == {1, CHUNK}
+    chunks_at = [at for at, rows in sent if rows == CHUNK]
+    gaps = [after - before for before, after in itertools.pairwise(chunks_at)]
+    assert max(gaps) <= EVERY + 0.0101

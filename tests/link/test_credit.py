@@ -12,6 +12,7 @@ from molink.link.credit import (
     LEAST_CHUNK,
     MOST_CHUNK,
     MOST_WINDOW,
+    PACE,
     TARGET,
     CreditWindow,
 )
@@ -45,9 +46,12 @@ class Bottleneck:
         arrived = self.now
         while total > 0 and self.now < until:
             chunk = int(min(total, self.window.chunk))
-            if self.window.fits(chunk):
+            opens_at = self.window.opens_at
+            if self.window.fits(chunk) and opens_at <= self.now:
                 total -= chunk
                 arrived = self._transmit(chunk)
+            elif self.window.fits(chunk) and not (self._acks and self._acks[0][0] < opens_at):
+                self.now = opens_at
             else:
                 self._step()
         while self._acks:
@@ -94,22 +98,24 @@ def saturated(mbps: float, rtt: float, **options: object) -> Bottleneck:
 
 
 @pytest.mark.parametrize("mbps", [20, 100, 400])
-@pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06, 0.1])
-def test_it_fills_the_link_and_keeps_the_queue_short(mbps: int, rtt: float) -> None:
+@pytest.mark.parametrize(
+    ("rtt", "most"), [(0.002, 0.025), (0.03, 0.025), (0.06, 0.025), (0.1, 0.05)]
+)
+def test_it_fills_the_link_and_keeps_the_queue_short(mbps: int, rtt: float, most: float) -> None:
     link = saturated(mbps, rtt)
     assert link.used(1.5, 9.5) >= 0.97
     delays = link.delays(1.5, 9.5)
-    assert percentile(delays, 0.5) <= 0.020
-    assert percentile(delays, 0.99) <= 0.030
+    assert percentile(delays, 0.5) <= 0.015
+    assert percentile(delays, 0.99) <= most
 
 
 @pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06])
 def test_it_does_not_swing(rtt: float) -> None:
-    """In steady state the window stays within a tenth of its mean, for seconds."""
+    """In steady state the window stays within an eighth of its mean, for seconds."""
     sizes = [size for at, size in saturated(100, rtt).sizes if at > 2]
     mean = statistics.mean(sizes)
-    assert max(sizes) < 1.1 * mean
-    assert min(sizes) > 0.9 * mean
+    assert max(sizes) < 1.125 * mean
+    assert min(sizes) > 0.875 * mean
     assert 0.85 < mean / (100 * MBPS * (rtt + 0.005 + TARGET)) < 1.15
 
 
@@ -137,10 +143,10 @@ def test_a_whole_prefill_on_a_new_link(estimate: float | None, most: float) -> N
 
 def test_the_rate_drops_to_a_fifth() -> None:
     link = saturated(100, 0.03, changes=[(3.0, 20 * MBPS, 0.015)])
-    after = [size for at, size in link.sizes if at > 3.75]
+    after = [size for at, size in link.sizes if at > 4.0]
     assert max(after) <= 1.5 * 20 * MBPS * (0.0365 + TARGET)
-    assert link.delays(3.75, 9.5)[-1] <= 0.035
-    assert link.used(3.75, 9.5) >= 0.94
+    assert link.delays(4.0, 9.5)[-1] <= 0.035
+    assert link.used(4.0, 9.5) >= 0.94
 
 
 def test_the_rate_rises_to_five_times() -> None:
@@ -207,20 +213,34 @@ def test_a_chunk_is_five_milliseconds_of_the_rate() -> None:
 def test_the_window_is_the_delivered_rate_times_the_round_trip_it_aims_at() -> None:
     window = CreditWindow()
 
-    def sent(at: float, chunks: int) -> None:
-        for _ in range(chunks):
-            window.handle(Sent(Lane.BULK, 60_000), at)
+    def sent(at: float, *chunks: int) -> None:
+        for nbytes in chunks:
+            window.handle(Sent(Lane.BULK, nbytes), at)
 
-    def acknowledged(at: float, elapsed: float) -> float:
-        window.handle(Acknowledged(Lane.BULK, 60_000, elapsed), at)
+    def acknowledged(at: float, nbytes: int, elapsed: float) -> float:
+        window.handle(Acknowledged(Lane.BULK, nbytes, elapsed), at)
         return window.size
 
-    sent(0.0, 1)  # No delay: it grows by what was acknowledged.
-    first = acknowledged(0.03, 0.03)
+    sent(0.0, 60_000)  # No delay: it grows by what was acknowledged.
+    first = acknowledged(0.03, 60_000, 0.03)
     assert first == 2 * FIRST_CHUNK + 60_000
-    sent(0.1, 1)  # Less than half of the window: it says nothing.
-    assert acknowledged(0.16, 0.06) == first
-    sent(0.2, 2)
-    assert acknowledged(0.26, 0.06) == first
-    goal = 2 * 60_000 / 0.06 * (0.03 + TARGET)
-    assert acknowledged(0.26, 0.06) == pytest.approx(first + 60_000 / first * (goal - first))
+    sent(0.1, 30_000)  # Less than half of the window: it says nothing.
+    assert acknowledged(0.16, 30_000, 0.06) == first
+    sent(0.2, 30_000, 90_000)
+    assert acknowledged(0.26, 30_000, 0.06) == first
+    goal = 120_000 / 0.06 * (0.03 + TARGET)
+    assert acknowledged(0.26, 90_000, 0.06) == pytest.approx(
+        first + 90_000 / first * (goal - first)
+    )
+
+
+def test_an_empty_window_is_not_filled_at_once() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(Sent(Lane.BULK, 62_500), 1.0)  # 5 ms of the link's rate
+    assert window.opens_at == pytest.approx(1.0 + 0.005 / PACE - TARGET)
+    for _ in range(5):
+        window.handle(Sent(Lane.BULK, 62_500), 1.0)
+    assert window.opens_at == pytest.approx(1.0 + 0.030 / PACE - TARGET)
+    window.handle(Reconnected(Lane.BULK), 1.001)
+    assert window.opens_at < 1.001

@@ -68,6 +68,17 @@ def test_line_3_decode_goes_first_below_the_most_weight() -> None:
     assert policy.weight == MOST_WAITING - 1
 
 
+def test_the_weight_does_not_rise_while_prefill_waits_alone() -> None:
+    policy = known_link()
+    policy.handle(DecodeStarted(2, 0.02), 0.0)
+    prefill(policy, 0, 1000)
+    for volume in range(1, MOST_WAITING):
+        decode(policy, volume)
+        policy.decide(0.0, BULK)
+    assert policy.weight == MOST_WAITING - 1
+    assert policy.decide(0.0, BULK) == Send(0, int(0.02 * RATE / ROW)), "not the whole remainder"
+
+
 def test_line_4_at_the_most_weight_the_whole_remainder_goes() -> None:
     policy = known_link()
     policy.handle(DecodeStarted(2, 0.02), 0.0)

@@ -100,6 +100,22 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
     return flat.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def make_recording(folder: Path, out: Path, rows: int = ROWS, hidden: int = HIDDEN) -> str:
+    """Record into ``out``, and beside it what it is of; returns that."""
+    data = record(folder, rows, hidden)
+    source = f"{rows} rows of {hidden} bf16, recorded from {folder.name} and widened"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(data)
+    out.with_suffix(".txt").write_text(source + "\n", encoding="utf-8")
+    return source
+
+
+def source_of(recording: Path) -> str:
+    """What a recording is of, as was noted beside it."""
+    note = recording.with_suffix(".txt")
+    return note.read_text(encoding="utf-8").strip() if note.is_file() else "of an unknown model"
+
+
 def main() -> None:
     """Record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -108,10 +124,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
     options = parser.parse_args()
-    data = record(options.model, options.rows, options.hidden)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_bytes(data)
-    print(f"{options.out}: {options.rows} rows of {options.hidden} bf16 from {options.model}")
+    source = make_recording(options.model, options.out, options.rows, options.hidden)
+    print(f"{options.out}: {source}")
 
 
 if __name__ == "__main__":

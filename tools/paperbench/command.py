@@ -5,8 +5,9 @@
     python tools/paper.py --render              # tables and plots again, from what was measured
 
 Results go to ``docs/results/``. The trace is not part of this repository: say where it is with
-``--trace FILE`` or in ``MOLINK_TRACE``, or have it in a folder ``traces`` here or further up. ``--rig`` needs Linux and root, and recorded activations
-(``python -m tools.emulation.activations``).
+``--trace FILE`` or in ``MOLINK_TRACE``, or have it in a folder ``traces`` here or further up.
+``--rig`` needs Linux and root; it sends activations recorded by
+``python -m tools.emulation.activations``, or records the bundled model's.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from tools.paperbench.variants import VARIANTS
 from tools.paperbench.workload import find_trace
 
 RESULTS = Path("docs/results")
+_SYSTEMS = tuple(each.name for each in SYSTEMS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     rig.add_argument("--activations", type=Path, default=RECORDED)
     rig.add_argument("--rates", type=_numbers, default=RATES)
     rig.add_argument("--congestion", type=_words, default=CONGESTION)
-    rig.add_argument(
-        "--systems", type=_words, default=tuple(each.name for each in SYSTEMS), help="by comma"
-    )
+    rig.add_argument("--systems", type=_words, default=_SYSTEMS, help="by comma")
     return parser
 
 
@@ -112,13 +112,17 @@ def _rig(options: argparse.Namespace) -> None:
         options.seed,
     )
     _say(f"{len(plan.runs)} runs on the rig, about {plan.seconds / 60:.0f} minutes in all")
+    command = "python tools/paper.py --rig" + _changed(options)
+    for name, usual in (("rates", RATES), ("congestion", CONGESTION), ("systems", _SYSTEMS)):
+        if (given := getattr(options, name)) != usual:
+            command += f" --{name} '{','.join(map(str, given))}'"
     done: list[dict[str, Any]] = []
     for run in run_rig(plan):
         done.append(run)
         by = ", ".join(f"{name} {value:.2f}" for name, value in run["rig_by_simulated"].items())
         where = f"{run['rate']:g} req/s, {run['congestion']}, {run['system']}"
         _say(f"{len(done)} of {len(plan.runs)}: {where}: by the simulation: {by}")
-        write(done, plan, options.out / "paper-rig.json")
+        write(done, plan, command, options.out / "paper-rig.json")
 
 
 def _render(options: argparse.Namespace) -> None:

@@ -57,7 +57,7 @@ def _row(results: Results, row: Row) -> Iterator[str]:
     floor = results.floor(row.setting)
     yield f"**{row.setting.name}**, floor {floor:.4f} s"
     yield ""
-    yield "| system | TTFT | TPOT | p99 TPOT | latency | TPOT by floor | paper: TTFT, TPOT, latency |"
+    yield "| system | TTFT | TPOT | p99 TPOT | latency | by floor | paper: TTFT, TPOT, latency |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     paper = {CONCURRENT.name: row.concurrent, FIFO.name: row.fifo, MOLINK.name: row.molink}
     for name in (variant.name for variant in VARIANTS):
@@ -162,8 +162,8 @@ def _rig(rig: dict[str, Any]) -> str:
         f"Made by `{rig['command']}`. Three worker processes in network namespaces, each with"
         " 100 Mbps up and down, 30 ms one way and queues of 256 KB; real TCP, CURVE, links, heads"
         " and schedulers. Emulated compute: a step sleeps as long as the roofline says."
-        " Recorded, widened activations: bf16 rows of a model with random weights, several put"
-        f" side by side to make rows of 4096. {rig['warmup_s']:g} s of warm-up and"
+        f" Recorded, widened activations: {rig['activations']} (rows of several tokens, side by"
+        f" side, make one). {rig['warmup_s']:g} s of warm-up and"
         f" {rig['duration_s']:g} s counted; runs are cut off at their end, and requests count with"
         " the tokens they have by then, in the simulator too (same requests, same moment).",
         "",

@@ -16,6 +16,7 @@ from molink.bench.trace import read_trace
 from molink.errors import UsageError, WorkerError
 from molink.sim.pipeline import Pipeline
 from molink.sim.workload import Workload
+from tools.emulation.activations import BUNDLED, make_recording, source_of
 from tools.emulation.drive import Driven, Spec
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, RingSettings
@@ -66,16 +67,15 @@ class RigPlan:
 def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
     """Run the plan, one run after another; gives each one's results as plain values.
 
+    Activations that have not been recorded are, from the bundled model.
+
     Raises:
-        UsageError: there can be no rig here, or no recorded activations.
+        UsageError: there can be no rig here.
     """
     if (reason := unavailable()) is not None:
         raise UsageError(f"no WAN rig here: {reason}")
     if not plan.activations.is_file():
-        raise UsageError(
-            f"no recorded activations in {plan.activations}: make them with"
-            " `python -m tools.emulation.activations`"
-        )
+        make_recording(BUNDLED, plan.activations)
     for setting, congestion, system in plan.runs:
         yield _run(plan, setting, congestion, system)
 
@@ -203,14 +203,14 @@ def _plain(summary: Summary) -> dict[str, float | None]:
     return {name: getattr(summary, name) for name in ("mean", "p50", "p90", "p99")}
 
 
-def write(results: Sequence[dict[str, Any]], plan: RigPlan, path: Path) -> None:
-    """Write the results of a plan."""
+def write(results: Sequence[dict[str, Any]], plan: RigPlan, command: str, path: Path) -> None:
+    """Write the results of a plan, and the command that makes them."""
     found = {
-        "command": "python tools/paper.py --rig",
+        "command": command,
         "warmup_s": plan.warmup,
         "duration_s": plan.duration,
         "emulated": "compute sleeps as long as the roofline of the device says",
-        "activations": "recorded from a real model of random weights, widened",
+        "activations": source_of(plan.activations),
         "runs": list(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
