@@ -5,8 +5,8 @@ from collections.abc import Collection
 from molink.link.backlog import Backlog, Pending
 from molink.link.credit import CreditWindow
 from molink.link.interval import IdleInterval
-from molink.link.outflow import Outflow
-from molink.link.policy import Decision, Event, Produced, Send, Wait
+from molink.link.outflow import Outflow, Packing
+from molink.link.policy import Decision, Event, Produced, Send, Sent, Wait
 from molink.wire.data import Lane
 
 #: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds.
@@ -39,6 +39,7 @@ class Adaptive:
         self._window = CreditWindow()
         self._interval = IdleInterval()
         self._outflow = Outflow()
+        self._packing = Packing()
         #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
         self._waits_since = 0.0
 
@@ -49,6 +50,8 @@ class Adaptive:
                 self._waits_since = now
             (self._decode if event.lane is Lane.DECODE else self._bulk).add(event)
             return
+        if isinstance(event, Sent) and event.lane is Lane.BULK:
+            self._packing.sent(event.nbytes)
         self._window.handle(event, now)
         self._interval.handle(event, now)
         self._outflow.handle(event, now)
@@ -58,7 +61,7 @@ class Adaptive:
         decode = self._decode.first if Lane.DECODE in ready else None
         bulk = self._bulk.first if Lane.BULK in ready else None
         rows = chunk = 0 if bulk is None else self._chunk(bulk)
-        if bulk is not None and not self._window.fits(chunk * bulk.row_bytes):
+        if bulk is not None and not self._window.fits(int(chunk * self._wire_bytes(bulk))):
             bulk = None
         starving = bulk is not None and now >= self._starves_at
         if decode is not None and not starving:
@@ -71,12 +74,17 @@ class Adaptive:
             if rows == 0:
                 return Wait(self._until(now))
         self._bulk.take(rows)
+        self._packing.granted(rows * bulk.row_bytes)
         if rows == chunk:
             self._waits_since = now
         return Send(bulk.volume, rows)
 
     def _chunk(self, volume: Pending) -> int:
-        return max(1, min(volume.rows, self._window.chunk // volume.row_bytes))
+        return max(1, min(volume.rows, int(self._window.chunk / self._wire_bytes(volume))))
+
+    def _wire_bytes(self, volume: Pending) -> float:
+        """What a row takes on its way."""
+        return volume.row_bytes * self._packing.share
 
     def _rows_now(self, volume: Pending, now: float) -> int:
         """Rows that may go now, but for credit: none before their time, and no more than fit."""
@@ -86,7 +94,7 @@ class Adaptive:
         if not self._predict or free is None or rate is None:
             return volume.rows
         left = free - max(0.0, self._outflow.leaves_at - now)
-        return max(0, int(left * rate / volume.row_bytes))
+        return max(0, int(left * rate / self._wire_bytes(volume)))
 
     @property
     def _starves_at(self) -> float:

@@ -61,6 +61,7 @@ class CreditWindow:
     a delay; as a full link's rate does not depend on the window, it cannot swing.) While chunks
     come back with no delay at all, it doubles in a round trip instead. What was sent into a window
     less than half full says nothing of the link and moves nothing, unless its pace held it back.
+    After a pause it begins with what the link is estimated to hold, if that is more.
 
     A queue that always stands would pass for the link's own delay. So after each :data:`SPAN` in
     which the window was full the next chunk waits until somewhat less is in flight than the link
@@ -147,6 +148,8 @@ class CreditWindow:
 
     def _has_left(self, nbytes: int, now: float) -> None:
         least = self._least.value or self._told_trip
+        if self.in_flight == 0 and least is not None and self._rate is not None:
+            self._resize(max(self.size, self._rate * (least + TARGET)))
         if least is not None:
             seconds = nbytes * (least + TARGET) / (PACE * self.size)
             self._paced_until = max(now, self._paced_until) + seconds
@@ -157,7 +160,7 @@ class CreditWindow:
         limited = 2 * self.in_flight >= self.size or self.opens_at > now
         telling = limited and not self._refilling
         self._sent.append((self._sent_end, self.in_flight, telling))
-        if self.in_flight + nbytes > self.size:
+        if self.in_flight + max(2 * nbytes, self.chunk) > self.size:
             self._refilling = False
 
     def _acknowledged(self, event: Acknowledged, now: float) -> None:

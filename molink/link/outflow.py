@@ -54,3 +54,29 @@ class Outflow:
     def busy(self, now: float) -> bool:
         """Whether something that was sent has not left yet."""
         return now < self.leaves_at if self.rate is not None else self.unacknowledged > 0
+
+
+class Packing:
+    """How many times fewer bytes than they have rows take on their way, of late.
+
+    Policies count rows, credits and rates go by bytes on the wire, and messages may travel packed.
+    """
+
+    #: Weight of the last grant in the running mean.
+    WEIGHT = 0.1
+
+    def __init__(self) -> None:
+        #: Bytes on the wire for each byte of rows.
+        self.share = 1.0
+        self._granted = 0
+        self._sent = 0
+
+    def granted(self, nbytes: int) -> None:
+        """Rows of ``nbytes`` may go; those of the grant before have gone."""
+        if self._granted and 0 < self._sent <= 2 * self._granted:
+            self.share += self.WEIGHT * (min(1.0, self._sent / self._granted) - self.share)
+        self._granted, self._sent = nbytes, 0
+
+    def sent(self, nbytes: int) -> None:
+        """A message of ``nbytes`` has left on the lane of the grants."""
+        self._sent += nbytes

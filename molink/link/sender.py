@@ -222,7 +222,7 @@ class LinkSender:
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes sent, or to be sent again, and not acknowledged."""
-        return sum(out.nbytes for out in self._lanes.values())
+        return self._lanes[Lane.DECODE].nbytes + self._lanes[Lane.BULK].nbytes
 
     @property
     def queued_bytes(self) -> int:

@@ -13,6 +13,8 @@ from molink.sim.scenario import Scenario
 from molink.wire.base import DTYPE_SIZES
 from molink.wire.ringtimes import LinkFacts, RingTimes
 
+#: When the request is sent: links have been tried out by then.
+_START = 5.0
 #: Virtual seconds after which a request that is served alone counts as stuck.
 _LONGEST = 36_000.0
 
@@ -78,12 +80,12 @@ def ring_times(scenario: Scenario) -> RingTimes:
 
 
 def _alone(scenario: Scenario, prompt_tokens: int, output_tokens: int) -> Report:
-    pipeline = Pipeline(scenario, [PlannedRequest(0, 0.0, prompt_tokens, output_tokens)])
+    pipeline = Pipeline(scenario, [PlannedRequest(0, _START, prompt_tokens, output_tokens)])
     pipeline.run(_LONGEST)
     samples = pipeline.clients.samples(0.0)
     if samples[0].error is not None:
         raise UsageError(f"a prompt of {prompt_tokens} tokens can't be served: {samples[0].error}")
-    return summarize(samples, samples[0].finished, policy=scenario.policy)
+    return summarize(samples, samples[0].latency, policy=scenario.policy)
 
 
 def _ranges(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:

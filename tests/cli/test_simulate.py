@@ -12,7 +12,7 @@ from molink.link.policy import Produced, Sent
 from molink.link.recording import Recorder
 from molink.wire.data import Lane
 
-SHORT = ("--rate", "0.5", "--duration", "6", "--input-tokens", "64", "--output-tokens", "4")
+SHORT = ("--rate", "0.5", "--duration", "4", "--input-tokens", "64", "--output-tokens", "4")
 KEYS = {
     *("policy", "completed", "failed", "duration_s", "requests_per_s", "output_tokens_per_s"),
     *("ttft_s", "tpot_s", "itl_s", "latency_s"),

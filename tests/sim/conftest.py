@@ -9,7 +9,7 @@ from molink.sim.workload import Workload
 
 @pytest.fixture
 def workload() -> Workload:
-    return Workload(rate=0.6, duration=12.0, seed=3, input_tokens=700, output_tokens=12)
+    return Workload(rate=0.8, duration=5.0, seed=3, input_tokens=400, output_tokens=8)
 
 
 @pytest.fixture

@@ -42,14 +42,14 @@ def found(**systems: dict[str, Any]) -> dict[str, Any]:
     """The same figures at every setting: all of ours, those of ``fifo``, and of nothing else."""
     ours, fifo = outcome(0.5, 0.11, 0.12), outcome(1.2, 0.3, 0.6)
     return {
-        "warmup_s": 1,
-        "duration_s": 2,
         "seed": 0,
         "settings": [
             {
                 "rate": setting.rate,
                 "mbps": setting.mbps,
                 "latency_ms": setting.latency_ms,
+                "warmup_s": 1,
+                "duration_s": 2,
                 "systems": {FIFO.name: fifo, ALL.name: ours, **systems},
             }
             for setting in settings()

@@ -10,7 +10,6 @@ of real activations, but for what neighbouring columns of a wider model would ha
 
 import argparse
 import random
-import sys
 from pathlib import Path
 
 from molink.errors import UsageError
@@ -129,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

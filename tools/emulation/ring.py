@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
@@ -86,8 +86,7 @@ class Member:
 
     def tell(self, message: Message) -> None:
         """Give an order."""
-        assert self.process.stdin is not None
-        write_pipe(self.process.stdin, message)
+        write_pipe(cast(BinaryIO, self.process.stdin), message)
 
     def hear(self, kind: type[M]) -> M:
         """The next answer of that kind.
@@ -130,9 +129,8 @@ class Member:
 
     def _read(self) -> None:
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
-        assert self.process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
-            while (message := read_pipe(self.process.stdout, decoder)) is not None:
+            while (message := read_pipe(cast(BinaryIO, self.process.stdout), decoder)) is not None:
                 match message:
                     case Stats():
                         self.stats = message

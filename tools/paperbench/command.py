@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from molink.bench.trace import read_trace
 from molink.errors import MolinkError, UsageError
@@ -25,7 +25,7 @@ from tools.paperbench.document import render
 from tools.paperbench.plots import draw
 from tools.paperbench.results import Results
 from tools.paperbench.rig import CONGESTION, RATES, SYSTEMS, RigPlan, run_rig, write
-from tools.paperbench.simulated import FULL, SHORT, SimPlan, run_simulations
+from tools.paperbench.simulated import FULL, SimPlan, run_simulations
 from tools.paperbench.targets import judge
 from tools.paperbench.variants import VARIANTS
 from tools.paperbench.workload import find_trace
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    warmup, duration = _times(options, FULL if options.full else SHORT)
+    warmup, duration = _times(options, FULL if options.full else (None, None))
     trace = find_trace(options.trace)
     began = time.monotonic()
     plan = SimPlan(read_trace(trace), warmup, duration, options.seed)
@@ -139,7 +139,12 @@ def _render(options: argparse.Namespace) -> None:
     _say(", ".join(str(path) for path in (document, *plots)))
 
 
-def _times(options: argparse.Namespace, usual: tuple[float, float]) -> tuple[float, float]:
+_Seconds = TypeVar("_Seconds", float, float | None)
+
+
+def _times(
+    options: argparse.Namespace, usual: tuple[_Seconds, _Seconds]
+) -> tuple[_Seconds, _Seconds]:
     warmup, duration = usual
     return (
         warmup if options.warmup is None else options.warmup,

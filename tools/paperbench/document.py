@@ -33,8 +33,9 @@ def render(results: Results, command: str, rig: dict[str, Any] | None) -> str:
         "## In the simulator",
         f"Three RTX 4090 by roofline, Qwen-7B's shapes, Azure's conversation trace"
         f" (prompts up to 2048, answers up to 1024 tokens; a sample spaced evenly over it, Poisson"
-        f" arrivals, seed {results.seed}); {results.warmup:g} s of warm-up, {results.duration:g} s"
-        " of requests counted, all served to their end. The paper ran 60 s and 1800 s (`--full`).",
+        f" arrivals, seed {results.seed}). Each row says how long it warmed up, and in how many"
+        " seconds requests arrived that count; all are served to their end. The paper's runs were"
+        " 60 s + 1800 s (`--full`).",
         _LEGEND,
         *(_table(results, number) for number in TABLES),
         _ablation(results),
@@ -55,7 +56,16 @@ def _table(results: Results, number: int) -> str:
 
 def _row(results: Results, row: Row) -> Iterator[str]:
     floor = results.floor(row.setting)
-    yield f"**{row.setting.name}**, floor {floor:.4f} s"
+    warmup, duration = results.times(row.setting)
+    requests = max(
+        found.requests
+        for name in results.names(row.setting)
+        if (found := results.of(row.setting, name)) is not None
+    )
+    yield (
+        f"**{row.setting.name}**, floor {floor:.4f} s; {warmup:g} s + {duration:g} s,"
+        f" {requests} requests"
+    )
     yield ""
     yield "| system | TTFT | TPOT | p99 TPOT | latency | by floor | paper: TTFT, TPOT, latency |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
@@ -129,7 +139,7 @@ def _gains(results: Results) -> str:
 
 def _percent(share: Figures) -> str:
     return ", ".join(
-        f"{100 * each:+.0f} %".replace("+0 %", "0 %").replace("-0 %", "0 %")
+        f"{round(100 * each):+d} %" if round(100 * each) else "0 %"
         for each in (share.ttft, share.tpot, share.latency)
     )
 

@@ -84,7 +84,7 @@ def _panel(
             for row in rows
             if (found := results.of(row.setting, variant.name)) is not None
         ]
-        if points:
+        if len(points) > 1:
             _line(axes, points, variant)
     for name, label in _PAPER:
         figures: list[Figures] = [getattr(row, name) for row in rows]
@@ -105,11 +105,21 @@ def _panel(
             linestyle=":",
             linewidth=2,
             label="the ring's floor",
+            zorder=5,
         )
-    axes.set_yscale("log")
+    _log_scale(axes)
     axes.grid(alpha=0.3, which="both")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _log_scale(axes: Any) -> None:
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _value(found: Measured, measure: str) -> float:

@@ -29,8 +29,14 @@ class Results:
     """What :func:`tools.paperbench.simulated.run_simulations` found."""
 
     def __init__(self, found: dict[str, Any]) -> None:
-        self.warmup, self.duration = found["warmup_s"], found["duration_s"]
         self.seed = found["seed"]
+        self._times = {
+            Setting(each["rate"], each["mbps"], each["latency_ms"]): (
+                each["warmup_s"],
+                each["duration_s"],
+            )
+            for each in found["settings"]
+        }
         self._systems: dict[Setting, dict[str, Any]] = {
             Setting(each["rate"], each["mbps"], each["latency_ms"]): each["systems"]
             for each in found["settings"]
@@ -41,13 +47,18 @@ class Results:
         """Every setting."""
         yield from self._systems
 
+    def times(self, setting: Setting) -> tuple[float, float]:
+        """Seconds of warm-up, and those whose requests count."""
+        return self._times[setting]
+
     def names(self, setting: Setting) -> list[str]:
         """The systems that were simulated there."""
         return list(self._systems[setting])
 
     def floor(self, setting: Setting) -> float:
         """Seconds of a turn of that ring that waits for nothing: no token can take less."""
-        return float(next(iter(self._systems[setting].values()))["floor_s"])
+        # Two tensors per row take longer.
+        return min(float(found["floor_s"]) for found in self._systems[setting].values())
 
     def of(self, setting: Setting, name: str) -> Measured | None:
         """What ``name`` took there; ``None`` if it was left out or answered nothing."""

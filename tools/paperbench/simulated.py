@@ -15,19 +15,30 @@ from tools.paperbench.published import TABLE_2, Setting, settings
 from tools.paperbench.variants import ABLATION, ALWAYS, VARIANTS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
 
-#: Virtual seconds of a shortened run, and of the paper's own.
+#: Virtual seconds of warm-up and of what counts: of a shortened run, and of the paper's own.
 SHORT = (15.0, 45.0)
+#: A shortened one of at least :data:`BUSY_RATE` requests/s: queues take longer to fill.
+SHORT_BUSY = (45.0, 60.0)
+BUSY_RATE = 0.5
 FULL = (60.0, 1800.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SimPlan:
-    """What to simulate; ``warmup`` and ``duration`` in virtual seconds."""
+    """What to simulate; ``warmup`` and ``duration`` in virtual seconds, ``None`` if shortened."""
 
     trace: Sequence[TraceRow]
-    warmup: float
-    duration: float
+    warmup: float | None = None
+    duration: float | None = None
     seed: int = 0
+
+    def times(self, setting: Setting) -> tuple[float, float]:
+        """Warm-up and duration at a setting."""
+        warmup, duration = SHORT_BUSY if setting.rate >= BUSY_RATE else SHORT
+        return (
+            warmup if self.warmup is None else self.warmup,
+            duration if self.duration is None else self.duration,
+        )
 
     @property
     def tasks(self) -> list[tuple[Setting, Variant]]:
@@ -73,18 +84,22 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
             if number % 20 == 0 or number == len(tasks):
                 say(f"{number} of {len(tasks)} simulations, {time.monotonic() - began:.0f} s")
     return {
-        "warmup_s": plan.warmup,
-        "duration_s": plan.duration,
         "seed": plan.seed,
         "settings": [
-            {**asdict(setting), "systems": _in_order(systems)} for setting, systems in found.items()
+            {
+                **asdict(setting),
+                **dict(zip(("warmup_s", "duration_s"), plan.times(setting), strict=True)),
+                "systems": _in_order(systems),
+            }
+            for setting, systems in found.items()
         ],
     }
 
 
 def _task(plan: SimPlan, setting: Setting, variant: Variant) -> _Task:
-    rows = make_workload(plan.trace, setting, plan.warmup, plan.duration, plan.seed).rows
-    return _Task(setting, variant, rows, plan.warmup, plan.duration, plan.seed)
+    times = plan.times(setting)
+    rows = make_workload(plan.trace, setting, *times, plan.seed).rows
+    return _Task(setting, variant, rows, *times, plan.seed)
 
 
 def _simulate(task: _Task) -> dict[str, Any]:

@@ -112,9 +112,9 @@ def allow(congestion: str) -> None:
     except OSError as error:
         raise RigError(f"this kernel has no congestion control {congestion!r}") from error
     path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
-    allowed = path.read_text().split()
+    allowed = path.read_text(encoding="utf-8").split()
     if congestion not in allowed:
-        path.write_text(" ".join([*allowed, congestion]))
+        path.write_text(" ".join([*allowed, congestion]), encoding="utf-8")
 
 
 def enter(name: str) -> list[str]:
