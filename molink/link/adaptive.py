@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from molink.link.backlog import Backlog, Pending
-from molink.link.credit import CreditWindow
+from molink.link.credit import CHUNK_S, CreditWindow
 from molink.link.interval import IdleInterval
 from molink.link.outflow import Outflow, Packing
 from molink.link.policy import Decision, Event, Produced, Send, Sent, Wait
@@ -11,6 +11,8 @@ from molink.wire.data import Lane
 
 #: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds.
 EVERY = 0.05
+#: Times that differ by less are the same, in seconds.
+_INSTANT = 0.0005
 
 
 class Adaptive:
@@ -20,7 +22,8 @@ class Adaptive:
     if it fits the :class:`~molink.link.credit.CreditWindow`, which keeps the queue in front of a
     decode volume within 10 to 20 ms, and, with ``predict``, if it will have left before the next
     decode rows are there (``T_a × rate``, :class:`~molink.link.interval.IdleInterval`), so that
-    they find no queue at all.
+    they find no queue at all. While those are overdue, one chunk at a time is under way: the link
+    does not idle, and they wait for no more than that.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
     against starvation: while prefill rows wait, their lane is ready and the window has room, a
@@ -72,7 +75,7 @@ class Adaptive:
         if not starving:
             rows = min(chunk, self._rows_now(bulk, now))
             if rows == 0:
-                return Wait(self._until(now))
+                return Wait(self._until(bulk, now))
         self._bulk.take(rows)
         self._packing.granted(rows * bulk.row_bytes)
         if rows == chunk:
@@ -90,19 +93,31 @@ class Adaptive:
         """Rows that may go now, but for credit: none before their time, and no more than fit."""
         if now < self._window.opens_at:
             return 0
-        free, rate = self._interval.at(now), self._outflow.rate
-        if not self._predict or free is None or rate is None:
+        free, rate = self._free(now), self._outflow.rate
+        if free is None or rate is None:
             return volume.rows
-        left = free - max(0.0, self._outflow.leaves_at - now)
+        left = max(free, CHUNK_S if free < _INSTANT else 0.0) - self._unsent_s(now)
         return max(0, int(left * rate / self._wire_bytes(volume)))
+
+    def _free(self, now: float) -> float | None:
+        """``T_a``; ``None`` if it is unknown or not asked for."""
+        return self._interval.at(now) if self._predict else None
+
+    def _unsent_s(self, now: float) -> float:
+        """Seconds until what was sent will have left."""
+        return max(0.0, self._outflow.leaves_at - now)
 
     @property
     def _starves_at(self) -> float:
         return self._waits_since + EVERY
 
-    def _until(self, now: float) -> float:
+    def _until(self, bulk: Pending, now: float) -> float:
         """When prefill rows that are held back may go, if nothing happens."""
-        times = [self._starves_at, self._window.opens_at]
-        if self._predict and self._interval.given_up_at is not None:
-            times.append(self._interval.given_up_at)
-        return min(at for at in times if at > now)
+        if now < self._window.opens_at:
+            return min(self._window.opens_at, max(self._starves_at, now + _INSTANT))
+        free, rate = self._free(now), self._outflow.rate
+        assert free is not None
+        assert rate is not None
+        row_s = self._wire_bytes(bulk) / rate
+        room_at = now + max(free, self._unsent_s(now) - CHUNK_S + row_s)
+        return max(now + _INSTANT, min(self._starves_at, room_at))
