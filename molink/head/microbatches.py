@@ -65,19 +65,19 @@ class MicroBatches:
         self, fixed: int, degree: int, profiles: Sequence[Profile], row_bytes: int
     ) -> None:
         self._fixed = fixed
-        self._degree = degree
         known = len(profiles) == degree and all(profile.known for profile in profiles)
         self._profiles = tuple(profiles) if known else ()
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
-        self._best: dict[int, Prospect] = {}
+        #: By streams: the best count, and what each promises in seconds per token.
+        self._curves: dict[int, tuple[Prospect, dict[int, float]]] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
     def set_links(self, links: Sequence[LinkFacts]) -> None:
         """The links have been measured (anew); one per stage."""
         self._links = tuple(links)
-        self._best.clear()
+        self._curves.clear()
 
     def update(self, streams: int) -> int:
         """``K`` while ``streams`` streams decode."""
@@ -86,13 +86,14 @@ class MicroBatches:
         return self.count
 
     def _decide(self, streams: int) -> int:
-        best = self._best.get(streams)
-        if best is None:
-            if len(self._best) >= _REMEMBERED:
-                self._best.clear()
-            best = self._best[streams] = best_of(prospects(self._times, streams))
-        now = _prospect(self._times, self.count, streams, 0)
-        return best.count if best.token_s < (1 - WORTH) * now.token_s else self.count
+        if streams not in self._curves:
+            if len(self._curves) >= _REMEMBERED:
+                self._curves.clear()
+            curve = prospects(self._times, streams)
+            now = {each.count: each.token_s for each in curve}
+            self._curves[streams] = best_of(curve), now
+        best, token_s = self._curves[streams]
+        return best.count if best.token_s < (1 - WORTH) * token_s[self.count] else self.count
 
     @property
     def _times(self) -> RingTimes:

@@ -12,6 +12,9 @@ IDLE_INTERVAL = 1.0
 BUSY_INTERVAL = 0.1
 #: The least time without a sign of life that is death.
 PATIENCE = 3.0
+#: The same while nothing at all is heard. After a cut of 2 s TCP tries again only 3 s after it
+#: began, since it doubles its pauses.
+SILENCE = 4.0
 #: Predicted durations without progress that are death.
 PATIENCE_FACTOR = 5.0
 #: The patience with a stage that has not been reached yet: it may have a step to finish.
@@ -189,9 +192,10 @@ class Liveness:
             self._beat_at += pause
             self._progress_at += pause
         silent = now - self._beat_at
-        if silent >= self.patience:
+        if silent >= max(SILENCE, self.patience):
             return f"no sign of life for {silent:.1f} s"
-        stuck = now - self._progress_at
+        # Nothing is known of its progress since it was last heard of.
+        stuck = self._beat_at - self._progress_at
         if self._queued and stuck >= self.patience:
             return f"{self._queued} volumes wait and none was completed for {stuck:.1f} s"
         return None

@@ -36,7 +36,7 @@ def test_a_stage_that_beats_and_has_nothing_to_do_lives() -> None:
 def test_silence() -> None:
     liveness = Liveness(0.0)
     liveness.beat(5, 0, 0.0, 1.0)
-    assert look(liveness, 1.0, 60.0) == "4.0: no sign of life for 3.0 s"
+    assert look(liveness, 1.0, 60.0) == "5.0: no sign of life for 4.0 s"
 
 
 def test_work_without_progress() -> None:
@@ -67,7 +67,7 @@ def test_our_own_pause_is_not_its_death() -> None:
     liveness.beat(5, 1, 0.0, 0.0)
     assert liveness.death(0.4) is None
     assert liveness.death(100.0) is None
-    assert look(liveness, 100.5, 160.0) == "103.0: no sign of life for 3.4 s"
+    assert look(liveness, 100.5, 160.0) == "104.0: no sign of life for 4.4 s"
 
 
 def came_back(trip: RoundTrip, sent_at: float, seconds: float, ahead: int = 0) -> bool:
