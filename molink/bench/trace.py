@@ -53,8 +53,11 @@ def read_trace(path: Path) -> list[TraceRow]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"can't read the trace {path}: {error}") from error
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"can't read the trace {path}: {why}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"can't read the trace {path}: it is not text") from error
     parse = _mooncake if lines and lines[0].lstrip().startswith("{") else _azure
     rows = sorted(parse(path, lines), key=lambda row: row.at)
     if not rows:

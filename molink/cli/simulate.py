@@ -144,6 +144,10 @@ def simulate_command(
         return
     if trace is not None and (input_tokens is not None or output_tokens is not None):
         raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+    if trace is None and arrivals == "trace":
+        raise UsageError("--arrivals trace needs a --trace with times")
+    if window is not None and timeline is None:
+        raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
     rows: tuple[TraceRow, ...] = () if trace is None else tuple(read_trace(trace))
     workload = Workload(
         rate,
@@ -214,7 +218,7 @@ def _run(scenarios: Sequence[Scenario], picture: Path | None, window: str | None
     try:
         picture.write_text(draw(panels, scenarios[0].stages), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"can't write {picture}: {error}") from error
+        raise UsageError(f"can't write {picture}: {error.strerror or error}") from error
     return outcomes
 
 
@@ -244,10 +248,13 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
         ),
         caption_justify="left",
         caption_style="",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
     )
     table.add_column("policy", no_wrap=True)
     for column in ("done", "failed", "K", "TTFT", "p99", "TPOT", "p99", "latency", "idle"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for outcome in outcomes:
         report = outcome.report
         idle = sum(outcome.bubble_share) / len(outcome.bubble_share)
@@ -261,7 +268,7 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
             _seconds(report.tpot_s.mean, 4),
             _seconds(report.tpot_s.p99, 4),
             _seconds(report.latency_s.mean, 1),
-            f"{100 * idle:.0f} %",
+            f"{100 * max(0.0, idle):.0f} %",
         )
     Console().print(table)
 
@@ -275,7 +282,8 @@ def _replay(recording: Path, *, as_json: bool) -> None:
         with recording.open("rb") as lines:
             differences = replay(lines)
     except OSError as error:
-        raise UsageError(f"can't read the recording {recording}: {error}") from error
+        why = error.strerror or error
+        raise UsageError(f"can't read the recording {recording}: {why}") from error
     if as_json:
         found = [_difference(each) for each in differences]
         print(json.dumps({"recording": str(recording), "differences": found}, indent=2))

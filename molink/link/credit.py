@@ -4,7 +4,7 @@ from molink.link.policy import Acknowledged, Event, LinkEstimate, Reconnected, S
 from molink.wire.data import Lane
 
 #: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
-TARGET = 0.010
+TARGET = 0.008
 #: A delay that passes for none, and one that is too much.
 QUIET = 0.004
 LATE = 0.020

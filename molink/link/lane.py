@@ -3,16 +3,26 @@
 from collections import deque
 from dataclasses import dataclass
 
-from molink.wire.codec import Buffer
+import msgspec
+
+from molink.wire.codec import MAX_HEADER, Buffer
 from molink.wire.data import Ack, Frame, Lane, RingBody
 
 #: What a message is counted as beside its payload, in bytes.
 HEADER_COST = 128
+#: What a header may grow by when the size of its packed rows is put in.
+_CODED = 4
 
 
 def size_of(payload: Buffer | None) -> int:
     """What a message with ``payload`` costs in memory, in bytes."""
     return HEADER_COST + (0 if payload is None else memoryview(payload).nbytes)
+
+
+def header_fits(body: RingBody) -> bool:
+    """Whether the header of ``body`` is within its bound whatever the frame's numbers are."""
+    widest = Frame(2**53, Lane.BULK, 2**53, body)
+    return len(msgspec.msgpack.encode(widest)) <= MAX_HEADER - _CODED
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ class Outbox:
         #: Those of which rows are still to be handed over, by tick.
         self._unfinished: dict[int, int] = {}
         self._names = count()
-        #: What the policy has granted and has not left yet: volume and rows.
-        self._grant: tuple[int, int] | None = None
+        #: What the policy has granted and has not left yet, by lane: volume and rows.
+        self._grants: dict[Lane, tuple[int, int]] = {}
         #: Bytes of everything here.
         self.nbytes = 0
 
@@ -95,23 +95,22 @@ class Outbox:
         """Let rows go: those that are there, however many the policy says; ``False`` if none."""
         volume = self._volumes.get(decision.volume)
         rows = min(decision.rows, volume.available) if volume is not None else 0
-        if rows > 0:
-            self._grant = (decision.volume, rows)
+        if volume is not None and rows > 0:
+            self._grants[volume.lane] = (decision.volume, rows)
         return rows > 0
 
-    @property
-    def granted(self) -> OutVolume | None:
-        """The volume of which rows may go."""
-        return None if self._grant is None else self._volumes[self._grant[0]]
+    def granted(self, lane: Lane) -> OutVolume | None:
+        """The volume of which rows may go on ``lane``."""
+        return self._volumes[self._grants[lane][0]] if lane in self._grants else None
 
-    def take_rows(self, most: int) -> tuple[Volume | VolumePart, memoryview]:
+    def take_rows(self, lane: Lane, most: int) -> tuple[Volume | VolumePart, memoryview]:
         """The next message of what was granted: at most ``most`` bytes, but one row at least."""
-        assert self._grant is not None
-        name, granted = self._grant
+        name, granted = self._grants.pop(lane)
         volume = self._volumes[name]
         body, data, rows = volume.cut(granted, most)
         self.nbytes -= data.nbytes
-        self._grant = (name, granted - rows) if granted > rows else None
+        if granted > rows:
+            self._grants[lane] = (name, granted - rows)
         if volume.sent == volume.total:
             del self._volumes[name]
         return body, data
@@ -130,8 +129,7 @@ class Outbox:
         waiting += sum(size_of(payload) for payload in self._probes)
         if waiting != self.nbytes:
             return f"{waiting} bytes wait, not {self.nbytes}"
-        if self._grant is not None:
-            name, rows = self._grant
+        for name, rows in self._grants.values():
             there = self._volumes[name].available if name in self._volumes else 0
             if not 0 < rows <= there:
                 return f"a grant of {rows} rows of {there}: {name}"

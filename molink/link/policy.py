@@ -90,7 +90,7 @@ Event = Produced | DecodeStarted | DecodeFinished | Sent | Acknowledged | LinkEs
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the next ``rows`` rows of ``volume``; nothing else is asked for until they have left."""
+    """Send the next ``rows`` rows of ``volume``; nothing else on its lane until they have left."""
 
     volume: int
     rows: int

@@ -8,8 +8,21 @@ import msgspec
 
 from molink.errors import InvariantError, WireError
 from molink.link.assembly import Assembly
+from molink.link.lane import header_fits
 from molink.wire.base import Coding, DType
-from molink.wire.data import Ack, Frame, Lane, Probe, RingBody, Volume, VolumePart
+from molink.wire.data import (
+    Ack,
+    Admit,
+    Frame,
+    History,
+    Lane,
+    Probe,
+    Release,
+    RingBody,
+    Table,
+    Volume,
+    VolumePart,
+)
 
 if TYPE_CHECKING:
     from molink.link.compression import RowCodec
@@ -122,6 +135,8 @@ class LinkReceiver:
     def _arrive(self, body: RingBody, payload: memoryview | None) -> list[Arrival]:
         if isinstance(body, Probe):
             return []
+        if isinstance(body, Admit | History | Table | Release) and not header_fits(body):
+            raise WireError(f"a {type(body).__name__} that can't be passed on")
         if not isinstance(body, Volume | VolumePart):
             return [Arrival(body, None if payload is None else bytearray(payload))]
         if payload is None:
@@ -129,6 +144,7 @@ class LinkReceiver:
         if body.payload.coding is not Coding.PLAIN:
             body, payload = self._unpack(body, payload)
         if isinstance(body, Volume):
+            self._check_header(body)
             there = self._assembly.begin(body, payload)
         else:
             there = self._assembly.add(body, payload)
@@ -139,6 +155,14 @@ class LinkReceiver:
         if isinstance(body, VolumePart):
             return [Arrival(body, None, there.rows)]
         return [Arrival(there.header, there.data, there.rows)]
+
+    @staticmethod
+    def _check_header(volume: Volume) -> None:
+        """The volume may be sent on with the header of all its rows."""
+        total = sum(group.count for group in volume.rows)
+        whole = msgspec.structs.replace(volume.payload, shape=(total, volume.payload.shape[-1]))
+        if not header_fits(msgspec.structs.replace(volume, payload=whole)):
+            raise WireError(f"volume {volume.tick} has a header that can't be passed on")
 
     def _unpack(
         self, body: Volume | VolumePart, payload: memoryview

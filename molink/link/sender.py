@@ -4,21 +4,17 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import msgspec
-
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
 from molink.link.estimator import LinkEstimator
-from molink.link.lane import Outgoing, OutLane
+from molink.link.lane import Outgoing, OutLane, header_fits
 from molink.link.outbox import Outbox
 from molink.link.packing import Packer, Packing
 from molink.link.policy import Acknowledged, Event, Policy, Reconnected, Send, Sent
 from molink.link.volume import OutVolume
 from molink.wire.codec import MAX_HEADER, Buffer
-from molink.wire.data import Ack, Frame, Lane, RingBody, Volume
+from molink.wire.data import Ack, Lane, RingBody, Volume
 
 BOTH_LANES = (Lane.DECODE, Lane.BULK)
-#: What a header may grow by when the size of its packed rows is put in.
-_CODED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,7 @@ class LinkSender:
     def _check(self, body: RingBody) -> None:
         if self.queued_bytes + self.unacknowledged_bytes > 2 * self._limits.total:
             raise Overloaded("the link to the next stage is far behind")
-        widest = Frame(2**53, Lane.BULK, 2**53, body)
-        if len(msgspec.msgpack.encode(widest)) > MAX_HEADER - _CODED:
+        if not header_fits(body):
             raise MessageTooLarge(f"the header of a {type(body).__name__} is over {MAX_HEADER}")
 
     # --- what the connections tell -----------------------------------------------------------
@@ -177,7 +172,8 @@ class LinkSender:
             return self._emit(Lane.DECODE, *control, now)
         if Lane.BULK in ready and (probe := self._outbox.take_probe()) is not None:
             return self._emit(Lane.BULK, *probe, now)
-        if self._outbox.granted is None:
+        # What was granted goes on first where it can; a lane that can't take it holds up no other.
+        if not any(self._outbox.granted(lane) for lane in ready):
             decision = self._policy.decide(now, ready)
             if not isinstance(decision, Send):
                 self.wake_at = decision.until
@@ -192,12 +188,12 @@ class LinkSender:
 
     def _next_rows(self, now: float, ready: Collection[Lane]) -> Outgoing | None:
         """The next message of what was granted."""
-        volume = self._outbox.granted
-        if volume is None or volume.lane not in ready:
-            return None
-        body, rows = self._outbox.take_rows(self._limits.message)
-        message = self.packing.message(body, rows, volume.header.prefill)
-        return self._emit(volume.lane, *message, now)
+        for lane in ready:
+            if (volume := self._outbox.granted(lane)) is not None:
+                body, rows = self._outbox.take_rows(lane, self._limits.message)
+                message = self.packing.message(body, rows, volume.header.prefill)
+                return self._emit(lane, *message, now)
+        return None
 
     def _emit(self, lane: Lane, body: RingBody, payload: Buffer | None, now: float) -> Outgoing:
         self._lanes[lane].append(body, payload, now)

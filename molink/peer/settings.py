@@ -69,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
+    #: In flight in the ring; 0 = as measured links and devices suggest.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
@@ -221,7 +222,7 @@ def _parse(name: str, value: object, where: str) -> object:
             raise UsageError(f"{where}: {name}: {error}") from None
     if name in ("advertise", "allowed_hosts"):
         return [part.strip() for part in value.split(",") if part.strip()]
-    if name == "chunk_tokens" and value.strip().lower() == "auto":
+    if name in ("chunk_tokens", "micro_batches") and value.strip().lower() == "auto":
         return 0
     if name == "worker_ports":
         first, dash, last = value.partition("-")

@@ -12,8 +12,6 @@ from molink.errors import UsageError
 #: A megabit per second, in bytes per second.
 MBPS = 1e6 / 8
 
-_Number = float | int
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
@@ -140,8 +138,11 @@ def _load(shape: type[_Profile], kind: Kind, name: str) -> _Profile:
     if name.endswith(".toml"):
         try:
             text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"can't read the profile {name}: {error}") from error
+        except OSError as error:
+            why = error.strerror or error
+            raise UsageError(f"can't read the profile {name}: {why}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"can't read the profile {name}: it is not text") from error
         name = Path(name).stem
     else:
         if name not in known(kind):
@@ -170,7 +171,7 @@ def _parse(shape: type[_Profile], name: str, values: dict[str, Any], where: str)
         profile = shape(name=name, **values)
     except TypeError:
         required = [key for key in _required(shape) if key not in values]
-        raise UsageError(f"{where}: {', '.join(required)} is missing") from None
+        raise UsageError(f"{where}: these keys are missing: {', '.join(required)}") from None
     _check(profile, where)
     return profile
 
@@ -190,5 +191,5 @@ def _check(profile: DeviceProfile | ModelProfile | LinkProfile, where: str) -> N
         most = 1.0 if each.name in _SHARES else _MOST
         if not least <= value <= most:
             bound = "0 or more" if each.name in _MAY_BE_ZERO else "above 0"
-            top = " and at most 1" if each.name in _SHARES else ""
+            top = f" and at most {most:g}" if most == 1.0 or value > most else ""
             raise UsageError(f"{where}: {each.name} has to be {bound}{top}, not {value:g}")

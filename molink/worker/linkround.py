@@ -8,9 +8,13 @@ from molink.wire.ringtimes import LinkFacts
 #: Seconds between two reports, and between two of which the second says something else.
 INTERVAL = 1.0
 HASTE = 0.2
+#: Reports of one link that may come at once, when a link that was cut delivers again.
+MOST_WAITING = 32
 #: Relative changes that are worth a report, and one in haste.
 _NOTICEABLE = 0.02
 _LARGE = 0.1
+#: Bytes/s; times by a rate below it would be no numbers any more, and nothing arrives in them.
+_LEAST_RATE = 1.0
 
 
 class LinkRound:
@@ -27,6 +31,8 @@ class LinkRound:
         self.links: tuple[LinkFacts, ...] = (LinkFacts(),) * stages
         self._told: LinkReport | None = None
         self._told_at = 0.0
+        #: By stage: when reports passed on so far would have been due, one each :data:`HASTE`.
+        self._due_at = [-math.inf] * stages
 
     def measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
         """This stage has measured its link: what to tell the next one, if anything now."""
@@ -56,9 +62,14 @@ class LinkRound:
         self._learn(report)
         return True
 
-    def goes_on(self, report: LinkReport) -> bool:
-        """Whether the next stage has not seen it yet."""
-        return report.stage != self._next
+    def goes_on(self, report: LinkReport, now: float) -> bool:
+        """Whether the next stage has not seen it yet, and it is not one of a flood."""
+        earliest = now - MOST_WAITING * HASTE
+        due_at = max(self._due_at[report.stage], earliest) + HASTE
+        if report.stage == self._next or due_at > now:
+            return False
+        self._due_at[report.stage] = due_at
+        return True
 
     def _learn(self, report: LinkReport) -> None:
         facts = LinkFacts(report.latency or None, report.rate or None)
@@ -67,7 +78,8 @@ class LinkRound:
 
 
 def _sensible(report: LinkReport) -> bool:
-    return all(math.isfinite(each) and each >= 0 for each in (report.latency, report.rate))
+    known = report.rate == 0 or _LEAST_RATE <= report.rate < math.inf
+    return known and 0 <= report.latency < math.inf
 
 
 def _change(one: float, other: float) -> float:

@@ -1,5 +1,6 @@
 """The file in which a stage records what its link decides."""
 
+import contextlib
 import logging
 import re
 from pathlib import Path
@@ -37,17 +38,24 @@ class RecordFile:
         """Write the rest."""
         self._flush()
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._close(self._file)
 
     def _flush(self) -> None:
         if self._file is None or not self._waiting:
             return
+        end = self._file.tell()
         try:
             if self._file.write(self._waiting) != len(self._waiting):
                 raise OSError("no room for it")
         except OSError as error:
             log.warning("can't record to %s any more: %s", self.path, error)
-            self._file.close()
-            self._file = None
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            self._close(self._file)
         self._waiting.clear()
+
+    def _close(self, file: BinaryIO) -> None:
+        self._file = None
+        # What can't be written any more may be found out only now.
+        with contextlib.suppress(OSError):
+            file.close()

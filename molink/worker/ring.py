@@ -164,7 +164,7 @@ class Ring:
             case Sampled() | TopLogprobs() | Release() | Tombstone():
                 self._came_round(body, now)
             case LinkReport() if self._link_round.arrived(body):
-                if self._link_round.goes_on(body):
+                if self._link_round.goes_on(body, now):
                     self._pass_on(body)
                 self._links_known()
             case _:
@@ -181,9 +181,18 @@ class Ring:
         self._note(now)
         if self._computing or (self._outlet is not None and self._outlet.full):
             return
-        work = self.scoreboard.take(now)
+        work = self._take(now)
         if work is not None:
             self._start_step(work, now)
+
+    def _take(self, now: float) -> Work | None:
+        """What may run now. What never can goes on as a tombstone; others may wait for that."""
+        while True:
+            work = self.scoreboard.take(now)
+            dropped = self.scoreboard.complete((), now)
+            self._forward(dropped)
+            if work is not None or not dropped:
+                return work
 
     def _start_step(self, work: Work, now: float) -> None:
         segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]

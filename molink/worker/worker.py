@@ -149,7 +149,7 @@ class Worker:
             self._server.deny(user)
             self._blocks.pop(user, None)
             if self._place is not None and self._place.desk is not None:
-                self._place.desk.forget_owner(user, time.monotonic())
+                self._place.desk.forget_owner(user, time.perf_counter())
                 self._place.ring.pump()
         for peer, key in wanted.items():
             if peer not in self._gatekeeper.users:
@@ -235,10 +235,10 @@ class Worker:
     async def _report(self) -> None:
         """Tell the daemon what ``/metrics`` shows, as soon as it changes; look for lost daemons."""
         last: Stats | None = None
-        swept = time.monotonic()
+        swept = time.perf_counter()
         while True:
             await asyncio.sleep(STATS_INTERVAL)
-            now, place = time.monotonic(), self._place
+            now, place = time.perf_counter(), self._place
             if place is None:
                 continue
             if now - swept >= SWEEP_INTERVAL and place.desk is not None:

@@ -107,6 +107,8 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("--micro-batches", "many"), "--micro-batches is a number from 1 on or auto"),
         (("--micro-batches", "1000"), "--micro-batches has to be from 0 to 64"),
         (("--timeline", "x.svg", "--window", "5:1"), "--window is A:B in seconds"),
+        (("--window", "1:5"), "it needs --timeline"),
+        (("--arrivals", "trace"), "--arrivals trace needs a --trace"),
         (("--trace", "nowhere.csv"), "can't read the trace nowhere.csv"),
         (("--replay", "nowhere.jsonl"), "can't read the recording nowhere.jsonl"),
     ],

@@ -396,3 +396,20 @@ def test_probes_go_first_on_the_bulk_lane() -> None:
     sender.ack(Ack(7, Lane.BULK, 2), 0.1)
     sender.validate()
     assert sender.queued_bytes == 0
+
+
+def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
+    sender = connected(LinkSender(1, create_policy("adaptive"), SenderLimits(message=ROW)))
+    sender.volume(*volume(1, 4), now=0.0)
+    [first] = sender.poll(0.0, most=1)
+    assert first.lane is Lane.BULK
+    sender.disconnected(Lane.BULK, 0.1)
+    sender.volume(*volume(2, 3, prefill=False), now=0.1)
+    decode = sender.poll(0.1)
+    assert [each.lane for each in decode] == [Lane.DECODE] * 3
+    sender.validate()
+    sender.reconnected(Lane.BULK, 0.2)
+    rest = [each.message.seq for each in sender.poll(0.2)]
+    assert rest == [0, 1, 2, 3], "the chunk goes on"
+    sender.validate()
+    assert sender.queued_bytes == 0

@@ -132,6 +132,12 @@ def test_rows_of_a_chunk(text: str, rows: int) -> None:
     assert load_settings(nowhere, {}, {}).chunk_tokens == 0
 
 
+def test_micro_batches_may_be_auto() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {}, {"MOLINK_MICRO_BATCHES": "auto"}).micro_batches == 0
+    assert load_settings(nowhere, {}, {"MOLINK_MICRO_BATCHES": "3"}).micro_batches == 3
+
+
 def test_chunk_of_no_number() -> None:
     for text in ("-1", "many", "1000000"):
         with pytest.raises(UsageError, match="--chunk-tokens"):

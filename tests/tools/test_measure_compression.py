@@ -12,7 +12,7 @@ from tools.train_demo_model import FOLDER
 @pytest.fixture(scope="module")
 def found():
     tokenizer = load_tokenizer(FOLDER)
-    texts = encode(tokenizer, conversations("held_out", 12, 7))
+    texts = encode(tokenizer, conversations("held_out", 6, 7))
     masks = [answered(tokenizer, text) for text in texts]
     return measure({"bundled": (ModelFolder.open(FOLDER), texts)}, masks, repeat=1)
 

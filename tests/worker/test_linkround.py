@@ -13,7 +13,7 @@ from molink.wire.codec import data_codec
 from molink.wire.data import Frame, Lane, LinkReport
 from molink.wire.profile import UNKNOWN
 from molink.wire.ringtimes import LinkFacts
-from molink.worker.linkround import HASTE, INTERVAL, LinkRound
+from molink.worker.linkround import HASTE, INTERVAL, MOST_WAITING, LinkRound
 from molink.worker.requests import RequestTable
 from molink.worker.ring import Ring
 from molink.worker.segment import StageShape
@@ -59,7 +59,7 @@ def test_a_ring_of_one_stage_has_no_links() -> None:
 
 
 def test_the_stage_before_its_origin_does_not_pass_a_report_on() -> None:
-    assert [LinkRound(stage, 3).goes_on(LinkReport(0, 0.0, 0.0)) for stage in (1, 2)] == [
+    assert [LinkRound(stage, 3).goes_on(LinkReport(0, 0.0, 0.0), 0.0) for stage in (1, 2)] == [
         True,
         False,
     ]
@@ -74,6 +74,7 @@ def test_the_stage_before_its_origin_does_not_pass_a_report_on() -> None:
         LinkReport(0, math.nan, 1e6),
         LinkReport(0, 0.03, math.inf),
         LinkReport(0, -1.0, 1e6),
+        LinkReport(0, 0.03, 5e-324),
     ],
 )
 def test_a_report_that_makes_no_sense_changes_nothing(report: LinkReport) -> None:
@@ -190,6 +191,21 @@ def test_a_report_never_goes_round_twice() -> None:
                 ring.arrive(LinkReport(stage, 0.1, 1e6), None)
     circle.deliver()
     assert circle.passed <= 4 * 3 * 2
+
+
+def test_a_flood_of_reports_ends_at_the_next_stage() -> None:
+    now = 0.0
+    one = LinkRound(1, 3)
+    passed = 0
+    for step in range(10_000):
+        now = step / 1000
+        report = LinkReport(0, 0.1, 1e6 + step)
+        passed += one.arrived(report) and one.goes_on(report, now)
+    assert passed <= 2 * now / HASTE
+    assert one.links[0].rate == 1e6 + 9999, "here the last one counts"
+    now += MOST_WAITING * HASTE
+    late = [one.goes_on(LinkReport(0, 0.1, 1e6), now) for _ in range(MOST_WAITING)]
+    assert all(late), "honest ones may come together"
 
 
 def test_a_ring_that_has_been_left_says_nothing() -> None:

@@ -136,6 +136,11 @@ class Bench:
         rows = Rows(0, 4, count, after, (tick,))
         return Volume(tick, prefill, (rows,), Payload("f32", (count, 2)))
 
+    def stranger(self, tick: int) -> None:
+        """Prefill rows of a request that was never admitted."""
+        volume = Volume(tick, True, (Rows(7, 0, 1, 1, (tick,)),), Payload("f32", (1, 2)))
+        self.ring.arrive(volume, bytearray(8))
+
     def arrive(self, tick: int, after: int, **options: Any) -> None:
         volume = self.volume(tick, after, **options)
         self.ring.arrive(volume, bytearray(volume.payload.nbytes))
@@ -251,6 +256,20 @@ async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) ->
     await bench.end()
     assert [body.tick for body in bench.outlet.sent[1:]] == [3, 2, 4]
     assert not bench.ring.progress.busy
+
+
+async def test_what_can_not_run_goes_on_as_a_tombstone_at_once(bench: Bench) -> None:
+    bench.stranger(2)
+    assert bench.outlet.sent[1:] == [Tombstone(2)]
+
+
+async def test_what_waits_for_rows_that_can_not_run_waits_no_longer(bench: Bench) -> None:
+    bench.arrive(3, 2)
+    assert not bench.executor.steps
+    bench.stranger(2)
+    assert len(bench.executor.steps) == 1
+    assert bench.outlet.sent[1:] == [Tombstone(2)]
+    bench.ring.scoreboard.validate()
 
 
 @pytest.mark.parametrize("last", [False, True])
