@@ -8,8 +8,8 @@ and prefill rows in bulk are judged apart.
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
-from statistics import median
 
 from molink.wire.base import Coding
 from molink.wire.facts import Compression
@@ -31,12 +31,15 @@ class CompressorLimits:
     #: The most of one core that a stage between two full links may spend on it, which unpacks what
     #: comes and packs what goes; to begin, three quarters of it.
     share: float = 0.25
-    #: How often at most a message is packed while it doesn't pay, and unpacked again for its time.
+    #: How often at most messages are packed while it doesn't pay, and unpacked again for their
+    #: time; so many one after another, as the first finds cold caches.
     sample_every: float = 1.0
+    samples: int = 3
     #: What a link is taken for until it has been measured: 100 Mbps.
     assumed_rate: float = 12.5e6
-    #: Measurements that count, of each kind: their median, as a process may always be interrupted.
-    window: int = 9
+    #: Measurements that count, of each kind: their lower quartile, as a process is interrupted at
+    #: any time, and a message that comes after a pause is no measure of a stream of them.
+    window: int = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class _Kind:
         self.sizes: deque[tuple[int, int]] = deque(maxlen=window)
         self.on = False
         self.sampled_at: float | None = None
+        #: Samples still to be taken.
+        self.samples = 0
 
     def add(self, packed: Packed) -> None:
         self.pack.append(packed.seconds / packed.plain)
@@ -84,9 +89,14 @@ class _Kind:
     def worth(self, rate: float) -> Worth | None:
         if not self.pack or not self.unpack:
             return None
-        work = median(self.pack) + median(self.unpack)
+        work = _typical(self.pack) + _typical(self.unpack)
         ratio = sum(plain for plain, _ in self.sizes) / sum(coded for _, coded in self.sizes)
         return Worth(1 / (rate * work + 1 / ratio), ratio * rate * work)
+
+
+def _typical(seconds: Collection[float]) -> float:
+    """The lower quartile."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 class Compressor:
@@ -112,7 +122,10 @@ class Compressor:
         due = kind.sampled_at is None or now >= kind.sampled_at + self._limits.sample_every
         if due:
             kind.sampled_at = now
-        return Choice(self._coding if due or kind.on else Coding.PLAIN, sample=due)
+            kind.samples = self._limits.samples
+        sample = kind.samples > 0
+        kind.samples = max(0, kind.samples - 1)
+        return Choice(self._coding if sample or kind.on else Coding.PLAIN, sample=sample)
 
     def packed(self, bulk: bool, packed: Packed) -> None:
         """A message has been packed (to ``coded == plain`` bytes if that made it no smaller)."""

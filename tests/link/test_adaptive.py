@@ -81,11 +81,15 @@ def test_chunks_leave_before_the_decode_rows_are_there() -> None:
     policy = known_link()
     policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
     policy.handle(DecodeStarted(8, 0.013), 0.0)
-    rows = []
-    while isinstance(decision := policy.decide(0.0, BOTH), Send):
-        rows.append(decision.rows)
-        policy.handle(Sent(Lane.BULK, decision.rows * ROW), 0.0)
-    assert decision == Wait(pytest.approx(0.013))
+    rows, now = [], 0.0
+    while now < 0.012:
+        match policy.decide(now, BOTH):
+            case Send(_, count):
+                rows.append(count)
+                policy.handle(Sent(Lane.BULK, count * ROW), now)
+            case Wait(float(until)):
+                now = until
+    assert now == pytest.approx(0.013), "when the decode rows are due"
     assert sum(rows) == int(0.013 * RATE / ROW), "T_a × rate"
     policy.handle(DecodeFinished(8, 0.1), 0.02)
     policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.02)

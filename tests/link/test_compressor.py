@@ -21,7 +21,7 @@ def message(pack=1e9, unpack=2e9, ratio=1.5, size=SIZE, sample=True):
 
 
 def compressor(rate=100 * MBPS, setting="lossless", **limits):
-    made = Compressor(setting, CompressorLimits(**limits))
+    made = Compressor(setting, CompressorLimits(**({"samples": 1} | limits)))
     made.measured(rate)
     return made
 
@@ -37,6 +37,16 @@ def test_the_first_message_of_a_kind_is_a_sample():
     assert made.choose(BULK, 0.1) == PLAIN
     assert made.choose(DECODE, 0.1) == SAMPLE
     assert made.worth(BULK) is None
+
+
+def test_the_first_of_some_samples_may_find_cold_caches():
+    made = compressor(samples=3)
+    for pack in (1e7, 5e8, 1e9):
+        assert made.choose(BULK, 0.0) == SAMPLE
+        made.packed(BULK, message(pack=pack))
+    assert made.packs(BULK)
+    assert made.choose(BULK, 0.1) == LOSSLESS
+    assert made.choose(BULK, 1.0) == SAMPLE
 
 
 def test_it_packs_on_a_slow_link():
@@ -154,7 +164,7 @@ def test_a_busy_machine_stops_it():
     for _ in range(9):
         made.packed(BULK, message())
     assert made.packs(BULK)
-    for _ in range(9):
+    for _ in range(12):
         made.packed(BULK, message(pack=3e7, sample=False))
     assert not made.packs(BULK)
 
