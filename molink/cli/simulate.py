@@ -88,6 +88,14 @@ def simulate_command(
         float | None,
         typer.Option(help="Milliseconds one way, instead of the link's.", rich_help_panel=RING),
     ] = None,
+    slow_start: Annotated[
+        bool,
+        typer.Option(
+            "--slow-start",
+            help="Connections start slowly after each pause, as under CUBIC.",
+            rich_help_panel=RING,
+        ),
+    ] = False,
     max_running: Annotated[
         int, typer.Option(help="Requests that hold KV blocks at once.", rich_help_panel=RING)
     ] = 256,
@@ -167,7 +175,7 @@ def simulate_command(
             stages,
             device,
             model_profile,
-            _link(link, bandwidth, latency),
+            _link(link, bandwidth, latency, slow_start),
             name,
             cut_through,
             compression,
@@ -190,8 +198,12 @@ def _policies(names: str) -> list[str]:
     return policies
 
 
-def _link(name: str, bandwidth: float | None, latency: float | None) -> LinkProfile:
+def _link(
+    name: str, bandwidth: float | None, latency: float | None, slow_start: bool
+) -> LinkProfile:
     link = load_link(name)
+    if slow_start:
+        link = replace(link, slow_start=True)
     if bandwidth is not None:
         link = replace(link, bandwidth_mbps=bandwidth)
     return link if latency is None else replace(link, latency_ms=latency)

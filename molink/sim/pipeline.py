@@ -173,7 +173,7 @@ class Pipeline:
                 ReceiverLimits(assembly=_WAITING_BYTES),
                 scenario.cut_through,
             ),
-            Medium(link.rate, link.latency, link.queue),
+            Medium(link.rate, link.latency, link.queue, slow_start=link.slow_start),
             self._zeros,
             arrived,
             own.pump,

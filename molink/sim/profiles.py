@@ -68,13 +68,15 @@ class LinkProfile:
     ``efficiency`` is what TCP, IP and CURVE leave of the bandwidth: 1500 bytes on the wire carry
     1448 of a connection, which is 0.965, and acknowledgements and ZeroMQ's frames take the rest.
     ``queue_kb`` (kB) is what sockets and router take of each lane in front of the bottleneck when
-    nobody holds back: what a decode waits for if the other lane is full.
+    nobody holds back: what a decode waits for if the other lane is full. ``slow_start`` is whether
+    connections start slowly, and again after a pause, as under CUBIC.
     """
 
     bandwidth_mbps: float = 100.0
     latency_ms: float = 30.0
     efficiency: float = 0.95
     queue_kb: float = 256.0
+    slow_start: bool = False
     name: str = ""
     source: str = ""
 
@@ -162,10 +164,11 @@ def _parse(shape: type[_Profile], name: str, values: dict[str, Any], where: str)
     for key, value in values.items():
         if key == "name" or key not in known_keys:
             raise UsageError(f"{where}: there is no key {key!r}")
-        wanted: type | tuple[type, ...] = {"int": int, "str": str}.get(
-            getattr(known_keys[key].type, "__name__", str(known_keys[key].type)), (int, float)
+        kind = getattr(known_keys[key].type, "__name__", str(known_keys[key].type))
+        wanted: type | tuple[type, ...] = {"int": int, "str": str, "bool": bool}.get(
+            kind, (int, float)
         )
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
             raise UsageError(f"{where}: {key} can't be {value!r}")
     try:
         profile = shape(name=name, **values)
@@ -185,7 +188,7 @@ def _required(shape: type[_Profile]) -> list[str]:
 def _check(profile: DeviceProfile | ModelProfile | LinkProfile, where: str) -> None:
     for each in fields(profile):
         value = getattr(profile, each.name)
-        if isinstance(value, str):
+        if isinstance(value, str | bool):
             continue
         least = 0.0 if each.name in _MAY_BE_ZERO else math.ulp(0.0)
         most = 1.0 if each.name in _SHARES else _MOST

@@ -193,10 +193,11 @@ def _rig(rig: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "What differs from the simulator: TCP's slow start, its losses in a full queue and what its"
-        " congestion control makes of them; headers (the simulator takes 5 % of the bandwidth for"
-        " them); the time that processes take to handle messages, and steps that end late because"
-        " several processes share few cores.",
+        "The simulator's connections start slowly after each pause where the rig's TCP is CUBIC."
+        " What differs: losses in a full queue and what congestion control makes of them; the pace"
+        " at which BBR sends the few rows of a decode volume; headers (the simulator takes 5 % of"
+        " the bandwidth for them); the time that processes take to handle messages, and steps that"
+        " end late because several processes share few cores.",
     ]
     return "\n".join(lines)
 

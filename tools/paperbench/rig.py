@@ -87,7 +87,7 @@ def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
 def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
     workload = make_workload(read_trace(plan.trace), setting, plan.warmup, plan.duration, plan.seed)
     until = plan.warmup + plan.duration
-    expected = Figures.of(_simulated(workload, setting, system, until), plan.warmup)
+    expected = Figures.of(_simulated(workload, setting, system, until, congestion), plan.warmup)
     node = Node("", setting.mbps, setting.mbps, setting.latency_ms)
     nodes = [replace(node, name=f"stage{index}") for index in range(STAGES)]
     with Rig(nodes, congestion=congestion, seed=plan.seed) as rig:
@@ -146,10 +146,15 @@ def _drive(rig: Rig, spec: Spec) -> Driven:
 
 
 def _simulated(
-    workload: Workload, setting: Setting, system: Variant, until: float
+    workload: Workload, setting: Setting, system: Variant, until: float, congestion: str
 ) -> Sequence[Sample]:
-    """The same requests in virtual time, cut off at the same moment."""
-    pipeline = Pipeline(make_scenario(workload, setting, system), workload.plan())
+    """The same requests in virtual time, cut off at the same moment.
+
+    Under CUBIC connections start slowly after each pause; BBR remembers what the link carries.
+    """
+    slow_start = congestion == "cubic"
+    scenario = make_scenario(workload, setting, system, slow_start=slow_start)
+    pipeline = Pipeline(scenario, workload.plan())
     pipeline.run(until)
     if pipeline.trouble:
         raise WorkerError(f"the simulation failed: {pipeline.trouble}")

@@ -64,14 +64,16 @@ def make_workload(
     )
 
 
-def make_scenario(workload: Workload, setting: Setting, variant: Variant) -> Scenario:
-    """What the simulator is to run."""
+def make_scenario(
+    workload: Workload, setting: Setting, variant: Variant, *, slow_start: bool = False
+) -> Scenario:
+    """What the simulator is to run; with ``slow_start`` as under CUBIC."""
     return Scenario(
         workload,
         STAGES,
         DEVICE,
         MODEL,
-        LinkProfile(setting.mbps, setting.latency_ms),
+        LinkProfile(setting.mbps, setting.latency_ms, slow_start=slow_start),
         variant.policy,
         variant.cut_through,
         variant.compression,  # type: ignore[arg-type]
