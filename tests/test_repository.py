@@ -33,7 +33,19 @@ BANNED_CALLS = {
 MAX_LINES = 500
 
 #: Parts that run in a daemon or a command, where torch would cost a second and 200 MB.
-TORCH_FREE = ("api", "bench", "cli", "head", "link", "model", "peer", "sim", "swarm", "text", "wire")
+TORCH_FREE = (
+    "api",
+    "bench",
+    "cli",
+    "head",
+    "link",
+    "model",
+    "peer",
+    "sim",
+    "swarm",
+    "text",
+    "wire",
+)
 
 #: Needed by tools and tests without being imported.
 TEST_TOOLS = {
