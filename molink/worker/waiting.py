@@ -1,7 +1,8 @@
 """A volume at a stage, from its first row's arrival until its last row has run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -133,7 +134,7 @@ class WaitingVolume:
         if isinstance(self.data, bytes | bytearray | memoryview):
             each = len(self.data) // self.total
             return memoryview(self.data)[low * each : high * each]
-        return self.data[low:high]  # type: ignore[index]
+        return cast(Sequence[object], self.data)[low:high]
 
 
 def clip(group: Rows, first: int, count: int) -> Rows:
