@@ -20,9 +20,9 @@ class Adaptive:
 
     A chunk is about 5 ms of the link's rate (16 to 256 KB, whole rows, at least one). It is sent
     if it fits the :class:`~molink.link.credit.CreditWindow`, which keeps the queue in front of a
-    decode volume to about its :data:`~molink.link.credit.TARGET`, and, with ``predict``, if it will have left before the next
-    decode rows are there (``T_a × rate``, :class:`~molink.link.interval.IdleInterval`), so that
-    they find no queue at all. While those are overdue, one chunk at a time is under way: the link
+    decode volume to about its :data:`~molink.link.credit.TARGET`, and, with ``predict``, if it will
+    have left before the next decode rows are there (``T_a × rate``,
+    :class:`~molink.link.interval.IdleInterval`), so that they find no queue at all. While those are overdue, one chunk at a time is under way: the link
     does not idle, and they wait for no more than that.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
