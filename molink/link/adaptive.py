@@ -22,8 +22,9 @@ class Adaptive:
     if it fits the :class:`~molink.link.credit.CreditWindow`, which keeps the queue in front of a
     decode volume to about its :data:`~molink.link.credit.TARGET`, and, with ``predict``, if it will
     have left before the next decode rows are there (``T_a × rate``,
-    :class:`~molink.link.interval.IdleInterval`), so that they find no queue at all. While those are overdue, one chunk at a time is under way: the link
-    does not idle, and they wait for no more than that.
+    :class:`~molink.link.interval.IdleInterval`), so that they find no queue at all. While those are
+    overdue, one chunk at a time is under way: the link does not idle, and they wait for no more
+    than that.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
     against starvation: while prefill rows wait, their lane is ready and the window has room, a
