@@ -1,6 +1,6 @@
 """How many bytes the bulk lane may have in flight: a window that follows delay."""
 
-from molink.link.policy import Acknowledged, Event, LinkEstimate, Reconnected, Sent
+from molink.link.policy import Acknowledged, Echoed, Event, LinkEstimate, Reconnected, Sent
 from molink.wire.data import Lane
 
 #: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
@@ -8,6 +8,8 @@ TARGET = 0.008
 #: A delay that passes for none, and one that is too much.
 QUIET = 0.004
 LATE = 0.020
+#: What the decode lane tells of the queue counts for so many seconds.
+VOUCHED = 0.25
 #: The window is so many times what it should be, at least and at most: it shrinks where chunks
 #: come back late, and grows where they find no queue, for the rate is then more than was estimated.
 LEAST_SHARE = 0.6
@@ -34,7 +36,9 @@ class CreditWindow:
     than :data:`TARGET` seconds' worth can stand in a queue then. Delay corrects what the
     estimate is late to see. It only does so within bounds: a connection that starts slowly, or
     recovers from a loss, keeps chunks waiting on this PC, where they are in nobody's way, and would
-    never grow if the window shrank with it. Until there is an estimate, the window doubles in a
+    never grow if the window shrank with it. And while messages of the decode lane come back in
+    time, there is no queue that chunks could be late by: then a segment was lost, and those that
+    followed wait for it at the other end. Until there is an estimate, the window doubles in a
     round trip.
     """
 
@@ -46,6 +50,10 @@ class CreditWindow:
         self._rate: float | None = None
         self._least = 0.0
         self._share = 1.0
+        #: Until when late chunks say nothing of the link.
+        self._vouched_until = 0.0
+        #: Until when the window may not grow: a beat has found a queue.
+        self._queue_until = 0.0
         #: When all that was sent would have left at the pace of the window.
         self._paced_until = 0.0
 
@@ -58,8 +66,14 @@ class CreditWindow:
                     self._paced_until = max(now, self._paced_until) + seconds
                 self.in_flight += event.nbytes
             case Acknowledged(lane=Lane.BULK):
-                self._acknowledged(event)
+                self._acknowledged(event, now)
                 self.in_flight = max(0, self.in_flight - event.nbytes)
+            case Acknowledged(lane=Lane.DECODE):
+                self._vouch(event.elapsed, event.nbytes, now)
+            case Echoed():
+                self._vouch(event.elapsed, 0, now)
+                if event.elapsed - self._least > QUIET:
+                    self._queue_until = now + VOUCHED
             case LinkEstimate():
                 self._rate, self._least = event.rate, event.least_rtt
                 self._resize()
@@ -83,19 +97,28 @@ class CreditWindow:
             return FIRST_CHUNK
         return int(min(MOST_CHUNK, max(LEAST_CHUNK, CHUNK_S * self._rate)))
 
-    def _acknowledged(self, event: Acknowledged) -> None:
+    def _acknowledged(self, event: Acknowledged, now: float) -> None:
         if self._rate is None:
             self.size = min(self.size + event.nbytes, MOST_WINDOW)
             return
         queued = event.elapsed - self._least - event.nbytes / self._rate
+        if queued > LATE and now < self._vouched_until:
+            queued = TARGET
         part = min(1.0, event.nbytes / self.size)
         if queued > LATE:
             self._share = max(LEAST_SHARE, self._share - STEP * part)
         elif queued < QUIET and self.in_flight + self.chunk > self.size:
-            self._share = min(MOST_SHARE, self._share + STEP * part)
+            most = MOST_SHARE if now >= self._queue_until else max(1.0, self._share)
+            self._share = min(most, self._share + STEP * part)
         else:
             self._share += STEP * part * (1.0 - self._share)
         self._resize()
+
+    def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
+        """A message of the decode lane has come back."""
+        if self._rate is not None:
+            in_time = elapsed - self._least - nbytes / self._rate <= LATE
+            self._vouched_until = now - elapsed + VOUCHED if in_time else now
 
     def _resize(self) -> None:
         if self._rate is not None:

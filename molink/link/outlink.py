@@ -279,13 +279,13 @@ class OutLink:
             self._acknowledged(lane, message, now)
         elif isinstance(message, Beat) and message.epoch == self._sender.epoch:
             self.liveness.beat(message.completed, message.queued, message.predicted, now)
-            if self._sender.estimator.beat_back(message.echo, now):
+            if self._sender.beat_back(message.echo, now):
                 self._report(now)
         self._pump()
 
     def _acknowledged(self, lane: Lane, ack: Ack, now: float) -> None:
         connection = self._connections[lane]
-        if ack.epoch != self._sender.epoch or ack.lane is not lane:
+        if ack.epoch != self._sender.epoch or ack.lane is not lane or not connection.connected:
             return
         if ack.next < self._sender.base(lane):
             self._die(f"it lost its place: frame {ack.next} of {lane.name} has come before")

@@ -67,6 +67,13 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class Echoed:
+    """A beat, a few bytes on the decode lane, is back ``elapsed`` seconds after it left."""
+
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
 class LinkEstimate:
     """What is known of the link: seconds there and back, and bytes/s (``None`` = unknown)."""
 
@@ -85,7 +92,16 @@ class Reconnected:
     lane: Lane
 
 
-Event = Produced | DecodeStarted | DecodeFinished | Sent | Acknowledged | LinkEstimate | Reconnected
+Event = (
+    Produced
+    | DecodeStarted
+    | DecodeFinished
+    | Sent
+    | Acknowledged
+    | Echoed
+    | LinkEstimate
+    | Reconnected
+)
 
 
 @dataclass(frozen=True, slots=True)

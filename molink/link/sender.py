@@ -9,7 +9,7 @@ from molink.link.estimator import LinkEstimator
 from molink.link.lane import Outgoing, OutLane, header_fits
 from molink.link.outbox import Outbox
 from molink.link.packing import Packer, Packing
-from molink.link.policy import Acknowledged, Event, Policy, Reconnected, Send, Sent
+from molink.link.policy import Acknowledged, Echoed, Event, Policy, Reconnected, Send, Sent
 from molink.link.volume import OutVolume
 from molink.wire.codec import MAX_HEADER, Buffer
 from molink.wire.data import Ack, Lane, RingBody, Volume
@@ -142,6 +142,13 @@ class LinkSender:
             self.stale_acks += 1
             return
         self.handle(Acknowledged(ack.lane, *freed), now)
+
+    def beat_back(self, sent_at: float, now: float) -> bool:
+        """The beat that left at ``sent_at`` is back; ``False`` if none did."""
+        known = self.estimator.beat_back(sent_at, now)
+        if known:
+            self.handle(Echoed(now - sent_at), now)
+        return known
 
     # --- sending -----------------------------------------------------------------------------
 

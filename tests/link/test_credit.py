@@ -9,18 +9,21 @@ import pytest
 
 from molink.link.credit import (
     FIRST_CHUNK,
+    LATE,
     LEAST_CHUNK,
     LEAST_SHARE,
     MOST_CHUNK,
     MOST_SHARE,
     MOST_WINDOW,
     PACE,
+    QUIET,
     STEP,
     TARGET,
+    VOUCHED,
     CreditWindow,
 )
 from molink.link.estimator import LinkEstimator
-from molink.link.policy import Acknowledged, Event, LinkEstimate, Reconnected, Sent
+from molink.link.policy import Acknowledged, Echoed, Event, LinkEstimate, Reconnected, Sent
 from molink.wire.data import Lane
 from molink.wire.ringtimes import LinkFacts
 
@@ -92,8 +95,8 @@ class Bottleneck:
         self.now, sent_at, nbytes = self._acks.popleft()
         if nbytes:
             self._tell(Acknowledged(Lane.BULK, nbytes, self.now - sent_at))
-        else:
-            self.estimator.beat_back(sent_at, self.now)
+        elif self.estimator.beat_back(sent_at, self.now):
+            self._tell(Echoed(self.now - sent_at))
         news = self.estimator.news(self.now)
         if news is not None:
             self.window.handle(news, self.now)
@@ -278,3 +281,47 @@ def test_an_empty_window_is_not_filled_at_once() -> None:
     assert window.opens_at == pytest.approx(1.0 + 0.030 / PACE - TARGET)
     window.handle(Reconnected(Lane.BULK), 1.001)
     assert window.opens_at < 1.001
+
+
+def late(window: CreditWindow, now: float) -> float:
+    """A window's worth of chunks comes back 100 ms late; its size then."""
+    for _ in range(8):
+        window.handle(Acknowledged(Lane.BULK, 62_500, 0.135), now)
+    return window.size
+
+
+@pytest.mark.parametrize(
+    "message", [Echoed(0.03 + LATE / 2), Acknowledged(Lane.DECODE, 12_500, 0.031 + LATE / 2)]
+)
+def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: Event) -> None:
+    """While the decode lane finds no queue, the link has none."""
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    whole = window.size
+    window.handle(message, 1.0)
+    assert late(window, 1.0) == whole
+    assert late(window, 1.0 + VOUCHED / 2) == whole
+    assert late(window, 1.0 + VOUCHED) < whole
+
+
+def test_chunks_late_by_a_queue_shrink_it() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    whole = window.size
+    window.handle(Echoed(0.03), 1.0)
+    window.handle(Echoed(0.03 + 2 * LATE), 1.1)
+    assert late(window, 1.1) < whole
+
+
+def test_it_does_not_grow_while_a_beat_finds_a_queue() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    whole = window.size
+    window.handle(Echoed(0.03 + 2 * QUIET), -VOUCHED / 2)
+    assert acknowledged(window, 0.0) == whole
+    window.handle(Echoed(0.03 + QUIET / 2), 0.0)
+    assert acknowledged(window, 0.0) == whole, "the queue was there just now"
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(Echoed(0.03 + 2 * QUIET), -VOUCHED)
+    assert acknowledged(window, 0.0) > whole

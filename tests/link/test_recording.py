@@ -15,6 +15,7 @@ from molink.link.policy import (
     Decision,
     DecodeFinished,
     DecodeStarted,
+    Echoed,
     Event,
     LinkEstimate,
     Policy,
@@ -37,6 +38,7 @@ EVENTS: list[Event] = [
     Sent(Lane.BULK, 8320),
     Acknowledged(Lane.DECODE, 128, 2 / 3),
     LinkEstimate(0.03, 1e-9, 1e300),
+    Echoed(0.1 + 0.2),
     LinkEstimate(0.03, 5e-324),
     Reconnected(Lane.BULK),
 ]

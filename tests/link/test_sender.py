@@ -9,6 +9,7 @@ from molink.link.lane import Outgoing
 from molink.link.policy import (
     Acknowledged,
     Decision,
+    Echoed,
     Event,
     Produced,
     Reconnected,
@@ -413,3 +414,13 @@ def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
     assert rest == [0, 1, 2, 3], "the chunk goes on"
     sender.validate()
     assert sender.queued_bytes == 0
+
+
+def test_a_policy_hears_of_beats_that_are_back() -> None:
+    policy = Halves()
+    sender = connected(LinkSender(1, policy))
+    sender.estimator.beat_left(1.0)
+    assert not sender.beat_back(0.5, 1.25)
+    assert policy.events == []
+    assert sender.beat_back(1.0, 1.25)
+    assert policy.events == [Echoed(0.25)]
