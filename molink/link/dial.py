@@ -7,6 +7,7 @@ import zmq.asyncio
 from molink.link.outlink import Channel, ChannelEvents
 from molink.wire.client import Client
 from molink.wire.codec import data_codec
+from molink.wire.congestion import keep_steady
 from molink.wire.data import Lane
 from molink.wire.keys import KeyPair
 
@@ -31,6 +32,7 @@ def dial(
             on_connect=events.on_connect,
             on_disconnect=events.on_disconnect,
             on_drained=events.on_drained,
+            on_open=keep_steady if lane is Lane.DECODE else None,
         )
 
     return connect

@@ -71,6 +71,7 @@ class Client(Generic[M]):
         on_disconnect: Callable[[], None] = _nothing,
         on_refused: Callable[[str], None] = _nothing,
         on_drained: Callable[[], None] = _nothing,
+        on_open: Callable[[int], None] | None = None,
         max_messages: int = 4096,
         max_bytes: int = 8 << 20,
     ) -> None:
@@ -78,7 +79,8 @@ class Client(Generic[M]):
 
         ``on_message`` gets what is no reply to a request. ``on_connect`` is called on each new
         connection; what it sends goes first. ``on_refused`` is told why a handshake failed,
-        ``on_drained`` when a client that was ``congested`` no longer is.
+        ``on_drained`` when a client that was ``congested`` no longer is. ``on_open`` is as
+        :class:`Monitor`'s.
         ``max_messages`` and ``max_bytes`` bound what waits while the server is slow.
         """
         self._context, self._keys, self._codec = context, keys, codec
@@ -88,6 +90,7 @@ class Client(Generic[M]):
         self._on_message, self._on_refused = on_message, on_refused
         self._on_connect, self._on_disconnect = on_connect, on_disconnect
         self._on_drained = on_drained
+        self._on_open = on_open
         self.connected = False
         #: Why the last handshake failed; ``None`` once one has succeeded.
         self.failure: MolinkError | None = None
@@ -110,7 +113,7 @@ class Client(Generic[M]):
         if not self._addresses:
             raise UsageError(f"{self._name} has no address")
         self._socket = make_client(self._context, self._keys, self._server_key)
-        self._monitor = Monitor(self._socket)
+        self._monitor = Monitor(self._socket, self._on_open)
         try:
             connect(self._socket, self._address)
         except MolinkError:

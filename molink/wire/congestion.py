@@ -1,0 +1,29 @@
+"""TCP's congestion control of a single connection, where the system lets a program choose it."""
+
+import contextlib
+import os
+import socket
+import sys
+
+#: What suits few bytes at a time, best first. Without privileges Linux may refuse the first.
+_STEADY = (b"cubic", b"reno")
+
+
+def keep_steady(descriptor: int) -> None:
+    """Let the TCP connection ``descriptor`` be controlled by something other than BBR, if it is.
+
+    Every 10 s or so BBR sends next to nothing for 200 ms, to see what the round trip of an empty
+    link is, and it spreads what comes in one piece over several milliseconds. Both delay a message
+    that should arrive at once. Other systems than Linux have no such choice, and hardly any BBR.
+    """
+    if sys.platform != "linux":
+        return
+    # By the time that we hear of it, it may be no connection any more.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        used = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        if not used.startswith(b"bbr"):
+            return
+        for name in _STEADY:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+                return
