@@ -12,9 +12,11 @@ IDLE_INTERVAL = 1.0
 BUSY_INTERVAL = 0.1
 #: The least time without a sign of life that is death.
 PATIENCE = 3.0
-#: The same while nothing at all is heard. After a cut of 2 s TCP tries again only 3 s after it
-#: began, since it doubles its pauses.
+#: The same while nothing at all is heard.
 SILENCE = 4.0
+#: Silence after which the connections are made anew, and so on: after a cut of 2 s TCP may try
+#: again only 4 s after it began, since it doubles its pauses. A new connection tries every second.
+STALL = 1.4
 #: Predicted durations without progress that are death.
 PATIENCE_FACTOR = 5.0
 #: The patience with a stage that has not been reached yet: it may have a step to finish.
@@ -160,6 +162,7 @@ class Liveness:
         self._beat_at = now
         self._progress_at = now
         self._looked_at = now
+        self._anew_at = now
         self._completed = -1
         self._queued = 0
 
@@ -184,6 +187,13 @@ class Liveness:
             return FIRST_PATIENCE
         return max(PATIENCE, PATIENCE_FACTOR * self._predicted)
 
+    def stalled(self, now: float) -> bool:
+        """Whether to make the connections anew, which is then taken for done."""
+        if not self._reached or now - max(self._beat_at, self._anew_at) < STALL:
+            return False
+        self._anew_at = now
+        return True
+
     def death(self, now: float) -> str | None:
         """Why the stage counts as dead, or ``None``. To be asked at least twice a second."""
         pause = now - self._looked_at
@@ -191,6 +201,7 @@ class Liveness:
         if pause > _OWN_PAUSE:
             self._beat_at += pause
             self._progress_at += pause
+            self._anew_at += pause
         silent = now - self._beat_at
         if silent >= max(SILENCE, self.patience):
             return f"no sign of life for {silent:.1f} s"

@@ -42,6 +42,9 @@ class Channel(Protocol):
     def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
         """Send; raises :class:`MolinkError` if that can't be."""
 
+    def redial(self) -> None:
+        """Give up the connection for a new one."""
+
     async def close(self) -> None:
         """Disconnect."""
 
@@ -356,6 +359,9 @@ class OutLink:
         reason = self.liveness.death(now)
         if reason is not None:
             self._die(reason)
+        elif self.liveness.stalled(now):
+            for connection in self._connections.values():
+                connection.channel.redial()
 
     def _die(self, reason: str) -> None:
         if not self._dead:

@@ -101,6 +101,7 @@ class Client(Generic[M]):
         self._offences = Offences()
         self._changed = asyncio.Event()
         self._nudge = asyncio.Event()
+        self._stalled = False
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: Monitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -142,6 +143,15 @@ class Client(Generic[M]):
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             logger.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    def redial(self) -> None:
+        """Give up the connection, or the attempt at one, for a new one to the same address.
+
+        TCP doubles its pauses while nothing gets through, so a connection may stay silent for
+        seconds after the network is there again. A new one is not.
+        """
+        self._stalled = True
+        self._nudge.set()
 
     async def wait_connected(self, timeout: float) -> None:
         """Wait for a connection.
@@ -298,17 +308,20 @@ class Client(Generic[M]):
                 self.connected = True
                 self._call(self._on_connect)
             elif change is Change.DISCONNECTED:
-                was, self.connected = self.connected, False
                 self._nudge.set()
-                await self._drop(f"the connection to {self._name} broke")
-                if was:
-                    self._call(self._on_disconnect)
+                await self._lost()
             elif change in (Change.REFUSED, Change.FAILED):
                 self.failure = self._explain(change)
                 if change is Change.REFUSED:
                     self._nudge.set()
                 self._call(self._on_refused, str(self.failure))
             self._changed.set()
+
+    async def _lost(self) -> None:
+        was, self.connected = self.connected, False
+        await self._drop(f"the connection to {self._name} broke")
+        if was:
+            self._call(self._on_disconnect)
 
     def _explain(self, change: Change) -> MolinkError:
         if change is Change.REFUSED:
@@ -331,13 +344,19 @@ class Client(Generic[M]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(turn):
                     await self._nudge.wait()
-                    await asyncio.sleep(_NUDGE_PAUSE)
+                    if not self._stalled:
+                        await asyncio.sleep(_NUDGE_PAUSE)
             self._nudge.clear()
-            if self.connected:
+            stalled, self._stalled = self._stalled, False
+            if self.connected and not stalled:
                 continue
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(self._address)
-            self._turn += 1
+            if stalled:
+                # libzmq says nothing of a connection that was given up.
+                await self._lost()
+            else:
+                self._turn += 1
             try:
                 connect(socket, self._address)
             except MolinkError as error:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from molink.link.heartbeat import BeatClock, Liveness, RoundTrip
+from molink.link.heartbeat import SILENCE, STALL, BeatClock, Liveness, RoundTrip
 
 RATE = 1e7
 
@@ -119,3 +119,24 @@ def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
         assert came_back(trip, beat / 10, 0.18, ahead=int(0.075 * RATE))
         least = 0.06 if beat < 16 else 0.18
         assert trip.least(beat / 10 + 0.18, RATE) == pytest.approx(least)
+
+
+def test_connections_are_made_anew_while_nothing_is_heard() -> None:
+    liveness = Liveness(0.0)
+    assert not liveness.stalled(50.0), "it was never reached"
+    liveness.beat(5, 0, 0.0, 60.0)
+    assert not liveness.stalled(60.0 + STALL - 0.01)
+    assert liveness.stalled(60.01 + STALL)
+    assert not liveness.stalled(60.01 + STALL), "once"
+    assert liveness.stalled(60.02 + 2 * STALL), "and once more"
+    liveness.beat(5, 0, 0.0, 63.0)
+    assert not liveness.stalled(63.0 + STALL - 0.01)
+    assert 2 * STALL < SILENCE
+
+
+def test_our_own_pause_is_no_stall() -> None:
+    liveness = Liveness(0.0)
+    liveness.beat(5, 0, 0.0, 0.0)
+    assert liveness.death(100.0) is None
+    assert not liveness.stalled(100.0)
+    assert liveness.stalled(100.01 + STALL)

@@ -113,6 +113,27 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
     assert pair.deaths == []
 
 
+async def test_a_link_survives_connections_that_are_made_anew(net: Any) -> None:
+    """The old ones live on, and what still comes on them counts no more."""
+    pair = Pair(net)
+    pair.outgoing.start()
+    await net.until(lambda: pair.outgoing.stats.rtt > 0)
+    sent = {tick: volume(tick, 700, prefill=tick % 3 > 0) for tick in range(30)}
+    for tick, (header, data) in sent.items():
+        pair.outgoing.volume(header, data)
+        if tick % 10 == 5:
+            for connection in pair.outgoing._connections.values():
+                connection.channel.redial()
+            await net.until(lambda tick=tick: len(pair.arrivals) > tick)
+    await net.until(lambda: len(pair.arrivals) == len(sent))
+    for arrival in pair.arrivals:
+        assert isinstance(arrival.body, Volume)
+        assert (arrival.body, arrival.payload) == sent[arrival.body.tick]
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert pair.outgoing.stats.connects >= 4
+    assert pair.deaths == []
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) -> None:
     """Connections break between the pieces of volumes; rows come as they are produced."""

@@ -35,6 +35,7 @@ class FakeChannel:
         self.events = events
         self.sent: list[tuple[float, Any]] = []
         self.started = self.closed = self.congested = self.broken = False
+        self.redialled: list[float] = []
 
     def start(self) -> None:
         self.started = True
@@ -43,6 +44,9 @@ class FakeChannel:
         if self.broken:
             raise Unavailable("broken")
         self.sent.append((asyncio.get_running_loop().time(), message))
+
+    def redial(self) -> None:
+        self.redialled.append(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         self.closed = True
@@ -299,6 +303,43 @@ def test_a_dead_stage_is_reported_once(virtually: Virtually) -> None:
         assert bench.deaths == ["2 volumes wait and none was completed for 3.0 s"]
         await asyncio.sleep(10.0)
         assert len(bench.deaths) == 1
+        await bench.link.close()
+
+    virtually(test())
+
+
+def test_a_silent_link_is_connected_anew_before_it_counts_as_dead(virtually: Virtually) -> None:
+    async def test() -> None:
+        bench = Bench()
+        bench.welcome()
+        bench.beat()
+        await asyncio.sleep(1.0)
+        bench.beat()
+        assert bench.decode.redialled == bench.bulk.redialled == []
+        await asyncio.sleep(10.0)
+        for channel in (bench.decode, bench.bulk):
+            assert len(channel.redialled) == 2
+            assert channel.redialled[0] == pytest.approx(2.5, abs=0.26)
+        assert len(bench.deaths) == 1
+        await bench.link.close()
+
+    virtually(test())
+
+
+def test_what_an_old_connection_says_is_no_welcome_on_the_next(virtually: Virtually) -> None:
+    async def test() -> None:
+        bench = Bench()
+        bench.welcome()
+        bench.link.control(Tombstone(1))
+        bench.decode.events.on_disconnect()
+        bench.decode.events.on_message(Ack(7, Lane.DECODE, 1), None)
+        bench.link.control(Tombstone(2))
+        assert len(bench.decode.messages(Frame)) == 1
+        bench.welcome()
+        assert [frame.body for frame in bench.decode.messages(Frame)[1:]] == [
+            Tombstone(1),
+            Tombstone(2),
+        ]
         await bench.link.close()
 
     virtually(test())

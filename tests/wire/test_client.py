@@ -100,6 +100,41 @@ async def test_reconnecting(net: Any) -> None:
     await again.close()
 
 
+async def test_a_stalled_connection_is_given_up_for_a_new_one(net: Any) -> None:
+    senders: list[Sender] = []
+    events: list[str] = []
+    server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
+
+    def hello() -> None:
+        events.append("connect")
+        client.send(Cancel("hello"))
+
+    client = net.client(
+        data_codec(),
+        net.member(),
+        server.port,
+        on_connect=hello,
+        on_disconnect=lambda: events.append("disconnect"),
+    )
+    await net.until(lambda: senders)
+    client.redial()
+    await net.until(lambda: len(senders) == 2)
+    assert events == ["connect", "disconnect", "connect"]
+    assert senders[0].identity != senders[1].identity
+    assert client.connected
+
+
+async def test_an_attempt_is_given_up_for_a_new_one(net: Any) -> None:
+    events: list[str] = []
+    client = net.client(
+        data_codec(), net.member(), 1, on_disconnect=lambda: events.append("disconnect")
+    )
+    client.redial()
+    with pytest.raises(Unavailable):
+        await client.wait_connected(0.05)
+    assert events == []
+
+
 async def rebound(net: Any, handle: Any, port: int) -> Any:
     """A server on the port that another has just let go."""
     from molink.errors import PortInUse
