@@ -14,9 +14,9 @@ BUSY_INTERVAL = 0.1
 PATIENCE = 3.0
 #: The same while nothing at all is heard.
 SILENCE = 4.0
-#: Silence after which the connections are made anew, and so on: after a cut of 2 s TCP may try
-#: again only 4 s after it began, since it doubles its pauses. A new connection tries every second.
-STALL = 1.4
+#: Silence after which the connections are made anew: after a cut of 2 s TCP may try again only 4 s
+#: after it began, since it doubles its pauses. A new connection tries at once, and a second later.
+STALL = 2.0
 #: Predicted durations without progress that are death.
 PATIENCE_FACTOR = 5.0
 #: The patience with a stage that has not been reached yet: it may have a step to finish.
