@@ -17,7 +17,7 @@ WINDOW = 0.05
 #: A rate over it may be so much above that over a longer time: after a pause, what was held up
 #: comes faster than the link is.
 _LONG_WINDOW = 0.25
-_CATCHING_UP = 1.2
+_CATCHING_UP = 1.1
 #: The greatest rate counts for so long; this clock stops when nothing is acknowledged.
 MEMORY = 1.0
 #: The longest that this clock runs on without an acknowledgement.
