@@ -24,6 +24,8 @@ HELLO_INTERVAL = 0.25
 #: How often the next stage's life is looked at.
 _LOOK_INTERVAL = 0.5
 _LEAST_PAUSE = 0.001
+#: Messages sent before others on the event loop get their turn.
+_BATCH = 16
 #: Messages that a link of unknown rate is tried out with, and their bytes.
 _PROBES = 16
 _PROBE_BYTES = 16 * 1024
@@ -186,7 +188,12 @@ class OutLink:
     def handle(self, event: Event) -> None:
         """Tell the policy what the executor did."""
         self._sender.handle(event, self._loop.time())
-        self._pump()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Something has happened that what waits, if anything does, may have waited for."""
+        if self._sender.waiting:
+            self._pump()
 
     def _pump(self) -> None:
         """Send what may be sent now, a batch at a time, and set the timer for what comes next."""
@@ -194,12 +201,12 @@ class OutLink:
             return
         now = self._loop.time()
         self._greet(now)
-        batch = self._sender.poll(now, self._ready())
+        batch = self._sender.poll(now, self._ready(), _BATCH)
         for out in batch:
             self._send(out)
         self._beat(now)
         self._look(now)
-        if batch and self._pumping is None:
+        if len(batch) == _BATCH and self._pumping is None:
             self._pumping = self._loop.call_soon(self._pump_more)
         self._set_timer(now)
 
@@ -284,7 +291,7 @@ class OutLink:
             self.liveness.beat(message.completed, message.queued, message.predicted, now)
             if self._sender.beat_back(message.echo, now):
                 self._report(now)
-        self._pump()
+        self._go_on()
 
     def _acknowledged(self, lane: Lane, ack: Ack, now: float) -> None:
         connection = self._connections[lane]
@@ -301,6 +308,7 @@ class OutLink:
             if lane is Lane.BULK:
                 self._try_out(now)
             self._tell(now)
+            self._pump()
         else:
             self._take(ack, now)
             self._tell(now)

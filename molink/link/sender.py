@@ -233,6 +233,11 @@ class LinkSender:
         return self._outbox.nbytes
 
     @property
+    def waiting(self) -> bool:
+        """Whether anything is to be sent, now or when something allows it."""
+        return self._outbox.nbytes > 0 or any(out.pending for out in self._lanes.values())
+
+    @property
     def full(self) -> bool:
         """Whether who produces should pause."""
         return self.queued_bytes + self.unacknowledged_bytes >= self._limits.total
