@@ -1,4 +1,4 @@
-"""A connecting socket: one DEALER, its one reader task, and requests with their replies."""
+"""A connecting socket: one DEALER, its one reader, and requests with their replies."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,8 @@ from molink.wire.inbox import Outbox
 from molink.wire.keys import KeyPair
 from molink.wire.monitor import Change, Monitor
 from molink.wire.offences import Offences
-from molink.wire.sockets import connect, make_client, receive_each, try_send
+from molink.wire.sockets import connect, make_client
+from molink.wire.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +104,9 @@ class Client(Generic[M]):
         self._nudge = asyncio.Event()
         self._stalled = False
         self._socket: zmq.asyncio.Socket | None = None
+        self._traffic: Traffic | None = None
         self._monitor: Monitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._flusher: asyncio.Task[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
@@ -120,11 +121,9 @@ class Client(Generic[M]):
         except MolinkError:
             self._release()
             raise
+        self._traffic = Traffic(self._socket, MAX_FRAMES, self._take, self._flush, self._failed)
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(
-                receive_each(self._socket, MAX_FRAMES, self._take), name="molink-client"
-            ),
             loop.create_task(self._watch(self._monitor), name="molink-client-monitor"),
             loop.create_task(self._redial(self._socket), name="molink-client-dial"),
         ]
@@ -137,7 +136,7 @@ class Client(Generic[M]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._drop(f"the connection to {self._name} was closed")
+        self._drop(f"the connection to {self._name} was closed")
         self._release()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -152,6 +151,9 @@ class Client(Generic[M]):
         """
         self._stalled = True
         self._nudge.set()
+
+    def _failed(self, error: Exception) -> None:
+        logger.error("the connection to %s can't be read", self._name, exc_info=error)
 
     async def wait_connected(self, timeout: float) -> None:
         """Wait for a connection.
@@ -184,35 +186,33 @@ class Client(Generic[M]):
             Overloaded: too much is waiting already.
             WireError: the message breaks its own bounds.
         """
-        if not self.connected or self._socket is None:
+        if not self.connected or self._traffic is None:
             raise Unavailable(f"not connected to {self._name}")
         parts: list[object] = [*self._codec.encode(message, payload)]
         try:
-            if self._flusher is None and try_send(self._socket, parts):
+            if not self._outbox and self._traffic.send(parts):
                 return
         except zmq.ZMQError as error:
             raise Unavailable(f"can't send to {self._name}: {error}") from error
         if not self._outbox.put(parts, 0 if payload is None else memoryview(payload).nbytes):
             raise Overloaded(f"{self._name} takes messages more slowly than they are sent")
-        if self._flusher is None:
-            self._flusher = asyncio.get_running_loop().create_task(self._flush(self._socket))
 
     @property
     def congested(self) -> bool:
         """Whether messages wait for the socket; who can hold back should."""
         return len(self._outbox) > 0
 
-    async def _flush(self, socket: zmq.asyncio.Socket) -> None:
+    def _flush(self) -> None:
+        """The socket has room again."""
+        assert self._traffic is not None
         try:
             while self._outbox:
-                await socket.send_multipart(self._outbox.first())
+                if not self._traffic.send(self._outbox.first()):
+                    return
                 self._outbox.pop()
-                await asyncio.sleep(0)
         except zmq.ZMQError as error:
             logger.warning("can't send to %s: %s", self._name, error)
             self._outbox.clear()
-        finally:
-            self._flusher = None
         self._call(self._on_drained)
 
     # --- requests ----------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Client(Generic[M]):
                 self._call(self._on_connect)
             elif change is Change.DISCONNECTED:
                 self._nudge.set()
-                await self._lost()
+                self._lost()
             elif change in (Change.REFUSED, Change.FAILED):
                 self.failure = self._explain(change)
                 if change is Change.REFUSED:
@@ -317,9 +317,9 @@ class Client(Generic[M]):
                 self._call(self._on_refused, str(self.failure))
             self._changed.set()
 
-    async def _lost(self) -> None:
+    def _lost(self) -> None:
         was, self.connected = self.connected, False
-        await self._drop(f"the connection to {self._name} broke")
+        self._drop(f"the connection to {self._name} broke")
         if was:
             self._call(self._on_disconnect)
 
@@ -354,7 +354,7 @@ class Client(Generic[M]):
                 socket.disconnect(self._address)
             if stalled:
                 # libzmq says nothing of a connection that was given up.
-                await self._lost()
+                self._lost()
             else:
                 self._turn += 1
             try:
@@ -362,13 +362,7 @@ class Client(Generic[M]):
             except MolinkError as error:
                 logger.warning("%s", error)
 
-    async def _drop(self, reason: str) -> None:
-        flusher = self._flusher
-        if flusher is not None:
-            flusher.cancel()
-            await asyncio.gather(flusher, return_exceptions=True)
-            # One that was cancelled before it began has not said that it is gone.
-            self._flusher = None
+    def _drop(self, reason: str) -> None:
         self._outbox.clear()
         for queue in self._pending.values():
             queue.put_nowait(Unavailable(reason))
@@ -378,6 +372,9 @@ class Client(Generic[M]):
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
+        if self._traffic is not None:
+            self._traffic.close()
+            self._traffic = None
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

@@ -1,4 +1,4 @@
-"""A listening socket: one ROUTER, its one reader task, and who may say what to it."""
+"""A listening socket: one ROUTER, its one reader, and who may say what to it."""
 
 import asyncio
 import inspect
@@ -18,7 +18,8 @@ from molink.wire.inbox import Inbox, Outbox
 from molink.wire.keys import KeyPair
 from molink.wire.monitor import Change, Monitor
 from molink.wire.offences import Offences
-from molink.wire.sockets import bind, make_server, receive_each, try_send
+from molink.wire.sockets import bind, make_server
+from molink.wire.traffic import Traffic
 from molink.wire.zap import Gatekeeper
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Sender:
     user_id: str
 
 
-#: Handles a message. A plain function is called in the reader task; a coroutine function runs in
+#: Handles a message. A plain function is called as it is read; a coroutine function runs in
 #: the sender's own turn, its messages one by one, while those of others go on. What it raises is
 #: sent back as :class:`Failure` if the message has a ``ref``.
 Handler = Callable[[Sender, M, memoryview | None], Awaitable[None] | None]
@@ -119,8 +120,9 @@ class Server(Generic[M]):
         self._inboxes: dict[str, Inbox] = {}
         self._outboxes: dict[bytes, Outbox] = {}
         self._socket: zmq.asyncio.Socket | None = None
+        self._traffic: Traffic | None = None
         self._monitor: Monitor | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._rebuilding: asyncio.Task[None] | None = None
         self._flushing: asyncio.TimerHandle | None = None
         self._host = ""
@@ -149,14 +151,10 @@ class Server(Generic[M]):
             raise
         self._host = host
         self._socket, self._monitor = socket, monitor
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(
-                receive_each(socket, MAX_FRAMES + 1, self._take), name="molink-server"
-            ),
-            loop.create_task(self._watch(monitor), name="molink-server-monitor"),
-        ]
-        self._tasks[0].add_done_callback(self._reader_ended)
+        self._traffic = Traffic(socket, MAX_FRAMES + 1, self._take, _nothing, self._failed_to_read)
+        self._watching = asyncio.get_running_loop().create_task(
+            self._watch(monitor), name="molink-server-monitor"
+        )
         return self.port
 
     async def close(self) -> None:
@@ -208,11 +206,11 @@ class Server(Generic[M]):
     def _try(self, parts: list[object]) -> bool | None:
         """Send now: whether it worked, or ``None`` if the connection is full."""
         try:
-            if self._socket is not None and try_send(self._socket, parts):
+            if self._traffic is not None:
+                if not self._traffic.send(parts):
+                    return None
                 self.counters.sent += 1
                 return True
-            if self._socket is not None:
-                return None
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 logger.warning("can't send: %s", error)
@@ -324,10 +322,8 @@ class Server(Generic[M]):
             # Strangers may come faster than they can be counted.
             await asyncio.sleep(0)
 
-    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
-        if reader.cancelled() or self._closed:
-            return
-        logger.error("the reader of port %d failed", self.port, exc_info=reader.exception())
+    def _failed_to_read(self, error: Exception) -> None:
+        logger.error("the reader of port %d failed", self.port, exc_info=error)
         self._rebuild_soon()
 
     def _rebuild_soon(self) -> None:
@@ -355,10 +351,13 @@ class Server(Generic[M]):
             self._rebuilding = None
 
     async def _unbind(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._traffic is not None:
+            self._traffic.close()
+            self._traffic = None
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
@@ -369,6 +368,10 @@ class Server(Generic[M]):
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _user_id(frame: zmq.Frame) -> str:

@@ -4,10 +4,7 @@ Every option is set before bind or connect. ``MAXMSGSIZE`` matters most: without
 libzmq allocate gigabytes before the handshake has begun.
 """
 
-import asyncio
 import errno
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
 
 import zmq
 import zmq.asyncio
@@ -17,10 +14,6 @@ from molink.wire.keys import KeyPair
 
 #: The ZAP domain of every server socket.
 DOMAIN = "molink"
-#: How many multi-part frames are read before the event loop gets its turn.
-_DRAIN_TURN = 256
-#: Messages read before other tasks get their turn.
-_READ_TURN = 16
 
 _OPTIONS: dict[int, int] = {
     zmq.MAXMSGSIZE: 1 << 20,
@@ -110,55 +103,3 @@ def bind(
         return int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
     span = f"port {first} is" if stop <= first + 1 else f"ports {first} to {stop - 1} are"
     raise PortInUse(f"{span} in use on {host}: choose another with {option}")
-
-
-def try_send(socket: zmq.asyncio.Socket, parts: Sequence[Any]) -> bool:
-    """Send ``parts`` at once; ``False`` if the socket can't take them now.
-
-    No blocking send may be pending on the socket.
-
-    Raises:
-        zmq.ZMQError: anything but a full or unconnected socket.
-    """
-    # A non-blocking call of zmq.asyncio has ended when it returns its future.
-    future = cast("asyncio.Future[Any]", socket.send_multipart(parts, zmq.DONTWAIT))
-    error = future.exception()
-    if error is None:
-        return True
-    if isinstance(error, zmq.Again):
-        return False
-    raise error
-
-
-async def receive(socket: zmq.asyncio.Socket, most: int) -> tuple[list[zmq.Frame], int]:
-    """The first ``most`` frames of the next message, and how many it had in all.
-
-    Frames beyond ``most`` are freed one by one: a member can send a message of any number of parts.
-    """
-    frame = await socket.recv(copy=False)
-    frames = [frame]
-    parts = 1
-    while frame.more:
-        # ZeroMQ delivers all parts of a message at once, so this never waits.
-        future = cast("asyncio.Future[zmq.Frame]", socket.recv(zmq.DONTWAIT, copy=False))
-        frame = future.result()
-        parts += 1
-        if parts <= most:
-            frames.append(frame)
-        if parts % _DRAIN_TURN == 0:
-            await asyncio.sleep(0)
-    return frames, parts
-
-
-async def receive_each(
-    socket: zmq.asyncio.Socket, most: int, take: Callable[[list[zmq.Frame], int], None]
-) -> NoReturn:
-    """Hand ``take`` every message that comes, as :func:`receive` returns it; lets others run."""
-    count = 0
-    while True:
-        frames, parts = await receive(socket, most)
-        take(frames, parts)
-        del frames  # or they would be kept until the next message
-        count += 1
-        if count % _READ_TURN == 0:
-            await asyncio.sleep(0)

@@ -263,7 +263,7 @@ async def test_what_comes_after_a_break_is_sent_however_full_the_socket_was(net:
     payload = Payload("u8", (len(data),))
     while not client.congested:
         client.send(Prompt("k", 0, payload), data)
-    await client._drop("the connection broke")
+    client._drop("the connection broke")
     assert not client.congested
     client.send(Prompt("k", 1, payload), data)
     await net.until(lambda: got[-1:] == [1])

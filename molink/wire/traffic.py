@@ -1,0 +1,130 @@
+"""The messages of one socket, read and sent on the event loop without a future for each frame.
+
+``zmq.asyncio`` makes a future for each frame and looks at the socket's events several times for it:
+a quarter of what a worker's event loop did in a ring step of a small model.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+#: Messages read, or frames of one, before others on the event loop get their turn.
+_READ_TURN = 16
+_FRAME_TURN = 256
+
+# Plain numbers: the flags of zmq are enums of Python's, and slow.
+_POLLIN = int(zmq.POLLIN)
+_POLLOUT = int(zmq.POLLOUT)
+_NOW = int(zmq.DONTWAIT)
+_NOW_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+
+class Traffic:
+    """Hands over every message that comes, and sends what the socket can take.
+
+    All happens on the event loop's thread. libzmq's descriptor says only once that something may
+    have changed, and any use of the socket may be what notices it. So the socket's events are
+    looked at until there are none, and again after each message that is sent.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.asyncio.Socket,
+        most: int,
+        take: Callable[[list[zmq.Frame], int], None],
+        on_room: Callable[[], None],
+        on_failed: Callable[[Exception], None],
+    ) -> None:
+        """``take`` is given the first ``most`` frames of a message, and how many it had in all.
+
+        Frames beyond ``most`` are freed one by one: a member can send a message of any number of
+        parts. ``on_room`` is called once something can be sent again that could not be.
+        ``on_failed`` is told of an error of the socket or of ``take``; nothing is read any more.
+        The socket is used by nobody else from now on, and the caller's to close.
+        """
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        self._most = most
+        self._take = take
+        self._on_room = on_room
+        self._on_failed = on_failed
+        #: What the socket is watched for.
+        self._wanted = _POLLIN
+        #: The message that is being read: frames, and how many there were so far.
+        self._frames: list[zmq.Frame] = []
+        self._parts = 0
+        self._descriptor = int(self._socket.get(zmq.FD))
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._run)
+        #: Whether the events will be looked at anyway.
+        self._looks = False
+        self._closed = False
+        self._look_soon()
+
+    def close(self) -> None:
+        """Leave the socket alone. To be called before it is closed."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+
+    def send(self, parts: Sequence[Any]) -> bool:
+        """Send a message at once; ``False`` if the socket can't take it now.
+
+        Raises:
+            zmq.ZMQError: anything but a full or unconnected socket.
+        """
+        try:
+            for part in parts[:-1]:
+                self._socket.send(part, _NOW_MORE)
+            self._socket.send(parts[-1], _NOW)
+        except zmq.Again:
+            self._wanted |= _POLLOUT
+            return False
+        finally:
+            if not self._looks and self._events():
+                self._look_soon()
+        return True
+
+    def _events(self) -> int:
+        return int(self._socket.get(zmq.EVENTS)) & self._wanted
+
+    def _look_soon(self) -> None:
+        self._looks = True
+        self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        """Do what can be done now."""
+        if self._closed:
+            return
+        self._looks = True
+        try:
+            for _ in range(_READ_TURN):
+                events = self._events()
+                if not events:
+                    self._looks = False
+                    return
+                if events & _POLLOUT:
+                    self._wanted = _POLLIN
+                    self._on_room()
+                if events & _POLLIN:
+                    self._read()
+        except Exception as error:
+            self.close()
+            self._on_failed(error)
+        else:
+            self._look_soon()
+
+    def _read(self) -> None:
+        """The next message, or a part of one that has very many frames: all of them are there."""
+        for _ in range(_FRAME_TURN):
+            frame = self._socket.recv(_NOW, copy=False)
+            self._parts += 1
+            if self._parts <= self._most:
+                self._frames.append(frame)
+            if not frame.more:
+                frames, parts = self._frames, self._parts
+                self._frames, self._parts = [], 0
+                self._take(frames, parts)
+                return
