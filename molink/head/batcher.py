@@ -58,10 +58,11 @@ class Batcher:
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
         if not self._ledger.wide:
-            count = self.micro_batches.update(self._roster.decoding())
+            streams = self._roster.decoding()
+            count = self.micro_batches.update(streams)
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
-                self._add_decode(decode, now)
+                self._add_decode(decode, streams, now)
             if prefill and self._may_prefill(beside=len(decode) > 0):
                 self._add_prefill(chunk, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
@@ -79,8 +80,8 @@ class Batcher:
 
     # --- decode --------------------------------------------------------------------------------
 
-    def _add_decode(self, builder: VolumeBuilder, now: float) -> None:
-        quota = max(1, math.ceil(self._roster.decoding() / self.micro_batches.count))
+    def _add_decode(self, builder: VolumeBuilder, streams: int, now: float) -> None:
+        quota = max(1, math.ceil(streams / self.micro_batches.count))
         self._starved = []
         for job in self._roster.policy.rank(self._roster.runnable(), now):
             if len(builder) == quota or builder.room < 1:

@@ -98,9 +98,11 @@ class Roster:
 
         Those that wait for their client are passed over.
         """
+        able = [job for job in self.policy.waiting() if not job.stalled]
+        if not able:
+            return None
         running = Counter(job.request.owner for job in self._admitted.values())
-        able = (job for job in self.policy.waiting() if not job.stalled)
-        return min(able, key=lambda job: running[job.request.owner], default=None)
+        return min(able, key=lambda job: running[job.request.owner])
 
     def displaced_by(self, owner: str, now: float) -> Job | None:
         """The waiting job whose place in the full queue a new one of ``owner`` gets, if any.

@@ -235,7 +235,8 @@ class LinkSender:
     @property
     def waiting(self) -> bool:
         """Whether anything is to be sent, now or when something allows it."""
-        return self._outbox.nbytes > 0 or any(out.pending for out in self._lanes.values())
+        decode, bulk = self._lanes[Lane.DECODE], self._lanes[Lane.BULK]
+        return self._outbox.nbytes > 0 or decode.pending or bulk.pending
 
     @property
     def full(self) -> bool:
