@@ -1,7 +1,7 @@
 """Whether memory grows: sends requests to a running swarm and compares each process's RSS.
 
     .venv/bin/molink demo                      # in another terminal
-    .venv/bin/python tools/soak.py --requests 500
+    .venv/bin/python -m tools.soak --requests 500
 
 Processes come from ``molink status --json`` of this PC: every daemon, its workers and their other
 descendants. RSS is taken once the first ``--settle`` requests have completed, and at the end.
@@ -10,7 +10,6 @@ descendants. RSS is taken once the first ``--settle`` requests have completed, a
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,6 +23,7 @@ from molink.bench.plan import PlannedRequest, plan_sizes
 from molink.bench.report import summarize
 from molink.bench.run import run_plan
 from molink.bench.sample import Sample
+from tools.swarm_processes import swarm_processes
 
 #: RSS at the end by RSS after the first requests, at most.
 TARGET = 1.05
@@ -32,10 +32,8 @@ TARGET = 1.05
 def main() -> int:
     """Run the soak and print its result as JSON; exit code 1 if it misses the target."""
     options = _options()
-    status = _status()
-    peers = status["peers"]
-    urls = options.url or [peer["endpoint"] for peer in peers if peer["endpoint"]]
-    processes = _processes(peers)
+    processes, endpoints = swarm_processes()
+    urls = options.url or endpoints
     samples, first = asyncio.run(_soak(urls, processes, options))
     report = summarize(samples, 0.0, policy="soak")
     rows = _compare(processes, first, _rss(processes))
@@ -65,26 +63,6 @@ def _options() -> argparse.Namespace:
     if options.requests <= options.settle:
         parser.error("--requests has to be more than --settle")
     return options
-
-
-def _status() -> dict[str, Any]:
-    command = [sys.executable, "-m", "molink", "status", "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, encoding="utf-8")
-    status: dict[str, Any] = json.loads(done.stdout)
-    return status
-
-
-def _processes(peers: Sequence[dict[str, Any]]) -> dict[psutil.Process, str]:
-    """Every process of the swarm on this PC, with what it is."""
-    found: dict[psutil.Process, str] = {}
-    for peer in peers:
-        daemon = psutil.Process(peer["daemon_pid"])
-        found[daemon] = f"daemon of {peer['name']}"
-        workers = {worker["pid"]: worker["stage"] for worker in peer["workers"]}
-        for child in daemon.children(recursive=True):
-            stage = workers.get(child.pid)
-            found[child] = f"child of {peer['name']}" if stage is None else f"stage {stage}"
-    return found
 
 
 def _rss(processes: dict[psutil.Process, str]) -> dict[psutil.Process, int]:
