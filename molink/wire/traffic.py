@@ -1,7 +1,7 @@
 """The messages of one socket, read and sent on the event loop without a future for each frame.
 
 ``zmq.asyncio`` makes a future for each frame and looks at the socket's events several times for it:
-a quarter of what a worker's event loop did in a ring step of a small model.
+a fifth of what a worker's event loop did in a ring step of a small model.
 """
 
 import asyncio
