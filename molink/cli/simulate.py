@@ -88,14 +88,13 @@ def simulate_command(
         float | None,
         typer.Option(help="Milliseconds one way, instead of the link's.", rich_help_panel=RING),
     ] = None,
-    slow_start: Annotated[
-        bool,
+    congestion: Annotated[
+        Literal["none", "cubic", "bbr"] | None,
         typer.Option(
-            "--slow-start",
-            help="Connections start slowly after each pause, as under CUBIC.",
+            help="TCP's congestion control, instead of the link's (none, unless it says).",
             rich_help_panel=RING,
         ),
-    ] = False,
+    ] = None,
     max_running: Annotated[
         int, typer.Option(help="Requests that hold KV blocks at once.", rich_help_panel=RING)
     ] = 256,
@@ -175,7 +174,7 @@ def simulate_command(
             stages,
             device,
             model_profile,
-            _link(link, bandwidth, latency, slow_start),
+            _link(link, bandwidth, latency, congestion),
             name,
             cut_through,
             compression,
@@ -199,11 +198,11 @@ def _policies(names: str) -> list[str]:
 
 
 def _link(
-    name: str, bandwidth: float | None, latency: float | None, slow_start: bool
+    name: str, bandwidth: float | None, latency: float | None, congestion: str | None
 ) -> LinkProfile:
     link = load_link(name)
-    if slow_start:
-        link = replace(link, slow_start=True)
+    if congestion is not None:
+        link = replace(link, congestion=congestion)
     if bandwidth is not None:
         link = replace(link, bandwidth_mbps=bandwidth)
     return link if latency is None else replace(link, latency_ms=latency)

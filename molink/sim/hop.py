@@ -1,6 +1,7 @@
 """One hop of the ring: the product's sender and receiver at the ends of a simulated medium."""
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -30,10 +31,11 @@ class Hop:
     """The outgoing link of stage ``stage`` and the incoming one of the next.
 
     What an ``OutLink`` and an ``InLink`` do with sockets and timers, on a medium and an agenda.
-    Acknowledgements take the latency back and no bandwidth. ``on_arrival`` is told what has come to
-    the next stage, ``on_room`` that the link is not ``full`` any more, ``on_estimate`` what the
-    link has been measured to be. Rows have no content: those that travel packed arrive as
-    ``zeros``, of which there have to be as many as a message holds.
+    Acknowledgements take their time back and no bandwidth; a message that has arrived takes
+    ``handling`` seconds more. ``on_arrival`` is told what has come to the next stage, ``on_room``
+    that the link is not ``full`` any more, ``on_estimate`` what the link has been measured to be.
+    Rows have no content: those that travel packed arrive as ``zeros``, of which there have to be as
+    many as a message holds.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Hop:
         sender: LinkSender,
         receiver: LinkReceiver,
         medium: Medium,
+        handling: float,
         zeros: memoryview,
         on_arrival: Callable[[Arrival], None],
         on_room: Callable[[], None],
@@ -54,6 +57,7 @@ class Hop:
         self._stage = stage
         self._agenda = agenda
         self._receiver = receiver
+        self._handling = handling
         self._zeros = zeros
         self._on_arrival = on_arrival
         self._on_room = on_room
@@ -124,8 +128,8 @@ class Hop:
                 break
         if len(ready) < len(BOTH_LANES) and not self._waits_for_lane:
             self._waits_for_lane = True
-            at = min(medium.ready_at(lane) for lane in BOTH_LANES if lane not in ready)
-            self._agenda.at(at, self._lane_ready)
+            full = [lane for lane in BOTH_LANES if lane not in ready]
+            medium.when_ready(full, self._lane_ready)
         self._set_timer(now)
 
     def _lane_ready(self) -> None:
@@ -150,22 +154,29 @@ class Hop:
 
     def _send(self, out: Outgoing, now: float) -> None:
         packing = _packing_s(out.message)
-        begin, end, arrival = self.medium.send(out.lane, out.nbytes, now + packing)
+        passed = partial(self._passed, out, packing)
+        self.medium.send(out.lane, out.nbytes, now + packing, passed)
+
+    def _passed(
+        self, out: Outgoing, packing: float, begin: float, end: float, arrival: float
+    ) -> None:
         if self.on_transfer is not None:
             self.on_transfer(self._stage, _is_prefill(out.message), begin, end)
         # The next stage unpacks one message after another, and takes none out of turn.
-        self._handed_at = max(self._handed_at, arrival) + packing
+        self._handed_at = max(self._handed_at, arrival + self._handling) + packing
         self._agenda.at(self._handed_at, self._arrive, out)
 
     # --- what the link is like -------------------------------------------------------------------
 
     def _beat(self) -> None:
         now = self._agenda.now
-        _, _, arrival = self.medium.send(Lane.DECODE, _BEAT, now)
+        self.medium.send(Lane.DECODE, _BEAT, now, partial(self._beat_passed, now))
         self.sender.estimator.beat_left(now)
         self._tell(now)
-        self._agenda.at(arrival + self.medium.latency, self._beat_back, now)
         self._agenda.at(now + BUSY_INTERVAL, self._beat)
+
+    def _beat_passed(self, sent_at: float, begin: float, end: float, arrival: float) -> None:
+        self._agenda.at(arrival + self._handling + self.medium.reply_s, self._beat_back, sent_at)
 
     def _beat_back(self, sent_at: float) -> None:
         now = self._agenda.now
@@ -202,7 +213,7 @@ class Hop:
     def _acknowledge(self) -> None:
         now, receiver = self._agenda.now, self._receiver
         for ack in receiver.acks(now):
-            self._agenda.at(now + self.medium.latency, self._acknowledged, ack)
+            self._agenda.at(now + self.medium.reply_s, self._acknowledged, ack)
         due = receiver.wake_at
         if due is not None and not now < self._ack_at <= due:
             self._ack_at = due

@@ -1,71 +1,72 @@
 """The way of bytes from one stage to the next: a bottleneck, then a latency."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Protocol
 
-from molink.sim.tcp import SEGMENT, SlowStart
+from molink.sim.agenda import Action, Agenda
+from molink.sim.congestion import Controller
+from molink.sim.tcp import Connection, Passed
+from molink.sim.uplink import Uplink
 from molink.wire.data import Lane
 
+#: Told of every message on a link: stage it comes from, whether it has prefill rows, begin and end
+#: at the bottleneck.
+OnTransfer = Callable[[int, bool, float, float], None]
 
-class Medium:
+
+class Medium(Protocol):
+    """What a hop asks of the way between two stages."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the bottleneck transferred what this hop has sent."""
+
+    @property
+    def reply_s(self) -> float:
+        """Seconds until what the next stage says now is here."""
+
+    def send(self, lane: Lane, nbytes: int, at: float, passed: Passed) -> None:
+        """A message enters at ``at``; ``passed`` is called as soon as its times are known."""
+
+    def is_ready(self, lane: Lane, now: float) -> bool:
+        """Whether a lane takes more."""
+
+    def when_ready(self, lanes: Collection[Lane], action: Action) -> None:
+        """Do it once, when one of these lanes, none of which is ready, takes more."""
+
+
+class IdealMedium:
     """A bottleneck of ``rate`` bytes/s, first in first out, then ``latency`` seconds.
 
     Both lanes feed it, message by message: while both have messages waiting they get on in the
     order in which these were sent. (Two TCP connections would share it segment by segment, so a
     decode of the other lane would pass part of the backlog.) A lane that has ``queue`` bytes in
-    front of the bottleneck is not ready for more. With ``slow_start`` each lane's connection has a
-    congestion window that shrinks while it is idle (:class:`~molink.sim.tcp.SlowStart`). Loss is
-    not modelled; ``rate`` is what is left after headers.
+    front of the bottleneck is not ready for more. Nothing is ever lost; ``rate`` is what is left
+    after headers.
     """
 
-    def __init__(
-        self, rate: float, latency: float, queue: int, *, slow_start: bool = False
-    ) -> None:
-        self.rate = rate
-        self.latency = latency
-        self._queue = queue
-        self.nbytes = 0
+    def __init__(self, agenda: Agenda, rate: float, latency: float, queue: int) -> None:
+        self.reply_s = latency
         self.busy_s = 0.0
+        self._agenda = agenda
+        self._rate = rate
+        self._latency = latency
+        self._queue = queue
         self._free_at = 0.0
-        most = int(2 * latency * rate) + queue
-        self._windows = {lane: SlowStart(2 * latency, most) for lane in Lane if slow_start}
         #: When the messages of a lane have passed the bottleneck, and their sizes.
         self._passing: dict[Lane, deque[tuple[float, int]]] = {lane: deque() for lane in Lane}
         self._backlog = dict.fromkeys(Lane, 0)
 
-    def send(self, lane: Lane, nbytes: int, now: float) -> tuple[float, float, float]:
-        """A message enters: when it begins and ends to pass the bottleneck, and when it arrives."""
-        window = self._windows.get(lane)
-        begin = max(now, self._free_at)
-        if window is None:
-            end = self._free_at = begin + nbytes / self.rate
-        else:
-            end = self._windowed(window, nbytes, now)
+    def send(self, lane: Lane, nbytes: int, at: float, passed: Passed) -> None:
+        """A message enters; its times are known at once."""
+        begin = max(at, self._free_at)
+        end = self._free_at = begin + nbytes / self._rate
         self._passing[lane].append((end, nbytes))
         self._backlog[lane] += nbytes
-        self.nbytes += nbytes
-        self.busy_s += nbytes / self.rate
-        return begin, end, end + self.latency
-
-    def _windowed(self, window: SlowStart, nbytes: int, now: float) -> float:
-        """When the last of a message has passed that leaves as its connection's window lets it.
-
-        What has to wait for acknowledgements does not hold up the other lane, which would pass it.
-        """
-        at = max(now, window.last_at)
-        end = max(at, window.passed_at)
-        while nbytes:
-            room = min(nbytes, window.room(at))
-            if room < min(nbytes, SEGMENT):
-                at = window.next_room()
-                continue
-            begin = max(at, end, self._free_at if at == now else 0.0)
-            end = begin + room / self.rate
-            if at == now:
-                self._free_at = end
-            window.sent(room, at, end, end + 2 * self.latency)
-            nbytes -= room
-        return end
+        self.busy_s += nbytes / self._rate
+        passed(begin, end, end + self._latency)
 
     def backlog(self, lane: Lane, now: float) -> int:
         """Bytes of a lane that have not passed the bottleneck."""
@@ -78,6 +79,10 @@ class Medium:
         """Whether a lane takes more."""
         return self.backlog(lane, now) < self._queue
 
+    def when_ready(self, lanes: Collection[Lane], action: Action) -> None:
+        """Nothing that is sent later makes it any sooner: the time is known."""
+        self._agenda.at(min(self.ready_at(lane) for lane in lanes), action)
+
     def ready_at(self, lane: Lane) -> float:
         """When a lane that is not ready will be, if nothing more is sent on it."""
         left = self._backlog[lane]
@@ -88,6 +93,77 @@ class Medium:
         return 0.0
 
 
-#: Told of every message on a link: stage it comes from, whether it has prefill rows, begin and end
-#: at the bottleneck.
-OnTransfer = Callable[[int, bool, float, float], None]
+class TcpMedium:
+    """Two TCP connections that share the uplink of their stage, then ``latency`` seconds.
+
+    What the next stage answers (acknowledgements of either kind) waits in the queue of its own
+    uplink, ``back``, but takes no bandwidth of it. A lane whose socket holds ``queue`` bytes that
+    have not left is not ready for more.
+    """
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        uplink: Uplink,
+        back: Uplink,
+        latency: float,
+        queue: int,
+        make_controller: Callable[[], Controller],
+    ) -> None:
+        self.busy_s = 0.0
+        self._agenda = agenda
+        self._uplink = uplink
+        self._back = back
+        self._latency = latency
+        self._queue = queue
+        self._lanes = {
+            lane: Connection(
+                agenda,
+                uplink,
+                latency,
+                make_controller(),
+                lambda: self.reply_s,
+                partial(self._left, lane),
+            )
+            for lane in Lane
+        }
+        #: Bytes that are yet to be written.
+        self._coming = dict.fromkeys(Lane, 0)
+        self._written_at = dict.fromkeys(Lane, 0.0)
+        self._waits: tuple[Collection[Lane], Action] | None = None
+
+    @property
+    def reply_s(self) -> float:
+        """Seconds until what the next stage says now is here."""
+        return self._latency + self._back.wait(self._agenda.now)
+
+    def send(self, lane: Lane, nbytes: int, at: float, passed: Passed) -> None:
+        """A message enters, after those before it on that lane."""
+        self.busy_s += nbytes / self._uplink.rate
+        is_first = not self._coming[lane]
+        self._coming[lane] += nbytes
+        at = self._written_at[lane] = max(at, self._written_at[lane])
+        if is_first and at <= self._agenda.now:
+            self._write(lane, nbytes, passed)
+        else:
+            self._agenda.at(at, self._write, lane, nbytes, passed)
+
+    def _write(self, lane: Lane, nbytes: int, passed: Passed) -> None:
+        self._coming[lane] -= nbytes
+        self._lanes[lane].write(nbytes, passed)
+
+    def is_ready(self, lane: Lane, now: float) -> bool:
+        """Whether a lane takes more."""
+        return self._coming[lane] + self._lanes[lane].unsent < self._queue
+
+    def when_ready(self, lanes: Collection[Lane], action: Action) -> None:
+        """As soon as enough has left."""
+        self._waits = (lanes, action)
+
+    def _left(self, lane: Lane) -> None:
+        if self._waits is None:
+            return
+        lanes, action = self._waits
+        if lane in lanes and self.is_ready(lane, self._agenda.now):
+            self._waits = None
+            self._agenda.soon(action)

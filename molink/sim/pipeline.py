@@ -13,14 +13,16 @@ from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients
+from molink.sim.congestion import create_controller
 from molink.sim.executor import NoRequests, SimExecutor
 from molink.sim.hop import Hop
-from molink.sim.medium import Medium
+from molink.sim.medium import IdealMedium, Medium, TcpMedium
 from molink.sim.packer import SimPacker
 from molink.sim.profiles import MBPS
 from molink.sim.roofline import rooflines
 from molink.sim.scenario import Scenario
 from molink.sim.timeline import Timeline
+from molink.sim.uplink import Uplink
 from molink.wire.base import DTYPE_SIZES, DType
 from molink.wire.data import MAX_GROUPS, MAX_MICRO_BATCHES
 from molink.wire.ringtimes import LinkFacts, RingTimes
@@ -67,6 +69,8 @@ class Pipeline:
         self._executors: list[SimExecutor] = []
         self._rings = [self._make_ring(index) for index in range(scenario.stages)]
         many = scenario.stages > 1
+        link = scenario.link
+        self._uplinks = [Uplink(link.rate, link.queue) for _ in range(scenario.stages)]
         self._hops = [self._make_hop(index) for index in range(scenario.stages)] if many else []
 
     def run(self, until: float) -> None:
@@ -152,8 +156,22 @@ class Pipeline:
             waiting_bytes=_WAITING_BYTES,
         )
 
+    def _make_medium(self, index: int) -> Medium:
+        """The way from stage ``index`` to the next."""
+        agenda, link = self.agenda, self._scenario.link
+        if link.congestion == "none":
+            return IdealMedium(agenda, link.rate, link.latency, link.queue)
+        return TcpMedium(
+            agenda,
+            self._uplinks[index],
+            self._uplinks[(index + 1) % len(self._uplinks)],
+            link.latency,
+            link.queue,
+            lambda: create_controller(link.congestion, 2 * link.latency),
+        )
+
     def _make_hop(self, index: int) -> Hop:
-        scenario, link = self._scenario, self._scenario.link
+        scenario = self._scenario
         own, following = self._rings[index], self._rings[(index + 1) % len(self._rings)]
         packer = None
         if scenario.compression == "lossless":
@@ -173,7 +191,8 @@ class Pipeline:
                 ReceiverLimits(assembly=_WAITING_BYTES),
                 scenario.cut_through,
             ),
-            Medium(link.rate, link.latency, link.queue, slow_start=link.slow_start),
+            self._make_medium(index),
+            self._scenario.link.handling,
             self._zeros,
             arrived,
             own.pump,

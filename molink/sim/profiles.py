@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from molink.errors import UsageError
+from molink.sim.congestion import CONGESTION
 
 #: A megabit per second, in bytes per second.
 MBPS = 1e6 / 8
@@ -68,20 +69,26 @@ class LinkProfile:
     ``efficiency`` is what TCP, IP and CURVE leave of the bandwidth: 1500 bytes on the wire carry
     1448 of a connection, which is 0.965, and acknowledgements and ZeroMQ's frames take the rest.
     ``queue_kb`` (kB) is what sockets and router take of each lane in front of the bottleneck when
-    nobody holds back: what a decode waits for if the other lane is full. ``slow_start`` is whether
-    connections start slowly, and again after a pause, as under CUBIC.
+    nobody holds back: what a decode waits for if the other lane is full. Where TCP has a
+    ``congestion`` control, it is what the router has room for, and what each socket holds.
+    ``handling_ms`` is what a PC takes to hand on a message that has arrived (event loop,
+    decryption, thread changes), in milliseconds.
     """
 
     bandwidth_mbps: float = 100.0
     latency_ms: float = 30.0
     efficiency: float = 0.95
     queue_kb: float = 256.0
-    slow_start: bool = False
+    congestion: str = "none"
+    handling_ms: float = 0.0
     name: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
         _check(self, "the link")
+        if self.congestion not in CONGESTION:
+            choices = ", ".join(CONGESTION)
+            raise UsageError(f"the link: congestion is one of {choices}, not {self.congestion}")
 
     @property
     def rate(self) -> float:
@@ -94,6 +101,11 @@ class LinkProfile:
         return self.latency_ms / 1000
 
     @property
+    def handling(self) -> float:
+        """Seconds from a message's arrival until the stage has it."""
+        return self.handling_ms / 1000
+
+    @property
     def queue(self) -> int:
         """Bytes in front of the bottleneck."""
         return int(self.queue_kb * 1000)
@@ -103,7 +115,7 @@ Kind = Literal["devices", "models", "links"]
 _Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
 
 #: Keys whose value may be 0.
-_MAY_BE_ZERO = {"latency_ms", "step_ms"}
+_MAY_BE_ZERO = {"latency_ms", "handling_ms", "step_ms"}
 #: Keys that are shares of 1.
 _SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
 _MOST = 1e9

@@ -49,7 +49,7 @@ class Outcome:
             "model": scenario.model,
             "bandwidth_mbps": scenario.link.bandwidth_mbps,
             "latency_ms": scenario.link.latency_ms,
-            "slow_start": scenario.link.slow_start,
+            "congestion": scenario.link.congestion,
             "switches": scenario.switches,
             "floor_s": self.floor_s,
             "micro_batches": self.micro_batches,

@@ -53,6 +53,17 @@ def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFix
         "chunk_tokens": 128,
     }
     assert (found["bandwidth_mbps"], found["latency_ms"]) == (200.0, 5.0)
+    assert found["congestion"] == "none"
+
+
+@pytest.mark.parametrize("congestion", ["cubic", "bbr"])
+def test_congestion_control(congestion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*SHORT, "--congestion", congestion, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["congestion"] == congestion
+    assert found["failed"] == 0
+    assert simulate(*SHORT, "--congestion", "vegas") == 2
+    assert "vegas" in capsys.readouterr().err
 
 
 def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,60 +1,261 @@
-"""Connections that start slowly, and again after a pause."""
+"""TCP connections: CUBIC's and BBR's windows, losses, and that everything arrives in order."""
 
-from molink.sim.medium import Medium
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import UsageError
+from molink.sim.agenda import Agenda
+from molink.sim.bbr import HIGH_GAIN, LEAST_WINDOW, BbrTcp, Mode
+from molink.sim.congestion import FIRST_WINDOW, SEGMENT, create_controller
+from molink.sim.cubic import CubicTcp
 from molink.sim.plan import plan_ring
 from molink.sim.profiles import LinkProfile
+from molink.sim.run import simulate
 from molink.sim.scenario import Scenario
-from molink.sim.tcp import FIRST_WINDOW, SEGMENT, SlowStart
+from molink.sim.tcp import Connection
+from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
-from molink.wire.data import Lane
 
-ROUND_TRIP = 0.1
-
-
-def test_the_window_doubles_in_a_round_trip_up_to_its_bound() -> None:
-    connection = SlowStart(ROUND_TRIP, 5 * FIRST_WINDOW)
-    windows, now = [], 0.0
-    for _ in range(4):
-        windows.append(room := connection.room(now))
-        connection.sent(room, now, now, now + ROUND_TRIP)
-        assert connection.room(now) == 0
-        now = connection.next_room()
-    assert windows == [FIRST_WINDOW * times for times in (1, 2, 4, 5)]
+LATENCY = 0.03
+ROUND_TRIP = 2 * LATENCY
+#: 100 Mbps, and the queue of the rig.
+RATE = 12.5e6
+ROOM = 256 * 1024
+PROMPT = 14_000_000
+CONTROLLED = pytest.mark.parametrize("name", ["cubic", "bbr"])
 
 
-def test_a_pause_halves_it_for_every_timeout() -> None:
-    connection = SlowStart(ROUND_TRIP, 64 * FIRST_WINDOW)
-    now = 0.0
-    while connection.window < 32 * FIRST_WINDOW:
-        connection.sent(connection.room(now), now, now, now + ROUND_TRIP)
-        now += ROUND_TRIP
-        connection.room(now)
-    timeout = ROUND_TRIP + 0.2
-    before = connection.window
-    assert connection.room(now - ROUND_TRIP + timeout) == before
-    assert connection.room(now + 2 * timeout) == before // 4
-    assert connection.room(now + 100.0) == FIRST_WINDOW
+class Line:
+    """A connection over an uplink of its own, and when each message has arrived."""
+
+    def __init__(self, name: str, rate: float = RATE, room: int = ROOM) -> None:
+        self.agenda = Agenda()
+        self.uplink = Uplink(rate, room)
+        self.controller = create_controller(name, ROUND_TRIP)
+        self.arrivals: list[tuple[int, float]] = []
+        self.tcp = Connection(
+            self.agenda, self.uplink, LATENCY, self.controller, lambda: LATENCY, lambda: None
+        )
+        self._count = 0
+
+    def write(self, nbytes: int) -> None:
+        number, self._count = self._count, self._count + 1
+        self.tcp.write(nbytes, lambda begin, end, arrival: self.arrivals.append((number, arrival)))
+
+    def take(self, nbytes: int, at: float) -> float:
+        """Seconds that a message takes which is sent alone."""
+        self.agenda.at(at, self.write, nbytes)
+        self.agenda.run(at + 60.0)
+        return self.arrivals[-1][1] - at
 
 
-def test_a_message_longer_than_the_window_takes_round_trips() -> None:
-    medium = Medium(rate=1e6, latency=0.05, queue=256_000, slow_start=True)
-    nbytes = 3 * FIRST_WINDOW
-    begin, end, arrival = medium.send(Lane.BULK, nbytes, 0.0)
-    assert begin == 0.0
-    first = FIRST_WINDOW / 1e6
-    assert end == first + 0.1 + 2 * FIRST_WINDOW / 1e6
-    assert arrival == end + 0.05
-    # Meanwhile the other lane goes on.
-    assert medium.send(Lane.DECODE, SEGMENT, 0.02)[1] == 0.02 + SEGMENT / 1e6
-    # And nothing on this one overtakes.
-    assert medium.send(Lane.BULK, SEGMENT, 0.03)[1] >= end
+def cubic_of(line: Line) -> CubicTcp:
+    assert isinstance(line.controller, CubicTcp)
+    return line.controller
 
 
-def test_prompts_after_a_pause_take_longer() -> None:
+def bbr_of(line: Line) -> BbrTcp:
+    assert isinstance(line.controller, BbrTcp)
+    return line.controller
+
+
+# --- CUBIC ---------------------------------------------------------------------------------------
+
+
+def test_slow_start_doubles_each_round_trip_and_begins_again_after_a_pause() -> None:
+    line = Line("cubic", rate=1e9, room=1 << 30)
+    # 10, 20, 40 … segments: the 10 230 of ten round trips hold the 9669 of the prompt.
+    rounds = 9 * ROUND_TRIP + LATENCY
+    assert line.take(PROMPT, 1.0) == pytest.approx(rounds, rel=0.1)
+    assert line.take(PROMPT, 100.0) == pytest.approx(rounds, rel=0.1)
+    assert line.take(FIRST_WINDOW, 200.0) == pytest.approx(LATENCY, rel=0.1)
+
+
+def test_a_pause_halves_the_window_for_every_timeout() -> None:
+    line = Line("cubic", rate=1e9, room=1 << 30)
+    line.take(PROMPT, 1.0)
+    cubic = cubic_of(line)
+    before, timeout = cubic.window, ROUND_TRIP + 0.2
+    cubic.starts(50.0, 0.9 * timeout)
+    assert cubic.window == before
+    cubic.starts(50.0, 2.5 * timeout)
+    assert cubic.window == before / 4
+    assert cubic.threshold >= 0.75 * before
+    cubic.starts(90.0, 40.0)
+    assert cubic.window == FIRST_WINDOW
+
+
+def test_an_unused_window_does_not_grow() -> None:
+    line = Line("cubic")
+    for turn in range(100):
+        line.agenda.at(0.1 * turn, line.write, 5000)
+    line.agenda.run(20.0)
+    assert cubic_of(line).window == FIRST_WINDOW
+
+
+def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() -> None:
+    pipe = int(RATE * ROUND_TRIP)
+    line = Line("cubic", room=pipe)
+    line.take(PROMPT, 0.0)
+    assert line.uplink.dropped == 0
+    assert pipe / 2 < cubic_of(line).threshold < 2 * pipe
+    # In slow start half of what a round trip sends waits: too much for a queue of a third of that.
+    short = Line("cubic", room=pipe // 3)
+    short.take(PROMPT, 0.0)
+    assert short.uplink.dropped > 0
+
+
+def test_an_overflow_takes_three_tenths_and_the_cubic_function_brings_them_back() -> None:
+    line = Line("cubic")
+    cubic = cubic_of(line)
+    # More than the queue holds at once, as when a window is still there after a short pause.
+    cubic.window = cubic.threshold = 2 * ROOM
+    line.write(40 * PROMPT)
+    assert line.uplink.dropped == pytest.approx(ROOM, rel=0.02)
+    line.agenda.run(4 * ROUND_TRIP)
+    assert cubic.threshold == pytest.approx(0.7 * 2 * ROOM, rel=0.03)
+    assert cubic.threshold < cubic.window < 1.05 * cubic.threshold
+    # K of RFC 9438: seconds until the window is what it was.
+    back = (0.3 * 2 * ROOM / SEGMENT / 0.4) ** (1 / 3)
+    line.agenda.run(back)
+    assert cubic.window == pytest.approx(2 * ROOM, rel=0.05)
+
+
+# --- BBR -----------------------------------------------------------------------------------------
+
+
+def test_bbr_finds_the_rate_and_keeps_it_over_a_pause() -> None:
+    line = Line("bbr")
+    first = line.take(2 * PROMPT, 0.0)
+    bbr = bbr_of(line)
+    assert bbr.mode is Mode.PROBE_BW
+    assert bbr.rate == pytest.approx(RATE, rel=0.02)
+    ideal = 2 * PROMPT / RATE + LATENCY
+    assert ideal < first < ideal + 12 * ROUND_TRIP
+    # Within ten seconds, lest ProbeRTT comes.
+    assert line.take(PROMPT, line.agenda.now + 5.0) < 1.15 * (PROMPT / RATE + LATENCY)
+
+
+def test_small_messages_leave_at_the_pace_of_startup() -> None:
+    line = Line("bbr")
+    for turn in range(5):
+        line.agenda.at(0.5 * turn, line.write, FIRST_WINDOW)
+    line.agenda.run(10.0)
+    # A round trip carries what it is given: 2.89 times that is the pace, ever after.
+    assert bbr_of(line).mode is Mode.STARTUP
+    pace = HIGH_GAIN * FIRST_WINDOW / ROUND_TRIP
+    assert bbr_of(line).pacing == pytest.approx(pace)
+    # The last two segments leave last, and those after the first two half as late as the others.
+    spread = (FIRST_WINDOW - 3 * SEGMENT) / pace
+    assert line.arrivals[-1][1] - 2.0 == pytest.approx(LATENCY + spread, rel=0.02)
+
+
+def test_probe_rtt_dips_for_a_fifth_of_a_second_every_ten() -> None:
+    line = Line("bbr")
+    line.write(30 * PROMPT)
+    dips: list[float] = []
+
+    def look() -> None:
+        bbr = bbr_of(line)
+        if bbr.mode is Mode.PROBE_RTT:
+            assert bbr.window <= LEAST_WINDOW
+            dips.append(line.agenda.now)
+        if line.agenda.now < 30.0:
+            line.agenda.at(line.agenda.now + 0.01, look)
+
+    look()
+    line.agenda.run(30.0)
+    begins = [at for before, at in zip([0.0, *dips], dips, strict=False) if at - before > 1.0]
+    assert len(begins) == 2
+    assert begins[1] - begins[0] == pytest.approx(10.0, abs=1.0)
+    for begin in begins:
+        length = max(at for at in dips if at < begin + 1.0) - begin
+        assert 0.2 <= length <= 0.2 + 3 * ROUND_TRIP
+    assert line.tcp.delivered > 0.9 * 30.0 * RATE
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+@CONTROLLED
+def test_a_message_that_is_dropped_whole_is_sent_again(name: str) -> None:
+    line = Line(name)
+    while line.uplink.put(SEGMENT, 0.0) is not None:
+        pass
+    took = line.take(2 * SEGMENT, 0.0)
+    # A tail loss probe goes after two round trips.
+    assert took == pytest.approx(2 * ROUND_TRIP + LATENCY, rel=0.05)
+    assert line.tcp.in_flight == 0
+
+
+@CONTROLLED
+def test_if_its_probe_is_dropped_too_a_timeout_follows(name: str) -> None:
+    line = Line(name)
+    line.controller.window = 4 * FIRST_WINDOW
+    line.uplink.put(int(0.2 * RATE), 0.0)
+    took = line.take(20 * SEGMENT, 0.0)
+    assert 2 * ROUND_TRIP + 0.2 < took < 2.0
+    assert line.tcp.delivered == 20 * SEGMENT
+
+
+@CONTROLLED
+@settings(max_examples=60, deadline=None)
+@given(
+    messages=st.lists(
+        st.tuples(st.integers(1, 400_000), st.floats(0.0, 0.5)), min_size=1, max_size=15
+    ),
+    room=st.integers(2 * SEGMENT, 300_000),
+)
+def test_everything_arrives_once_and_in_order(
+    name: str, messages: list[tuple[int, float]], room: int
+) -> None:
+    line = Line(name, rate=1e6, room=room)
+    for (nbytes, _), at in zip(messages, accumulate(gap for _, gap in messages), strict=True):
+        line.agenda.at(at, line.write, nbytes)
+    line.agenda.run(3600.0)
+    total = sum(nbytes for nbytes, _ in messages)
+    assert [number for number, _ in line.arrivals] == list(range(len(messages)))
+    assert line.tcp.delivered == total
+    assert (line.tcp.unsent, line.tcp.in_flight) == (0, 0)
+    assert line.arrivals[-1][1] >= total / 1e6
+
+
+# --- rings ---------------------------------------------------------------------------------------
+
+
+def test_prompts_on_a_quiet_ring_take_longer() -> None:
     load = Workload(rate=1.0, duration=1.0)
-    steady, slow = (
-        plan_ring(Scenario(load, link=LinkProfile(slow_start=starts)), 1, 512, 4)
-        for starts in (False, True)
+    ideal, *real = (
+        plan_ring(Scenario(load, link=LinkProfile(congestion=name)), 1, 512, 4)
+        for name in ("none", "cubic", "bbr")
     )
-    assert slow.ttft_s > steady.ttft_s + ROUND_TRIP
-    assert slow.floor_s == steady.floor_s
+    for each in real:
+        assert each.ttft_s > ideal.ttft_s + ROUND_TRIP
+        assert each.floor_s == ideal.floor_s
+
+
+def test_what_a_pc_takes_to_hand_a_message_on_counts_once_a_hop() -> None:
+    load = Workload(rate=1.0, duration=1.0)
+    ideal, slow = (
+        plan_ring(Scenario(load, link=LinkProfile(handling_ms=ms)), 1, 64, 20) for ms in (0.0, 5.0)
+    )
+    assert slow.tpot_s == pytest.approx(ideal.tpot_s + 3 * 0.005, rel=0.01)
+
+
+@CONTROLLED
+def test_a_run_repeats_itself(name: str) -> None:
+    load = Workload(rate=1.0, duration=6.0, seed=3)
+    scenario = Scenario(load, policy="concurrent", link=LinkProfile(congestion=name))
+    first, again = simulate(scenario), simulate(scenario)
+    assert first.as_json() == again.as_json()
+    assert first.report.completed == len(load.plan())
+
+
+def test_an_unknown_congestion_control_is_named() -> None:
+    with pytest.raises(UsageError, match="none, cubic, bbr, not vegas"):
+        LinkProfile(congestion="vegas")
+    with pytest.raises(UsageError, match="'vegas': choose one of none, cubic, bbr"):
+        create_controller("vegas", 0.1)

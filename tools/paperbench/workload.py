@@ -65,15 +65,21 @@ def make_workload(
 
 
 def make_scenario(
-    workload: Workload, setting: Setting, variant: Variant, *, slow_start: bool = False
+    workload: Workload,
+    setting: Setting,
+    variant: Variant,
+    congestion: str = "none",
+    handling_ms: float = 0.0,
 ) -> Scenario:
-    """What the simulator is to run; with ``slow_start`` as under CUBIC."""
+    """What the simulator is to run; the last two as in :class:`LinkProfile`."""
     return Scenario(
         workload,
         STAGES,
         DEVICE,
         MODEL,
-        LinkProfile(setting.mbps, setting.latency_ms, slow_start=slow_start),
+        LinkProfile(
+            setting.mbps, setting.latency_ms, congestion=congestion, handling_ms=handling_ms
+        ),
         variant.policy,
         variant.cut_through,
         variant.compression,  # type: ignore[arg-type]

@@ -1,0 +1,265 @@
+"""BBR, version 1: draft-cardwell-iccrg-bbr-congestion-control-00 and Linux's tcp_bbr.c.
+
+Sections are the draft's. Left out: the estimate of aggregated acknowledgements, and the detection
+of policers (Linux).
+"""
+
+from collections import deque
+from enum import Enum
+from math import inf, log
+
+from molink.sim.congestion import FIRST_WINDOW, SEGMENT, Acknowledged
+
+#: Doubles the delivery rate in a round trip (section 4.3.2.1).
+HIGH_GAIN = 2 / log(2)
+#: Pacing by phase of ProbeBW, each about the least round trip (section 4.3.4.3).
+_CYCLE = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+#: It begins at a random phase but the second; here always at the third, to be repeatable.
+_FIRST_PHASE = 2
+#: Bandwidth-delay products in flight, in ProbeBW.
+_WINDOW_GAIN = 2.0
+#: Round trips for which the greatest rate counts (section 4.1.1.3).
+_RATE_ROUNDS = 10
+#: The pipe is full after so many rounds without so much growth (section 4.3.2.2).
+_FULL_ROUNDS, _FULL_GROWTH = 3, 1.25
+#: Seconds for which the least round trip counts, and those of ProbeRTT (sections 4.1.2.3, 4.3.5).
+ROUND_TRIP_S, PROBE_S = 10.0, 0.2
+#: The window of ProbeRTT, and the least at all times.
+LEAST_WINDOW = 4 * SEGMENT
+#: Pacing stays a little below the rate, so that no queue remains (Linux).
+_MARGIN = 0.99
+#: Bursts that a window has to have room for besides, on both ends (Linux).
+_BURSTS = 3
+
+
+class Mode(Enum):
+    """States of section 4.3."""
+
+    STARTUP = "startup"
+    DRAIN = "drain"
+    PROBE_BW = "probe bandwidth"
+    PROBE_RTT = "probe round trip"
+
+
+def burst_of(rate: float) -> int:
+    """Bytes that leave together at that pace: those of a millisecond, two segments at least."""
+    return max(2 * SEGMENT, int(min(rate * 0.001, 65536)))
+
+
+class _Greatest:
+    """The greatest rate of the last rounds."""
+
+    def __init__(self) -> None:
+        self._rates: deque[tuple[int, float]] = deque()
+
+    @property
+    def value(self) -> float:
+        return self._rates[0][1] if self._rates else 0.0
+
+    def add(self, number: int, rate: float) -> None:
+        while self._rates and self._rates[-1][1] <= rate:
+            self._rates.pop()
+        self._rates.append((number, rate))
+        while self._rates[0][0] <= number - _RATE_ROUNDS:
+            self._rates.popleft()
+
+
+class BbrTcp:
+    """Paces by the greatest delivery rate; sees to it that two round trips of it are in flight.
+
+    A connection that always has little to send stays in STARTUP, as no round says what the link
+    can carry: its rate is that of its busiest round trip, and it paces at 2.89 times that.
+    """
+
+    def __init__(self, round_trip: float) -> None:
+        """``round_trip`` is that of the handshake, in seconds."""
+        self.window: float = FIRST_WINDOW
+        self.pacing = HIGH_GAIN * FIRST_WINDOW / round_trip
+        self.mode = Mode.STARTUP
+        self._rates = _Greatest()
+        self._round = self._round_end = 0
+        self._is_full = False
+        self._full_rate, self._full_rounds = 0.0, 0
+        self._phase, self._phase_at = _FIRST_PHASE, 0.0
+        self._least, self._least_at = inf, 0.0
+        self._probed_at: float | None = None
+        self._probe_round_end = 0
+        self._restarted = False
+        self._prior_window = 0.0
+        self._delivered = self._in_flight = 0
+        self._conserving = self._recovering = False
+        #: Rates of bytes that left before so many were delivered say nothing.
+        self._ignored = 0
+
+    @property
+    def rate(self) -> float:
+        """What the link carries, in bytes/s, as far as is known."""
+        return self._rates.value
+
+    # --- what the connection tells ---------------------------------------------------------------
+
+    def starts(self, now: float, idle: float) -> None:
+        """After a pause it paces at the rate (section 4.3.4.4)."""
+        self._restarted = True
+        if self.mode is Mode.PROBE_BW:
+            self._pace(1.0)
+        elif self.mode is Mode.PROBE_RTT:
+            self._end_probe(now)
+
+    def sent(self, now: float, in_flight: int, limited: bool) -> None:
+        """No matter."""
+
+    def acknowledged(self, what: Acknowledged) -> None:
+        """Update the model, then what it says (section 3.4)."""
+        self._delivered, self._in_flight = what.delivered, what.in_flight
+        begins = what.delivered_before >= self._round_end
+        if begins:
+            self._round += 1
+            self._round_end = what.delivered
+            self._conserving = False
+        app_limited = what.app_limited or what.delivered_before < self._ignored
+        if what.rate and (not app_limited or what.rate >= self.rate):
+            self._rates.add(self._round, what.rate)
+        self._cycle(what)
+        if begins and not app_limited:
+            self._look_whether_full()
+        self._drain(what)
+        self._probe_round_trip(what, begins)
+        self._pace(self._gain)
+        self._resize(what)
+
+    def lost(self, now: float, in_flight: int) -> None:
+        """For a round trip as much leaves as arrives (section 4.2.3.4)."""
+        self._save_window()
+        self._recovering = self._conserving = True
+        self._round_end = self._delivered
+        self.window = max(in_flight, LEAST_WINDOW)
+
+    def recovered(self, now: float) -> None:
+        """The window is what it was."""
+        self._recovering = self._conserving = False
+        self.window = max(self.window, self._prior_window)
+
+    def timed_out(self, now: float) -> None:
+        """Begin with one segment."""
+        self._save_window()
+        self._recovering = self._conserving = False
+        self._full_rate = 0.0
+        self.window = SEGMENT
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def _look_whether_full(self) -> None:
+        if self._is_full:
+            return
+        if self.rate >= self._full_rate * _FULL_GROWTH:
+            self._full_rate, self._full_rounds = self.rate, 0
+            return
+        self._full_rounds += 1
+        self._is_full = self._full_rounds >= _FULL_ROUNDS
+
+    def _cycle(self, what: Acknowledged) -> None:
+        """The next phase of ProbeBW, if it is time (section 4.3.4.3)."""
+        if self.mode is not Mode.PROBE_BW:
+            return
+        before = what.in_flight + what.nbytes
+        gain = _CYCLE[self._phase]
+        over = what.now - self._phase_at > self._least
+        if gain > 1:
+            over = over and (what.lost > 0 or before >= self._target(gain))
+        elif gain < 1:
+            over = over or before <= self._target(1.0)
+        if over:
+            self._phase = (self._phase + 1) % len(_CYCLE)
+            self._phase_at = what.now
+
+    def _drain(self, what: Acknowledged) -> None:
+        if self.mode is Mode.STARTUP and self._is_full:
+            self.mode = Mode.DRAIN
+        if self.mode is Mode.DRAIN and what.in_flight <= self._target(1.0):
+            self._probe_rate(what.now)
+
+    def _probe_rate(self, now: float) -> None:
+        self.mode = Mode.PROBE_BW
+        self._phase, self._phase_at = _FIRST_PHASE, now
+
+    def _probe_round_trip(self, what: Acknowledged, begins: bool) -> None:
+        """The least round trip, and ProbeRTT when it is old (section 4.3.5)."""
+        now = what.now
+        is_old = now > self._least_at + ROUND_TRIP_S
+        if what.round_trip < self._least or is_old:
+            self._least, self._least_at = what.round_trip, now
+        if is_old and not self._restarted and self.mode is not Mode.PROBE_RTT:
+            self.mode = Mode.PROBE_RTT
+            self._save_window()
+            self._probed_at = None
+        if self.mode is Mode.PROBE_RTT:
+            self._ignored = what.delivered + what.in_flight
+            if self._probed_at is not None:
+                if what.delivered_before >= self._probe_round_end:
+                    self._end_probe(now)
+            elif what.in_flight <= LEAST_WINDOW:
+                self._probed_at = now
+                self._probe_round_end = what.delivered
+        self._restarted = False
+
+    def _end_probe(self, now: float) -> None:
+        if self._probed_at is None or now < self._probed_at + PROBE_S:
+            return
+        self._least_at = now
+        self.window = max(self.window, self._prior_window)
+        if self._is_full:
+            self._probe_rate(now)
+        else:
+            self.mode = Mode.STARTUP
+
+    # --- what it says ----------------------------------------------------------------------------
+
+    @property
+    def _gain(self) -> float:
+        match self.mode:
+            case Mode.STARTUP:
+                return HIGH_GAIN
+            case Mode.DRAIN:
+                return 1 / HIGH_GAIN
+            case Mode.PROBE_BW:
+                return _CYCLE[self._phase]
+        return 1.0
+
+    def _pace(self, gain: float) -> None:
+        """Before the pipe is full the pace never falls (section 4.2.1)."""
+        pacing = gain * self.rate * _MARGIN
+        if self.rate and (self._is_full or pacing > self.pacing):
+            self.pacing = pacing
+
+    def _target(self, gain: float) -> float:
+        """Bytes in flight: bandwidth-delay products and bursts (section 4.2.3.2)."""
+        if self._least == inf:
+            return FIRST_WINDOW
+        extra = _BURSTS * burst_of(self.pacing)
+        if self.mode is Mode.PROBE_BW and self._phase == 0:
+            extra += 2 * SEGMENT
+        return gain * self.rate * self._least + extra
+
+    def _resize(self, what: Acknowledged) -> None:
+        """The window (section 4.2.3)."""
+        if what.lost:
+            self.window = max(self.window - what.lost, SEGMENT)
+        if self._conserving:
+            self.window = max(self.window, what.in_flight + what.nbytes)
+        else:
+            startup = self.mode in (Mode.STARTUP, Mode.DRAIN)
+            target = self._target(HIGH_GAIN if startup else _WINDOW_GAIN)
+            if self._is_full:
+                self.window = min(self.window + what.nbytes, target)
+            elif self.window < target or what.delivered < FIRST_WINDOW:
+                self.window += what.nbytes
+            self.window = max(self.window, LEAST_WINDOW)
+        if self.mode is Mode.PROBE_RTT:
+            self.window = min(self.window, LEAST_WINDOW)
+
+    def _save_window(self) -> None:
+        if self._recovering or self.mode is Mode.PROBE_RTT:
+            self._prior_window = max(self._prior_window, self.window)
+        else:
+            self._prior_window = self.window

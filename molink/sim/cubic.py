@@ -1,0 +1,186 @@
+"""CUBIC (RFC 9438), with what Linux does around it: HyStart, PRR, and smaller windows after idling.
+
+Sections are those of RFC 9438 unless another is named.
+"""
+
+from math import ceil, inf
+
+from molink.sim.congestion import FIRST_WINDOW, LEAST_TIMEOUT, SEGMENT, Acknowledged
+from molink.sim.hystart import HyStart
+
+#: Segments/s³ by which the window grows, and what is left of it after a loss (sections 4.1, 4.6).
+_GROWTH = 0.4
+_DECREASE = 0.7
+#: Segments per round trip in the Reno-friendly region (section 4.3).
+_RENO = 3 * (1 - _DECREASE) / (1 + _DECREASE)
+#: Before the first loss a window grows by a twentieth per round trip at least (Linux, tcp_cubic.c).
+_FIRST_GROWTH = 1 / 20
+#: It grows by one segment for two that are acknowledged at most (section 4.4).
+_MOST_GROWTH = 0.5
+
+
+class CubicTcp:
+    """A window that grows as a cubic function of the time since the last loss.
+
+    ``window`` is what may be in flight; while a loss is repaired, by proportional rate reduction
+    (RFC 6937), it is a little more than what is. Nothing is paced. A window that is not used
+    shrinks (RFC 2861).
+    """
+
+    pacing = inf
+
+    def __init__(self) -> None:
+        self.window: float = FIRST_WINDOW
+        self.threshold = inf
+        self._hystart = HyStart()
+        self._hystarting = True
+        self._round_trip = 0.0
+        #: The window before the last loss, in segments as the following; 0 before any.
+        self._w_max = 0.0
+        self._origin = self._w_est = 0.0
+        #: When the cubic function began, and when it is back at ``_origin``; ``None``: it hasn't.
+        self._epoch: float | None = None
+        self._k = 0.0
+        self._recovering = False
+        self._flight_size = self._repaired = self._repairs = 0
+        self._in_flight = 0
+        # Whether the window is used (Linux, tcp_cwnd_validate).
+        self._limited = False
+        self._most_in_flight = 0
+        self._used_until = self._delivered = 0
+        self._used = 0
+        self._used_at = 0.0
+
+    # --- a window that is not used ---------------------------------------------------------------
+
+    def starts(self, now: float, idle: float) -> None:
+        """Halve the window for each timeout without a segment (RFC 2861); pauses don't count."""
+        timeout = self._timeout
+        if self._epoch is not None:
+            self._epoch += idle
+        if idle <= timeout or self._recovering:
+            return
+        self._remember()
+        while idle > timeout and self.window > FIRST_WINDOW:
+            idle -= timeout
+            self.window = max(FIRST_WINDOW, self.window / 2)
+        self._used_at = now
+        self._used = 0
+
+    def sent(self, now: float, in_flight: int, limited: bool) -> None:
+        """Note how much of the window is used; forget half of what was not for a timeout."""
+        self._repairs += max(0, in_flight - self._in_flight)
+        self._in_flight = in_flight
+        if (
+            limited
+            or self._delivered >= self._used_until
+            or (not self._limited and in_flight > self._most_in_flight)
+        ):
+            self._limited, self._most_in_flight = limited, in_flight
+            self._used_until = self._delivered + in_flight
+        if self._is_used:
+            self._used, self._used_at = 0, now
+            return
+        self._used = max(self._used, in_flight)
+        if now - self._used_at >= self._timeout and not self._recovering:
+            used = max(self._used, FIRST_WINDOW)
+            if used < self.window:
+                self._remember()
+                self.window = (self.window + used) / 2
+            self._used, self._used_at = 0, now
+
+    @property
+    def _is_used(self) -> bool:
+        """Whether the window may grow (section 5.8)."""
+        slow = self.window < self.threshold
+        return self._limited or (slow and self.window < 2 * self._most_in_flight)
+
+    def _remember(self) -> None:
+        """A smaller window grows back to three quarters as fast as in slow start (RFC 2861)."""
+        self.threshold = max(self.threshold, 0.75 * self.window)
+
+    @property
+    def _timeout(self) -> float:
+        return self._round_trip + LEAST_TIMEOUT
+
+    # --- growth ----------------------------------------------------------------------------------
+
+    def acknowledged(self, what: Acknowledged) -> None:
+        """Grow."""
+        self._round_trip = what.round_trip
+        self._delivered = what.delivered
+        self._in_flight = what.in_flight
+        if self._recovering:
+            self._repair(what)
+            return
+        slow = self.window < self.threshold
+        if slow and self._hystarting and self._hystart.is_full(what, self.window):
+            self._hystarting = False
+            self.threshold = self.window
+            slow = False
+        if not self._is_used:
+            return
+        nbytes: float = what.nbytes
+        if slow:
+            grown = min(nbytes, self.threshold - self.window)
+            self.window += grown
+            nbytes -= grown
+        if nbytes:
+            self._avoid(what.now, nbytes / SEGMENT)
+
+    def _avoid(self, now: float, segments: float) -> None:
+        """Congestion avoidance (sections 4.2 to 4.5)."""
+        window = self.window / SEGMENT
+        if self._epoch is None:
+            self._epoch = now
+            self._w_est = window
+            self._origin = max(window, self._w_max)
+            self._k = ((self._origin - window) / _GROWTH) ** (1 / 3)
+        since = now + self._round_trip - self._epoch
+        target = self._origin + _GROWTH * (since - self._k) ** 3
+        by = max(0.0, target - window) / window
+        if self._w_max == 0:
+            by = max(by, _FIRST_GROWTH)
+        self._w_est += _RENO * segments / window
+        by = max(by, (self._w_est - window) / window)
+        self.window += min(by, _MOST_GROWTH) * segments * SEGMENT
+
+    # --- losses ----------------------------------------------------------------------------------
+
+    def lost(self, now: float, in_flight: int) -> None:
+        """Reduce the window (section 4.6), with fast convergence (section 4.7)."""
+        self._recovering = True
+        self._flight_size = max(1, int(self.window))
+        self._repaired = self._repairs = 0
+        self._in_flight = in_flight
+        self._reduce()
+
+    def _reduce(self) -> None:
+        window = self.window / SEGMENT
+        shrinks = window < self._w_max
+        self._w_max = window * (1 + _DECREASE) / 2 if shrinks else window
+        self.threshold = max(window * _DECREASE, 2.0) * SEGMENT
+        self._epoch = None
+
+    def _repair(self, what: Acknowledged) -> None:
+        """Proportional rate reduction, with slow start when too little is in flight (RFC 6937)."""
+        self._repaired += what.nbytes
+        if what.in_flight > self.threshold:
+            more = ceil(self._repaired * self.threshold / self._flight_size) - self._repairs
+        else:
+            limit = max(self._repaired - self._repairs, what.nbytes) + SEGMENT
+            more = min(int(self.threshold) - what.in_flight, limit)
+        self.window = what.in_flight + max(0, more)
+
+    def recovered(self, now: float) -> None:
+        """Go on with the reduced window."""
+        self._recovering = False
+        self.window = self.threshold
+
+    def timed_out(self, now: float) -> None:
+        """Begin again, up to the reduced window (section 4.8)."""
+        self._reduce()
+        self._w_max = 0.0
+        self._recovering = False
+        self.window = SEGMENT
+        self._hystarting, self._hystart = True, HyStart()

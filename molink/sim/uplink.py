@@ -1,0 +1,27 @@
+"""The way out of a stage's PC: a queue that drops what it has no room for, at a rate."""
+
+
+class Uplink:
+    """Whatever a stage sends goes through here, first in, first out.
+
+    ``rate`` in bytes/s, ``room`` bytes in the queue.
+    """
+
+    def __init__(self, rate: float, room: int) -> None:
+        self.rate = rate
+        self.dropped = 0
+        self._room = room
+        self._free_at = 0.0
+
+    def put(self, nbytes: int, now: float) -> float | None:
+        """When the last of so many bytes has passed; ``None`` if they were dropped."""
+        free = max(self._free_at, now)
+        if free > now and (free - now) * self.rate + nbytes > self._room:
+            self.dropped += nbytes
+            return None
+        self._free_at = free + nbytes / self.rate
+        return self._free_at
+
+    def wait(self, now: float) -> float:
+        """Seconds that the next byte waits."""
+        return max(0.0, self._free_at - now)
