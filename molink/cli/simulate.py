@@ -4,13 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from molink.bench.trace import TraceRow, read_trace
+from molink.cli import simulate_options as options
 from molink.errors import UsageError
 from molink.link.create import create_policy
 from molink.link.recording import Difference, replay
@@ -26,141 +26,54 @@ _WINDOW = 3.0
 #: Differences of a replay that are printed.
 _SHOWN = 20
 
-RING = "Ring"
-SWITCHES = "Switches"
-LOAD = "Load"
-OUTPUT = "Output"
-
 
 def simulate_command(
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Sizes from an Azure (.csv) or Mooncake (.jsonl) trace.", rich_help_panel=LOAD
-        ),
-    ] = None,
-    rate: Annotated[
-        float, typer.Option(help="Requests per second, on average.", rich_help_panel=LOAD)
-    ] = 0.5,
-    duration: Annotated[
-        float, typer.Option(help="Seconds in which requests arrive.", rich_help_panel=LOAD)
-    ] = 200.0,
-    warmup: Annotated[
-        float,
-        typer.Option(help="Seconds before that; requests are not counted.", rich_help_panel=LOAD),
-    ] = 0.0,
-    arrivals: Annotated[
-        Literal["poisson", "trace"],
-        typer.Option(
-            help="At random, or when the trace says, stretched to --rate.", rich_help_panel=LOAD
-        ),
-    ] = "poisson",
-    max_prompt: Annotated[
-        int, typer.Option(help="Longer ones of the trace are left out.", rich_help_panel=LOAD)
-    ] = 2048,
-    max_output: Annotated[
-        int, typer.Option(help="Longer ones of the trace are left out.", rich_help_panel=LOAD)
-    ] = 1024,
-    input_tokens: Annotated[
-        int | None,
-        typer.Option(help="Per prompt, without a trace.  [default: 512]", rich_help_panel=LOAD),
-    ] = None,
-    output_tokens: Annotated[
-        int | None,
-        typer.Option(help="Per answer, without a trace.  [default: 128]", rich_help_panel=LOAD),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.", rich_help_panel=LOAD)] = 0,
-    stages: Annotated[int, typer.Option(help="Of the ring.", rich_help_panel=RING)] = 3,
-    device: Annotated[
-        str, typer.Option(help="Of every stage: a name or a .toml file.", rich_help_panel=RING)
-    ] = "rtx4090",
-    model_profile: Annotated[
-        str, typer.Option(help="A name or a .toml file.", rich_help_panel=RING)
-    ] = "qwen-7b",
-    link: Annotated[
-        str,
-        typer.Option(help="Between the stages: a name or a .toml file.", rich_help_panel=RING),
-    ] = "wan-100mbps-30ms",
-    bandwidth: Annotated[
-        float | None, typer.Option(help="Mbps, instead of the link's.", rich_help_panel=RING)
-    ] = None,
-    latency: Annotated[
-        float | None,
-        typer.Option(help="Milliseconds one way, instead of the link's.", rich_help_panel=RING),
-    ] = None,
-    congestion: Annotated[
-        Literal["none", "cubic", "bbr"] | None,
-        typer.Option(
-            help="TCP's congestion control, instead of the link's (none, unless it says).",
-            rich_help_panel=RING,
-        ),
-    ] = None,
-    max_running: Annotated[
-        int, typer.Option(help="Requests that hold KV blocks at once.", rich_help_panel=RING)
-    ] = 256,
-    policy: Annotated[
-        str,
-        typer.Option(help="How links send; several separated by commas.", rich_help_panel=SWITCHES),
-    ] = "adaptive",
-    cut_through: Annotated[
-        bool,
-        typer.Option(help="Prefill rows go on while more come.", rich_help_panel=SWITCHES),
-    ] = True,
-    compression: Annotated[
-        Literal["none", "lossless"],
-        typer.Option(help="Of rows between stages.", rich_help_panel=SWITCHES),
-    ] = "lossless",
-    micro_batches: Annotated[
-        str, typer.Option(help="In flight: a number or auto.", rich_help_panel=SWITCHES)
-    ] = "auto",
-    chunk_tokens: Annotated[
-        str, typer.Option(help="Rows of a prefill volume or auto.", rich_help_panel=SWITCHES)
-    ] = "auto",
-    tensors: Annotated[
-        int,
-        typer.Option(
-            min=1, max=2, help="Per row and hop; 2 as vLLM 0.7.", rich_help_panel=SWITCHES
-        ),
-    ] = 1,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)
-    ] = False,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="Draw who computes and sends into this .svg.", rich_help_panel=OUTPUT),
-    ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(help="Seconds A:B that it shows.", rich_help_panel=OUTPUT),
-    ] = None,
-    recording: Annotated[
-        Path | None,
-        typer.Option(
-            "--replay",
-            help="Only compare a recording of a link's decisions with the same once more.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    trace: options.Trace = None,
+    rate: options.Rate = 0.5,
+    duration: options.Duration = 200.0,
+    warmup: options.Warmup = 0.0,
+    arrivals: options.Arrivals = "poisson",
+    max_prompt: options.Longest = 2048,
+    max_output: options.Longest = 1024,
+    input_tokens: options.InputTokens = None,
+    output_tokens: options.OutputTokens = None,
+    seed: options.Seed = 0,
+    stages: options.Stages = 3,
+    device: options.Device = "rtx4090",
+    model_profile: options.ModelProfile = "qwen-7b",
+    link: options.Link = "wan-100mbps-30ms",
+    bandwidth: options.Bandwidth = None,
+    latency: options.Latency = None,
+    congestion: options.Congestion = None,
+    max_running: options.MaxRunning = 256,
+    policy: options.Policy = "adaptive",
+    cut_through: options.CutThrough = True,
+    compression: options.Compression = "lossless",
+    micro_batches: options.MicroBatches = "auto",
+    chunk_tokens: options.ChunkTokens = "auto",
+    tensors: options.Tensors = 1,
+    as_json: options.Json = False,
+    timeline: options.Timeline = None,
+    window: options.Window = None,
+    recording: options.Replay = None,
 ) -> None:
     """Run a trace through a ring of stages in virtual time, with the deciders of the product.
 
-    Devices are rooflines of data sheets, links a bottleneck and a latency: see the profiles.
+    Devices are rooflines of data sheets, links a bottleneck and a latency, with TCP's congestion
+    control if asked for: see the profiles.
     """
     if recording is not None:
         _replay(recording, as_json=as_json)
         return
-    if trace is not None and (input_tokens is not None or output_tokens is not None):
-        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
     if trace is None and arrivals == "trace":
         raise UsageError("--arrivals trace needs a --trace with times")
     if window is not None and timeline is None:
         raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
-    rows: tuple[TraceRow, ...] = () if trace is None else tuple(read_trace(trace))
     workload = Workload(
         rate,
         duration,
         warmup,
-        rows,
+        _rows(trace, input_tokens, output_tokens),
         arrivals,
         seed,
         512 if input_tokens is None else input_tokens,
@@ -168,26 +81,34 @@ def simulate_command(
         max_prompt,
         max_output,
     )
-    scenarios = [
-        Scenario(
-            workload,
-            stages,
-            device,
-            model_profile,
-            _link(link, bandwidth, latency, congestion),
-            name,
-            cut_through,
-            compression,
-            _auto("--micro-batches", micro_batches),
-            tensors,
-            _auto("--chunk-tokens", chunk_tokens),
-            max_running,
-        )
-        for name in _policies(policy)
-    ]
+    scenario = Scenario(
+        workload,
+        stages,
+        device,
+        model_profile,
+        _link(link, bandwidth, latency, congestion),
+        cut_through=cut_through,
+        compression=compression,
+        micro_batches=_auto("--micro-batches", micro_batches),
+        tensors=tensors,
+        chunk_tokens=_auto("--chunk-tokens", chunk_tokens),
+        max_running=max_running,
+    )
+    scenarios = [replace(scenario, policy=name) for name in _policies(policy)]
     with Console(stderr=True).status("simulating …"):
         outcomes = _run(scenarios, timeline, window)
     _show(outcomes, as_json=as_json)
+
+
+def _rows(
+    trace: Path | None, input_tokens: int | None, output_tokens: int | None
+) -> tuple[TraceRow, ...]:
+    """Those of the trace, if there is one."""
+    if trace is None:
+        return ()
+    if input_tokens is not None or output_tokens is not None:
+        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+    return tuple(read_trace(trace))
 
 
 def _policies(names: str) -> list[str]:
@@ -200,12 +121,14 @@ def _policies(names: str) -> list[str]:
 def _link(
     name: str, bandwidth: float | None, latency: float | None, congestion: str | None
 ) -> LinkProfile:
+    """The link of that name, but for what is given."""
     link = load_link(name)
-    if congestion is not None:
-        link = replace(link, congestion=congestion)
-    if bandwidth is not None:
-        link = replace(link, bandwidth_mbps=bandwidth)
-    return link if latency is None else replace(link, latency_ms=latency)
+    return replace(
+        link,
+        bandwidth_mbps=link.bandwidth_mbps if bandwidth is None else bandwidth,
+        latency_ms=link.latency_ms if latency is None else latency,
+        congestion=link.congestion if congestion is None else congestion,
+    )
 
 
 def _auto(option: str, value: str) -> int:
