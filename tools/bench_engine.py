@@ -54,7 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder = ModelFolder.open(options.folder)
-    stage = Stage.load(folder, (0, folder.config.layers), twin=True)
+    stage = Stage.load(folder, (0, folder.config.layers))
     stage.allocate(BATCH * 128, BLOCK)
     _decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": options.folder.name, "threads": options.threads}

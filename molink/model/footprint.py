@@ -51,11 +51,6 @@ class Target:
             return max(facts.element_bytes, DTYPE_SIZES["f32"])
         return facts.element_bytes
 
-    def computes_bf16_on_cpu(self, facts: ModelFacts) -> bool:
-        """Whether that is what it comes to. Where files are 16-bit, bf16 is taken to be meant."""
-        auto = self.dtype == "auto" and self.bf16 and facts.element_bytes == DTYPE_SIZES["bf16"]
-        return self.kind == "cpu" and (auto or self.dtype == "bf16")
-
     def mode(self, facts: ModelFacts) -> Quantize:
         """How projections are kept: as the files have them, if these are quantized."""
         return facts.quantized if facts.quantized != "none" else self.quantize

@@ -8,8 +8,6 @@ from molink.wire.facts import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
 #: 1 / MARGIN_PART of the budget is left for fragmentation and for what libraries take.
 MARGIN_PART = 20
-#: Weights that a CPU's caches may hold are read as fast without a second copy.
-TWIN_LEAST = 128 << 20
 #: What makes a layer smaller, gentlest first.
 MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
 
@@ -34,13 +32,11 @@ class MemoryPlan:
     margin: int
     #: The pool of KV blocks.
     kv: int
-    #: A second copy of projections on a CPU, for steps of few rows; nothing if room is scarce.
-    twin: int = 0
 
     @property
     def total(self) -> int:
         """All parts together."""
-        return self.weights + self.activations + self.graphs + self.margin + self.kv + self.twin
+        return self.weights + self.activations + self.graphs + self.margin + self.kv
 
     def __str__(self) -> str:
         """The parts that are something, for a person."""
@@ -50,7 +46,6 @@ class MemoryPlan:
             (self.graphs, "CUDA graphs"),
             (self.margin, "margin"),
             (self.kv, "KV"),
-            (self.twin, "a second copy of the weights"),
         )
         return " + ".join(f"{size(nbytes)} {what}" for nbytes, what in parts if nbytes)
 
@@ -78,9 +73,8 @@ def plan_memory(
     first, last = layers
     free = budget - _plan(facts, layers, need, budget, 0).total
     most = -(-need.context * requests // block_size)
-    twin = _twin(facts, layers, target, need, free)
-    blocks = min(most, _blocks(need, last - first, free - twin, block_size))
-    return replace(_plan(facts, layers, need, budget, blocks * block_size), twin=twin)
+    blocks = min(most, _blocks(need, last - first, free, block_size))
+    return _plan(facts, layers, need, budget, blocks * block_size)
 
 
 def _plan(
@@ -97,15 +91,6 @@ def _plan(
         margin=budget - usable(budget),
         kv=tokens * count * need.token,
     )
-
-
-def _twin(facts: ModelFacts, layers: LayerRange, target: Target, need: Footprint, free: int) -> int:
-    """Bytes of a second copy, if at most half of the ``free`` ones; 0 where it can't pay."""
-    first, last = layers
-    if target.mode(facts) != "none" or not target.computes_bf16_on_cpu(facts):
-        return 0
-    copy = need.weights(last - first, opens=False, closes=last == facts.layers)
-    return copy if TWIN_LEAST <= copy <= free // 2 else 0
 
 
 def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:

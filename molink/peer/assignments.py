@@ -190,7 +190,6 @@ class Assignments:
             bind=settings.host,
             ports=(first, last + 1),
             kv_bytes=plan.kv,
-            twin=plan.twin > 0,
             block_size=assign.block_size,
             max_context=opened.config.context,
             chunk_tokens=settings.chunk_tokens,

@@ -17,7 +17,6 @@ import torch
 from molink.errors import MolinkError
 from molink.model.folder import ModelFolder
 from molink.model.footprint import Footprint, Target
-from molink.model.memory import plan_memory
 from molink.model.work import StageWork
 from molink.stage.dtypes import TORCH_DTYPES, cpu_has_bf16
 from molink.stage.limits import peak_matmul_rate, peak_read_rate
@@ -39,14 +38,7 @@ def bench(options: argparse.Namespace) -> dict[str, object]:
     kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
     target = Target(kind, cpu_has_bf16(), options.dtype, options.quantize)
     facts, free = folder.facts(options.model_dir), _free_bytes(device)
-    stage = Stage.load(
-        folder,
-        layers,
-        str(device),
-        options.dtype,
-        quantize=options.quantize,
-        twin=plan_memory(facts, layers, target, free).twin > 0,
-    )
+    stage = Stage.load(folder, layers, str(device), options.dtype, quantize=options.quantize)
     profile = profile_stage(
         stage, min(_MOST_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
     )

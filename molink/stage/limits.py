@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from molink.stage.linear import can_pack, create_projection
+from molink.stage.linear import Projections
 
 #: Bytes of the read: far beyond any cache.
 _READ_BYTES = 512 << 20
@@ -28,12 +28,12 @@ def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
     left = torch.ones(size, size, dtype=dtype, device=device)
     right = torch.ones(size, size, dtype=dtype, device=device)
-    packed = create_projection(right, None, "packed" if can_pack(dtype, device) else "plain")
+    kept = Projections.probe(dtype, device).create(right, None)
     operations = 2 * size**3
     with torch.inference_mode():
         return max(
             _rate(product, operations, device)
-            for product in (lambda: left @ right, lambda: packed(left))
+            for product in (lambda: left @ right, lambda: kept(left))
         )
 
 

@@ -22,7 +22,7 @@ import torch
 
 from molink.stage.attention.probe import wanted_block_size
 from molink.stage.dtypes import has_bf16
-from molink.stage.linear import can_pack, create_projection
+from molink.stage.linear import Projections
 
 _ROWS = 4096
 _REPEATS = 5
@@ -45,7 +45,7 @@ def measure(device: torch.device, nbytes: int) -> float:
     itemsize = torch.empty((), dtype=dtype).element_size()
     columns = max(64, nbytes // (itemsize * _ROWS))
     weight = torch.ones(_ROWS, columns, dtype=dtype, device=device)
-    projection = create_projection(weight, None, "packed" if can_pack(dtype, device) else "plain")
+    projection = Projections.probe(dtype, device).create(weight, None)
     row = torch.ones(1, columns, dtype=dtype, device=device)
     synchronize = _synchronizer(device)
     times = []

@@ -77,12 +77,11 @@ class Stage:
         device: str = "cpu",
         dtype: DTypeChoice = "auto",
         quantize: Quantize = "none",
-        twin: bool = False,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Their projections are quantized as they are read, or stay as a quantized checkpoint has
-        them. With ``twin`` there is memory to keep them twice where steps of few rows gain by it.
+        them.
 
         Raises:
             UsageError: there is no such device, or the checkpoint is quantized in another way.
@@ -91,7 +90,7 @@ class Stage:
         """
         place, config = _device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
-        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, twin) as reader:
+        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize) as reader:
             decoder = load_decoder(reader, config, layers)
         travel = choose_travel(dtype, config.dtype)
         return cls(config, layers, decoder, place, computed, travel)

@@ -14,7 +14,7 @@ from molink.model.folder import ModelFolder
 from molink.model.layout import Shapes, layer_tensors
 from molink.model.prequantized import FLOATS, companions
 from molink.model.quantization import Quantize, can_hold, is_quantizable
-from molink.stage.linear import Kind, Projection, can_pack, create_projection, twin_pays
+from molink.stage.linear import Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.prequantized import check_layout, fill
@@ -24,8 +24,7 @@ class WeightReader:
     """Reads tensors into a dtype on a device; files are mapped while the reader is open.
 
     Every result owns its memory, so the files may go away afterwards. ``quantize`` is about the
-    projections of layers; those of a checkpoint that is quantized itself stay as they are. With
-    ``twin`` there is memory to keep projections twice, where that is faster.
+    projections of layers; those of a checkpoint that is quantized itself stay as they are.
     """
 
     def __init__(
@@ -34,16 +33,13 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         quantize: Quantize = "none",
-        twin: bool = False,
     ) -> None:
         """Raises :class:`UsageError` if the checkpoint is quantized in another way."""
         stored = folder.config.quantized
         if "none" not in (stored, quantize) and stored != quantize:
             raise UsageError(f"{folder.path} is quantized as {stored}; it can't become {quantize}")
         self._folder, self._dtype, self._device = folder, dtype, device
-        self._kind: Kind = "packed" if can_pack(dtype, device) else "plain"
-        if twin and self._kind == "packed" and twin_pays():
-            self._kind = "twin"
+        self._projections = Projections.probe(dtype, device)
         self._mode: Quantize = quantize if stored == "none" else stored
         self._kernels = QuantizedKernels.probe(self._mode, dtype, device)
         self._stack = ExitStack()
@@ -68,9 +64,12 @@ class WeightReader:
         Raises:
             BrokenModel: a tensor is missing, can't be read, or holds NaN or infinity; named.
         """
+        return self._merge(names, self._dtype)
+
+    def _merge(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         spans = [self._folder.tensors[name] for name in names]
         rows = sum(span.shape[0] for span in spans)
-        merged = torch.empty((rows, *spans[0].shape[1:]), dtype=self._dtype, device=self._device)
+        merged = torch.empty((rows, *spans[0].shape[1:]), dtype=dtype, device=self._device)
         first = 0
         for name, span in zip(names, spans, strict=True):
             part = merged[first : first + span.shape[0]].copy_(self._mapped(name))
@@ -89,7 +88,12 @@ class WeightReader:
         bias = self.read(*(f"{name}.bias" for name in names)) if biased else None
         if self._becomes_quantized(weights):
             return self._kernels.create(self._quantized(weights), bias)
-        return create_projection(self.read(*weights), bias, self._kind)
+        return self._projections.create(self._merge(weights, self._kept(weights)), bias)
+
+    def _kept(self, names: Sequence[str]) -> torch.dtype:
+        """The type in which they are kept: bf16 stays as it is where rows of more bits take it."""
+        narrow = all(self._folder.tensors[name].dtype == "BF16" for name in names)
+        return torch.bfloat16 if narrow and self._projections.narrow else self._dtype
 
     def _becomes_quantized(self, names: Sequence[str]) -> bool:
         if self._mode == "none" or not names[0].startswith("model.layers."):

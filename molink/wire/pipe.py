@@ -58,8 +58,6 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     #: Folder in which measured profiles are kept; empty: they are measured anew each time.
     profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     quantize: Quantize = "none"
-    #: Whether there is memory to keep projections twice, if that makes steps of few rows faster.
-    twin: bool = False
     #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
     memory: Count = 0
     #: Folder in which the decisions of links are recorded; empty: nothing is.

@@ -293,9 +293,7 @@ def _load_stage(start: Start) -> Stage:
             f" {folder.config.context}"
         )
     limit_memory(start.device, start.memory)
-    return Stage.load(
-        folder, start.layers, start.device, start.dtype, quantize=start.quantize, twin=start.twin
-    )
+    return Stage.load(folder, start.layers, start.device, start.dtype, quantize=start.quantize)
 
 
 def _profile(stage: Stage, start: Start) -> Profile:

@@ -211,31 +211,3 @@ def test_the_parts_of_a_split_hold_what_the_whole_holds(
     # What a step takes, every stage needs for itself; logits only the last.
     assert sum(part.activations for part in parts) <= 2 * whole.activations
     assert sum(part.kv for part in parts) == whole.kv
-
-
-def test_a_cpu_with_much_memory_keeps_projections_twice() -> None:
-    copy = 32 * LLAMA.layer_bytes + LLAMA.last_bytes
-    plan = plan_memory(LLAMA, (0, 32), Target(), 64 * GB)
-    assert plan.twin == copy
-    assert plan.total <= plan.budget
-    assert "a second copy of the weights" in str(plan)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [Target(kind="cuda"), Target(quantize="int8"), Target(dtype="f32"), Target(bf16=False)],
-    ids=["cuda", "int8", "f32", "no bf16"],
-)
-def test_others_keep_them_once(target: Target) -> None:
-    assert plan_memory(LLAMA, (0, 32), target, 90 * GB).twin == 0
-
-
-def test_a_second_copy_leaves_as_much_for_kv_as_it_takes() -> None:
-    copy = 32 * LLAMA.layer_bytes + LLAMA.last_bytes
-    scarce = plan_memory(LLAMA, (0, 32), Target(), 2 * copy)
-    assert scarce.twin == 0
-    assert scarce.kv > 0
-
-
-def test_small_weights_are_kept_once() -> None:
-    assert plan_memory(TINY, (0, 4), Target(load=LOAD), 40_000, requests=4).twin == 0

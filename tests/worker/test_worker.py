@@ -154,7 +154,7 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     module._load_stage(order)
     assert done == [
         ("cuda:1", 8 << 30),
-        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "twin": False}),
+        ((2, 4), "cuda:1", "f32", {"quantize": "nf4"}),
     ]
 
 

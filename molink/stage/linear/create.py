@@ -1,24 +1,92 @@
-"""Which kind of projection a weight becomes."""
+"""How a device keeps the weights of projections: tried out, not guessed from its name."""
 
-from typing import Literal
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from molink.stage.kernels.create import create_matmul
 from molink.stage.linear.base import Projection
-from molink.stage.linear.packed import PackedLinear
+from molink.stage.linear.compiled import CompiledLinear
+from molink.stage.linear.packed import PackedLinear, can_pack
 from molink.stage.linear.plain import Linear
-from molink.stage.linear.twin import TwinLinear, can_twin
 
-#: ``twin`` is packed, with a second copy of the weights for few rows.
-Kind = Literal["plain", "packed", "twin"]
+if TYPE_CHECKING:
+    from molink.stage.kernels.matmul import MatMul
+
+#: How much slower than torch's a compiled product may be for many rows (CPUs with AMX have more).
+_SLOWER = 1.1
+_TRIED, _REPEATED = 8, 5
+_COLUMNS, _DEPTH, _MANY = 4096, 1024, 64
 
 
-def create_projection(weight: Tensor, bias: Tensor | None, kind: Kind) -> Projection:
-    """A projection of ``weight`` ``[out, in]``; see :func:`~molink.stage.linear.packed.can_pack`
-    and :func:`~molink.stage.linear.twin.twin_pays` for where the kinds work.
-    """
-    if kind == "plain":
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Makes projections for rows of ``dtype``: compiled, else packed for oneDNN, else torch's."""
+
+    dtype: torch.dtype
+    product: "MatMul | None" = None
+    packs: bool = False
+
+    @classmethod
+    def probe(cls, dtype: torch.dtype, device: torch.device) -> "Projections":
+        """What is fastest on a device; a CPU is tried once for each number of torch's threads."""
+        if device.type != "cpu":
+            return cls(dtype)
+        return _probe_cpu(dtype, torch.get_num_threads())
+
+    @property
+    def narrow(self) -> bool:
+        """Whether :meth:`create` keeps weights in bf16, whatever the rows are."""
+        return self.product is not None
+
+    def create(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
+        if self.product is not None and weight.dtype is torch.bfloat16:
+            if self.product.fits(weight):
+                return CompiledLinear.pack(self.product, weight, bias)
+            weight = weight.to(self.dtype)
+        if self.packs:
+            return PackedLinear.pack(weight, bias)
         return Linear(weight, bias)
-    if kind == "twin" and can_twin(weight):
-        return TwinLinear(weight, bias)
-    return PackedLinear.pack(weight, bias)
+
+
+@cache
+@torch.inference_mode()
+def _probe_cpu(dtype: torch.dtype, threads: int) -> Projections:
+    usual = Projections(dtype, packs=can_pack(dtype, torch.device("cpu")))
+    compiled = replace(usual, product=create_matmul(dtype, threads))
+    if compiled.product is None:
+        return usual
+    few, many = _compare(compiled, usual)
+    return compiled if few < 1 and many < _SLOWER else usual
+
+
+def _compare(one: Projections, other: Projections) -> tuple[float, float]:
+    """Seconds of ``one`` by those of the ``other``, with one row and with many.
+
+    Of the fastest runs, taking turns, on weights that no cache holds.
+    """
+    weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
+    sides = [
+        [
+            maker.create(weight if maker.narrow else weight.to(maker.dtype), None)
+            for _ in range(_TRIED)
+        ]
+        for maker in (one, other)
+    ]
+    ratios = []
+    for count in (1, _MANY):
+        rows = torch.ones(count, _DEPTH, dtype=one.dtype)
+        fastest = [float("inf")] * 2
+        for _ in range(_REPEATED):
+            for index in range(_TRIED):
+                for side, projections in enumerate(sides):
+                    begin = time.perf_counter()
+                    projections[index](rows)
+                    fastest[side] = min(fastest[side], time.perf_counter() - begin)
+        ratios.append(fastest[0] / fastest[1])
+    return ratios[0], ratios[1]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molink.stage.linear import Linear, PackedLinear, can_pack, create_projection
+from molink.stage.linear import Linear, PackedLinear, can_pack
 
 CPU = torch.device("cpu")
 
@@ -12,7 +12,6 @@ def test_only_bf16_on_a_cpu_is_packed():
     assert not can_pack(torch.float32, CPU)
     assert not can_pack(torch.float16, CPU)
     assert not can_pack(torch.bfloat16, torch.device("cuda:0"))
-    assert isinstance(create_projection(torch.eye(4), None, "plain"), Linear)
 
 
 def test_operators_that_are_missing(monkeypatch):
@@ -29,9 +28,8 @@ def test_packed_equals_plain(rows, biased):
     weight = torch.randn(96, 64).bfloat16()
     bias = torch.randn(96).bfloat16() if biased else None
     given = torch.randn(rows, 64).bfloat16()
-    plain = create_projection(weight, bias, "plain")
-    packed = create_projection(weight, bias, "packed")
-    assert isinstance(packed, PackedLinear)
+    plain = Linear(weight, bias)
+    packed = PackedLinear.pack(weight, bias)
     assert packed.nbytes == plain.nbytes
     torch.testing.assert_close(packed(given), plain(given), atol=0.05, rtol=0.02)
 
@@ -40,6 +38,6 @@ def test_packed_equals_plain(rows, biased):
 def test_strided_rows():
     if not can_pack(torch.bfloat16, CPU):
         pytest.skip("this torch can't pack bf16 weights here; the plain projection is used")
-    packed = create_projection(torch.randn(96, 64).bfloat16(), None, "packed")
+    packed = PackedLinear.pack(torch.randn(96, 64).bfloat16(), None)
     wide = torch.randn(5, 128).bfloat16()
     torch.testing.assert_close(packed(wide[:, 64:]), packed(wide[:, 64:].contiguous()))

@@ -1,0 +1,1 @@
+"""Functions that are compiled for this very CPU when a worker loads its weights."""

@@ -1,0 +1,48 @@
+"""From LLVM's intermediate representation to functions of this process, by llvmlite."""
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+
+@cache
+def host_features() -> Mapping[str, bool]:
+    """What this CPU can do, by LLVM's names (``avx512bf16``, ``fma``, …)."""
+    found: Mapping[str, bool] = llvm.get_host_cpu_features()
+    return found
+
+
+class Library:
+    """The functions of a module, compiled. Their addresses are valid as long as it lives."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, module: ir.Module, features: str | None = None) -> None:
+        """Compile ``module`` for this CPU, or for ``features`` of it only (``+avx2,+fma,…``).
+
+        Raises:
+            RuntimeError: LLVM refuses the module, or can't compile for this kind of CPU.
+        """
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        parsed = llvm.parse_assembly(str(module))
+        parsed.verify()
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name() if features is None else "x86-64",
+            features=llvm.get_host_cpu_features().flatten() if features is None else features,
+            opt=3,
+        )
+        self._engine = llvm.create_mcjit_compiler(parsed, machine)
+        self._engine.finalize_object()
+
+    def function(self, name: str, pointers: int, integers: int) -> "ctypes._FuncPointer":
+        """A function of so many pointers, then so many 64-bit integers, that returns nothing.
+
+        It runs without the interpreter's lock.
+        """
+        address = self._engine.get_function_address(name)
+        arguments = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers
+        return ctypes.CFUNCTYPE(None, *arguments)(address)

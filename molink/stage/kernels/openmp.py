@@ -1,0 +1,137 @@
+"""Sharing a product among the threads that torch keeps, through the OpenMP library it has loaded.
+
+They are its own, awake between two operators: no second set of threads that fights for the cores,
+and no waiting for one to wake up. GCC's library (torch's on Linux) and LLVM's (Intel's
+``libiomp5md`` on Windows) are entered in different ways.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+import llvmlite.binding as llvm
+import psutil
+from llvmlite import ir
+
+from molink.stage.kernels.emit import I32, I64, POINTER, VOID, declare, emit_local, emit_offset
+
+Entry = Literal["gnu", "llvm"]
+
+#: How the files are called, and by what a team of threads is sent off in them.
+_NAMES: tuple[tuple[str, Entry], ...] = (("gomp", "gnu"), ("iomp5", "llvm"), ("libomp.", "llvm"))
+_SYMBOLS: dict[Entry, tuple[str, ...]] = {
+    "gnu": ("GOMP_parallel",),
+    "llvm": ("__kmpc_fork_call", "__kmpc_push_num_threads", "__kmpc_global_thread_num"),
+}
+#: Bytes of a pointer, and of an integer that is handed on.
+_WORD = 8
+_QUERIES = ("omp_get_thread_num", "omp_get_num_threads")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMp:
+    """A library that compiled code can call: its symbols are known to LLVM."""
+
+    entry: Entry
+
+    @classmethod
+    def find(cls) -> "OpenMp | None":
+        """That of this process (torch has to be imported), if there is one that is known."""
+        for mapped in psutil.Process().memory_maps(grouped=True):
+            name = PurePath(mapped.path).name.lower()
+            for part, entry in _NAMES:
+                if part in name and _publish(mapped.path, (*_SYMBOLS[entry], *_QUERIES)):
+                    return cls(entry)
+        return None
+
+    def emit_fork(
+        self, builder: ir.IRBuilder, task: ir.Function, shared: ir.Value, threads: ir.Value
+    ) -> None:
+        """Run ``task(…, shared)`` on ``threads`` threads, and wait for all."""
+        module, count = builder.module, builder.trunc(threads, I32)
+        if self.entry == "gnu":
+            kind = ir.FunctionType(VOID, [POINTER, POINTER, I32, I32])
+            parallel = declare(module, "GOMP_parallel", kind)
+            builder.call(parallel, [task, shared, count, I32(0)])
+            return
+        # Who calls: `{reserved, flags, reserved, reserved, source}`; 2 is a compiler's usual flag.
+        place = ir.LiteralStructType([I32, I32, I32, I32, POINTER])
+        caller = ir.GlobalVariable(module, place, "caller")
+        text = ir.Constant(ir.ArrayType(ir.IntType(8), 3), bytearray(b";;\0"))
+        source = ir.GlobalVariable(module, text.type, "source")
+        source.initializer, caller.initializer = (
+            text,
+            place([I32(0), I32(2), I32(0), I32(0), source]),
+        )
+        number = declare(module, "__kmpc_global_thread_num", ir.FunctionType(I32, [POINTER]))
+        push = declare(
+            module, "__kmpc_push_num_threads", ir.FunctionType(VOID, [POINTER, I32, I32])
+        )
+        fork = declare(
+            module,
+            "__kmpc_fork_call",
+            ir.FunctionType(VOID, [POINTER, I32, POINTER], var_arg=True),
+        )
+        builder.call(push, [caller, builder.call(number, [caller]), count])
+        builder.call(fork, [caller, I32(1), task, shared])
+
+    @property
+    def task(self) -> ir.FunctionType:
+        """The type of what is run; the last argument is what its threads share."""
+        return ir.FunctionType(VOID, [POINTER] * (1 if self.entry == "gnu" else 3))
+
+
+def emit_shares(module: ir.Module, product: ir.Function, openmp: OpenMp | None) -> ir.Function:
+    """``multiply(…, blocks, pairs, count, threads)``: ``product`` of all blocks, shared out.
+
+    What stands before ``blocks`` is handed on. Without ``openmp`` the calling thread does it all.
+    """
+    handed = product.function_type.args[:-2]
+    multiply = ir.Function(module, ir.FunctionType(VOID, [*handed, I64]), "multiply")
+    *given, threads = multiply.args
+    blocks = given[handed.index(I64)]
+    builder = ir.IRBuilder(multiply.append_basic_block())
+    if openmp is None:
+        builder.call(product, [*given, I64(0), blocks])
+    else:
+        shared = emit_local(builder, _WORD * len(given))
+        for index, value in enumerate(given):
+            builder.store(value, emit_offset(builder, shared, I64(_WORD * index)))
+        openmp.emit_fork(builder, _emit_task(module, product, handed, openmp), shared, threads)
+    builder.ret_void()
+    return multiply
+
+
+def _emit_task(
+    module: ir.Module, product: ir.Function, handed: tuple[ir.Type, ...], openmp: OpenMp
+) -> ir.Function:
+    """What each thread of the team does: its part of the blocks."""
+    task = ir.Function(module, openmp.task, "task")
+    builder = ir.IRBuilder(task.append_basic_block())
+    given = [
+        builder.load(emit_offset(builder, task.args[-1], I64(_WORD * index)), typ=kind)
+        for index, kind in enumerate(handed)
+    ]
+    query = ir.FunctionType(I32, [])
+    number, team = (
+        builder.zext(builder.call(declare(module, name, query), []), I64) for name in _QUERIES
+    )
+    blocks = given[handed.index(I64)]
+    begin = builder.udiv(builder.mul(blocks, number), team)
+    end = builder.udiv(builder.mul(blocks, builder.add(number, I64(1))), team)
+    builder.call(product, [*given, begin, end])
+    builder.ret_void()
+    return task
+
+
+def _publish(path: str, symbols: tuple[str, ...]) -> bool:
+    """Tell LLVM where ``symbols`` are; whether the loaded library at ``path`` has them all."""
+    try:
+        library = ctypes.CDLL(path)
+        found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in symbols}
+    except (OSError, AttributeError):
+        return False
+    for name, address in found.items():
+        llvm.add_symbol(name, address.value)
+    return True

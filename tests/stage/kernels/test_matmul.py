@@ -1,0 +1,109 @@
+"""Compiled products: what they give, on every kind of arithmetic that this CPU can run."""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
+from molink.stage.kernels.compiler import host_features
+from molink.stage.kernels.create import create_matmul
+from molink.stage.kernels.matmul import MatMul
+from molink.stage.kernels.openmp import OpenMp
+
+_AVX2 = ("avx2", "fma")
+_KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
+    "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None),
+    "AVX512": (WidenedBf16(lanes=16, tile=10), ("avx512f",), None),
+    "AVX2": (WidenedBf16(), _AVX2, "+avx,+avx2,+fma"),
+}
+
+
+@cache
+def product(kind: str, threads: int) -> MatMul:
+    arithmetic, wanted, features = _KINDS[kind]
+    missing = [name for name in wanted if not host_features().get(name)]
+    if missing:
+        pytest.skip(f"this CPU has no {', '.join(missing)}")
+    openmp = OpenMp.find() if threads > 1 else None
+    if threads > 1 and openmp is None:
+        pytest.skip("torch has loaded no OpenMP library that is known")
+    return MatMul(arithmetic, openmp, threads, features)
+
+
+kinds = pytest.mark.parametrize("kind", _KINDS)
+teams = pytest.mark.parametrize("threads", [1, 3])
+
+
+@kinds
+@teams
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(0, 40),
+    blocks=st.integers(1, 5),
+    pairs=st.integers(1, 70),
+    seed=st.integers(0, 9),
+)
+def test_it_gives_what_a_wide_product_gives(
+    kind: str, threads: int, rows: int, blocks: int, pairs: int, seed: int
+) -> None:
+    multiply, generator = product(kind, threads), torch.Generator().manual_seed(seed)
+    weight = torch.randn(blocks * 32, pairs * 2, generator=generator).bfloat16()
+    matrix = torch.randn(rows, pairs * 2, generator=generator).to(multiply.dtype)
+    bias = torch.randn(blocks * 32, generator=generator)
+    assert multiply.fits(weight)
+    result = multiply(multiply.pack(weight), matrix, bias)
+    assert result.dtype is multiply.dtype
+    exact = matrix.double() @ weight.double().T + bias
+    within = 2**-7 if multiply.dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(result.double(), exact, rtol=within, atol=within)
+
+
+@kinds
+@teams
+def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int) -> None:
+    multiply = product(kind, threads)
+    weight = multiply.pack(torch.randn(128, 96).bfloat16())
+    rows, bias = torch.randn(30, 96).to(multiply.dtype), torch.randn(128)
+    together = multiply(weight, rows, bias)
+    for count in (1, 2, 7, 13):
+        assert torch.equal(multiply(weight, rows[:count], bias), together[:count])
+    assert torch.equal(multiply(weight, rows[29:], bias), together[29:])
+
+
+@kinds
+def test_nothing_is_written_beyond_the_result(kind: str) -> None:
+    multiply = product(kind, 1)
+    weight, bias = multiply.pack(torch.ones(32, 4).bfloat16()), torch.zeros(32)
+    multiply(weight, torch.ones(3, 4, dtype=multiply.dtype), bias)
+    strided = torch.ones(3, 9, dtype=multiply.dtype)[:, 1:5]
+    assert torch.equal(multiply(weight, strided, bias), torch.full((3, 32), 4.0).to(multiply.dtype))
+
+
+def test_shapes_that_do_not_fit() -> None:
+    multiply = product("AVX2", 1)
+    assert multiply.fits(torch.empty(64, 6))
+    assert not multiply.fits(torch.empty(63, 6))
+    assert not multiply.fits(torch.empty(64, 5))
+
+
+def test_a_type_that_nothing_multiplies() -> None:
+    assert create_matmul(torch.float16, 1) is None
+
+
+def test_without_llvm_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "molink.stage.kernels.compiler", None)
+    assert create_matmul.__wrapped__(torch.float32, 1) is None
+
+
+def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MatMul, "__call__", lambda *_: torch.zeros(29, 96))
+    assert create_matmul.__wrapped__(torch.float32, 1) is None
+
+
+def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molink.stage.kernels.compiler.host_features", lambda: {"sse2": True})
+    assert create_matmul.__wrapped__(torch.float32, 1) is None
+    assert create_matmul.__wrapped__(torch.bfloat16, 1) is None
