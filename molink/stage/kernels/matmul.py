@@ -16,23 +16,9 @@ from torch import Tensor
 
 from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.compiler import Library
-from molink.stage.kernels.emit import (
-    FLOAT,
-    I32,
-    I64,
-    POINTER,
-    VOID,
-    Values,
-    declare,
-    emit_loop,
-    emit_offset,
-)
+from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
+from molink.stage.kernels.emit import FLOAT, I64, POINTER, VOID, Values, emit_loop, emit_offset
 from molink.stage.kernels.openmp import OpenMp, emit_shares
-
-#: A tile of so many rows computes for so long that the CPU's prefetcher falls behind: weights are
-#: asked for so many bytes ahead.
-_PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
-_PAIR_BYTES = 4
 
 
 class MatMul:
@@ -55,6 +41,7 @@ class MatMul:
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._threads = threads
         module = ir.Module("matmul")
+        # Of its arguments, blocks are the first integer.
         multiply = emit_shares(module, _emit_product(module, arithmetic), openmp)
         self._library = Library(module, features)
         self._multiply = self._library.function(multiply.name, pointers=4, integers=4)
@@ -95,121 +82,44 @@ class MatMul:
 
 
 def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
-    """``product(weight, rows, bias, result, blocks, pairs, count, begin, end)``.
+    """``product(weight, rows, bias, result, blocks, pairs, count, begin, end, thread)``.
 
     Of the weight's ``blocks`` it multiplies ``begin … end - 1``, ``pairs`` deep, by ``count`` rows.
     """
-    kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 5)
+    kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 6)
     product = ir.Function(module, kind, "product")
-    weight, rows, bias, result, blocks, pairs, count, begin, end = product.args
+    weight, rows, bias, result, blocks, pairs, count, begin, end, _ = product.args
     builder = ir.IRBuilder(product.append_basic_block())
     columns, element = I64(arithmetic.vectors * arithmetic.lanes), I64(arithmetic.element)
-    block_bytes = builder.mul(pairs, builder.mul(columns, I64(_PAIR_BYTES)))
+    block_bytes = builder.mul(pairs, builder.mul(columns, I64(PAIR_BYTES)))
     row_bytes = builder.mul(pairs, builder.mul(element, I64(2)))
     result_bytes = builder.mul(blocks, builder.mul(columns, element))
 
+    def emit_rows(first: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> list[ir.Value]:
+        """Pointers to ``size`` rows from number ``index`` on."""
+        numbers = (builder.add(index, I64(number)) for number in range(size))
+        return [emit_offset(builder, first, builder.mul(each, nbytes)) for each in numbers]
+
     def emit_block(block: ir.Value, _: Values) -> Values:
         column = builder.mul(block, columns)
-        tile = _Tile(
-            arithmetic,
-            builder,
-            emit_offset(builder, weight, builder.mul(block, block_bytes)),
-            emit_offset(builder, bias, builder.mul(column, I64(4))),
-            pairs,
-            row_bytes,
-            result_bytes,
-        )
+        weights = emit_offset(builder, weight, builder.mul(block, block_bytes))
         below = emit_offset(builder, result, builder.mul(column, element))
+        added = emit_offset(builder, bias, builder.mul(column, I64(4)))
+        vector = ir.VectorType(FLOAT, arithmetic.lanes)
 
-        def emit_tile(size: int, row: ir.Value) -> None:
-            first = emit_offset(builder, rows, builder.mul(row, row_bytes))
-            tile.emit(size, first, emit_offset(builder, below, builder.mul(row, result_bytes)))
+        def emit_tile(first: ir.Value, size: int) -> None:
+            places = emit_places(builder, [added], arithmetic, 4)
+            begun = [builder.load(place, typ=vector, align=4) for place in places] * size
+            given = emit_rows(rows, first, size, row_bytes)
+            totals = emit_dots(builder, arithmetic, weights, given, pairs, begun)
+            taken = emit_rows(below, first, size, result_bytes)
+            places = emit_places(builder, taken, arithmetic, arithmetic.element)
+            for total, place in zip(totals, places, strict=True):
+                arithmetic.store(builder, total, place)
 
-        def emit_whole(row: ir.Value, _: Values) -> Values:
-            emit_tile(arithmetic.tile, row)
-            return ()
-
-        row, _ = emit_loop(builder, I64(0), count, arithmetic.tile, emit_whole)
-        after = builder.append_basic_block()
-        rest = builder.switch(builder.sub(count, row), after)
-        for size in range(1, arithmetic.tile):
-            case = builder.append_basic_block()
-            rest.add_case(I64(size), case)
-            builder.position_at_end(case)
-            emit_tile(size, row)
-            builder.branch(after)
-        builder.position_at_end(after)
+        emit_tiles(builder, count, arithmetic.tile, emit_tile)
         return ()
 
     emit_loop(builder, begin, end, 1, emit_block)
     builder.ret_void()
     return product
-
-
-class _Tile:
-    """A block of columns, by a few rows whose sums fit the CPU's registers."""
-
-    def __init__(
-        self,
-        arithmetic: Arithmetic,
-        builder: ir.IRBuilder,
-        weight: ir.Value,
-        bias: ir.Value,
-        pairs: ir.Value,
-        row_bytes: ir.Value,
-        result_bytes: ir.Value,
-    ) -> None:
-        self._arithmetic, self._builder = arithmetic, builder
-        self._weight, self._bias, self._pairs = weight, bias, pairs
-        self._row_bytes, self._result_bytes = row_bytes, result_bytes
-
-    def emit(self, size: int, rows: ir.Value, result: ir.Value) -> None:
-        """Multiply by ``size`` rows from ``rows`` on, into ``result``."""
-        totals: Values = [
-            self._load_bias(index) for index in range(self._arithmetic.vectors)
-        ] * size
-        every = [self._nth(rows, row, self._row_bytes) for row in range(size)]
-
-        def emit_pair(pair: ir.Value, totals: Values) -> Values:
-            return self._add_pair(pair, every, totals)
-
-        _, totals = emit_loop(self._builder, I64(0), self._pairs, 1, emit_pair, totals)
-        lane_bytes = self._arithmetic.lanes * self._arithmetic.element
-        vectors = self._arithmetic.vectors
-        for index, total in enumerate(totals):
-            row = self._nth(result, index // vectors, self._result_bytes)
-            place = emit_offset(self._builder, row, I64(index % vectors * lane_bytes))
-            self._arithmetic.store(self._builder, total, place)
-
-    def _add_pair(self, pair: ir.Value, rows: Values, totals: Values) -> Values:
-        arithmetic, builder = self._arithmetic, self._builder
-        vector_bytes = arithmetic.lanes * _PAIR_BYTES
-        whole = I64(arithmetic.vectors * vector_bytes)
-        here = emit_offset(builder, self._weight, builder.mul(pair, whole))
-        weights = []
-        for vector in range(arithmetic.vectors):
-            place = emit_offset(builder, here, I64(vector * vector_bytes))
-            weights.append(arithmetic.load_weights(builder, place))
-            if len(rows) >= _PREFETCH_ROWS:
-                self._prefetch(emit_offset(builder, place, I64(_PREFETCH_BYTES)))
-        offset = builder.mul(pair, I64(2 * arithmetic.element))
-        given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
-        return [
-            arithmetic.add_product(builder, totals[index * len(weights) + vector], one, weight)
-            for index, one in enumerate(given)
-            for vector, weight in enumerate(weights)
-        ]
-
-    def _load_bias(self, vector: int) -> ir.Value:
-        lanes = self._arithmetic.lanes
-        place = emit_offset(self._builder, self._bias, I64(vector * lanes * 4))
-        return self._builder.load(place, typ=ir.VectorType(FLOAT, lanes), align=4)
-
-    def _nth(self, first: ir.Value, index: int, nbytes: ir.Value) -> ir.Value:
-        return emit_offset(self._builder, first, self._builder.mul(I64(index), nbytes))
-
-    def _prefetch(self, place: ir.Value) -> None:
-        kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
-        prefetch = declare(self._builder.module, "llvm.prefetch.p0", kind)
-        read, keep, data = I32(0), I32(3), I32(1)
-        self._builder.call(prefetch, [place, read, keep, data])

@@ -82,31 +82,30 @@ class OpenMp:
         return ir.FunctionType(VOID, [POINTER] * (1 if self.entry == "gnu" else 3))
 
 
-def emit_shares(module: ir.Module, product: ir.Function, openmp: OpenMp | None) -> ir.Function:
-    """``multiply(…, blocks, pairs, count, threads)``: ``product`` of all blocks, shared out.
+def emit_shares(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> ir.Function:
+    """``whole(…, parts, …, threads)`` that shares out ``part(…, parts, …, begin, end, thread)``.
 
-    What stands before ``blocks`` is handed on. Without ``openmp`` the calling thread does it all.
+    ``parts`` is the first integer of both: how many there are. Without ``openmp`` the calling
+    thread, number 0, does them all.
     """
-    handed = product.function_type.args[:-2]
-    multiply = ir.Function(module, ir.FunctionType(VOID, [*handed, I64]), "multiply")
-    *given, threads = multiply.args
-    blocks = given[handed.index(I64)]
-    builder = ir.IRBuilder(multiply.append_basic_block())
+    handed = part.function_type.args[:-3]
+    whole = ir.Function(module, ir.FunctionType(VOID, [*handed, I64]), "whole")
+    *given, threads = whole.args
+    builder = ir.IRBuilder(whole.append_basic_block())
     if openmp is None:
-        builder.call(product, [*given, I64(0), blocks])
+        builder.call(part, [*given, I64(0), given[handed.index(I64)], I64(0)])
     else:
         shared = emit_local(builder, _WORD * len(given))
         for index, value in enumerate(given):
             builder.store(value, emit_offset(builder, shared, I64(_WORD * index)))
-        openmp.emit_fork(builder, _emit_task(module, product, handed, openmp), shared, threads)
+        openmp.emit_fork(builder, _emit_task(module, part, openmp), shared, threads)
     builder.ret_void()
-    return multiply
+    return whole
 
 
-def _emit_task(
-    module: ir.Module, product: ir.Function, handed: tuple[ir.Type, ...], openmp: OpenMp
-) -> ir.Function:
-    """What each thread of the team does: its part of the blocks."""
+def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Function:
+    """What each thread of the team does: its part of the parts."""
+    handed = part.function_type.args[:-3]
     task = ir.Function(module, openmp.task, "task")
     builder = ir.IRBuilder(task.append_basic_block())
     given = [
@@ -114,13 +113,13 @@ def _emit_task(
         for index, kind in enumerate(handed)
     ]
     query = ir.FunctionType(I32, [])
-    number, team = (
+    thread, team = (
         builder.zext(builder.call(declare(module, name, query), []), I64) for name in _QUERIES
     )
-    blocks = given[handed.index(I64)]
-    begin = builder.udiv(builder.mul(blocks, number), team)
-    end = builder.udiv(builder.mul(blocks, builder.add(number, I64(1))), team)
-    builder.call(product, [*given, begin, end])
+    parts = given[handed.index(I64)]
+    begin = builder.udiv(builder.mul(parts, thread), team)
+    end = builder.udiv(builder.mul(parts, builder.add(thread, I64(1))), team)
+    builder.call(part, [*given, begin, end, thread])
     builder.ret_void()
     return task
 

@@ -1,0 +1,98 @@
+"""Rows times columns, as many at a time as the sums fit the registers of a CPU."""
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from molink.stage.kernels.arithmetic import Arithmetic
+from molink.stage.kernels.emit import (
+    I32,
+    I64,
+    POINTER,
+    VOID,
+    Values,
+    declare,
+    emit_loop,
+    emit_offset,
+)
+
+PAIR_BYTES = 4
+#: A tile of so many rows computes for so long that the CPU's prefetcher falls behind: weights are
+#: asked for so many bytes ahead.
+_PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
+
+
+def emit_tiles(
+    builder: ir.IRBuilder, count: ir.Value, most: int, emit: Callable[[ir.Value, int], None]
+) -> None:
+    """``emit(first, size)`` for ``count`` rows in tiles of ``most``, and for those that are left."""
+
+    def emit_whole(first: ir.Value, _: Values) -> Values:
+        emit(first, most)
+        return ()
+
+    first, _ = emit_loop(builder, I64(0), count, most, emit_whole)
+    after = builder.append_basic_block()
+    rest = builder.switch(builder.sub(count, first), after)
+    for size in range(1, most):
+        case = builder.append_basic_block()
+        rest.add_case(I64(size), case)
+        builder.position_at_end(case)
+        emit(first, size)
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+def emit_dots(
+    builder: ir.IRBuilder,
+    arithmetic: Arithmetic,
+    weights: ir.Value,
+    rows: Values,
+    pairs: ir.Value,
+    totals: Values,
+) -> Values:
+    """``totals`` and the products of ``rows`` (pointers) with a block of ``weights``.
+
+    The block is ``[pairs, vectors, lanes, 2]``; ``totals`` are those of the first row's vectors,
+    then the second's, and so on.
+    """
+    vector_bytes = arithmetic.lanes * PAIR_BYTES
+
+    def emit_pair(pair: ir.Value, totals: Values) -> Values:
+        here = emit_offset(
+            builder, weights, builder.mul(pair, I64(arithmetic.vectors * vector_bytes))
+        )
+        columns = []
+        for vector in range(arithmetic.vectors):
+            place = emit_offset(builder, here, I64(vector * vector_bytes))
+            columns.append(arithmetic.load_weights(builder, place))
+            if len(rows) >= _PREFETCH_ROWS:
+                _emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
+        offset = builder.mul(pair, I64(2 * arithmetic.element))
+        given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
+        sums = iter(totals)
+        return [
+            arithmetic.add_product(builder, next(sums), one, column)
+            for one in given
+            for column in columns
+        ]
+
+    return emit_loop(builder, I64(0), pairs, 1, emit_pair, totals)[1]
+
+
+def emit_places(
+    builder: ir.IRBuilder, rows: Sequence[ir.Value], arithmetic: Arithmetic, element: int
+) -> list[ir.Value]:
+    """Where the vectors of ``rows`` are, in the order of :func:`emit_dots`' totals."""
+    nbytes = arithmetic.lanes * element
+    return [
+        emit_offset(builder, row, I64(vector * nbytes))
+        for row in rows
+        for vector in range(arithmetic.vectors)
+    ]
+
+
+def _emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+    kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
+    read, keep, data = I32(0), I32(3), I32(1)
+    builder.call(declare(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])
