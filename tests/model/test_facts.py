@@ -33,9 +33,12 @@ def test_planned_weights_are_loaded_weights(
             stage = Stage.load(folder, (first, last), "cpu", wanted)
             planned = need.weights(last - first, opens=first == 0, closes=last == 3)
             # Norms may be kept in f32, and Qwen3's once for each head: that is for the margin.
-            assert planned <= stage.weight_bytes <= 1.05 * planned
+            # Weights stored in bf16 may stay so; planned is for CPUs where they can't.
+            narrow = wanted == "f32" and dtype == "bfloat16"
+            least = planned / 2 if narrow else planned
+            assert least <= stage.weight_bytes <= 1.05 * planned
             assert stage.block_bytes(16) == (last - first) * 16 * need.token
-            if name != "qwen3" and wanted == "f32":
+            if name != "qwen3" and wanted == "f32" and not narrow:
                 assert stage.weight_bytes == planned
 
 

@@ -25,7 +25,7 @@ _PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
 def emit_tiles(
     builder: ir.IRBuilder, count: ir.Value, most: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
-    """``emit(first, size)`` for ``count`` rows in tiles of ``most``, and for those that are left."""
+    """``emit(first, size)`` for ``count`` rows: in tiles of ``most``, then for those left over."""
 
     def emit_whole(first: ir.Value, _: Values) -> Values:
         emit(first, most)

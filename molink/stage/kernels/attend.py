@@ -1,0 +1,464 @@
+"""Attention of a few rows to a sequence's pages, where they are: nothing is gathered first.
+
+A *pass* is some neighbouring rows of one sequence; a part of the work is one key-value head of one
+pass, with all query heads that share it. Positions are taken in strips. For each strip the keys are
+turned, in registers, into columns that :func:`~molink.stage.kernels.dots.emit_dots` multiplies by;
+then the same is done for values::
+
+    scores  [queries, positions]  = Q · Kᵀ       float32
+    weights [queries, positions]  = softmax      bf16, where the scores were
+    result  [queries, head_dim]   = weights · V  float32, rounded to bf16 at the end
+"""
+
+import math
+from dataclasses import dataclass
+
+from llvmlite import ir
+from torch import Tensor
+
+from molink.stage.kernels.arithmetic import DotBf16
+from molink.stage.kernels.compiler import Library
+from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
+from molink.stage.kernels.emit import (
+    FLOAT,
+    I32,
+    I64,
+    POINTER,
+    VOID,
+    Values,
+    declare,
+    emit_loop,
+    emit_offset,
+    emit_spread,
+)
+from molink.stage.kernels.openmp import OpenMp, emit_shares
+
+#: Positions that are multiplied at once, and those of them that lie in one page for sure.
+STRIP, HALF = 32, 16
+#: Integers that describe a pass: its first row, how many there are, the position of the first, and
+#: where the sequence's pages begin in the table.
+PASS_WORDS = 4
+#: Columns of a strip of values that are multiplied at once.
+_CHUNK = 32
+_LANES = 16
+_BF16, _F32 = 2, 4
+#: Below all scores, and powers of two below which a float32 is as good as 0.
+_LEAST, _LEAST_POWER = -3.0e38, -126.0
+#: 2 ** x = Σ (x ln 2)^k / k!
+_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
+_VECTOR = ir.VectorType(FLOAT, _LANES)
+_INTEGERS = ir.VectorType(I32, _LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendShape:
+    """What the code is compiled for. ``queries`` is how many a pass may have, about."""
+
+    kv_heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    block_size: int
+    queries: int = 48
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is code for it."""
+        whole = self.head_dim % _CHUNK == 0 and self.block_size % HALF == 0
+        return whole and self.groups <= DotBf16().tile
+
+    @property
+    def rows(self) -> int:
+        """Rows of a pass at most."""
+        return max(1, self.queries // self.groups)
+
+    def scratch_bytes(self, positions: int) -> int:
+        """Memory that a thread needs for passes that begin after at most so many positions."""
+        width = -(-(positions + self.rows) // STRIP) * STRIP + STRIP
+        return _Scratch.of(self).scores + self.rows * self.groups * width * _F32
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Where in a thread's memory is what, in bytes; a strip's columns come first."""
+
+    sums: int
+    totals: int
+    scores: int
+
+    @classmethod
+    def of(cls, shape: AttendShape) -> "_Scratch":
+        queries = shape.rows * shape.groups
+        sums = STRIP * shape.head_dim * _BF16
+        totals = sums + -(-queries // _LANES) * _LANES * _F32
+        return cls(sums, totals, totals + queries * shape.head_dim * _F32)
+
+
+class Attend:
+    """Compiled attention for one shape, on threads of ``openmp`` if there is one."""
+
+    __slots__ = ("_attend", "_library", "_threads", "shape")
+
+    def __init__(self, shape: AttendShape, openmp: OpenMp | None = None, threads: int = 1) -> None:
+        """Compile it.
+
+        Raises:
+            RuntimeError: LLVM can't, for this CPU.
+        """
+        self.shape, self._threads = shape, threads
+        module = ir.Module("attend")
+        whole = emit_shares(module, _Part(module, shape).function, openmp)
+        self._library = Library(module)
+        self._attend = self._library.function(whole.name, pointers=7, integers=7)
+
+    def __call__(
+        self,
+        heads: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        passes: Tensor,
+        tables: Tensor,
+        scratch: Tensor,
+        window: int,
+    ) -> Tensor:
+        """Attention of ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``, bf16: q, k, v.
+
+        ``keys`` and ``values`` are pages ``[blocks, block_size, kv_heads, head_dim]`` (strided),
+        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``scratch`` uint8
+        ``[threads, bytes]``; a ``window`` of 0 is none. Returns
+        ``[T, groups * kv_heads * head_dim]``.
+        """
+        shape = self.shape
+        heads = heads.contiguous()
+        block, position, head, _ = keys.stride()
+        result = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
+        self._attend(
+            heads.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            result.data_ptr(),
+            passes.data_ptr(),
+            tables.data_ptr(),
+            scratch.data_ptr(),
+            len(passes) * shape.kv_heads,
+            scratch.shape[1],
+            window,
+            head * _BF16,
+            block * _BF16,
+            position * _BF16,
+            self._threads,
+        )
+        return result
+
+
+class _Part:
+    """Emits what one thread does: some of the parts, one after the other."""
+
+    def __init__(self, module: ir.Module, shape: AttendShape) -> None:
+        kind = ir.FunctionType(VOID, [POINTER] * 7 + [I64] * 9)
+        self.function = ir.Function(module, kind, "part")
+        heads, keys, values, result, passes, tables, scratch, *numbers = self.function.args
+        _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
+        begin, end, thread = task
+        self._shape, self._scratch = shape, _Scratch.of(shape)
+        self._arithmetic = DotBf16()
+        self._tile = max(1, self._arithmetic.tile // shape.groups)
+        self._builder = builder = ir.IRBuilder(self.function.append_basic_block())
+        self._heads, self._result = heads, result
+        self._passes, self._tables, self._window = passes, tables, window
+        self._pages = {"keys": keys, "values": values}
+        self._head_bytes, self._block_bytes = head_bytes, block_bytes
+        self._position_bytes = position_bytes
+        self._columns = emit_offset(builder, scratch, builder.mul(thread, scratch_bytes))
+        self._sums = self._at(self._columns, self._scratch.sums)
+        self._totals = self._at(self._columns, self._scratch.totals)
+        self._scores = self._at(self._columns, self._scratch.scores)
+        emit_loop(builder, begin, end, 1, self._part)
+        builder.ret_void()
+
+    def _part(self, part: ir.Value, _: Values) -> Values:
+        builder, shape = self._builder, self._shape
+        number = builder.udiv(part, I64(shape.kv_heads))
+        self._head = builder.urem(part, I64(shape.kv_heads))
+        words = [
+            builder.load(
+                self._nth(self._passes, builder.mul(number, I64(PASS_WORDS)), word, 8), typ=I64
+            )
+            for word in range(PASS_WORDS)
+        ]
+        self._row, self._count, self._start, self._table = words
+        self._last = builder.add(self._start, builder.sub(self._count, I64(1)))
+        first = self._first_seen(self._start)
+        self._base = builder.and_(first, I64(-STRIP))
+        strips = builder.add(builder.udiv(builder.sub(self._last, self._base), I64(STRIP)), I64(1))
+        self._score_bytes = builder.mul(strips, I64(STRIP * _F32))
+        queries = builder.mul(self._count, I64(shape.groups))
+        emit_loop(builder, I64(0), strips, 1, self._score)
+        emit_loop(builder, I64(0), queries, 1, self._weigh)
+        emit_loop(builder, I64(0), strips, 1, self._sum)
+        emit_loop(builder, I64(0), queries, 1, self._finish)
+        return ()
+
+    def _score(self, strip: ir.Value, _: Values) -> Values:
+        """The products of all queries with a strip of keys."""
+        builder, shape = self._builder, self._shape
+        for half, page in enumerate(self._halves(strip, "keys")):
+            self._turn_keys(page, half)
+
+        def emit_tile(row: ir.Value, size: int) -> None:
+            queries = [self._query(row, *each) for each in self._members(size)]
+            zeros = [ir.Constant(_VECTOR, [0.0] * _LANES)] * (2 * len(queries))
+            totals = emit_dots(
+                builder, self._arithmetic, self._columns, queries, I64(shape.head_dim // 2), zeros
+            )
+            at = builder.mul(strip, I64(STRIP * _F32))
+            scores = [
+                emit_offset(builder, self._score_row(row, *each), at)
+                for each in self._members(size)
+            ]
+            places = emit_places(builder, scores, self._arithmetic, _F32)
+            for total, place in zip(totals, places, strict=True):
+                builder.store(total, place, align=4)
+
+        emit_tiles(builder, self._count, self._tile, emit_tile)
+        return ()
+
+    def _weigh(self, query: ir.Value, _: Values) -> Values:
+        """Softmax without its division: ``exp(scale * (score - greatest))`` of what a row sees."""
+        builder = self._builder
+        row = builder.udiv(query, I64(self._shape.groups))
+        scores = emit_offset(builder, self._scores, builder.mul(query, self._score_bytes))
+        vectors = builder.udiv(self._score_bytes, I64(_LANES * _F32))
+        position = builder.add(self._start, row)
+        least, most = (
+            emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), _LANES)
+            for each in (self._first_seen(position), position)
+        )
+        lanes = ir.Constant(_INTEGERS, list(range(_LANES)))
+
+        def seen(vector: ir.Value, other: float) -> ir.Value:
+            place = self._nth(scores, vector, 0, _LANES * _F32)
+            given = builder.load(place, typ=_VECTOR, align=4)
+            first = builder.trunc(builder.mul(vector, I64(_LANES)), I32)
+            numbers = builder.add(emit_spread(builder, first, _LANES), lanes)
+            inside = builder.and_(
+                builder.icmp_signed(">=", numbers, least), builder.icmp_signed("<=", numbers, most)
+            )
+            return builder.select(inside, given, ir.Constant(_VECTOR, [other] * _LANES))
+
+        def emit_greatest(vector: ir.Value, carried: Values) -> Values:
+            return (self._call("llvm.maxnum.v16f32", carried[0], seen(vector, _LEAST)),)
+
+        begun = ir.Constant(_VECTOR, [_LEAST] * _LANES)
+        _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
+        greatest = emit_spread(builder, self._reduce("fmax", found), _LANES)
+        factor = ir.Constant(_VECTOR, [self._shape.scale * math.log2(math.e)] * _LANES)
+
+        def emit_weight(vector: ir.Value, carried: Values) -> Values:
+            given = builder.fsub(seen(vector, _LEAST), greatest)
+            weight = self._power_of_two(builder.fmul(given, factor))
+            self._arithmetic.store(builder, weight, self._nth(scores, vector, 0, _LANES * _BF16))
+            return (builder.fadd(carried[0], weight),)
+
+        zero = ir.Constant(_VECTOR, [0.0] * _LANES)
+        _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (zero,))
+        total = builder.fdiv(FLOAT(1.0), self._reduce("fadd", found))
+        builder.store(total, self._nth(self._sums, query, 0, _F32), align=4)
+        width = self._shape.head_dim
+        for column in range(0, width, _LANES):
+            builder.store(zero, self._at(self._total(query), column * _F32), align=4)
+        return ()
+
+    def _sum(self, strip: ir.Value, _: Values) -> Values:
+        """The values of a strip, by their weights, to what the strips before it gave."""
+        builder = self._builder
+        for half, page in enumerate(self._halves(strip, "values")):
+            self._pair_values(page, half)
+
+        def emit_chunk(chunk: ir.Value, _: Values) -> Values:
+            columns = self._nth(self._columns, chunk, 0, STRIP * _CHUNK * _BF16)
+
+            def emit_tile(row: ir.Value, size: int) -> None:
+                at = builder.mul(strip, I64(STRIP * _BF16))
+                weights, totals = [], []
+                for each in self._members(size):
+                    weights.append(emit_offset(builder, self._score_row(row, *each), at))
+                    total = self._total(self._query_number(row, *each))
+                    totals.append(self._nth(total, chunk, 0, _CHUNK * _F32))
+                places = emit_places(builder, totals, self._arithmetic, _F32)
+                begun = [builder.load(place, typ=_VECTOR, align=4) for place in places]
+                sums = emit_dots(
+                    builder, self._arithmetic, columns, weights, I64(STRIP // 2), begun
+                )
+                for each, place in zip(sums, places, strict=True):
+                    builder.store(each, place, align=4)
+
+            emit_tiles(builder, self._count, self._tile, emit_tile)
+            return ()
+
+        emit_loop(builder, I64(0), I64(self._shape.head_dim // _CHUNK), 1, emit_chunk)
+        return ()
+
+    def _finish(self, query: ir.Value, _: Values) -> Values:
+        """Divide by the sum of the weights, and write down."""
+        builder, shape = self._builder, self._shape
+        row, member = (act(query, I64(shape.groups)) for act in (builder.udiv, builder.urem))
+        place = self._nth(self._sums, query, 0, _F32)
+        share = emit_spread(builder, builder.load(place, typ=FLOAT, align=4), _LANES)
+        result = self._of_heads(self._result, row, member, shape.groups * shape.kv_heads)
+        for column in range(0, shape.head_dim, _LANES):
+            total = builder.load(self._at(self._total(query), column * _F32), typ=_VECTOR, align=4)
+            scaled = builder.fmul(total, share)
+            self._arithmetic.store(builder, scaled, self._at(result, column * _BF16))
+        return ()
+
+    def _turn_keys(self, page: ir.Value, half: int) -> None:
+        """16 positions of 16 pairs each become 16 pairs of 16 positions each, and so on."""
+        builder = self._builder
+        for first in range(0, self._shape.head_dim // 2, _LANES):
+            rows = []
+            for position in range(HALF):
+                key = emit_offset(builder, page, builder.mul(I64(position), self._position_bytes))
+                place = self._at(key, first * PAIR_BYTES)
+                rows.append(builder.load(place, typ=_INTEGERS, align=2))
+            for pair, vector in enumerate(_emit_transposed(builder, rows), first):
+                place = self._at(self._columns, (2 * pair + half) * _LANES * PAIR_BYTES)
+                builder.store(vector, place, align=64)
+
+    def _pair_values(self, page: ir.Value, half: int) -> None:
+        """Each column's values of neighbouring positions come to lie beside each other."""
+        builder = self._builder
+        numbers = ir.VectorType(ir.IntType(16), _CHUNK)
+        for pair in range(HALF // 2):
+            both = [
+                emit_offset(builder, page, builder.mul(I64(2 * pair + each), self._position_bytes))
+                for each in range(2)
+            ]
+            for chunk in range(self._shape.head_dim // _CHUNK):
+                rows = [
+                    builder.load(self._at(row, chunk * _CHUNK * _BF16), typ=numbers, align=2)
+                    for row in both
+                ]
+                for part in range(2):
+                    columns = range(part * _LANES, (part + 1) * _LANES)
+                    order = [at for column in columns for at in (column, _CHUNK + column)]
+                    mask = ir.Constant(ir.VectorType(I32, _CHUNK), order)
+                    at = ((chunk * STRIP // 2 + half * HALF // 2 + pair) * 2 + part) * _LANES
+                    place = self._at(self._columns, at * PAIR_BYTES)
+                    builder.store(builder.shuffle_vector(*rows, mask), place, align=64)
+
+    def _halves(self, strip: ir.Value, what: str) -> list[ir.Value]:
+        """Pointers to a strip's positions; beyond the last one stands its own half again."""
+        builder, size = self._builder, I64(self._shape.block_size)
+        begin = builder.add(self._base, builder.mul(strip, I64(STRIP)))
+        last = builder.and_(self._last, I64(-HALF))
+        base = emit_offset(builder, self._pages[what], builder.mul(self._head, self._head_bytes))
+        pages = []
+        for half in range(STRIP // HALF):
+            wanted = builder.add(begin, I64(half * HALF))
+            beyond = builder.icmp_signed(">", wanted, last)
+            position = builder.select(beyond, last, wanted)
+            entry = builder.add(self._table, builder.udiv(position, size))
+            block = builder.load(self._nth(self._tables, entry, 0, 8), typ=I64)
+            page = emit_offset(builder, base, builder.mul(block, self._block_bytes))
+            inside = builder.mul(builder.urem(position, size), self._position_bytes)
+            pages.append(emit_offset(builder, page, inside))
+        return pages
+
+    def _first_seen(self, position: ir.Value) -> ir.Value:
+        """What a row at ``position`` sees first."""
+        builder = self._builder
+        first = builder.add(builder.sub(position, self._window), I64(1))
+        hidden = builder.and_(
+            builder.icmp_signed(">", self._window, I64(0)),
+            builder.icmp_signed(">", first, I64(0)),
+        )
+        return builder.select(hidden, first, I64(0))
+
+    def _members(self, size: int) -> list[tuple[int, int]]:
+        """The queries of ``size`` rows: row, and number among those that share a head."""
+        return [(row, group) for row in range(size) for group in range(self._shape.groups)]
+
+    def _query(self, row: ir.Value, nth: int, group: int) -> ir.Value:
+        shape = self._shape
+        rows = self._builder.add(row, I64(nth))
+        return self._of_heads(self._heads, rows, I64(group), (shape.groups + 2) * shape.kv_heads)
+
+    def _of_heads(self, base: ir.Value, row: ir.Value, member: ir.Value, heads: int) -> ir.Value:
+        """A query's place in ``[T, heads, head_dim]``, by its row of the pass."""
+        builder, shape = self._builder, self._shape
+        head = builder.add(builder.mul(self._head, I64(shape.groups)), member)
+        row = builder.mul(builder.add(self._row, row), I64(heads))
+        return self._nth(base, builder.add(row, head), 0, shape.head_dim * _BF16)
+
+    def _query_number(self, row: ir.Value, nth: int, group: int) -> ir.Value:
+        builder = self._builder
+        first = builder.mul(builder.add(row, I64(nth)), I64(self._shape.groups))
+        return builder.add(first, I64(group))
+
+    def _score_row(self, row: ir.Value, nth: int, group: int) -> ir.Value:
+        number = self._query_number(row, nth, group)
+        return emit_offset(
+            self._builder, self._scores, self._builder.mul(number, self._score_bytes)
+        )
+
+    def _total(self, query: ir.Value) -> ir.Value:
+        return self._nth(self._totals, query, 0, self._shape.head_dim * _F32)
+
+    def _power_of_two(self, given: ir.Value) -> ir.Value:
+        """``2 ** given`` for numbers of at most 0, to float32's precision; 0 far below.
+
+        The whole part goes into the exponent; of the rest, within ±½, six terms of the series.
+        """
+        builder = self._builder
+        bounded = self._call(
+            "llvm.maxnum.v16f32", given, ir.Constant(_VECTOR, [_LEAST_POWER] * _LANES)
+        )
+        whole = self._call("llvm.roundeven.v16f32", bounded)
+        rest = builder.fsub(bounded, whole)
+        value: ir.Value = ir.Constant(_VECTOR, [_SERIES[-1]] * _LANES)
+        for term in reversed(_SERIES[:-1]):
+            value = self._call(
+                "llvm.fma.v16f32", value, rest, ir.Constant(_VECTOR, [term] * _LANES)
+            )
+        shift = ir.Constant(_INTEGERS, [23] * _LANES)
+        exponent = builder.shl(builder.fptosi(whole, _INTEGERS), shift)
+        power = builder.bitcast(builder.add(builder.bitcast(value, _INTEGERS), exponent), _VECTOR)
+        far = builder.fcmp_ordered("<=", given, ir.Constant(_VECTOR, [_LEAST_POWER] * _LANES))
+        return builder.select(far, ir.Constant(_VECTOR, [0.0] * _LANES), power)
+
+    def _call(self, name: str, *given: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(given[0].type, [each.type for each in given])
+        return self._builder.call(declare(self._builder.module, name, kind), given)
+
+    def _reduce(self, operation: str, vector: ir.Value) -> ir.Value:
+        name, first = f"llvm.vector.reduce.{operation}.v16f32", [FLOAT(-0.0)]
+        given = [*(first if operation == "fadd" else []), vector]
+        kind = ir.FunctionType(FLOAT, [each.type for each in given])
+        function = declare(self._builder.module, name, kind)
+        return self._builder.call(function, given, fastmath=("reassoc",))
+
+    def _at(self, pointer: ir.Value, nbytes: int) -> ir.Value:
+        return emit_offset(self._builder, pointer, I64(nbytes))
+
+    def _nth(self, pointer: ir.Value, index: ir.Value, more: int, nbytes: int) -> ir.Value:
+        number = self._builder.add(index, I64(more))
+        return emit_offset(self._builder, pointer, self._builder.mul(number, I64(nbytes)))
+
+
+def _emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """As many vectors as they have lanes, rows and columns exchanged: by halves, quarters, …."""
+    count = len(rows)
+    step = 1
+    while step < count:
+        low = [lane if not lane & step else count + lane - step for lane in range(count)]
+        high = [lane + step if not lane & step else count + lane for lane in range(count)]
+        masks = [ir.Constant(ir.VectorType(I32, count), order) for order in (low, high)]
+        for first in range(count):
+            if not first & step:
+                pair = rows[first], rows[first + step]
+                rows[first], rows[first + step] = (
+                    builder.shuffle_vector(*pair, mask) for mask in masks
+                )
+        step *= 2
+    return rows
