@@ -92,15 +92,19 @@ def create_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """The backend called ``name``; ``auto`` takes ``flash`` if it works here, else ``gather``.
+    """The backend called ``name``; ``auto`` takes what works here of ``flash`` (CUDA) and compiled
+    code (CPU), else ``gather``.
 
     Raises:
         UsageError: ``flash`` was asked for and doesn't work.
     """
     if name == "gather":
         return _create_gather(shape, device)
-    from molink.stage.attention.probe import try_flash
+    from molink.stage.attention.probe import try_compiled, try_flash
 
+    if name == "auto" and device.type == "cpu":
+        compiled = try_compiled(shape, block_size, dtype, device)
+        return compiled or _create_gather(shape, device)
     flash, reason = try_flash(shape, block_size, dtype, device)
     if flash is not None:
         return flash

@@ -1,4 +1,4 @@
-"""Whether the flash kernels work here: tried on a small pool, beside ``gather``.
+"""Whether flash kernels, or compiled ones, work here: tried on a small pool, beside ``gather``.
 
 Neither a version nor a platform tells: they may be missing from a build, refuse a head size, or be
 wrong. Whatever goes wrong means no.
@@ -6,26 +6,23 @@ wrong. Whatever goes wrong means no.
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape
-from molink.stage.attention.flash import PAGE, FlashAttention, Kernel, find_kernel
+from molink.stage.attention.base import Attention, AttentionShape
+from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.base import SequenceRows
+from molink.stage.kernels.create import create_attend
+from molink.stage.kernels.shape import AttendShape
 from molink.stage.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-#: Two decode rows and two chunks that begin, end and cross at all sides of a page's edge.
-_TRIED = (
-    SequenceRows(PAGE, 1, (4, 1)),
-    SequenceRows(PAGE - 2, 1, (0,)),
-    SequenceRows(PAGE - 3, 5, (2, 5)),
-    SequenceRows(0, 3, (3,)),
-)
 _BLOCKS = 6
 #: A window that leaves something out of these.
 _WINDOW = 100
@@ -49,7 +46,9 @@ def try_flash(
     if kernel is None:
         return None, f"torch {torch.__version__} has no varlen_attn with a block table"
     try:
-        difference = _difference(shape, kernel, dtype, device)
+        difference = _difference(
+            shape, lambda layer: FlashAttention(layer, kernel), PAGE, dtype, device
+        )
     except Exception as error:  # whatever a kernel's build may raise
         log.info("no flash attention: %s", error)
         return None, f"{type(error).__name__}: {error}"
@@ -58,6 +57,25 @@ def try_flash(
         log.warning("no flash attention: its results are off by %g", difference)
         return None, f"its results are off by {difference:g}"
     return FlashAttention(shape, kernel), ""
+
+
+def try_compiled(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> CompiledAttention | None:
+    """The backend for a CPU, if it works there for a model of this shape."""
+    if device.type != "cpu" or dtype is not torch.bfloat16 or shape.softcap:
+        return None
+    numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
+    attend = create_attend(numbers, torch.get_num_threads())
+    if attend is None:
+        return None
+    difference = _difference(
+        shape, lambda layer: CompiledAttention(layer, attend), block_size, dtype, device
+    )
+    if not difference <= _TOLERANCE:
+        log.warning("no compiled attention: its results are off by %g", difference)
+        return None
+    return CompiledAttention(shape, attend)
 
 
 def wanted_block_size(device: torch.device) -> int:
@@ -69,16 +87,20 @@ def wanted_block_size(device: torch.device) -> int:
 
 @torch.inference_mode()
 def _difference(
-    shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, device: torch.device
+    shape: AttentionShape,
+    create: Callable[[AttentionShape], Attention],
+    page: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> float:
-    """Greatest difference between both backends, with and without a window as the model has it."""
+    """Greatest difference to ``gather``, with and without a window as the model has it."""
     worst = 0.0
     for window in {min(window, _WINDOW) for window in shape.windows}:
         layer = replace(shape, windows=(window,))
-        pool, heads = _make_rows(layer, dtype, device)
+        pool, heads = _make_rows(layer, page, dtype, device)
         results = [
-            backend.prepare(_TRIED, PAGE, dtype, device)(0, heads, pool).float()
-            for backend in (FlashAttention(layer, kernel), GatherAttention(layer))
+            backend.prepare(_tried(page), page, dtype, device)(0, heads, pool).float()
+            for backend in (create(layer), GatherAttention(layer))
         ]
         difference = float((results[0] - results[1]).abs().max())
         worst = difference if math.isnan(difference) else max(worst, difference)
@@ -87,22 +109,32 @@ def _difference(
     return worst
 
 
+def _tried(page: int) -> tuple[SequenceRows, ...]:
+    """Two decode rows and two chunks that begin, end and cross at all sides of a page's edge."""
+    return (
+        SequenceRows(page, 1, (4, 1)),
+        SequenceRows(page - 2, 1, (0,)),
+        SequenceRows(page - 3, 5, (2, 5)),
+        SequenceRows(0, 3, (3,)),
+    )
+
+
 def _make_rows(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    shape: AttentionShape, page: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVPool, Tensor]:
-    """A pool of one layer and the rows of :data:`_TRIED`, whose keys and values are in it."""
+    """A pool of one layer and the rows of :func:`_tried`, whose keys and values are in it."""
     generator = torch.Generator(device).manual_seed(0)
-    pool = KVPool(shape, 1, _BLOCKS, PAGE, dtype, device)
+    pool = KVPool(shape, 1, _BLOCKS, page, dtype, device)
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, dtype=dtype, device=device)
 
-    every = torch.arange(_BLOCKS * PAGE, device=device)
+    every = torch.arange(_BLOCKS * page, device=device)
     pool.write(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))
     slots = [
-        sequence.blocks[position // PAGE] * PAGE + position % PAGE
-        for sequence in _TRIED
+        sequence.blocks[position // page] * page + position % page
+        for sequence in _tried(page)
         for position in range(sequence.start, sequence.start + sequence.count)
     ]
     rows = noise(len(slots), heads, shape.head_dim)

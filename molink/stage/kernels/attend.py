@@ -11,8 +11,8 @@ then the same is done for values::
 """
 
 import math
-from dataclasses import dataclass
 
+import torch
 from llvmlite import ir
 from torch import Tensor
 
@@ -32,66 +32,17 @@ from molink.stage.kernels.emit import (
     emit_spread,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
+from molink.stage.kernels.shape import BF16, CHUNK, F32, HALF, LANES, STRIP, AttendShape, Scratch
 
-#: Positions that are multiplied at once, and those of them that lie in one page for sure.
-STRIP, HALF = 32, 16
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.
 PASS_WORDS = 4
-#: Columns of a strip of values that are multiplied at once.
-_CHUNK = 32
-_LANES = 16
-_BF16, _F32 = 2, 4
 #: Below all scores, and powers of two below which a float32 is as good as 0.
 _LEAST, _LEAST_POWER = -3.0e38, -126.0
 #: 2 ** x = Σ (x ln 2)^k / k!
 _SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
-_VECTOR = ir.VectorType(FLOAT, _LANES)
-_INTEGERS = ir.VectorType(I32, _LANES)
-
-
-@dataclass(frozen=True, slots=True)
-class AttendShape:
-    """What the code is compiled for. ``queries`` is how many a pass may have, about."""
-
-    kv_heads: int
-    groups: int
-    head_dim: int
-    scale: float
-    block_size: int
-    queries: int = 48
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is code for it."""
-        whole = self.head_dim % _CHUNK == 0 and self.block_size % HALF == 0
-        return whole and self.groups <= DotBf16().tile
-
-    @property
-    def rows(self) -> int:
-        """Rows of a pass at most."""
-        return max(1, self.queries // self.groups)
-
-    def scratch_bytes(self, positions: int) -> int:
-        """Memory that a thread needs for passes that begin after at most so many positions."""
-        width = -(-(positions + self.rows) // STRIP) * STRIP + STRIP
-        return _Scratch.of(self).scores + self.rows * self.groups * width * _F32
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Where in a thread's memory is what, in bytes; a strip's columns come first."""
-
-    sums: int
-    totals: int
-    scores: int
-
-    @classmethod
-    def of(cls, shape: AttendShape) -> "_Scratch":
-        queries = shape.rows * shape.groups
-        sums = STRIP * shape.head_dim * _BF16
-        totals = sums + -(-queries // _LANES) * _LANES * _F32
-        return cls(sums, totals, totals + queries * shape.head_dim * _F32)
+_VECTOR = ir.VectorType(FLOAT, LANES)
+_INTEGERS = ir.VectorType(I32, LANES)
 
 
 class Attend:
@@ -143,12 +94,16 @@ class Attend:
             len(passes) * shape.kv_heads,
             scratch.shape[1],
             window,
-            head * _BF16,
-            block * _BF16,
-            position * _BF16,
+            head * BF16,
+            block * BF16,
+            position * BF16,
             self._threads,
         )
         return result
+
+    def scratch(self, positions: int) -> Tensor:
+        """Memory for rows that attend to at most so many positions."""
+        return torch.empty(self._threads, self.shape.scratch_bytes(positions), dtype=torch.uint8)
 
 
 class _Part:
@@ -160,7 +115,7 @@ class _Part:
         heads, keys, values, result, passes, tables, scratch, *numbers = self.function.args
         _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
         begin, end, thread = task
-        self._shape, self._scratch = shape, _Scratch.of(shape)
+        self._shape, self._scratch = shape, Scratch.of(shape)
         self._arithmetic = DotBf16()
         self._tile = max(1, self._arithmetic.tile // shape.groups)
         self._builder = builder = ir.IRBuilder(self.function.append_basic_block())
@@ -189,9 +144,9 @@ class _Part:
         self._row, self._count, self._start, self._table = words
         self._last = builder.add(self._start, builder.sub(self._count, I64(1)))
         first = self._first_seen(self._start)
-        self._base = builder.and_(first, I64(-STRIP))
+        self._base = builder.and_(first, I64(-HALF))
         strips = builder.add(builder.udiv(builder.sub(self._last, self._base), I64(STRIP)), I64(1))
-        self._score_bytes = builder.mul(strips, I64(STRIP * _F32))
+        self._score_bytes = builder.mul(strips, I64(STRIP * F32))
         queries = builder.mul(self._count, I64(shape.groups))
         emit_loop(builder, I64(0), strips, 1, self._score)
         emit_loop(builder, I64(0), queries, 1, self._weigh)
@@ -207,16 +162,16 @@ class _Part:
 
         def emit_tile(row: ir.Value, size: int) -> None:
             queries = [self._query(row, *each) for each in self._members(size)]
-            zeros = [ir.Constant(_VECTOR, [0.0] * _LANES)] * (2 * len(queries))
+            zeros = [ir.Constant(_VECTOR, [0.0] * LANES)] * (2 * len(queries))
             totals = emit_dots(
                 builder, self._arithmetic, self._columns, queries, I64(shape.head_dim // 2), zeros
             )
-            at = builder.mul(strip, I64(STRIP * _F32))
+            at = builder.mul(strip, I64(STRIP * F32))
             scores = [
                 emit_offset(builder, self._score_row(row, *each), at)
                 for each in self._members(size)
             ]
-            places = emit_places(builder, scores, self._arithmetic, _F32)
+            places = emit_places(builder, scores, self._arithmetic, F32)
             for total, place in zip(totals, places, strict=True):
                 builder.store(total, place, align=4)
 
@@ -228,45 +183,45 @@ class _Part:
         builder = self._builder
         row = builder.udiv(query, I64(self._shape.groups))
         scores = emit_offset(builder, self._scores, builder.mul(query, self._score_bytes))
-        vectors = builder.udiv(self._score_bytes, I64(_LANES * _F32))
+        vectors = builder.udiv(self._score_bytes, I64(LANES * F32))
         position = builder.add(self._start, row)
         least, most = (
-            emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), _LANES)
+            emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), LANES)
             for each in (self._first_seen(position), position)
         )
-        lanes = ir.Constant(_INTEGERS, list(range(_LANES)))
+        lanes = ir.Constant(_INTEGERS, list(range(LANES)))
 
         def seen(vector: ir.Value, other: float) -> ir.Value:
-            place = self._nth(scores, vector, 0, _LANES * _F32)
+            place = self._nth(scores, vector, 0, LANES * F32)
             given = builder.load(place, typ=_VECTOR, align=4)
-            first = builder.trunc(builder.mul(vector, I64(_LANES)), I32)
-            numbers = builder.add(emit_spread(builder, first, _LANES), lanes)
+            first = builder.trunc(builder.mul(vector, I64(LANES)), I32)
+            numbers = builder.add(emit_spread(builder, first, LANES), lanes)
             inside = builder.and_(
                 builder.icmp_signed(">=", numbers, least), builder.icmp_signed("<=", numbers, most)
             )
-            return builder.select(inside, given, ir.Constant(_VECTOR, [other] * _LANES))
+            return builder.select(inside, given, ir.Constant(_VECTOR, [other] * LANES))
 
         def emit_greatest(vector: ir.Value, carried: Values) -> Values:
             return (self._call("llvm.maxnum.v16f32", carried[0], seen(vector, _LEAST)),)
 
-        begun = ir.Constant(_VECTOR, [_LEAST] * _LANES)
+        begun = ir.Constant(_VECTOR, [_LEAST] * LANES)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
-        greatest = emit_spread(builder, self._reduce("fmax", found), _LANES)
-        factor = ir.Constant(_VECTOR, [self._shape.scale * math.log2(math.e)] * _LANES)
+        greatest = emit_spread(builder, self._reduce("fmax", found), LANES)
+        factor = ir.Constant(_VECTOR, [self._shape.scale * math.log2(math.e)] * LANES)
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
             given = builder.fsub(seen(vector, _LEAST), greatest)
             weight = self._power_of_two(builder.fmul(given, factor))
-            self._arithmetic.store(builder, weight, self._nth(scores, vector, 0, _LANES * _BF16))
+            self._arithmetic.store(builder, weight, self._nth(scores, vector, 0, LANES * BF16))
             return (builder.fadd(carried[0], weight),)
 
-        zero = ir.Constant(_VECTOR, [0.0] * _LANES)
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (zero,))
         total = builder.fdiv(FLOAT(1.0), self._reduce("fadd", found))
-        builder.store(total, self._nth(self._sums, query, 0, _F32), align=4)
+        builder.store(total, self._nth(self._sums, query, 0, F32), align=4)
         width = self._shape.head_dim
-        for column in range(0, width, _LANES):
-            builder.store(zero, self._at(self._total(query), column * _F32), align=4)
+        for column in range(0, width, LANES):
+            builder.store(zero, self._at(self._total(query), column * F32), align=4)
         return ()
 
     def _sum(self, strip: ir.Value, _: Values) -> Values:
@@ -276,16 +231,16 @@ class _Part:
             self._pair_values(page, half)
 
         def emit_chunk(chunk: ir.Value, _: Values) -> Values:
-            columns = self._nth(self._columns, chunk, 0, STRIP * _CHUNK * _BF16)
+            columns = self._nth(self._columns, chunk, 0, STRIP * CHUNK * BF16)
 
             def emit_tile(row: ir.Value, size: int) -> None:
-                at = builder.mul(strip, I64(STRIP * _BF16))
+                at = builder.mul(strip, I64(STRIP * BF16))
                 weights, totals = [], []
                 for each in self._members(size):
                     weights.append(emit_offset(builder, self._score_row(row, *each), at))
                     total = self._total(self._query_number(row, *each))
-                    totals.append(self._nth(total, chunk, 0, _CHUNK * _F32))
-                places = emit_places(builder, totals, self._arithmetic, _F32)
+                    totals.append(self._nth(total, chunk, 0, CHUNK * F32))
+                places = emit_places(builder, totals, self._arithmetic, F32)
                 begun = [builder.load(place, typ=_VECTOR, align=4) for place in places]
                 sums = emit_dots(
                     builder, self._arithmetic, columns, weights, I64(STRIP // 2), begun
@@ -296,54 +251,54 @@ class _Part:
             emit_tiles(builder, self._count, self._tile, emit_tile)
             return ()
 
-        emit_loop(builder, I64(0), I64(self._shape.head_dim // _CHUNK), 1, emit_chunk)
+        emit_loop(builder, I64(0), I64(self._shape.head_dim // CHUNK), 1, emit_chunk)
         return ()
 
     def _finish(self, query: ir.Value, _: Values) -> Values:
         """Divide by the sum of the weights, and write down."""
         builder, shape = self._builder, self._shape
         row, member = (act(query, I64(shape.groups)) for act in (builder.udiv, builder.urem))
-        place = self._nth(self._sums, query, 0, _F32)
-        share = emit_spread(builder, builder.load(place, typ=FLOAT, align=4), _LANES)
+        place = self._nth(self._sums, query, 0, F32)
+        share = emit_spread(builder, builder.load(place, typ=FLOAT, align=4), LANES)
         result = self._of_heads(self._result, row, member, shape.groups * shape.kv_heads)
-        for column in range(0, shape.head_dim, _LANES):
-            total = builder.load(self._at(self._total(query), column * _F32), typ=_VECTOR, align=4)
+        for column in range(0, shape.head_dim, LANES):
+            total = builder.load(self._at(self._total(query), column * F32), typ=_VECTOR, align=4)
             scaled = builder.fmul(total, share)
-            self._arithmetic.store(builder, scaled, self._at(result, column * _BF16))
+            self._arithmetic.store(builder, scaled, self._at(result, column * BF16))
         return ()
 
     def _turn_keys(self, page: ir.Value, half: int) -> None:
         """16 positions of 16 pairs each become 16 pairs of 16 positions each, and so on."""
         builder = self._builder
-        for first in range(0, self._shape.head_dim // 2, _LANES):
+        for first in range(0, self._shape.head_dim // 2, LANES):
             rows = []
             for position in range(HALF):
                 key = emit_offset(builder, page, builder.mul(I64(position), self._position_bytes))
                 place = self._at(key, first * PAIR_BYTES)
                 rows.append(builder.load(place, typ=_INTEGERS, align=2))
             for pair, vector in enumerate(_emit_transposed(builder, rows), first):
-                place = self._at(self._columns, (2 * pair + half) * _LANES * PAIR_BYTES)
+                place = self._at(self._columns, (2 * pair + half) * LANES * PAIR_BYTES)
                 builder.store(vector, place, align=64)
 
     def _pair_values(self, page: ir.Value, half: int) -> None:
         """Each column's values of neighbouring positions come to lie beside each other."""
         builder = self._builder
-        numbers = ir.VectorType(ir.IntType(16), _CHUNK)
+        numbers = ir.VectorType(ir.IntType(16), CHUNK)
         for pair in range(HALF // 2):
             both = [
                 emit_offset(builder, page, builder.mul(I64(2 * pair + each), self._position_bytes))
                 for each in range(2)
             ]
-            for chunk in range(self._shape.head_dim // _CHUNK):
+            for chunk in range(self._shape.head_dim // CHUNK):
                 rows = [
-                    builder.load(self._at(row, chunk * _CHUNK * _BF16), typ=numbers, align=2)
+                    builder.load(self._at(row, chunk * CHUNK * BF16), typ=numbers, align=2)
                     for row in both
                 ]
                 for part in range(2):
-                    columns = range(part * _LANES, (part + 1) * _LANES)
-                    order = [at for column in columns for at in (column, _CHUNK + column)]
-                    mask = ir.Constant(ir.VectorType(I32, _CHUNK), order)
-                    at = ((chunk * STRIP // 2 + half * HALF // 2 + pair) * 2 + part) * _LANES
+                    columns = range(part * LANES, (part + 1) * LANES)
+                    order = [at for column in columns for at in (column, CHUNK + column)]
+                    mask = ir.Constant(ir.VectorType(I32, CHUNK), order)
+                    at = ((chunk * STRIP // 2 + half * HALF // 2 + pair) * 2 + part) * LANES
                     place = self._at(self._columns, at * PAIR_BYTES)
                     builder.store(builder.shuffle_vector(*rows, mask), place, align=64)
 
@@ -389,7 +344,7 @@ class _Part:
         builder, shape = self._builder, self._shape
         head = builder.add(builder.mul(self._head, I64(shape.groups)), member)
         row = builder.mul(builder.add(self._row, row), I64(heads))
-        return self._nth(base, builder.add(row, head), 0, shape.head_dim * _BF16)
+        return self._nth(base, builder.add(row, head), 0, shape.head_dim * BF16)
 
     def _query_number(self, row: ir.Value, nth: int, group: int) -> ir.Value:
         builder = self._builder
@@ -403,7 +358,7 @@ class _Part:
         )
 
     def _total(self, query: ir.Value) -> ir.Value:
-        return self._nth(self._totals, query, 0, self._shape.head_dim * _F32)
+        return self._nth(self._totals, query, 0, self._shape.head_dim * F32)
 
     def _power_of_two(self, given: ir.Value) -> ir.Value:
         """``2 ** given`` for numbers of at most 0, to float32's precision; 0 far below.
@@ -412,20 +367,18 @@ class _Part:
         """
         builder = self._builder
         bounded = self._call(
-            "llvm.maxnum.v16f32", given, ir.Constant(_VECTOR, [_LEAST_POWER] * _LANES)
+            "llvm.maxnum.v16f32", given, ir.Constant(_VECTOR, [_LEAST_POWER] * LANES)
         )
         whole = self._call("llvm.roundeven.v16f32", bounded)
         rest = builder.fsub(bounded, whole)
-        value: ir.Value = ir.Constant(_VECTOR, [_SERIES[-1]] * _LANES)
+        value: ir.Value = ir.Constant(_VECTOR, [_SERIES[-1]] * LANES)
         for term in reversed(_SERIES[:-1]):
-            value = self._call(
-                "llvm.fma.v16f32", value, rest, ir.Constant(_VECTOR, [term] * _LANES)
-            )
-        shift = ir.Constant(_INTEGERS, [23] * _LANES)
+            value = self._call("llvm.fma.v16f32", value, rest, ir.Constant(_VECTOR, [term] * LANES))
+        shift = ir.Constant(_INTEGERS, [23] * LANES)
         exponent = builder.shl(builder.fptosi(whole, _INTEGERS), shift)
         power = builder.bitcast(builder.add(builder.bitcast(value, _INTEGERS), exponent), _VECTOR)
-        far = builder.fcmp_ordered("<=", given, ir.Constant(_VECTOR, [_LEAST_POWER] * _LANES))
-        return builder.select(far, ir.Constant(_VECTOR, [0.0] * _LANES), power)
+        far = builder.fcmp_ordered("<=", given, ir.Constant(_VECTOR, [_LEAST_POWER] * LANES))
+        return builder.select(far, ir.Constant(_VECTOR, [0.0] * LANES), power)
 
     def _call(self, name: str, *given: ir.Value) -> ir.Value:
         kind = ir.FunctionType(given[0].type, [each.type for each in given])

@@ -1,4 +1,4 @@
-"""Which product this CPU can run, if any. LLVM is imported late: a GPU's worker doesn't need it."""
+"""What can be compiled for this CPU, if anything. LLVM is imported late: no GPU needs it."""
 
 import logging
 from collections.abc import Mapping
@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from molink.stage.kernels.shape import AttendShape
+
 if TYPE_CHECKING:
     from molink.stage.kernels.arithmetic import Arithmetic
+    from molink.stage.kernels.attend import Attend
     from molink.stage.kernels.matmul import MatMul
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,24 @@ def create_matmul(dtype: torch.dtype, threads: int) -> "MatMul | None":
         log.warning("a compiled product computes wrongly on this CPU: not used")
         return None
     return product
+
+
+@cache
+def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
+    """Attention in bf16 for models of ``shape``, on ``threads`` threads of a CPU, if it can."""
+    try:
+        from molink.stage.kernels.attend import Attend
+        from molink.stage.kernels.compiler import host_features
+        from molink.stage.kernels.openmp import OpenMp
+
+        native = host_features().get("avx512bf16")
+        openmp = OpenMp.find() if threads > 1 else None
+        if not native or not shape.fits or (threads > 1 and openmp is None):
+            return None
+        return Attend(shape, openmp, threads)
+    except (ImportError, OSError, RuntimeError) as error:
+        log.info("no compiled attention here: %s", error)
+        return None
 
 
 def _choose(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":

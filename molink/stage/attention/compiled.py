@@ -1,0 +1,81 @@
+"""Attention by code that was compiled for this CPU: it reads pages where they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import AttentionShape, FixedAttention
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.base import SequenceRows
+from molink.stage.pool import KVPool
+
+if TYPE_CHECKING:
+    from molink.stage.kernels.attend import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledLayers:
+    """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
+
+    ``passes``, ``tables`` and ``scratch`` are what
+    :class:`~molink.stage.kernels.attend.Attend` takes.
+    """
+
+    attend: "Attend"
+    windows: tuple[int, ...]
+    passes: Tensor
+    tables: Tensor
+    scratch: Tensor
+
+    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+        """See :class:`~molink.stage.attention.base.LayerAttention`."""
+        keys, values = pool.pages(layer)
+        return self.attend(
+            heads, keys, values, self.passes, self.tables, self.scratch, self.windows[layer]
+        )
+
+
+class CompiledAttention:
+    """The backend for bf16 on a CPU."""
+
+    __slots__ = ("_attend", "_gather", "_windows")
+
+    def __init__(self, shape: AttentionShape, attend: "Attend") -> None:
+        self._attend, self._windows = attend, shape.windows
+        self._gather = GatherAttention(shape)
+
+    def prepare(
+        self,
+        sequences: Sequence[SequenceRows],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> CompiledLayers:
+        """See :class:`~molink.stage.attention.base.Attention`."""
+        attend = self._attend
+        passes: list[tuple[int, int, int, int]] = []
+        table: list[int] = []
+        row = 0
+        for sequence in sequences:
+            for done in range(0, sequence.count, attend.shape.rows):
+                count = min(attend.shape.rows, sequence.count - done)
+                passes.append((row + done, count, sequence.start + done, len(table)))
+            table.extend(sequence.blocks)
+            row += sequence.count
+        longest = max((sequence.end for sequence in sequences), default=0)
+        return CompiledLayers(
+            attend,
+            self._windows,
+            torch.tensor(passes, dtype=torch.int64),
+            torch.tensor(table, dtype=torch.int64),
+            attend.scratch(longest),
+        )
+
+    def fix(
+        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> FixedAttention:
+        """See :class:`~molink.stage.attention.base.Attention`: a CPU has no graphs to fix."""
+        return self._gather.fix(rows, blocks, block_size, dtype, device)

@@ -1,0 +1,96 @@
+"""Compiled attention gives what plain masked softmax gives, and reads nothing beyond."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.stage.attention.base import create_attention
+from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.probe import try_compiled
+from molink.stage.kernels.create import create_attend
+from molink.stage.kernels.shape import AttendShape
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+MIXES = {
+    "decode": [(7, 1), (40, 1), (8, 1), (0, 1), (200, 1)],
+    "whole": [(0, 12), (0, 2), (0, 70)],
+    "chunks": [(16, 5), (5, 9), (63, 2), (31, 65)],
+    "fused": [(33, 1), (0, 30), (2, 1), (24, 11), (50, 1)],
+}
+
+
+def backend(shape, block_size=16, threads=1):
+    numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
+    attend = create_attend(numbers, threads)
+    if attend is None:
+        pytest.skip("this CPU has no compiled attention")
+    return CompiledAttention(shape, attend)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_window_at_once(check, shape_of, mix, threads):
+    shape = shape_of(windows=(0, 1, 5, 16, 17, 33, 64), head_dim=32, scale=0.4)
+    check(backend(shape, 16, threads), shape, MIXES[mix], 16, BF16, atol=3e-2)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 12])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_every_grouping(check, shape_of, groups, kv_heads):
+    shape = shape_of(groups=groups, kv_heads=kv_heads, head_dim=64, windows=(0, 20))
+    check(backend(shape), shape, MIXES["fused"], 16, BF16, atol=3e-2)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_page_edges(check, shape_of, block_size, beyond, count):
+    before = max(0, block_size + beyond - count)
+    shape = shape_of(windows=(0, block_size + 1), head_dim=96)
+    check(backend(shape, block_size), shape, [(before, count), (1, 1)], block_size, BF16, atol=3e-2)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5),
+    window=st.integers(0, 100),
+    seed=st.integers(0, 99),
+)
+def test_random_forwards(check, shape_of, requests, window, seed):
+    shape = shape_of(groups=4, kv_heads=2, head_dim=32, windows=(0, window))
+    check(backend(shape), shape, requests, 16, BF16, seed=seed, atol=3e-2)
+
+
+def test_scores_far_apart(check, shape_of):
+    shape = shape_of(head_dim=64, scale=30.0)
+    check(backend(shape), shape, [(100, 3)], 16, BF16, atol=3e-2)
+
+
+def test_what_there_is_no_code_for(shape_of):
+    fine = shape_of(head_dim=64)
+    if try_compiled(fine, 16, BF16, CPU) is None:
+        pytest.skip("this CPU has no compiled attention")
+    assert isinstance(create_attention("auto", fine, 16, BF16, CPU), CompiledAttention)
+    assert isinstance(create_attention("gather", fine, 16, BF16, CPU), GatherAttention)
+    others = [
+        (fine, 16, torch.float32),
+        (fine, 8, BF16),
+        (shape_of(head_dim=48), 16, BF16),
+        (shape_of(head_dim=64, groups=13), 16, BF16),
+        (shape_of(head_dim=64, softcap=30.0), 16, BF16),
+    ]
+    for shape, block_size, dtype in others:
+        assert isinstance(create_attention("auto", shape, block_size, dtype, CPU), GatherAttention)
+
+
+def test_results_that_are_off_are_not_used(shape_of, monkeypatch):
+    shape = shape_of(head_dim=64)
+    backend(shape)
+    wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
+    for bad in (1.0, float("nan")):
+        monkeypatch.setattr(
+            wrong, lambda _, layer, heads, pool, bad=bad: heads.new_full((10, 256), bad)
+        )
+        assert try_compiled(shape, 16, BF16, CPU) is None
