@@ -11,10 +11,10 @@ from molink.model.layout import attention_projections, mlp_norm, mlp_projections
 from molink.stage.attention.base import LayerAttention
 from molink.stage.experts import ExpertMlp
 from molink.stage.linear import Linear, Projection
-from molink.stage.mlp import ACTIVATIONS, GatedMlp, Mlp
+from molink.stage.mlp import GatedMlp, Mlp, create_gate
 from molink.stage.norm import Norm, load_norm
 from molink.stage.pool import KVPool
-from molink.stage.rope import rotate
+from molink.stage.rope import Rotate, rotate
 from molink.stage.weights import WeightReader
 
 
@@ -36,9 +36,9 @@ class ForwardContext:
 class DecoderBlock:
     """Weights of one layer and how to run it. q, k, v are one projection.
 
-    ``rope`` says which of the angles are its own. ``head_norm`` (norms of q and k, float32
-    ``[heads + kv_heads, head_dim]``) and the norms of what attention and MLP give are ``None`` in
-    models without them.
+    ``rope`` says which of the angles are its own, ``rotate`` turns heads by them. ``head_norm``
+    (norms of q and k, float32 ``[heads + kv_heads, head_dim]``) and the norms of what attention and
+    MLP give are ``None`` in models without them.
     """
 
     index: int
@@ -55,6 +55,7 @@ class DecoderBlock:
     mlp_norm: Norm
     mlp: Mlp
     result_norm: Norm | None
+    rotate: Rotate = rotate
 
     def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
@@ -73,7 +74,7 @@ class DecoderBlock:
         if self.head_norm is not None:
             normed = rms_norm(turned.float(), (self.head_dim,), None, self.eps)
             turned.copy_(normed.mul_(self.head_norm))
-        rotate(turned, context.angles[self.rope])
+        self.rotate(turned, context.angles[self.rope])
         both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
         context.pool.write(self.index, context.slots, both)
         return context.attention(self.index, heads, context.pool)
@@ -116,6 +117,7 @@ def load_block(reader: WeightReader, config: ModelConfig, layer: int, index: int
         mlp_norm=norm(mlp_norm(config)),
         mlp=_load_mlp(reader, config, layer, prefix),
         result_norm=norm("post_feedforward_layernorm") if sandwiched else None,
+        rotate=reader.rowwise.rotate if reader.rowwise else rotate,
     )
 
 
@@ -128,13 +130,13 @@ def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> T
 
 
 def _load_mlp(reader: WeightReader, config: ModelConfig, layer: int, prefix: str) -> Mlp:
-    activate = ACTIVATIONS[config.activation]
+    gate = reader.rowwise.gate if reader.rowwise else create_gate(config.activation)
 
-    def gated(gate_up: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
+    def gated(names: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
         return GatedMlp(
-            gate_up=reader.projection([prefix + name for name in gate_up], biased),
+            gate_up=reader.projection([prefix + name for name in names], biased),
             down=reader.projection([prefix + down], biased),
-            activate=activate,
+            gate=gate,
         )
 
     experts = config.experts_of(layer)

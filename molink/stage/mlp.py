@@ -11,13 +11,24 @@ from torch.nn.functional import gelu, silu
 from molink.model.traits import Activation
 from molink.stage.linear import Projection
 
-#: Elementwise; may work in place, on what is a part of something larger.
-Activate = Callable[[Tensor], Tensor]
+#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up.
+Gate = Callable[[Tensor], Tensor]
 
-ACTIVATIONS: dict[Activation, Activate] = {
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
 }
+
+
+def create_gate(activation: Activation) -> Gate:
+    """A gate by torch's operators, on every device."""
+    activate = _ACTIVATIONS[activation]
+
+    def gate(rows: Tensor) -> Tensor:
+        active, up = rows.chunk(2, dim=-1)
+        return activate(active).mul_(up)
+
+    return gate
 
 
 class Mlp(Protocol):
@@ -46,12 +57,11 @@ class GatedMlp:
 
     gate_up: Projection
     down: Projection
-    activate: Activate
+    gate: Gate
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`Mlp`."""
-        gate, up = self.gate_up(rows).chunk(2, dim=-1)
-        return self.down(self.activate(gate).mul_(up))
+        return self.down(self.gate(self.gate_up(rows)))
 
     @property
     def nbytes(self) -> int:

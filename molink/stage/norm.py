@@ -1,7 +1,7 @@
 """Root mean square norms (Zhang and Sennrich 2019), in the precision that their models want."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +9,9 @@ from torch.nn.functional import rms_norm
 
 from molink.model.config import ModelConfig
 from molink.stage.weights import WeightReader
+
+if TYPE_CHECKING:
+    from molink.stage.kernels.rowwise import Rowwise
 
 
 class Norm(Protocol):
@@ -59,6 +62,23 @@ class WideNorm:
         return self.weight.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledNorm:
+    """As :class:`WideNorm` for bf16 on a CPU, in one call."""
+
+    weight: Tensor
+    rowwise: "Rowwise"
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`Norm`."""
+        return self.rowwise.norm(rows, self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Norm`."""
+        return self.weight.nbytes
+
+
 def load_norm(reader: WeightReader, config: ModelConfig, name: str) -> Norm:
     """Load the norm whose weight is called ``name``.
 
@@ -66,6 +86,8 @@ def load_norm(reader: WeightReader, config: ModelConfig, name: str) -> Norm:
     are computed in float16 are summed in float32, and normed from there.
     """
     weight = reader.read(name)
+    if reader.rowwise is not None:
+        return CompiledNorm(weight.float().add_(config.norm_offset), reader.rowwise)
     if weight.dtype == torch.float32:
         return PlainNorm(weight.add_(config.norm_offset), config.norm_eps)
     if config.norm_offset or weight.dtype == torch.float16:

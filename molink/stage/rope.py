@@ -21,7 +21,7 @@ All other kinds depend on the position alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,6 +92,10 @@ def _spread(values: list[Tensor], sequences: Sequence[SequenceRows]) -> Tensor:
     """A value for each sequence → one for each row."""
     counts = torch.tensor([rows.count for rows in sequences])
     return torch.stack(values).repeat_interleave(counts, dim=0)
+
+
+#: Turns ``heads`` (``[T, n, head_dim]``) in place by angles, as :func:`rotate`.
+Rotate = Callable[[Tensor, Tensor], None]
 
 
 def rotate(heads: Tensor, angles: Tensor) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from molink.model.folder import ModelFolder
 from molink.stage.experts import ExpertMlp
 from molink.stage.linear import Linear
-from molink.stage.mlp import ACTIVATIONS, GatedMlp
+from molink.stage.mlp import GatedMlp, create_gate
 from molink.stage.stage import Stage
 
 HIDDEN, INNER = 8, 6
@@ -40,7 +40,7 @@ def make(count, chosen, normalized, seed, activation="silu"):
         return Linear(torch.randn(rows, columns, generator=generator))
 
     experts = tuple(
-        Spy(GatedMlp(weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER), ACTIVATIONS[activation]))
+        Spy(GatedMlp(weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER), create_gate(activation)))
         for _ in range(count)
     )
     return ExpertMlp(weight(count, HIDDEN), experts, chosen, normalized), generator

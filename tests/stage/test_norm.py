@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from molink.model.folder import ModelFolder
+from molink.stage import weights
 from molink.stage.dtypes import TORCH_DTYPES
-from molink.stage.norm import PlainNorm, WideNorm, load_norm
+from molink.stage.norm import CompiledNorm, PlainNorm, WideNorm, load_norm
 from molink.stage.weights import WeightReader
 
 NAME = "model.layers.0.input_layernorm.weight"
@@ -28,11 +29,27 @@ def load(folder, dtype):
         ("gemma2", "f16", WideNorm, torch.float32),
     ],
 )
-def test_weights_are_offset_in_full_precision(make_model, tmp_path, family, dtype, kind, kept):
+def test_weights_are_offset_in_full_precision(
+    make_model, tmp_path, monkeypatch, family, dtype, kind, kept
+):
+    monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
     norm, stored = load(make_model(tmp_path, family), dtype)
     assert isinstance(norm, kind)
     assert norm.weight.dtype == kept
     assert torch.equal(norm.weight.float(), stored.float() + (family == "gemma2"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_norms_are_wide_ones(make_model, tmp_path, monkeypatch, family):
+    folder = make_model(tmp_path, family, head_dim=32)
+    compiled, _ = load(folder, "bf16")
+    if not isinstance(compiled, CompiledNorm):
+        pytest.skip("this CPU has no compiled norms")
+    monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
+    usual, stored = load(folder, "bf16")
+    assert torch.equal(compiled.weight, stored.float() + (family == "gemma2"))
+    rows = torch.randn(5, len(stored)).bfloat16()
+    torch.testing.assert_close(compiled(rows), usual(rows), rtol=2**-6, atol=1e-5)
 
 
 def test_16_bit_rows_are_rounded_once():

@@ -26,23 +26,26 @@ from molink.stage.kernels.emit import (
     POINTER,
     VOID,
     Values,
-    declare,
     emit_loop,
     emit_offset,
     emit_spread,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
 from molink.stage.kernels.shape import BF16, CHUNK, F32, HALF, LANES, STRIP, AttendShape, Scratch
+from molink.stage.kernels.vectors import (
+    FLOATS,
+    INTEGERS,
+    emit_call,
+    emit_constant,
+    emit_power_of_two,
+    emit_reduced,
+)
 
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.
 PASS_WORDS = 4
-#: Below all scores, and powers of two below which a float32 is as good as 0.
-_LEAST, _LEAST_POWER = -3.0e38, -126.0
-#: 2 ** x = Σ (x ln 2)^k / k!
-_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
-_VECTOR = ir.VectorType(FLOAT, LANES)
-_INTEGERS = ir.VectorType(I32, LANES)
+#: Below all scores.
+_LEAST = -3.0e38
 
 
 class Attend:
@@ -162,7 +165,7 @@ class _Part:
 
         def emit_tile(row: ir.Value, size: int) -> None:
             queries = [self._query(row, *each) for each in self._members(size)]
-            zeros = [ir.Constant(_VECTOR, [0.0] * LANES)] * (2 * len(queries))
+            zeros = [emit_constant(0.0)] * (2 * len(queries))
             totals = emit_dots(
                 builder, self._arithmetic, self._columns, queries, I64(shape.head_dim // 2), zeros
             )
@@ -189,35 +192,35 @@ class _Part:
             emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), LANES)
             for each in (self._first_seen(position), position)
         )
-        lanes = ir.Constant(_INTEGERS, list(range(LANES)))
+        lanes = ir.Constant(INTEGERS, list(range(LANES)))
 
         def seen(vector: ir.Value, other: float) -> ir.Value:
             place = self._nth(scores, vector, 0, LANES * F32)
-            given = builder.load(place, typ=_VECTOR, align=4)
+            given = builder.load(place, typ=FLOATS, align=4)
             first = builder.trunc(builder.mul(vector, I64(LANES)), I32)
             numbers = builder.add(emit_spread(builder, first, LANES), lanes)
             inside = builder.and_(
                 builder.icmp_signed(">=", numbers, least), builder.icmp_signed("<=", numbers, most)
             )
-            return builder.select(inside, given, ir.Constant(_VECTOR, [other] * LANES))
+            return builder.select(inside, given, emit_constant(other))
 
         def emit_greatest(vector: ir.Value, carried: Values) -> Values:
-            return (self._call("llvm.maxnum.v16f32", carried[0], seen(vector, _LEAST)),)
+            return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], seen(vector, _LEAST)),)
 
-        begun = ir.Constant(_VECTOR, [_LEAST] * LANES)
+        begun = emit_constant(_LEAST)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
-        greatest = emit_spread(builder, self._reduce("fmax", found), LANES)
-        factor = ir.Constant(_VECTOR, [self._shape.scale * math.log2(math.e)] * LANES)
+        greatest = emit_spread(builder, emit_reduced(builder, "fmax", found), LANES)
+        factor = emit_constant(self._shape.scale * math.log2(math.e))
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
             given = builder.fsub(seen(vector, _LEAST), greatest)
-            weight = self._power_of_two(builder.fmul(given, factor))
+            weight = emit_power_of_two(builder, builder.fmul(given, factor))
             self._arithmetic.store(builder, weight, self._nth(scores, vector, 0, LANES * BF16))
             return (builder.fadd(carried[0], weight),)
 
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        zero = emit_constant(0.0)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (zero,))
-        total = builder.fdiv(FLOAT(1.0), self._reduce("fadd", found))
+        total = builder.fdiv(FLOAT(1.0), emit_reduced(builder, "fadd", found))
         builder.store(total, self._nth(self._sums, query, 0, F32), align=4)
         width = self._shape.head_dim
         for column in range(0, width, LANES):
@@ -241,7 +244,7 @@ class _Part:
                     total = self._total(self._query_number(row, *each))
                     totals.append(self._nth(total, chunk, 0, CHUNK * F32))
                 places = emit_places(builder, totals, self._arithmetic, F32)
-                begun = [builder.load(place, typ=_VECTOR, align=4) for place in places]
+                begun = [builder.load(place, typ=FLOATS, align=4) for place in places]
                 sums = emit_dots(
                     builder, self._arithmetic, columns, weights, I64(STRIP // 2), begun
                 )
@@ -262,7 +265,7 @@ class _Part:
         share = emit_spread(builder, builder.load(place, typ=FLOAT, align=4), LANES)
         result = self._of_heads(self._result, row, member, shape.groups * shape.kv_heads)
         for column in range(0, shape.head_dim, LANES):
-            total = builder.load(self._at(self._total(query), column * F32), typ=_VECTOR, align=4)
+            total = builder.load(self._at(self._total(query), column * F32), typ=FLOATS, align=4)
             scaled = builder.fmul(total, share)
             self._arithmetic.store(builder, scaled, self._at(result, column * BF16))
         return ()
@@ -275,7 +278,7 @@ class _Part:
             for position in range(HALF):
                 key = emit_offset(builder, page, builder.mul(I64(position), self._position_bytes))
                 place = self._at(key, first * PAIR_BYTES)
-                rows.append(builder.load(place, typ=_INTEGERS, align=2))
+                rows.append(builder.load(place, typ=INTEGERS, align=2))
             for pair, vector in enumerate(_emit_transposed(builder, rows), first):
                 place = self._at(self._columns, (2 * pair + half) * LANES * PAIR_BYTES)
                 builder.store(vector, place, align=64)
@@ -359,37 +362,6 @@ class _Part:
 
     def _total(self, query: ir.Value) -> ir.Value:
         return self._nth(self._totals, query, 0, self._shape.head_dim * F32)
-
-    def _power_of_two(self, given: ir.Value) -> ir.Value:
-        """``2 ** given`` for numbers of at most 0, to float32's precision; 0 far below.
-
-        The whole part goes into the exponent; of the rest, within ±½, six terms of the series.
-        """
-        builder = self._builder
-        bounded = self._call(
-            "llvm.maxnum.v16f32", given, ir.Constant(_VECTOR, [_LEAST_POWER] * LANES)
-        )
-        whole = self._call("llvm.roundeven.v16f32", bounded)
-        rest = builder.fsub(bounded, whole)
-        value: ir.Value = ir.Constant(_VECTOR, [_SERIES[-1]] * LANES)
-        for term in reversed(_SERIES[:-1]):
-            value = self._call("llvm.fma.v16f32", value, rest, ir.Constant(_VECTOR, [term] * LANES))
-        shift = ir.Constant(_INTEGERS, [23] * LANES)
-        exponent = builder.shl(builder.fptosi(whole, _INTEGERS), shift)
-        power = builder.bitcast(builder.add(builder.bitcast(value, _INTEGERS), exponent), _VECTOR)
-        far = builder.fcmp_ordered("<=", given, ir.Constant(_VECTOR, [_LEAST_POWER] * LANES))
-        return builder.select(far, ir.Constant(_VECTOR, [0.0] * LANES), power)
-
-    def _call(self, name: str, *given: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(given[0].type, [each.type for each in given])
-        return self._builder.call(declare(self._builder.module, name, kind), given)
-
-    def _reduce(self, operation: str, vector: ir.Value) -> ir.Value:
-        name, first = f"llvm.vector.reduce.{operation}.v16f32", [FLOAT(-0.0)]
-        given = [*(first if operation == "fadd" else []), vector]
-        kind = ir.FunctionType(FLOAT, [each.type for each in given])
-        function = declare(self._builder.module, name, kind)
-        return self._builder.call(function, given, fastmath=("reassoc",))
 
     def _at(self, pointer: ir.Value, nbytes: int) -> ir.Value:
         return emit_offset(self._builder, pointer, I64(nbytes))

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from molink.model.traits import Activation
 from molink.stage.kernels.shape import AttendShape
 
 if TYPE_CHECKING:
     from molink.stage.kernels.arithmetic import Arithmetic
     from molink.stage.kernels.attend import Attend
     from molink.stage.kernels.matmul import MatMul
+    from molink.stage.kernels.rowwise import Rowwise
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,23 @@ def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
         return Attend(shape, openmp, threads)
     except (ImportError, OSError, RuntimeError) as error:
         log.info("no compiled attention here: %s", error)
+        return None
+
+
+@cache
+def create_rowwise(eps: float, activation: Activation, threads: int) -> "Rowwise | None":
+    """Norms, activations and rotations of bf16 rows, on ``threads`` threads of a CPU, if it can."""
+    try:
+        from molink.stage.kernels.compiler import host_features
+        from molink.stage.kernels.openmp import OpenMp
+        from molink.stage.kernels.rowwise import Rowwise
+
+        openmp = OpenMp.find() if threads > 1 else None
+        if not host_features().get("avx512bf16") or (threads > 1 and openmp is None):
+            return None
+        return Rowwise(eps, activation, openmp, threads)
+    except (ImportError, OSError, RuntimeError) as error:
+        log.info("no compiled norms here: %s", error)
         return None
 
 

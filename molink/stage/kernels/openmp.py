@@ -89,7 +89,7 @@ def emit_shares(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> 
     thread, number 0, does them all.
     """
     handed = part.function_type.args[:-3]
-    whole = ir.Function(module, ir.FunctionType(VOID, [*handed, I64]), "whole")
+    whole = ir.Function(module, ir.FunctionType(VOID, [*handed, I64]), f"whole_{part.name}")
     *given, threads = whole.args
     builder = ir.IRBuilder(whole.append_basic_block())
     if openmp is None:
@@ -106,7 +106,7 @@ def emit_shares(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> 
 def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Function:
     """What each thread of the team does: its part of the parts."""
     handed = part.function_type.args[:-3]
-    task = ir.Function(module, openmp.task, "task")
+    task = ir.Function(module, openmp.task, f"task_{part.name}")
     builder = ir.IRBuilder(task.append_basic_block())
     given = [
         builder.load(emit_offset(builder, task.args[-1], I64(_WORD * index)), typ=kind)

@@ -1,5 +1,6 @@
-"""What compiled attention has to know of a model, and the memory that it needs."""
+"""Which shapes there is code for, and the memory that attention needs, without LLVM."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Positions that are multiplied at once, and those of them that lie in one page for sure.
@@ -14,6 +15,13 @@ BF16, F32 = 2, 4
 _QUERIES = 48
 #: Queries that are multiplied at once (``DotBf16.tile``); those of a row stay together.
 _MOST_GROUPS = 12
+
+
+def fits_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
+    """Whether rows of such widths, and rotations of so many dimensions, consist of vectors."""
+    return not any(width % LANES for width in widths) and not any(
+        dim % (2 * LANES) for dim in rotary
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,236 @@
+"""What a layer does with each row on its own between two products, in one call each.
+
+Torch needs five operators for a norm and five for a rotation, which for a few rows take longer than
+the arithmetic. Rows are bf16; all is computed in float32 and rounded once.
+"""
+
+import math
+
+from llvmlite import ir
+from torch import Tensor
+
+from molink.model.traits import Activation
+from molink.stage.kernels.compiler import Library
+from molink.stage.kernels.emit import (
+    FLOAT,
+    I64,
+    POINTER,
+    VOID,
+    Values,
+    emit_loop,
+    emit_offset,
+    emit_spread,
+)
+from molink.stage.kernels.openmp import OpenMp, emit_shares
+from molink.stage.kernels.shape import BF16, F32, LANES
+from molink.stage.kernels.vectors import (
+    FLOATS,
+    emit_call,
+    emit_constant,
+    emit_power_of_two,
+    emit_reduced,
+    emit_rounded,
+    emit_widened,
+)
+
+#: Numbers that are not worth a second thread.
+_ALONE = 1 << 16
+#: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
+_GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
+
+
+class Rowwise:
+    """Compiled for a model's norms (``eps``) and activation; see :func:`fits_rowwise`."""
+
+    __slots__ = ("_gate", "_library", "_norm", "_rotate", "_threads")
+
+    def __init__(
+        self, eps: float, activation: Activation, openmp: OpenMp | None = None, threads: int = 1
+    ) -> None:
+        """Compile it.
+
+        Raises:
+            RuntimeError: LLVM can't, for this CPU.
+        """
+        self._threads = threads
+        module = ir.Module("rowwise")
+        parts = (_emit_norm(module, eps), _emit_gate(module, activation), _emit_rotate(module))
+        wholes = [emit_shares(module, part, openmp).name for part in parts]
+        self._library = library = Library(module)
+        self._norm = library.function(wholes[0], pointers=3, integers=3)
+        self._gate = library.function(wholes[1], pointers=2, integers=3)
+        self._rotate = library.function(wholes[2], pointers=2, integers=6)
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Rows ``[T, n]`` scaled to a mean square of 1, times ``weight`` (float32 ``[n]``)."""
+        rows = rows.contiguous()
+        count, width = rows.shape
+        result = rows.new_empty(count, width)
+        self._norm(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            result.data_ptr(),
+            count,
+            width,
+            self._team(count * width),
+        )
+        return result
+
+    def gate(self, rows: Tensor) -> Tensor:
+        """``activate(gate) * up`` of rows ``[T, 2n]``: gate, then up."""
+        rows = rows.contiguous()
+        count, width = rows.shape[0], rows.shape[1] // 2
+        result = rows.new_empty(count, width)
+        self._gate(rows.data_ptr(), result.data_ptr(), count, width, self._team(count * width))
+        return result
+
+    def rotate(self, heads: Tensor, angles: Tensor) -> None:
+        """Turn ``heads`` in place; see :func:`molink.stage.rope.rotate`."""
+        count, members, size = heads.shape
+        row, head, _ = heads.stride()
+        self._rotate(
+            heads.data_ptr(),
+            angles.data_ptr(),
+            count,
+            members,
+            row * BF16,
+            head * BF16,
+            angles.shape[-1],
+            self._team(count * members * size),
+        )
+
+    def _team(self, numbers: int) -> int:
+        return self._threads if numbers > _ALONE else 1
+
+
+def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
+    """``norm(rows, weight, result, count, width, begin, end, thread)``."""
+    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 5)
+    function = ir.Function(module, kind, "norm")
+    rows, weight, result, _, width, begin, end, _ = function.args
+    builder = ir.IRBuilder(function.append_basic_block())
+
+    def emit_row(row: ir.Value, _: Values) -> Values:
+        at = builder.mul(builder.mul(row, width), I64(BF16))
+        source, target = (emit_offset(builder, each, at) for each in (rows, result))
+
+        def emit_square(column: ir.Value, carried: Values) -> Values:
+            value = emit_widened(builder, _nth(builder, source, column, BF16))
+            return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
+
+        _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
+        total = emit_reduced(builder, "fadd", sums)
+        mean = builder.fdiv(total, builder.sitofp(width, FLOAT))
+        root = emit_call(builder, "llvm.sqrt.f32", builder.fadd(mean, FLOAT(eps)))
+        scale = _spread(builder, builder.fdiv(FLOAT(1.0), root))
+
+        def emit_scaled(column: ir.Value, _: Values) -> Values:
+            value = emit_widened(builder, _nth(builder, source, column, BF16))
+            place = _nth(builder, weight, column, F32)
+            factor = builder.load(place, typ=FLOATS, align=4)
+            scaled = builder.fmul(builder.fmul(value, scale), factor)
+            emit_rounded(builder, scaled, _nth(builder, target, column, BF16))
+            return ()
+
+        emit_loop(builder, I64(0), width, LANES, emit_scaled)
+        return ()
+
+    emit_loop(builder, begin, end, 1, emit_row)
+    builder.ret_void()
+    return function
+
+
+def _emit_gate(module: ir.Module, activation: Activation) -> ir.Function:
+    """``gate(rows, result, count, width, begin, end, thread)``."""
+    kind = ir.FunctionType(VOID, [POINTER] * 2 + [I64] * 5)
+    function = ir.Function(module, kind, "gate")
+    rows, result, _, width, begin, end, _ = function.args
+    builder = ir.IRBuilder(function.append_basic_block())
+    log2_e = math.log2(math.e)
+
+    def emit_exponent(value: ir.Value) -> ir.Value:
+        """What the sigmoid is of, as a negative power of two."""
+        if activation == "silu":
+            return builder.fmul(value, emit_constant(-log2_e))
+        square = builder.fmul(value, value)
+        bent = emit_call(
+            builder, "llvm.fma.v16f32", square, emit_constant(_CUBE), emit_constant(1.0)
+        )
+        return builder.fmul(builder.fmul(value, bent), emit_constant(-_GELU * log2_e))
+
+    def emit_row(row: ir.Value, _: Values) -> Values:
+        at = builder.mul(builder.mul(row, width), I64(BF16))
+        target = emit_offset(builder, result, at)
+        gate = emit_offset(builder, rows, builder.mul(at, I64(2)))
+        up = emit_offset(builder, gate, builder.mul(width, I64(BF16)))
+
+        def emit_vector(column: ir.Value, _: Values) -> Values:
+            given, factor = (
+                emit_widened(builder, _nth(builder, each, column, BF16)) for each in (gate, up)
+            )
+            power = emit_power_of_two(builder, emit_exponent(given))
+            active = builder.fdiv(given, builder.fadd(power, emit_constant(1.0)))
+            emit_rounded(builder, builder.fmul(active, factor), _nth(builder, target, column, BF16))
+            return ()
+
+        emit_loop(builder, I64(0), width, LANES, emit_vector)
+        return ()
+
+    emit_loop(builder, begin, end, 1, emit_row)
+    builder.ret_void()
+    return function
+
+
+def _emit_rotate(module: ir.Module) -> ir.Function:
+    """``rotate(heads, angles, count, members, row, head, rotary, begin, end, thread)``.
+
+    ``row`` and ``head`` are bytes from one to the next.
+    """
+    kind = ir.FunctionType(VOID, [POINTER] * 2 + [I64] * 8)
+    function = ir.Function(module, kind, "rotate")
+    heads, angles, _, members, row_bytes, head_bytes, rotary, begin, end, _ = function.args
+    builder = ir.IRBuilder(function.append_basic_block())
+    half = builder.udiv(rotary, I64(2))
+
+    def emit_row(row: ir.Value, _: Values) -> Values:
+        cosines = _nth(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), BF16)
+        sines = _nth(builder, cosines, rotary, BF16)
+        base = emit_offset(builder, heads, builder.mul(row, row_bytes))
+
+        def emit_head(member: ir.Value, _: Values) -> Values:
+            first = emit_offset(builder, base, builder.mul(member, head_bytes))
+            second = _nth(builder, first, half, BF16)
+
+            def emit_vector(column: ir.Value, _: Values) -> Values:
+                places = [_nth(builder, each, column, BF16) for each in (first, second)]
+                low, high = (emit_widened(builder, place) for place in places)
+                for place, own, other, at in (
+                    (places[0], low, high, column),
+                    (places[1], high, low, builder.add(column, half)),
+                ):
+                    cosine, sine = (
+                        emit_widened(builder, _nth(builder, each, at, BF16))
+                        for each in (cosines, sines)
+                    )
+                    turned = builder.fmul(other, sine)
+                    turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)
+                    emit_rounded(builder, turned, place)
+                return ()
+
+            emit_loop(builder, I64(0), half, LANES, emit_vector)
+            return ()
+
+        emit_loop(builder, I64(0), members, 1, emit_head)
+        return ()
+
+    emit_loop(builder, begin, end, 1, emit_row)
+    builder.ret_void()
+    return function
+
+
+def _nth(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, nbytes: int) -> ir.Value:
+    return emit_offset(builder, pointer, builder.mul(index, I64(nbytes)))
+
+
+def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    return emit_spread(builder, value, LANES)

@@ -1,0 +1,67 @@
+"""Mathematics of 16 float32 at a time, and how they come from bf16 and go back."""
+
+import math
+
+from llvmlite import ir
+
+from molink.stage.kernels.emit import FLOAT, I32, BFloat, declare
+from molink.stage.kernels.shape import LANES
+
+FLOATS = ir.VectorType(FLOAT, LANES)
+INTEGERS = ir.VectorType(I32, LANES)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
+#: A power of two below which a float32 is as good as 0, and one above which it is infinite.
+_LEAST, _MOST = -126.0, 128.0
+#: 2 ** x = Σ (x ln 2)^k / k!
+_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
+
+
+def emit_constant(value: float) -> ir.Constant:
+    """``value`` in each lane."""
+    return ir.Constant(FLOATS, [value] * LANES)
+
+
+def emit_call(builder: ir.IRBuilder, name: str, *given: ir.Value) -> ir.Value:
+    """An instruction of LLVM's that gives what its first operand is."""
+    kind = ir.FunctionType(given[0].type, [each.type for each in given])
+    return builder.call(declare(builder.module, name, kind), given)
+
+
+def emit_reduced(builder: ir.IRBuilder, operation: str, vector: ir.Value) -> ir.Value:
+    """The ``fadd`` or ``fmax`` of all lanes."""
+    begun = [FLOAT(-0.0)] if operation == "fadd" else []
+    given = [*begun, vector]
+    kind = ir.FunctionType(FLOAT, [each.type for each in given])
+    name = f"llvm.vector.reduce.{operation}.v{LANES}f32"
+    return builder.call(declare(builder.module, name, kind), given, fastmath=("reassoc",))
+
+
+def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
+    """``2 ** given`` to float32's precision; 0 far below, infinite far above.
+
+    The whole part goes into the exponent; of the rest, within ±½, six terms of the series.
+    """
+    bounded = emit_call(builder, "llvm.maxnum.v16f32", given, emit_constant(_LEAST))
+    bounded = emit_call(builder, "llvm.minnum.v16f32", bounded, emit_constant(_MOST))
+    whole = emit_call(builder, "llvm.roundeven.v16f32", bounded)
+    rest = builder.fsub(bounded, whole)
+    value: ir.Value = emit_constant(_SERIES[-1])
+    for term in reversed(_SERIES[:-1]):
+        value = emit_call(builder, "llvm.fma.v16f32", value, rest, emit_constant(term))
+    shift = ir.Constant(INTEGERS, [23] * LANES)
+    exponent = builder.shl(builder.fptosi(whole, INTEGERS), shift)
+    power = builder.bitcast(builder.add(builder.bitcast(value, INTEGERS), exponent), FLOATS)
+    far = builder.fcmp_ordered("<=", given, emit_constant(_LEAST))
+    return builder.select(far, emit_constant(0.0), power)
+
+
+def emit_widened(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    """16 bf16 from memory, as float32."""
+    numbers = builder.zext(builder.load(pointer, typ=HALVES, align=2), INTEGERS)
+    shifted = builder.shl(numbers, ir.Constant(INTEGERS, [16] * LANES))
+    return builder.bitcast(shifted, FLOATS)
+
+
+def emit_rounded(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:
+    """To memory as bf16."""
+    builder.store(builder.fptrunc(vector, ir.VectorType(BFloat(), LANES)), pointer, align=2)

@@ -1,0 +1,70 @@
+"""Whole models by compiled code, beside transformers in float32."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.base import SequenceRows
+from molink.stage.kernels.create import create_matmul
+from molink.stage.linear import CompiledLinear, create
+from molink.stage.norm import CompiledNorm
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 1},
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "phi3": {},
+    "gemma3_text": {},
+    "mixtral": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast the other products are."""
+    monkeypatch.setattr(create, "_compare", lambda *_: (0.5, 0.5))
+    monkeypatch.setattr(create, "_probe_cpu", create._probe_cpu.__wrapped__)
+
+
+def needs(dtype: torch.dtype) -> None:
+    if create_matmul(dtype, 1) is None:
+        pytest.skip(f"this CPU has no compiled products for {dtype}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_models(make_model, tmp_path, make_ring, make_reference, random_tokens, family):
+    needs(torch.bfloat16)
+    folder = make_model(tmp_path, family, dtype="bfloat16", head_dim=32, **FAMILIES[family])
+    ring = make_ring(folder, (2,), dtype="bf16", block_size=16)
+    block = ring.stages[0]._decoder.blocks[0]
+    assert isinstance(block.qkv, CompiledLinear)
+    assert isinstance(block.input_norm, CompiledNorm)
+    assert isinstance(ring.stages[0]._attention(16), CompiledAttention)
+    tokens, reference = random_tokens(70), make_reference(folder)
+    exact = reference.logits(tokens)
+    given = ring.run(tokens, [SequenceRows(0, 70, [7, 6, 9, 8, 10])])
+    assert (given - exact).abs().mean() < 0.05 * exact.std()
+    blocks, chunks = [3, 1, 4, 2, 5], []
+    for first, last in ((0, 33), (33, 50), (50, 69), (69, 70)):
+        rows = [SequenceRows(first, last - first, blocks)]
+        chunks.append(ring.run(tokens[first:last], rows))
+    assert (torch.cat(chunks) - exact).abs().mean() < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_bf16_weights_with_float32_rows(
+    make_model, tmp_path, make_ring, make_reference, random_tokens, family
+):
+    needs(torch.float32)
+    folder = make_model(tmp_path, family, dtype="bfloat16")
+    ring = make_ring(folder, (2,), dtype="f32", block_size=16)
+    projection = ring.stages[0]._decoder.blocks[0].qkv
+    assert isinstance(projection, CompiledLinear)
+    assert projection.weight.dtype is torch.bfloat16
+
+    tokens = random_tokens(40)
+    given = ring.run(tokens, [SequenceRows(0, 40, [2, 0, 1])])
+    torch.testing.assert_close(given, make_reference(folder).logits(tokens), atol=1e-4, rtol=1e-4)
