@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from molink.errors import InvariantError
 from molink.model.config import ModelConfig
 from molink.model.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
 from molink.stage.block import DecoderBlock, ForwardContext, load_block
-from molink.stage.linear import Linear, Projection
+from molink.stage.linear import CompiledLinear, Linear, Projection, Table
 from molink.stage.norm import Norm, load_norm
 from molink.stage.transfer import upload_integers
 from molink.stage.weights import WeightReader
@@ -26,7 +25,7 @@ class Decoder:
     """
 
     config: ModelConfig
-    embedding: Tensor | None
+    embedding: Table | None
     blocks: tuple[DecoderBlock, ...]
     norm: Norm | None
     head: Projection | None
@@ -40,7 +39,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of memory; a head that is the embedding itself is counted once."""
-        shared = isinstance(self.head, Linear) and self.head.weight is self.embedding
+        shared = isinstance(self.head, Linear | CompiledLinear) and self.head is self.embedding
         ends = (self.embedding, self.norm, None if shared else self.head)
         return sum(part.nbytes for part in (*ends, *self.blocks) if part is not None)
 
@@ -48,7 +47,7 @@ class Decoder:
         """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
         if self.embedding is None:
             raise InvariantError("a stage without the embedding was given tokens")
-        rows = embedding(tokens, self.embedding)
+        rows = self.embedding.look_up(tokens)
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
     def run(self, rows: Tensor, context: ForwardContext) -> Tensor:
@@ -73,19 +72,21 @@ class Decoder:
 def load_decoder(reader: WeightReader, config: ModelConfig, layers: tuple[int, int]) -> Decoder:
     """Load layers ``first:last`` and the ends of the model that the range touches."""
     first, last = layers
-    embedded = reader.read(EMBEDDING) if first == 0 else None
-    scale = 1.0
-    if embedded is not None:
-        scale = float(torch.tensor(config.embedding_scale, dtype=embedded.dtype))
+    opens, closes = first == 0, last == config.layers
+    scale = float(torch.tensor(config.embedding_scale, dtype=reader.dtype)) if opens else 1.0
     blocks = tuple(
         load_block(reader, config, layer, index) for index, layer in enumerate(range(first, last))
     )
-    if last != config.layers:
-        return Decoder(config, embedded, blocks, None, None, scale)
-    head: Projection
-    if config.tied and embedded is not None:
-        head = Linear(embedded)
-    else:
-        name = EMBEDDING if config.tied else OUTPUT_HEAD
-        head = reader.projection([name.removesuffix(".weight")], False)
-    return Decoder(config, embedded, blocks, load_norm(reader, config, FINAL_NORM), head, scale)
+    norm = load_norm(reader, config, FINAL_NORM) if closes else None
+    if opens and closes and config.tied:
+        both = reader.tied(EMBEDDING)
+        return Decoder(config, both, blocks, norm, both, scale)
+    name = EMBEDDING if config.tied else OUTPUT_HEAD
+    return Decoder(
+        config,
+        embedding=Linear(reader.read(EMBEDDING)) if opens else None,
+        blocks=blocks,
+        norm=norm,
+        head=reader.projection([name.removesuffix(".weight")], False) if closes else None,
+        embedding_scale=scale,
+    )

@@ -17,7 +17,7 @@ from molink.model.prequantized import FLOATS, companions
 from molink.model.quantization import Quantize, can_hold, is_quantizable
 from molink.stage.kernels.create import create_rowwise
 from molink.stage.kernels.shape import fits_rowwise
-from molink.stage.linear import Projection, Projections
+from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.prequantized import check_layout, fill
@@ -55,7 +55,7 @@ class WeightReader:
         stored = folder.config.quantized
         if "none" not in (stored, quantize) and stored != quantize:
             raise UsageError(f"{folder.path} is quantized as {stored}; it can't become {quantize}")
-        self._folder, self._dtype, self._device = folder, dtype, device
+        self._folder, self.dtype, self._device = folder, dtype, device
         self._projections = Projections.probe(dtype, device)
         #: What is compiled beside projections, where something is.
         self.rowwise = _find_rowwise(folder.config, dtype, device)
@@ -83,7 +83,7 @@ class WeightReader:
         Raises:
             BrokenModel: a tensor is missing, can't be read, or holds NaN or infinity; named.
         """
-        return self._merge(names, self._dtype)
+        return self._merge(names, self.dtype)
 
     def _merge(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         spans = [self._folder.tensors[name] for name in names]
@@ -109,10 +109,14 @@ class WeightReader:
             return self._kernels.create(self._quantized(weights), bias)
         return self._projections.create(self._merge(weights, self._kept(weights)), bias)
 
+    def tied(self, name: str) -> Linear | CompiledLinear:
+        """The weight ``name``, as embedding and output head at once; raises as :meth:`read`."""
+        return self._projections.create_tied(self._merge([name], self._kept([name])))
+
     def _kept(self, names: Sequence[str]) -> torch.dtype:
         """The type in which they are kept: bf16 stays as it is where rows of more bits take it."""
         narrow = all(self._folder.tensors[name].dtype == "BF16" for name in names)
-        return torch.bfloat16 if narrow and self._projections.narrow else self._dtype
+        return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
 
     def _becomes_quantized(self, names: Sequence[str]) -> bool:
         if self._mode == "none" or not names[0].startswith("model.layers."):

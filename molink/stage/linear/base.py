@@ -19,6 +19,19 @@ class Projection(Protocol):
         ...
 
 
+class Table(Protocol):
+    """A weight ``[vocabulary, hidden]`` whose rows can be had: an embedding."""
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """New rows ``[T, hidden]`` of ids (int64 ``[T]``, on the device)."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        ...
+
+
 def pad_rows(rows: Tensor) -> Tensor:
     """``rows`` with zeros up to one of few row counts.
 

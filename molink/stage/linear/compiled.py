@@ -33,6 +33,12 @@ class CompiledLinear:
         """See :class:`~molink.stage.linear.base.Projection`."""
         return self.product(self.weight, rows, self.bias)
 
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Table`."""
+        columns = self.weight.shape[2]
+        found = self.weight[tokens // columns, :, tokens % columns]
+        return found.flatten(1).to(self.product.dtype)
+
     @property
     def nbytes(self) -> int:
         """See :class:`~molink.stage.linear.base.Projection`."""

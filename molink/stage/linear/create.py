@@ -43,15 +43,24 @@ class Projections:
         """Whether :meth:`create` keeps weights in bf16, whatever the rows are."""
         return self.product is not None
 
+    def create_tied(self, weight: Tensor) -> Linear | CompiledLinear:
+        """What is an output head and the embedding too, of ``weight`` ``[vocabulary, hidden]``."""
+        return self._compile(weight, None) or Linear(weight.to(self.dtype))
+
     def create(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
-        if self.product is not None and weight.dtype is torch.bfloat16:
-            if self.product.fits(weight):
-                return CompiledLinear.pack(self.product, weight, bias)
-            weight = weight.to(self.dtype)
-        if self.packs:
-            return PackedLinear.pack(weight, bias)
-        return Linear(weight, bias)
+        compiled = self._compile(weight, bias)
+        if compiled is not None:
+            return compiled
+        kept = weight.to(self.dtype)
+        return PackedLinear.pack(kept, bias) if self.packs else Linear(kept, bias)
+
+    def _compile(self, weight: Tensor, bias: Tensor | None) -> CompiledLinear | None:
+        if self.product is None or weight.dtype is not torch.bfloat16:
+            return None
+        if not self.product.fits(weight):
+            return None
+        return CompiledLinear.pack(self.product, weight, bias)
 
 
 @cache

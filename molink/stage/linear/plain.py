@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from molink.stage.linear.base import pad_rows, total_bytes
 
@@ -21,6 +21,10 @@ class Linear:
         if rows.dtype is torch.bfloat16 and rows.device.type == "cpu":
             return linear(pad_rows(rows), self.weight, self.bias)[: len(rows)]
         return linear(rows, self.weight, self.bias)
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Table`."""
+        return embedding(tokens, self.weight)
 
     @property
     def nbytes(self) -> int:
