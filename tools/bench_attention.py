@@ -3,9 +3,9 @@
     python -m tools.bench_attention --json
 
 ``dense`` is SDPA over keys and values that lie in one piece: what ``gather`` would take if it had
-nothing to gather. On CUDA ``flash`` stands beside them, with pages of 256. ``kv_bytes`` is what has
-to be moved: keys and values once, or with gathering three times (read, written, read again) unless
-the blocks happen to be consecutive.
+nothing to gather. Beside them stand ``flash`` on CUDA, with pages of 256, and ``compiled`` on a
+CPU. ``kv_bytes`` is what has to be moved: keys and values once, or with gathering three times
+(read, written, read again) unless the blocks happen to be consecutive.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -114,10 +115,9 @@ def measure(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> 
             for consecutive in (False, True):
                 case = Case(shape, context, batch, dtype, device, consecutive)
                 found += [case.dense(), case.paged("gather", 16)]
-                try:
-                    found.append(case.paged("flash", 256))
-                except MolinkError:
-                    continue
+                for name, block_size in (("flash", 256), ("compiled", 16)):
+                    with suppress(MolinkError):
+                        found.append(case.paged(name, block_size))
     return found
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     for one in found:
         where = "in order" if one.consecutive else "shuffled"
         print(
-            f"{one.backend:7} {one.context:6} x {one.batch} {where}: {1e3 * one.seconds:8.3f} ms,"
+            f"{one.backend:8} {one.context:6} x {one.batch} {where}: {1e3 * one.seconds:8.3f} ms,"
             f" {one.kv_bytes >> 20:6} MiB of KV moved"
         )
 

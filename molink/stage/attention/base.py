@@ -12,7 +12,7 @@ from molink.model.config import ModelConfig
 from molink.stage.base import SequenceRows
 from molink.stage.pool import KVPool
 
-BackendName = Literal["auto", "flash", "gather"]
+BackendName = Literal["auto", "flash", "compiled", "gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +92,22 @@ def create_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Attention:
-    """The backend called ``name``; ``auto`` takes what works here of ``flash`` (CUDA) and compiled
-    code (CPU), else ``gather``.
+    """The backend called ``name``; ``auto`` takes ``flash`` or ``compiled`` if it works here, else
+    ``gather``.
 
     Raises:
-        UsageError: ``flash`` was asked for and doesn't work.
+        UsageError: ``flash`` or ``compiled`` was asked for and doesn't work.
     """
     if name == "gather":
         return _create_gather(shape, device)
     from molink.stage.attention.probe import try_compiled, try_flash
 
-    if name == "auto" and device.type == "cpu":
-        compiled = try_compiled(shape, block_size, dtype, device)
-        return compiled or _create_gather(shape, device)
-    flash, reason = try_flash(shape, block_size, dtype, device)
-    if flash is not None:
-        return flash
-    if name == "flash":
-        raise UsageError(f"flash attention can't run on {device}: {reason}; use auto or gather")
+    attempt = try_flash if name == "flash" or device.type == "cuda" else try_compiled
+    found, reason = attempt(shape, block_size, dtype, device)
+    if found is not None:
+        return found
+    if name != "auto":
+        raise UsageError(f"{name} attention can't run on {device}: {reason}; use auto or gather")
     return _create_gather(shape, device)
 
 

@@ -61,21 +61,23 @@ def try_flash(
 
 def try_compiled(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
-) -> CompiledAttention | None:
-    """The backend for a CPU, if it works there for a model of this shape."""
-    if device.type != "cpu" or dtype is not torch.bfloat16 or shape.softcap:
-        return None
+) -> tuple[CompiledAttention | None, str]:
+    """The backend for a CPU, or ``None`` and why it doesn't work for a model of this shape."""
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return None, "it needs a CPU and bf16"
+    if shape.softcap:
+        return None, "it has no softcap, which this model needs"
     numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
     attend = create_attend(numbers, torch.get_num_threads())
     if attend is None:
-        return None
+        return None, "there is no code for this CPU, or for heads and blocks of these sizes"
     difference = _difference(
         shape, lambda layer: CompiledAttention(layer, attend), block_size, dtype, device
     )
     if not difference <= _TOLERANCE:
         log.warning("no compiled attention: its results are off by %g", difference)
-        return None
-    return CompiledAttention(shape, attend)
+        return None, f"its results are off by {difference:g}"
+    return CompiledAttention(shape, attend), ""
 
 
 def wanted_block_size(device: torch.device) -> int:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molink.errors import UsageError
 from molink.stage.attention.base import create_attention
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.gather import GatherAttention
@@ -70,7 +71,7 @@ def test_scores_far_apart(check, shape_of):
 
 def test_what_there_is_no_code_for(shape_of):
     fine = shape_of(head_dim=64)
-    if try_compiled(fine, 16, BF16, CPU) is None:
+    if try_compiled(fine, 16, BF16, CPU)[0] is None:
         pytest.skip("this CPU has no compiled attention")
     assert isinstance(create_attention("auto", fine, 16, BF16, CPU), CompiledAttention)
     assert isinstance(create_attention("gather", fine, 16, BF16, CPU), GatherAttention)
@@ -83,6 +84,8 @@ def test_what_there_is_no_code_for(shape_of):
     ]
     for shape, block_size, dtype in others:
         assert isinstance(create_attention("auto", shape, block_size, dtype, CPU), GatherAttention)
+        with pytest.raises(UsageError, match="compiled attention can't run on cpu"):
+            create_attention("compiled", shape, block_size, dtype, CPU)
 
 
 def test_results_that_are_off_are_not_used(shape_of, monkeypatch):
@@ -93,4 +96,6 @@ def test_results_that_are_off_are_not_used(shape_of, monkeypatch):
         monkeypatch.setattr(
             wrong, lambda _, layer, heads, pool, bad=bad: heads.new_full((10, 256), bad)
         )
-        assert try_compiled(shape, 16, BF16, CPU) is None
+        found, reason = try_compiled(shape, 16, BF16, CPU)
+        assert found is None
+        assert "off" in reason

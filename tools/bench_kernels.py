@@ -1,0 +1,111 @@
+"""Times the CPU's products of rows and weights, compiled ones beside torch's, taking turns.
+
+    python -m tools.bench_kernels --json
+
+For each number of rows: microseconds of a product with a weight that no cache holds (median), the
+rate at which it reads its weights, and at which it computes. ``bf16`` stands beside oneDNN's packed
+product; ``float32`` rows with bf16 weights, as CPUs without bf16 compute, beside torch's with
+float32 weights. ``AVX2`` is the same, compiled for no more than such CPUs have.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.kernels.arithmetic import WidenedBf16
+from molink.stage.kernels.create import create_matmul
+from molink.stage.kernels.matmul import MatMul
+from molink.stage.linear import Linear, PackedLinear, can_pack
+
+_ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
+_WEIGHTS, _ROUNDS = 12, 5
+_AVX2 = "+avx,+avx2,+fma"
+
+Product = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One product with one number of rows."""
+
+    kind: str
+    rows: int
+    microseconds: float
+    read_gb_s: float
+    gflop_s: float
+
+
+def compiled(multiply: MatMul, weights: list[Tensor]) -> Product:
+    """By our own code."""
+    packed = [multiply.pack(weight) for weight in weights]
+    bias = torch.zeros(len(weights[0]))
+    return lambda index, rows: multiply(packed[index], rows, bias)
+
+
+def torches(weights: list[Tensor], dtype: torch.dtype) -> Product:
+    """The best that torch has."""
+    packs = can_pack(dtype, torch.device("cpu"))
+    kind = PackedLinear.pack if packs else Linear
+    made = [kind(weight.to(dtype), None) for weight in weights]
+    return lambda index, rows: made[index](rows)
+
+
+@torch.inference_mode()
+def measure(columns: int, depth: int, threads: int) -> list[Result]:
+    """All kinds that this CPU has."""
+    weights = [torch.randn(columns, depth).bfloat16() for _ in range(_WEIGHTS)]
+    sides: list[tuple[str, torch.dtype, int, Product]] = []
+    for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
+        multiply = create_matmul(dtype, threads)
+        if multiply is not None:
+            sides.append((f"{name}, compiled", dtype, 2, compiled(multiply, weights)))
+        if multiply is not None and dtype is torch.float32 and threads == 1:
+            narrow = MatMul(WidenedBf16(), features=_AVX2)
+            sides.append((f"{name}, compiled, AVX2", dtype, 2, compiled(narrow, weights)))
+        size = dtype.itemsize
+        sides.append((f"{name}, torch", dtype, size, torches(weights, dtype)))
+    found = []
+    for count in _ROWS:
+        taken: dict[str, list[float]] = {kind: [] for kind, *_ in sides}
+        for _ in range(_ROUNDS):
+            for kind, dtype, _, product in sides:
+                rows = torch.randn(count, depth).to(dtype)
+                for index in range(_WEIGHTS):
+                    begin = time.perf_counter()
+                    product(index, rows)
+                    taken[kind].append(time.perf_counter() - begin)
+        for kind, _, size, _ in sides:
+            seconds = statistics.median(taken[kind])
+            numbers = columns * depth
+            read, computed = numbers * size / seconds, 2 * numbers * count / seconds
+            found.append(Result(kind, count, 1e6 * seconds, read / 1e9, computed / 1e9))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--columns", type=int, default=5632)
+    parser.add_argument("--depth", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found = measure(options.columns, options.depth, options.threads)
+    if options.json:
+        print(json.dumps([asdict(result) for result in found], indent=1))
+        return
+    for one in found:
+        print(
+            f"{one.rows:4} rows, {one.kind:24} {one.microseconds:8.0f} us"
+            f" {one.read_gb_s:6.1f} GB/s {one.gflop_s:6.0f} GFLOP/s"
+        )
+
+
+if __name__ == "__main__":
+    main()
