@@ -27,6 +27,7 @@ from molink.stage.kernels.emit import (
     VOID,
     Values,
     emit_loop,
+    emit_nth,
     emit_offset,
     emit_spread,
 )
@@ -44,6 +45,7 @@ from molink.stage.kernels.vectors import (
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.
 PASS_WORDS = 4
+_WORD = 8
 #: Below all scores.
 _LEAST = -3.0e38
 
@@ -138,11 +140,9 @@ class _Part:
         builder, shape = self._builder, self._shape
         number = builder.udiv(part, I64(shape.kv_heads))
         self._head = builder.urem(part, I64(shape.kv_heads))
+        described = self._nth(self._passes, number, PASS_WORDS * _WORD)
         words = [
-            builder.load(
-                self._nth(self._passes, builder.mul(number, I64(PASS_WORDS)), word, 8), typ=I64
-            )
-            for word in range(PASS_WORDS)
+            builder.load(self._at(described, word * _WORD), typ=I64) for word in range(PASS_WORDS)
         ]
         self._row, self._count, self._start, self._table = words
         self._last = builder.add(self._start, builder.sub(self._count, I64(1)))
@@ -195,7 +195,7 @@ class _Part:
         lanes = ir.Constant(INTEGERS, list(range(LANES)))
 
         def seen(vector: ir.Value, other: float) -> ir.Value:
-            place = self._nth(scores, vector, 0, LANES * F32)
+            place = self._nth(scores, vector, LANES * F32)
             given = builder.load(place, typ=FLOATS, align=4)
             first = builder.trunc(builder.mul(vector, I64(LANES)), I32)
             numbers = builder.add(emit_spread(builder, first, LANES), lanes)
@@ -215,13 +215,13 @@ class _Part:
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
             given = builder.fsub(seen(vector, _LEAST), greatest)
             weight = emit_power_of_two(builder, builder.fmul(given, factor))
-            self._arithmetic.store(builder, weight, self._nth(scores, vector, 0, LANES * BF16))
+            self._arithmetic.store(builder, weight, self._nth(scores, vector, LANES * BF16))
             return (builder.fadd(carried[0], weight),)
 
         zero = emit_constant(0.0)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (zero,))
         total = builder.fdiv(FLOAT(1.0), emit_reduced(builder, "fadd", found))
-        builder.store(total, self._nth(self._sums, query, 0, F32), align=4)
+        builder.store(total, self._nth(self._sums, query, F32), align=4)
         width = self._shape.head_dim
         for column in range(0, width, LANES):
             builder.store(zero, self._at(self._total(query), column * F32), align=4)
@@ -234,7 +234,7 @@ class _Part:
             self._pair_values(page, half)
 
         def emit_chunk(chunk: ir.Value, _: Values) -> Values:
-            columns = self._nth(self._columns, chunk, 0, STRIP * CHUNK * BF16)
+            columns = self._nth(self._columns, chunk, STRIP * CHUNK * BF16)
 
             def emit_tile(row: ir.Value, size: int) -> None:
                 at = builder.mul(strip, I64(STRIP * BF16))
@@ -242,7 +242,7 @@ class _Part:
                 for each in self._members(size):
                     weights.append(emit_offset(builder, self._score_row(row, *each), at))
                     total = self._total(self._query_number(row, *each))
-                    totals.append(self._nth(total, chunk, 0, CHUNK * F32))
+                    totals.append(self._nth(total, chunk, CHUNK * F32))
                 places = emit_places(builder, totals, self._arithmetic, F32)
                 begun = [builder.load(place, typ=FLOATS, align=4) for place in places]
                 sums = emit_dots(
@@ -261,7 +261,7 @@ class _Part:
         """Divide by the sum of the weights, and write down."""
         builder, shape = self._builder, self._shape
         row, member = (act(query, I64(shape.groups)) for act in (builder.udiv, builder.urem))
-        place = self._nth(self._sums, query, 0, F32)
+        place = self._nth(self._sums, query, F32)
         share = emit_spread(builder, builder.load(place, typ=FLOAT, align=4), LANES)
         result = self._of_heads(self._result, row, member, shape.groups * shape.kv_heads)
         for column in range(0, shape.head_dim, LANES):
@@ -317,7 +317,7 @@ class _Part:
             beyond = builder.icmp_signed(">", wanted, last)
             position = builder.select(beyond, last, wanted)
             entry = builder.add(self._table, builder.udiv(position, size))
-            block = builder.load(self._nth(self._tables, entry, 0, 8), typ=I64)
+            block = builder.load(self._nth(self._tables, entry, _WORD), typ=I64)
             page = emit_offset(builder, base, builder.mul(block, self._block_bytes))
             inside = builder.mul(builder.urem(position, size), self._position_bytes)
             pages.append(emit_offset(builder, page, inside))
@@ -347,7 +347,7 @@ class _Part:
         builder, shape = self._builder, self._shape
         head = builder.add(builder.mul(self._head, I64(shape.groups)), member)
         row = builder.mul(builder.add(self._row, row), I64(heads))
-        return self._nth(base, builder.add(row, head), 0, shape.head_dim * BF16)
+        return self._nth(base, builder.add(row, head), shape.head_dim * BF16)
 
     def _query_number(self, row: ir.Value, nth: int, group: int) -> ir.Value:
         builder = self._builder
@@ -361,14 +361,13 @@ class _Part:
         )
 
     def _total(self, query: ir.Value) -> ir.Value:
-        return self._nth(self._totals, query, 0, self._shape.head_dim * F32)
+        return self._nth(self._totals, query, self._shape.head_dim * F32)
 
     def _at(self, pointer: ir.Value, nbytes: int) -> ir.Value:
         return emit_offset(self._builder, pointer, I64(nbytes))
 
-    def _nth(self, pointer: ir.Value, index: ir.Value, more: int, nbytes: int) -> ir.Value:
-        number = self._builder.add(index, I64(more))
-        return emit_offset(self._builder, pointer, self._builder.mul(number, I64(nbytes)))
+    def _nth(self, pointer: ir.Value, index: ir.Value, nbytes: int) -> ir.Value:
+        return emit_nth(self._builder, pointer, index, nbytes)
 
 
 def _emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:

@@ -66,6 +66,14 @@ def emit_offset(builder: ir.IRBuilder, pointer: ir.Value, nbytes: ir.Value) -> i
     return builder.gep(pointer, [nbytes], source_etype=BYTE)
 
 
+def emit_nth(
+    builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, nbytes: int | ir.Value
+) -> ir.Value:
+    """Where number ``index`` is, of what has ``nbytes`` bytes each."""
+    size = I64(nbytes) if isinstance(nbytes, int) else nbytes
+    return emit_offset(builder, pointer, builder.mul(index, size))
+
+
 def emit_local(builder: ir.IRBuilder, nbytes: int) -> ir.Value:
     """A pointer to memory of the function itself, aligned for words."""
     place = builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))

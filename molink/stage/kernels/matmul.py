@@ -17,7 +17,16 @@ from torch import Tensor
 from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.compiler import Library
 from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
-from molink.stage.kernels.emit import FLOAT, I64, POINTER, VOID, Values, emit_loop, emit_offset
+from molink.stage.kernels.emit import (
+    FLOAT,
+    I64,
+    POINTER,
+    VOID,
+    Values,
+    emit_loop,
+    emit_nth,
+    emit_offset,
+)
 from molink.stage.kernels.openmp import OpenMp, emit_shares
 
 
@@ -98,13 +107,13 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     def emit_rows(first: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> list[ir.Value]:
         """Pointers to ``size`` rows from number ``index`` on."""
         numbers = (builder.add(index, I64(number)) for number in range(size))
-        return [emit_offset(builder, first, builder.mul(each, nbytes)) for each in numbers]
+        return [emit_nth(builder, first, each, nbytes) for each in numbers]
 
     def emit_block(block: ir.Value, _: Values) -> Values:
         column = builder.mul(block, columns)
-        weights = emit_offset(builder, weight, builder.mul(block, block_bytes))
+        weights = emit_nth(builder, weight, block, block_bytes)
         below = emit_offset(builder, result, builder.mul(column, element))
-        added = emit_offset(builder, bias, builder.mul(column, I64(4)))
+        added = emit_nth(builder, bias, column, 4)
         vector = ir.VectorType(FLOAT, arithmetic.lanes)
 
         def emit_tile(first: ir.Value, size: int) -> None:

@@ -18,6 +18,7 @@ from molink.stage.kernels.emit import (
     VOID,
     Values,
     emit_loop,
+    emit_nth,
     emit_offset,
     emit_spread,
 )
@@ -115,21 +116,21 @@ def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
         source, target = (emit_offset(builder, each, at) for each in (rows, result))
 
         def emit_square(column: ir.Value, carried: Values) -> Values:
-            value = emit_widened(builder, _nth(builder, source, column, BF16))
+            value = emit_widened(builder, emit_nth(builder, source, column, BF16))
             return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
 
         _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
         total = emit_reduced(builder, "fadd", sums)
         mean = builder.fdiv(total, builder.sitofp(width, FLOAT))
         root = emit_call(builder, "llvm.sqrt.f32", builder.fadd(mean, FLOAT(eps)))
-        scale = _spread(builder, builder.fdiv(FLOAT(1.0), root))
+        scale = emit_spread(builder, builder.fdiv(FLOAT(1.0), root), LANES)
 
         def emit_scaled(column: ir.Value, _: Values) -> Values:
-            value = emit_widened(builder, _nth(builder, source, column, BF16))
-            place = _nth(builder, weight, column, F32)
+            value = emit_widened(builder, emit_nth(builder, source, column, BF16))
+            place = emit_nth(builder, weight, column, F32)
             factor = builder.load(place, typ=FLOATS, align=4)
             scaled = builder.fmul(builder.fmul(value, scale), factor)
-            emit_rounded(builder, scaled, _nth(builder, target, column, BF16))
+            emit_rounded(builder, scaled, emit_nth(builder, target, column, BF16))
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_scaled)
@@ -166,11 +167,13 @@ def _emit_gate(module: ir.Module, activation: Activation) -> ir.Function:
 
         def emit_vector(column: ir.Value, _: Values) -> Values:
             given, factor = (
-                emit_widened(builder, _nth(builder, each, column, BF16)) for each in (gate, up)
+                emit_widened(builder, emit_nth(builder, each, column, BF16)) for each in (gate, up)
             )
             power = emit_power_of_two(builder, emit_exponent(given))
             active = builder.fdiv(given, builder.fadd(power, emit_constant(1.0)))
-            emit_rounded(builder, builder.fmul(active, factor), _nth(builder, target, column, BF16))
+            emit_rounded(
+                builder, builder.fmul(active, factor), emit_nth(builder, target, column, BF16)
+            )
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_vector)
@@ -193,23 +196,23 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
     half = builder.udiv(rotary, I64(2))
 
     def emit_row(row: ir.Value, _: Values) -> Values:
-        cosines = _nth(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), BF16)
-        sines = _nth(builder, cosines, rotary, BF16)
+        cosines = emit_nth(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), BF16)
+        sines = emit_nth(builder, cosines, rotary, BF16)
         base = emit_offset(builder, heads, builder.mul(row, row_bytes))
 
         def emit_head(member: ir.Value, _: Values) -> Values:
             first = emit_offset(builder, base, builder.mul(member, head_bytes))
-            second = _nth(builder, first, half, BF16)
+            second = emit_nth(builder, first, half, BF16)
 
             def emit_vector(column: ir.Value, _: Values) -> Values:
-                places = [_nth(builder, each, column, BF16) for each in (first, second)]
+                places = [emit_nth(builder, each, column, BF16) for each in (first, second)]
                 low, high = (emit_widened(builder, place) for place in places)
                 for place, own, other, at in (
                     (places[0], low, high, column),
                     (places[1], high, low, builder.add(column, half)),
                 ):
                     cosine, sine = (
-                        emit_widened(builder, _nth(builder, each, at, BF16))
+                        emit_widened(builder, emit_nth(builder, each, at, BF16))
                         for each in (cosines, sines)
                     )
                     turned = builder.fmul(other, sine)
@@ -226,11 +229,3 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
     emit_loop(builder, begin, end, 1, emit_row)
     builder.ret_void()
     return function
-
-
-def _nth(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, nbytes: int) -> ir.Value:
-    return emit_offset(builder, pointer, builder.mul(index, I64(nbytes)))
-
-
-def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    return emit_spread(builder, value, LANES)
