@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionShape, FixedAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.base import SequenceRows
@@ -21,7 +22,8 @@ class CompiledLayers:
     """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
 
     ``passes``, ``tables`` and ``scratch`` are what
-    :class:`~molink.stage.kernels.attend.Attend` takes.
+    :class:`~molink.stage.kernels.attend.Attend` takes, which looks nothing up: ``least`` and
+    ``greatest`` are those of the tables' blocks.
     """
 
     attend: "Attend"
@@ -29,9 +31,15 @@ class CompiledLayers:
     passes: Tensor
     tables: Tensor
     scratch: Tensor
+    least: int
+    greatest: int
 
     def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`."""
+        if self.least < 0 or self.greatest >= pool.blocks:
+            raise InvariantError(
+                f"blocks {self.least} to {self.greatest} are not in a pool of {pool.blocks}"
+            )
         keys, values = pool.pages(layer)
         return self.attend(
             heads, keys, values, self.passes, self.tables, self.scratch, self.windows[layer]
@@ -65,13 +73,15 @@ class CompiledAttention:
                 passes.append((row + done, count, sequence.start + done, len(table)))
             table.extend(sequence.blocks)
             row += sequence.count
-        longest = max((sequence.end for sequence in sequences), default=0)
+        longest = max(sequence.end for sequence in sequences)
         return CompiledLayers(
             attend,
             self._windows,
             torch.tensor(passes, dtype=torch.int64),
             torch.tensor(table, dtype=torch.int64),
             attend.scratch(longest),
+            min(table),
+            max(table),
         )
 
     def fix(

@@ -5,13 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.errors import UsageError
+from molink.errors import InvariantError, UsageError
 from molink.stage.attention.base import create_attention
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.probe import try_compiled
+from molink.stage.base import SequenceRows
 from molink.stage.kernels.create import create_attend
 from molink.stage.kernels.shape import AttendShape
+from molink.stage.pool import KVPool
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MIXES = {
@@ -99,3 +101,12 @@ def test_results_that_are_off_are_not_used(shape_of, monkeypatch):
         found, reason = try_compiled(shape, 16, BF16, CPU)
         assert found is None
         assert "off" in reason
+
+
+@pytest.mark.parametrize("block", [-1, 4, 1 << 40])
+def test_blocks_outside_the_pool_are_not_read(shape_of, block):
+    shape = shape_of(head_dim=32)
+    pool = KVPool(shape, 1, 4, 16, BF16, CPU)
+    prepared = backend(shape).prepare([SequenceRows(20, 1, (block, 1))], 16, BF16, CPU)
+    with pytest.raises(InvariantError, match="not in a pool of 4"):
+        prepared(0, torch.zeros(1, 8, 32, dtype=BF16), pool)
