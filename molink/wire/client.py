@@ -361,6 +361,8 @@ class Client(Generic[M]):
                 connect(socket, self._address)
             except MolinkError as error:
                 logger.warning("%s", error)
+            if self._traffic is not None:
+                self._traffic.look()
 
     def _drop(self, reason: str) -> None:
         self._outbox.clear()

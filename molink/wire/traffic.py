@@ -43,7 +43,7 @@ class Traffic:
         Frames beyond ``most`` are freed one by one: a member can send a message of any number of
         parts. ``on_room`` is called once something can be sent again that could not be.
         ``on_failed`` is told of an error of the socket or of ``take``; nothing is read any more.
-        The socket is used by nobody else from now on, and the caller's to close.
+        The socket is the caller's to close, and to connect; see :meth:`look`.
         """
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._most = most
@@ -89,6 +89,11 @@ class Traffic:
 
     def _events(self) -> int:
         return int(self._socket.get(zmq.EVENTS)) & self._wanted
+
+    def look(self) -> None:
+        """The socket was used otherwise (connected, say): that may have noticed what came."""
+        if not self._looks:
+            self._look_soon()
 
     def _look_soon(self) -> None:
         self._looks = True
