@@ -37,8 +37,9 @@ _STEP = 16
 _LEAST_MOST = 128
 #: Without decodes no chunk is smaller, whatever a noisy measurement says.
 _LEAST_ALONE = 64
-#: Beside decodes, late in a long prompt, it may be: attention to all before is what costs then.
-_LEAST_BESIDE = 8
+#: Beside decodes it may be, in steps of so many rows: where weights come from memory once for all
+#: rows of a step, or late in a long prompt, when attention to all before is what costs.
+_LEAST_BESIDE = 4
 _REMEMBERED = 1024
 #: So many steps of rows are left, or more: a long prompt.
 _MANY = 256
@@ -151,8 +152,9 @@ class ChunkSize:
         parts = [step >> shift for shift in range(step.bit_length() - 1, 0, -1)]
         below = [rows for rows in parts if rows >= max(_STEP, 2 * riding)]
         sizes = [*below, *range(first, max(first, self._most) + 1, step)]
-        least = riding + _LEAST_BESIDE
-        return [least, *sizes] if riding and least < sizes[0] else sizes
+        if not riding:
+            return sizes
+        return [*range(riding + _LEAST_BESIDE, sizes[0], _LEAST_BESIDE), *sizes]
 
     def _step_s(self, profile: Profile, rows: int, riding: int, before: int) -> float:
         """Seconds of a fused step: what all rows' matrix products take, and decodes' attention.

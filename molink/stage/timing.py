@@ -11,7 +11,7 @@ from molink.wire.profile import Profile
 
 #: Rows whose times are measured, as far as the deadline and the memory allow.
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-PREFILL_ROWS = (16, 32, 64, 128, 256, 512, 1024)
+PREFILL_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 #: Tokens before a decode row, and before the rows that show what a longer context costs.
 CONTEXT = 128
 DEEP_CONTEXT = 2048

@@ -34,7 +34,7 @@ def test_every_stage_of_a_ring_has_a_profile(folder: ModelFolder, layers: Any) -
     profile = profile_stage(stage, KV_BYTES, 16, seconds=0.2)
     assert profile.known
     assert profile.decode[0][0] == 1
-    assert profile.prefill[0][0] == 16
+    assert profile.prefill[0][0] == 8
     assert 0 < profile.decode_s(1) < 10
     assert 1 <= profile.tile <= 256
 

@@ -64,14 +64,14 @@ def test_it_ends_about_in_time(budget: float) -> None:
     profile = measure_profile(machine, machine.clock, budget)
     assert machine.now - 100.0 <= max(budget, 0.0) + 0.4
     assert profile.decode[0] == pytest.approx((1, 0.31))
-    assert profile.prefill[0] == pytest.approx((16, 0.016))
+    assert profile.prefill[0] == pytest.approx((8, 0.008))
 
 
 def test_a_slow_stage_gets_one_point_of_each_kind() -> None:
     machine = Machine(decode=lambda *_: 20.0, prefill=lambda *_: 60.0)
     profile = measure_profile(machine, machine.clock, 4.0)
-    assert (profile.decode, profile.prefill, profile.tile) == (((1, 20.0),), ((16, 60.0),), 1)
-    assert machine.ran == [("decode", 1, 128), ("prefill", 16, 0)]
+    assert (profile.decode, profile.prefill, profile.tile) == (((1, 20.0),), ((8, 60.0),), 1)
+    assert machine.ran == [("decode", 1, 128), ("prefill", 8, 0)]
 
 
 def test_the_first_point_is_measured_again() -> None:
@@ -117,7 +117,7 @@ def test_steps_are_looked_for_at_smaller_chunks_where_time_is_short() -> None:
         return 0.1 * -(-rows // 16)
 
     machine = Machine(prefill=prefill)
-    assert measure_profile(machine, machine.clock, 12.0).tile == 16
+    assert measure_profile(machine, machine.clock, 13.0).tile == 16
     tried = [rows - 1 for _, rows, _ in machine.ran if rows in (65, 129, 257)]
     assert set(tried) == {64}
 
@@ -125,7 +125,7 @@ def test_steps_are_looked_for_at_smaller_chunks_where_time_is_short() -> None:
 def test_what_does_not_fit_the_memory_is_left_out() -> None:
     machine = Machine(most_rows=300)
     profile = measure_profile(machine, machine.clock, 30.0)
-    assert [rows for rows, _ in profile.prefill] == [16, 32, 64, 128, 256]
+    assert [rows for rows, _ in profile.prefill] == [8, 16, 32, 64, 128, 256]
     with pytest.raises(MemoryError):
         measure_profile(Machine(most_rows=4), machine.clock, 30.0)
 
