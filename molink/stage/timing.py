@@ -16,7 +16,7 @@ PREFILL_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXT = 128
 DEEP_CONTEXT = 2048
 DEEP_ROWS = 64
-#: A point is measured so often, or for so many seconds, after a first pass that warms up.
+#: A point is measured so often, or for about so many seconds, after a first pass that warms up.
 _REPEATS = 5
 _POINT_S = 0.1
 #: Where a step of the matrix products is looked for, and how long it may be.
@@ -174,7 +174,8 @@ class _Measurement:
     def _time(self, run: Callable[[], None], pick: Pick | None = None) -> float:
         last = self._once(run)
         taken: list[float] = []
-        while len(taken) < _REPEATS and sum(taken) < _POINT_S:
+        # By the quickest: the first passes of a process, which gets its memory, may take long.
+        while len(taken) < _REPEATS and len(taken) * min(taken, default=0.0) < _POINT_S:
             if self._clock() + last > self._deadline:
                 break
             last = self._once(run)

@@ -92,7 +92,7 @@ def test_the_first_pass_warms_up_and_the_quicker_ones_count() -> None:
     times = iter([9.0, 0.010, 0.012, 0.5])
     machine = Machine(decode=lambda rows, _: next(times, 0.012) if rows == 1 else 0.012)
     profile = measure_profile(machine, machine.clock, 30.0)
-    assert profile.decode_s(1) == pytest.approx(0.011)
+    assert profile.decode_s(1) == pytest.approx(0.012)
 
 
 def test_more_rows_never_take_less() -> None:
@@ -136,3 +136,11 @@ def test_no_position_beyond_the_models_context(most_context: int) -> None:
     profile = measure_profile(machine, machine.clock, 30.0)
     assert profile.known
     assert max(rows for rows, _ in profile.prefill) <= most_context
+
+
+def test_a_process_that_is_only_starting_is_measured_as_it_is_later() -> None:
+    times = iter([0.9, 0.5, 0.3])
+    machine = Machine(decode=lambda rows, _: next(times, 0.012))
+    profile = measure_profile(machine, machine.clock, 10.0)
+    assert profile.decode_s(1) == pytest.approx(0.012)
+    assert [rows for rows, _ in profile.decode] == list(DECODE_ROWS)
