@@ -28,7 +28,7 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (printed["model"], printed["layers"], printed["threads"]) == ("tiny", [1, 3], 1)
     assert (printed["device"], printed["dtype"], printed["quantize"]) == ("cpu", "f32", "none")
     assert printed["decode"][0]["rows"] == 1
-    assert printed["prefill"][0]["rows"] == 16
+    assert printed["prefill"][0]["rows"] == 8
     for what in ("read", "compute"):
         assert printed[what]["share"] > 0
 
