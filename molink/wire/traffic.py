@@ -101,11 +101,11 @@ class Traffic:
 
     def _run(self) -> None:
         """Do what can be done now."""
-        if self._closed:
-            return
         self._looks = True
         try:
             for _ in range(_READ_TURN):
+                if self._closed:  # perhaps by what was just handed over
+                    return
                 events = self._events()
                 if not events:
                     self._looks = False

@@ -194,7 +194,7 @@ class _Part:
         )
         lanes = ir.Constant(INTEGERS, list(range(LANES)))
 
-        def seen(vector: ir.Value, other: float) -> ir.Value:
+        def seen(vector: ir.Value) -> ir.Value:
             place = self._nth(scores, vector, LANES * F32)
             given = builder.load(place, typ=FLOATS, align=4)
             first = builder.trunc(builder.mul(vector, I64(LANES)), I32)
@@ -202,10 +202,10 @@ class _Part:
             inside = builder.and_(
                 builder.icmp_signed(">=", numbers, least), builder.icmp_signed("<=", numbers, most)
             )
-            return builder.select(inside, given, emit_constant(other))
+            return builder.select(inside, given, emit_constant(_LEAST))
 
         def emit_greatest(vector: ir.Value, carried: Values) -> Values:
-            return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], seen(vector, _LEAST)),)
+            return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], seen(vector)),)
 
         begun = emit_constant(_LEAST)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
@@ -213,7 +213,7 @@ class _Part:
         factor = emit_constant(self._shape.scale * math.log2(math.e))
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
-            given = builder.fsub(seen(vector, _LEAST), greatest)
+            given = builder.fsub(seen(vector), greatest)
             weight = emit_power_of_two(builder, builder.fmul(given, factor))
             self._arithmetic.store(builder, weight, self._nth(scores, vector, LANES * BF16))
             return (builder.fadd(carried[0], weight),)

@@ -1,11 +1,12 @@
 """What can be compiled for this CPU, if anything. LLVM is imported late: no GPU needs it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch.nn.functional import rms_norm
 
 from molink.model.traits import Activation
 from molink.stage.kernels.shape import AttendShape
@@ -14,88 +15,97 @@ if TYPE_CHECKING:
     from molink.stage.kernels.arithmetic import Arithmetic
     from molink.stage.kernels.attend import Attend
     from molink.stage.kernels.matmul import MatMul
+    from molink.stage.kernels.openmp import OpenMp
     from molink.stage.kernels.rowwise import Rowwise
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @cache
 def create_matmul(dtype: torch.dtype, threads: int) -> "MatMul | None":
     """A product of bf16 weights and rows of ``dtype``, on ``threads`` threads of a CPU.
 
-    ``None`` where this CPU or system has no such product, or it gives anything but what torch does.
+    ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does.
     """
-    try:
-        from molink.stage.kernels.compiler import host_features
-        from molink.stage.kernels.matmul import MatMul
-        from molink.stage.kernels.openmp import OpenMp
 
-        arithmetic = _choose(dtype, host_features())
-        openmp = OpenMp.find() if threads > 1 else None
-        if arithmetic is None or (threads > 1 and openmp is None):
-            return None
-        product = MatMul(arithmetic, openmp, threads)
-    except (ImportError, OSError, RuntimeError) as error:
-        log.info("no compiled products here: %s", error)
-        return None
-    if not _is_right(product):
-        log.warning("a compiled product computes wrongly on this CPU: not used")
-        return None
-    return product
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
+        from molink.stage.kernels.matmul import MatMul
+
+        arithmetic = _choose(dtype, features)
+        return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
+
+    return _try(compile_it, threads, _multiplies_right)
 
 
 @cache
 def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
-    """Attention in bf16 for models of ``shape``, on ``threads`` threads of a CPU, if it can."""
-    try:
-        from molink.stage.kernels.attend import Attend
-        from molink.stage.kernels.compiler import host_features
-        from molink.stage.kernels.openmp import OpenMp
+    """Attention in bf16 for models of ``shape``; what it gives is for its backend to check."""
 
-        native = host_features().get("avx512bf16")
-        openmp = OpenMp.find() if threads > 1 else None
-        if not native or not shape.fits or (threads > 1 and openmp is None):
-            return None
-        return Attend(shape, openmp, threads)
-    except (ImportError, OSError, RuntimeError) as error:
-        log.info("no compiled attention here: %s", error)
-        return None
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Attend | None":
+        from molink.stage.kernels.attend import Attend
+
+        fits = shape.fits and _has_products(features)
+        return Attend(shape, openmp, threads) if fits else None
+
+    return _try(compile_it, threads)
 
 
 @cache
 def create_rowwise(eps: float, activation: Activation, threads: int) -> "Rowwise | None":
-    """Norms, activations and rotations of bf16 rows, on ``threads`` threads of a CPU, if it can."""
+    """Norms, activations and rotations of bf16 rows."""
+
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Rowwise | None":
+        from molink.stage.kernels.rowwise import Rowwise
+
+        return Rowwise(eps, activation, openmp, threads) if _has_products(features) else None
+
+    return _try(compile_it, threads, lambda made: _norms_right(made, eps))
+
+
+def _try(
+    compile_it: "Callable[[Mapping[str, bool], OpenMp | None], T | None]",
+    threads: int,
+    is_right: Callable[[T], bool] = lambda _: True,
+) -> T | None:
+    """What ``compile_it`` gives for this CPU's features and the threads of torch."""
     try:
         from molink.stage.kernels.compiler import host_features
         from molink.stage.kernels.openmp import OpenMp
-        from molink.stage.kernels.rowwise import Rowwise
 
         openmp = OpenMp.find() if threads > 1 else None
-        if not host_features().get("avx512bf16") or (threads > 1 and openmp is None):
+        if threads > 1 and openmp is None:
             return None
-        return Rowwise(eps, activation, openmp, threads)
+        made = compile_it(host_features(), openmp)
     except (ImportError, OSError, RuntimeError) as error:
-        log.info("no compiled norms here: %s", error)
+        log.info("nothing can be compiled here: %s", error)
         return None
+    if made is not None and not is_right(made):
+        log.warning("what was compiled for this CPU computes wrongly: not used")
+        return None
+    return made
+
+
+def _has_products(features: Mapping[str, bool]) -> bool:
+    """Whether a CPU with ``features`` (LLVM's names) multiplies bf16, 16 pairs at a time."""
+    return bool(features.get("avx512bf16") and features.get("avx512f"))
 
 
 def _choose(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
-    """The fastest arithmetic that a CPU with ``features`` (LLVM's names) has for rows of a type."""
+    """The fastest arithmetic that a CPU with ``features`` has for rows of a type."""
     from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16
 
-    def has(*names: str) -> bool:
-        return all(features.get(name) for name in names)
-
-    if dtype is torch.bfloat16 and has("avx512bf16", "avx512f"):
+    if dtype is torch.bfloat16 and _has_products(features):
         return DotBf16()
-    if dtype is torch.float32 and has("avx512f"):
+    if dtype is torch.float32 and features.get("avx512f"):
         return WidenedBf16(lanes=16, vectors=2, tile=10)
-    if dtype is torch.float32 and has("avx2", "fma"):
+    if dtype is torch.float32 and features.get("avx2") and features.get("fma"):
         return WidenedBf16()
     return None
 
 
-def _is_right(product: "MatMul") -> bool:
+def _multiplies_right(product: "MatMul") -> bool:
     """Whether small integers, which every sum here holds exactly, are multiplied without error."""
     weight = torch.arange(96 * 64).remainder(7).sub(3).view(96, 64)
     rows = torch.arange(29 * 64).remainder(5).sub(2).view(29, 64)
@@ -103,3 +113,11 @@ def _is_right(product: "MatMul") -> bool:
     given = product(product.pack(weight.bfloat16()), rows.to(product.dtype), bias)
     exact = (rows @ weight.T + bias).to(product.dtype)
     return torch.equal(given, exact)
+
+
+def _norms_right(rowwise: "Rowwise", eps: float) -> bool:
+    """Whether a norm is as close to torch's as bf16 can be; the rest is compiled as it is."""
+    rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).bfloat16()
+    weight = torch.linspace(0.5, 2.0, 48)
+    exact = rms_norm(rows.float(), weight.shape, weight, eps)
+    return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=2**-7, atol=1e-6)

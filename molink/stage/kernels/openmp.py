@@ -38,10 +38,14 @@ class OpenMp:
     @classmethod
     def find(cls) -> "OpenMp | None":
         """That of this process (torch has to be imported), if there is one that is known."""
-        for mapped in psutil.Process().memory_maps(grouped=True):
-            name = PurePath(mapped.path).name.lower()
+        try:
+            paths = [mapped.path for mapped in psutil.Process().memory_maps(grouped=True)]
+        except (psutil.Error, AttributeError):
+            return None  # not every system tells
+        for path in paths:
+            name = PurePath(path).name.lower()
             for part, entry in _NAMES:
-                if part in name and _publish(mapped.path, (*_SYMBOLS[entry], *_QUERIES)):
+                if part in name and _publish(path, (*_SYMBOLS[entry], *_QUERIES)):
                     return cls(entry)
         return None
 

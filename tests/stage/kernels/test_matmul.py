@@ -1,12 +1,15 @@
 """Compiled products: what they give, on every kind of arithmetic that this CPU can run."""
 
+import sys
 from functools import cache
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molink.stage.kernels import compiler
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.create import create_matmul
@@ -94,7 +97,7 @@ def test_a_type_that_nothing_multiplies() -> None:
 
 
 def test_without_llvm_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "molink.stage.kernels.compiler", None)
+    monkeypatch.setitem(sys.modules, "molink.stage.kernels.compiler", None)
     assert create_matmul.__wrapped__(torch.float32, 1) is None
 
 
@@ -104,6 +107,15 @@ def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("molink.stage.kernels.compiler.host_features", lambda: {"sse2": True})
+    monkeypatch.setattr(compiler, "host_features", lambda: {"sse2": True})
     assert create_matmul.__wrapped__(torch.float32, 1) is None
     assert create_matmul.__wrapped__(torch.bfloat16, 1) is None
+
+
+def test_a_system_that_hides_its_libraries_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "memory_maps", refuse)
+    assert OpenMp.find() is None
+    assert create_matmul.__wrapped__(torch.float32, 2) is None

@@ -67,3 +67,9 @@ def test_which_widths_fit():
     assert fits_rowwise([64, 2816], [64, 96])
     assert not fits_rowwise([64, 2820], [64])
     assert not fits_rowwise([64], [64, 48])
+
+
+def test_norms_that_are_wrong_are_not_used(monkeypatch):
+    made = rowwise(1)
+    monkeypatch.setattr(type(made), "norm", lambda _, rows, weight: rows)
+    assert create_rowwise.__wrapped__(1e-5, "silu", 1) is None
