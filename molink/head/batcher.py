@@ -63,8 +63,9 @@ class Batcher:
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, streams, now)
-            if prefill and self._may_prefill(beside=len(decode) > 0):
-                self._add_prefill(chunk, admitted, now)
+            rows = self._chunk_rows(streams) if prefill else 0
+            if rows and self._may_prefill(rows, streams, beside=len(decode) > 0):
+                self._add_prefill(chunk, rows, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
             control += self._admission(job)
@@ -128,8 +129,10 @@ class Batcher:
 
     # --- prefill -------------------------------------------------------------------------------
 
-    def _add_prefill(self, builder: VolumeBuilder, admitted: list[Job], now: float) -> None:
-        left = self._chunk_rows()
+    def _add_prefill(
+        self, builder: VolumeBuilder, left: int, admitted: list[Job], now: float
+    ) -> None:
+        """Add up to ``left`` prefill rows."""
         starved = self._still_starved()
         oldest = min(starved, default=None)
         for job in self._roster.prefilling():
@@ -143,26 +146,29 @@ class Batcher:
             admitted.append(new)
             left -= self._add_chunk(builder, new, left)
 
-    def _may_prefill(self, *, beside: bool) -> bool:
+    def _may_prefill(self, rows: int, streams: int, *, beside: bool) -> bool:
         """Whether a prefill volume may go: ``beside`` decode rows, or as a micro-batch by itself.
 
         Of ``K`` micro-batches those that decode take their chunk along (SARATHI's decode-maximal
         batches). If chunks went whenever stage 0 is idle, a decode volume would meet a stage busy
-        with a chunk, then run alone itself, and pay for reading the weights twice.
+        with a chunk, then run alone itself, and pay for reading the weights twice. They do where
+        that matters little: :mod:`molink.head.depth`.
         """
-        most = self.micro_batches.count
-        if self._ledger.volumes(prefill=True) >= most:
+        most, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
+        if flying < self.micro_batches.prefills(rows, streams):
+            return True
+        if flying >= most:
             return False
         self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
         return beside or self._ledger.volumes(prefill=False) + len(self._alone) < most
 
-    def _chunk_rows(self) -> int:
-        """Rows of the next prefill volume; 0 if nobody wants any."""
+    def _chunk_rows(self, streams: int) -> int:
+        """Rows of the next prefill volume; 0 if nobody wants any. ``streams`` decode."""
         jobs = self._roster.prefilling()
         new = None if jobs else self._roster.first_waiting()
         left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
         before = jobs[0].issued if jobs else 0
-        return self._chunk.rows(self._roster.decoding(), left, before) if left else 0
+        return self._chunk.rows(streams, left, before) if left else 0
 
     def _add_chunk(self, builder: VolumeBuilder, job: Job, most: int) -> int:
         """Add up to ``most`` prefill rows of a job; how many it got."""

@@ -14,11 +14,12 @@ stage or link.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from molink.head.depth import prefill_depth
 from molink.wire.profile import Profile
 from molink.wire.ringtimes import LinkFacts, RingTimes
 
 #: A count is only left for one that promises so much less time per token.
-WORTH = 0.01
+WORTH = 0.005
 _REMEMBERED = 1024
 
 
@@ -71,6 +72,8 @@ class MicroBatches:
         self._links = (LinkFacts(),) * degree
         #: By streams: the best count, and what each promises in seconds per token.
         self._curves: dict[int, tuple[Prospect, dict[int, float]]] = {}
+        #: By rows, streams and count.
+        self._depths: dict[tuple[int, int, int], int] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
@@ -78,12 +81,28 @@ class MicroBatches:
         """The links have been measured (anew); one per stage."""
         self._links = tuple(links)
         self._curves.clear()
+        self._depths.clear()
 
     def update(self, streams: int) -> int:
         """``K`` while ``streams`` streams decode."""
         if not self._fixed and self._profiles and streams:
             self.count = self._decide(streams)
         return self.count
+
+    def prefills(self, rows: int, streams: int) -> int:
+        """How many prefill volumes of ``rows`` rows may go unpaired; see :func:`prefill_depth`.
+
+        0 where ``K`` is fixed or nothing is known of the stages.
+        """
+        if self._fixed or not self._profiles:
+            return 0
+        key = rows, streams, self.count
+        if key not in self._depths:
+            if len(self._depths) >= _REMEMBERED:
+                self._depths.clear()
+            riding = -(-streams // self.count)
+            self._depths[key] = prefill_depth(self._times, rows, riding, self.count)
+        return self._depths[key]
 
     def _decide(self, streams: int) -> int:
         if streams not in self._curves:

@@ -19,6 +19,7 @@ from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.wire.data import Choice, Release, Sampled, Sampling, Token, Tombstone, Volume
 from molink.wire.profile import Profile
+from molink.wire.ringtimes import LinkFacts
 from molink.worker.limits import BoardLimits
 from molink.worker.scoreboard import Scoreboard
 from molink.worker.work import Work
@@ -238,6 +239,31 @@ def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() 
     beside = [rows for stage, decodes, rows, _ in ring.steps if stage == 0 and rows and decodes]
     assert alone
     assert beside
+
+
+def auto(latency: float) -> VirtualRing:
+    """Three stages, which decide how many volumes are in flight by links that they know."""
+    ring = VirtualRing([1.0] * 3, latency, micro_batches=0, stages=3)
+    ring.head.set_links([LinkFacts(latency, 1e12)] * 3)
+    return ring
+
+
+def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
+    latency = 0.2
+    _, _, paired = long_prompt(VirtualRing([1.0] * 3, latency))
+    alone, during, first = long_prompt(ring := auto(latency))
+    assert first < paired / 3
+    assert p99(during) <= 1.3 * alone
+    chunks = [rows for stage, _, rows, _ in ring.steps if stage == 0 and rows]
+    assert sum(chunks) >= PROMPT
+
+
+def test_where_it_is_not_they_ride_with_decode_rows() -> None:
+    ring = auto(0.001)
+    alone, during, _ = long_prompt(ring)
+    first_stage = [(decodes, rows) for stage, decodes, rows, _ in ring.steps if stage == 0]
+    assert all(decodes for decodes, rows in first_stage if rows), "no chunk goes by itself"
+    assert p99(during) <= 2.1 * alone
 
 
 def test_while_nobody_decodes_chunks_are_large() -> None:

@@ -18,8 +18,8 @@ The baseline of every comparison sends one tensor per hop, stores and forwards w
 not compress and has as many micro-batches as stages. `concurrent` sends as the paper's vLLM does,
 `fifo` as its Helix, `molink` by the paper's Algorithm 1 with more micro-batches; all on that
 baseline. `adaptive` is our lane policy on it; each line with a `+` adds a switch to the line above
-it; `… alone` is `fifo` with that switch only (`adaptive` is the lane policy alone). `fifo, two
-tensors` sends hidden and residual apart, as vLLM 0.7. Times are means in seconds. The floor is the
+it; `… alone` is `fifo` with that switch only (`adaptive` is the lane policy alone). Those with two
+tensors send hidden and residual apart, as vLLM 0.7. Times are means in seconds. The floor is the
 time of a turn of the ring that waits for nothing.
 """
 

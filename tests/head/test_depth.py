@@ -1,0 +1,91 @@
+"""How many prefill volumes are in flight."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.head.depth import prefill_depth
+from molink.head.microbatches import MicroBatches
+from molink.wire.data import MAX_MICRO_BATCHES
+from molink.wire.profile import MOST_CHUNK_ROWS, UNKNOWN, Profile
+from molink.wire.ringtimes import LinkFacts, RingTimes
+
+#: A step takes 5 ms, whatever its rows are; one of prefill rows 6 ms.
+STAGE = Profile(decode=((1, 0.005), (2, 0.005)), prefill=((128, 0.006), (256, 0.006)))
+#: 1 kB rows.
+ROW = 1000
+
+
+def ring(latency: float | None, rate: float | None, stages: int = 3) -> RingTimes:
+    return RingTimes((STAGE,) * stages, (LinkFacts(latency, rate),) * stages, ROW)
+
+
+def test_they_fill_the_slowest_stage_for_a_whole_turn() -> None:
+    # Three passes and three latencies: 108 ms.
+    assert prefill_depth(ring(0.03, None), 128, riding=2, count=3) == 18
+
+
+def test_or_the_slowest_link() -> None:
+    # A chunk of 128 kB takes 25.6 ms; the last link carries 64 bytes a token.
+    turn = 3 * 0.006 + 3 * 0.03 + 2 * 0.0256 + 128 * 64 / 5e6
+    assert 6 < turn / 0.0256 < 7
+    assert prefill_depth(ring(0.03, 5e6), 128, riding=2, count=3) == 7
+
+
+def test_none_goes_unpaired_where_those_who_decode_would_wait_for_it() -> None:
+    # A turn of 15 ms would take 33 with a chunk before each step.
+    assert prefill_depth(ring(0.0, None), 128, riding=2, count=3) == 0
+    # With 108 ms it would be 126, but six micro-batches of 11 ms each 66: fewer than the turn.
+    assert prefill_depth(ring(0.03, None), 128, riding=2, count=6) == 18
+    # Of twenty the stages would be busy for 220 ms, without chunks for 105.
+    assert prefill_depth(ring(0.03, None), 128, riding=2, count=20) == 0
+
+
+def test_while_nobody_decodes_nobody_waits() -> None:
+    assert prefill_depth(ring(0.0, None), 128, riding=0, count=3) == 3
+    assert prefill_depth(ring(None, None), 128, riding=0, count=3) == 3
+
+
+def test_without_profiles_nothing_is_known() -> None:
+    unknown = RingTimes((UNKNOWN,) * 3, (LinkFacts(0.03, 1e6),) * 3, 0)
+    assert prefill_depth(RingTimes((), (), ROW), 128, riding=0, count=1) == 0
+    assert MicroBatches(0, 3, unknown.profiles, ROW).prefills(128, streams=0) == 0
+
+
+def test_a_fixed_number_of_micro_batches_is_meant_for_prefills_too() -> None:
+    fixed = MicroBatches(3, 3, (STAGE,) * 3, ROW)
+    fixed.set_links(ring(0.03, None).links)
+    assert fixed.prefills(128, streams=4) == 0
+
+
+def test_it_follows_links_and_streams() -> None:
+    decider = MicroBatches(0, 3, (STAGE,) * 3, ROW)
+    assert decider.prefills(128, streams=4) == 0
+    decider.set_links(ring(0.03, None).links)
+    assert decider.prefills(128, streams=4) == 18
+    assert decider.prefills(128, streams=0) == 18
+    decider.set_links(ring(0.001, None).links)
+    assert decider.prefills(128, streams=4) == 0
+
+
+@given(
+    latency=st.floats(0, 1),
+    rate=st.none() | st.floats(1e3, 1e9),
+    stages=st.integers(1, 8),
+    rows=st.integers(1, 4 * MOST_CHUNK_ROWS),
+    riding=st.integers(0, 64),
+    count=st.integers(1, 16),
+)
+def test_they_never_have_more_rows_than_stages_have_room_for(
+    latency: float, rate: float | None, stages: int, rows: int, riding: int, count: int
+) -> None:
+    depth = prefill_depth(ring(latency, rate, stages), rows, riding, count)
+    assert 0 <= depth <= MAX_MICRO_BATCHES
+    assert depth * rows <= 2 * stages * MOST_CHUNK_ROWS
+
+
+@pytest.mark.parametrize("riding", [1, 8, 64])
+def test_longer_latency_never_lessens_them(riding: int) -> None:
+    depths = [prefill_depth(ring(ms / 1000, 12e6), 128, riding, count=3) for ms in range(0, 200, 5)]
+    assert depths == sorted(depths)
+    assert depths[-1] > depths[0]
