@@ -15,6 +15,8 @@ _DECREASE = 0.7
 _RENO = 3 * (1 - _DECREASE) / (1 + _DECREASE)
 #: Before the first loss a window grows by a twentieth per round trip at least (Linux, tcp_cubic.c).
 _FIRST_GROWTH = 1 / 20
+#: Of a window per round trip: the pace in slow start and beyond (Linux, tcp_update_pacing_rate).
+_SLOW_PACE, _PACE = 2.0, 1.2
 #: It grows by one segment for two that are acknowledged at most (section 4.4).
 _MOST_GROWTH = 0.5
 
@@ -27,7 +29,7 @@ class CubicTcp:
     shrinks (RFC 2861).
     """
 
-    pacing = inf
+    pacing: float = inf
 
     def __init__(self) -> None:
         self.window: float = FIRST_WINDOW
@@ -184,3 +186,26 @@ class CubicTcp:
         self._recovering = False
         self.window = SEGMENT
         self._hystarting, self._hystart = True, HyStart()
+
+
+class PacedCubicTcp(CubicTcp):
+    """One that has begun under BBR: Linux goes on pacing such a connection.
+
+    Decode lanes are switched so (:mod:`molink.wire.congestion`).
+    """
+
+    def __init__(self, round_trip: float) -> None:
+        """``round_trip`` is that of the handshake, in seconds."""
+        super().__init__()
+        self._smoothed = round_trip
+        self._pace()
+
+    def acknowledged(self, what: Acknowledged) -> None:
+        """Grow, and pace accordingly."""
+        super().acknowledged(what)
+        self._smoothed += (what.round_trip - self._smoothed) / 8
+        self._pace()
+
+    def _pace(self) -> None:
+        gain = _SLOW_PACE if self.window < self.threshold / 2 else _PACE
+        self.pacing = gain * max(self.window, self._in_flight) / self._smoothed

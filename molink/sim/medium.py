@@ -108,7 +108,7 @@ class TcpMedium:
         back: Uplink,
         latency: float,
         queue: int,
-        make_controller: Callable[[], Controller],
+        make_controller: Callable[[Lane], Controller],
     ) -> None:
         self.busy_s = 0.0
         self._agenda = agenda
@@ -121,7 +121,7 @@ class TcpMedium:
                 agenda,
                 uplink,
                 latency,
-                make_controller(),
+                make_controller(lane),
                 lambda: self.reply_s,
                 partial(self._left, lane),
             )

@@ -167,7 +167,7 @@ class Pipeline:
             self._uplinks[(index + 1) % len(self._uplinks)],
             link.latency,
             link.queue,
-            lambda: create_controller(link.congestion, 2 * link.latency),
+            lambda lane: create_controller(link.congestion, 2 * link.latency, lane),
         )
 
     def _make_hop(self, index: int) -> Hop:

@@ -55,7 +55,7 @@ def make_tcp(agenda: Agenda, congestion: str, back: Uplink | None = None) -> Tcp
         back or Uplink(1e6, QUEUE),
         0.05,
         QUEUE,
-        lambda: create_controller(congestion, 0.1),
+        lambda lane: create_controller(congestion, 0.1, lane),
     )
 
 

@@ -119,6 +119,32 @@ def test_tables_have_what_was_found_and_leave_out_the_rest() -> None:
     assert f"| {CONCURRENT.name} | 1.00 | 0.2000 |" in both
 
 
+def rig_row(by: float) -> dict[str, Any]:
+    return {
+        "system": ALL.name,
+        "rate": 0.7,
+        "congestion": "bbr",
+        "rig": {"ttft_s": summary(0.6 * by), "tpot_s": summary(0.12)},
+        "simulated": {"ttft_s": summary(0.6), "tpot_s": summary(0.12)},
+        "rig_by_simulated": {"ttft": by, "tpot": 1.0},
+        "late_share": [0.01, 0.02, 0.03],
+    }
+
+
+def test_rows_of_the_rig_stand_beside_the_simulator() -> None:
+    rig = {"command": "x --rig", "activations": "made", "repeats": 3}
+    rig |= {"warmup_s": 5.0, "duration_s": 10.0, "rows": [rig_row(1.1), rig_row(1.2)]}
+    text = render(Results(found()), "x", rig)
+    assert "3 runs a row" in text
+    assert (
+        "| 0.7 | bbr | + K auto | 0.660 | 0.600 | 1.10 | 0.120 | 0.120 | 1.00 | 0.120 | 3 % |"
+        in text
+    )
+    near, far = (line for line in text.splitlines() if line.startswith("| 0.7 | bbr |"))
+    assert near.endswith("| yes |")
+    assert far.endswith("| **no** |")
+
+
 def test_a_system_that_there_is_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = SimPlan(TRACE, 0.0, 8.0)
     nobody = replace(FIFO, name="nobody's", policy="nobody's")

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     rig.add_argument("--rates", type=_numbers, default=RATES)
     rig.add_argument("--congestion", type=_words, default=CONGESTION)
     rig.add_argument("--systems", type=_words, default=_SYSTEMS, help="by comma")
+    rig.add_argument("--repeats", type=int, default=1, help="runs of each row, counted together")
     return parser
 
 
@@ -110,18 +111,21 @@ def _rig(options: argparse.Namespace) -> None:
         options.congestion,
         tuple(systems[name] for name in options.systems),
         options.seed,
+        options.repeats,
     )
-    _say(f"{len(plan.runs)} runs on the rig, about {plan.seconds / 60:.0f} minutes in all")
+    _say(f"{len(plan.rows)} rows on the rig, about {plan.seconds / 60:.0f} minutes in all")
     command = "python tools/paper.py --rig" + _changed(options)
+    if plan.repeats > 1:
+        command += f" --repeats {plan.repeats}"
     for name, usual in (("rates", RATES), ("congestion", CONGESTION), ("systems", _SYSTEMS)):
         if (given := getattr(options, name)) != usual:
             command += f" --{name} '{','.join(map(str, given))}'"
     done: list[dict[str, Any]] = []
-    for run in run_rig(plan):
-        done.append(run)
-        by = ", ".join(f"{name} {value:.2f}" for name, value in run["rig_by_simulated"].items())
-        where = f"{run['rate']:g} req/s, {run['congestion']}, {run['system']}"
-        _say(f"{len(done)} of {len(plan.runs)}: {where}: by the simulation: {by}")
+    for row in run_rig(plan):
+        done.append(row)
+        by = ", ".join(f"{name} {value:.2f}" for name, value in row["rig_by_simulated"].items())
+        where = f"{row['rate']:g} req/s, {row['congestion']}, {row['system']}"
+        _say(f"{len(done)} of {len(plan.rows)}: {where}: by the simulation: {by}")
         write(done, plan, command, options.out / "paper-rig.json")
 
 

@@ -13,6 +13,8 @@ _TITLES = {
     3: "Table 3: bandwidths (0.2 requests/s, 30 ms)",
     4: "Table 4: latencies (0.2 requests/s, 100 Mbps)",
 }
+#: Real sockets should be within this share of the simulator.
+_NEAR = 0.15
 _LEGEND = """\
 The baseline of every comparison sends one tensor per hop, stores and forwards whole prompts, does
 not compress and has as many micro-batches as stages. `concurrent` sends as the paper's vLLM does,
@@ -173,22 +175,24 @@ def _rig(rig: dict[str, Any]) -> str:
         " 100 Mbps up and down, 30 ms one way and queues of 256 KB; real TCP, CURVE, links, heads"
         " and schedulers. Emulated compute: a step sleeps as long as the roofline says."
         f" Recorded, widened activations: {rig['activations']} (rows of several tokens, side by"
-        f" side, make one). {rig['warmup_s']:g} s of warm-up and"
-        f" {rig['duration_s']:g} s counted; runs are cut off at their end, and requests count with"
-        " the tokens they have by then, in the simulator too (same requests, same moment).",
+        f" side, make one). {rig['repeats']} runs a row, each with other requests:"
+        f" {rig['warmup_s']:g} s of warm-up and {rig['duration_s']:g} s counted. Runs are cut off"
+        " at their end, and requests count with the tokens they have by then, in the simulator too"
+        " (same requests, same moment). All requests of a row are counted together; the ratios of"
+        " each run are in the JSON.",
         "",
         "| req/s | TCP | system | TTFT, rig | simulated | by it | TPOT, rig | simulated | by it |"
         " p99 TPOT, rig | steps late by | within 15 % |",
         "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for run in rig["runs"]:
-        real, expected, by = run["rig"], run["simulated"], run["rig_by_simulated"]
-        near = all(abs(value - 1) <= 0.15 for value in by.values()) and len(by) == 2
+    for row in rig["rows"]:
+        real, expected, by = row["rig"], row["simulated"], row["rig_by_simulated"]
+        near = all(abs(value - 1) <= _NEAR for value in by.values()) and len(by) == 2
         lines.append(
-            f"| {run['rate']:g} | {run['congestion']} | {run['system']}"
+            f"| {row['rate']:g} | {row['congestion']} | {row['system']}"
             f" | {_mean(real['ttft_s'])} | {_mean(expected['ttft_s'])} | {by.get('ttft', 0):.2f}"
             f" | {_mean(real['tpot_s'])} | {_mean(expected['tpot_s'])} | {by.get('tpot', 0):.2f}"
-            f" | {real['tpot_s']['p99'] or 0:.3f} | {100 * max(run['late_share']):.0f} %"
+            f" | {real['tpot_s']['p99'] or 0:.3f} | {100 * max(row['late_share']):.0f} %"
             f" | {'yes' if near else '**no**'} |"
         )
     lines += [

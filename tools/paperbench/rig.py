@@ -36,8 +36,6 @@ _PRIORITY = -10
 #: Milliseconds that a PC takes to hand a message on: 16 KB on an idle hop of 100 Mbps and 15 ms
 #: take 17.5 ms (``docs/results/link.json``), of which 15 + 1.4 are the link's.
 HANDLING_MS = 1.1
-#: Real sockets should be within this share of the simulator.
-NEAR = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,12 @@ class RigPlan:
     congestion: Sequence[str] = CONGESTION
     systems: Sequence[Variant] = SYSTEMS
     seed: int = 0
+    #: Runs of each row, with seeds from ``seed`` on; their requests are counted together.
+    repeats: int = 1
 
     @property
-    def runs(self) -> list[tuple[Setting, str, Variant]]:
-        """Every run: its load and links, TCP's congestion control, and the system."""
+    def rows(self) -> list[tuple[Setting, str, Variant]]:
+        """Every row: its load and links, TCP's congestion control, and the system."""
         return [
             (Setting(rate=rate), congestion, system)
             for rate in self.rates
@@ -66,11 +66,16 @@ class RigPlan:
     @property
     def seconds(self) -> float:
         """How long all of them take."""
-        return len(self.runs) * (self.warmup + self.duration + OVERHEAD_S)
+        return len(self.rows) * self.repeats * (self.warmup + self.duration + OVERHEAD_S)
+
+    @property
+    def seeds(self) -> range:
+        """Of the runs of one row."""
+        return range(self.seed, self.seed + self.repeats)
 
 
 def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
-    """Run the plan, one run after another; gives each one's results as plain values.
+    """Run the plan, one run after another; gives each row's results as plain values.
 
     Activations that have not been recorded are, from the bundled model.
 
@@ -83,17 +88,66 @@ def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
         make_recording(BUNDLED, plan.activations)
     # What else runs here must not make emulated devices or the relay late; children inherit it.
     os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    for setting, congestion, system in plan.runs:
-        yield _run(plan, setting, congestion, system)
+    for setting, congestion, system in plan.rows:
+        yield _row(plan, setting, congestion, system)
 
 
-def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
-    workload = make_workload(read_trace(plan.trace), setting, plan.warmup, plan.duration, plan.seed)
+def _row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
+    """One row of the results: a run for each seed, and all of their requests together."""
+    runs = [_run(plan, setting, congestion, system, seed) for seed in plan.seeds]
+    measured = Figures.of([sample for run in runs for sample in run.driven.samples], plan.warmup)
+    expected = Figures.of([sample for run in runs for sample in run.expected], plan.warmup)
+    return {
+        "system": system.name,
+        "rate": setting.rate,
+        "bandwidth_mbps": setting.mbps,
+        "latency_ms": setting.latency_ms,
+        "congestion": congestion,
+        "switches": {
+            name: getattr(system, name)
+            for name in ("policy", "cut_through", "compression", "micro_batches", "chunk_tokens")
+        },
+        "rig": measured.as_json(),
+        "simulated": expected.as_json(),
+        "rig_by_simulated": measured.by(expected),
+        "late_share": [
+            max(each) for each in zip(*(r.driven.late_share for r in runs), strict=True)
+        ],
+        "runs": [run.as_json(plan.warmup) for run in runs],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What was found with one seed."""
+
+    seed: int
+    driven: Driven
+    expected: Sequence[Sample]
+    relay: dict[str, Any]
+
+    def as_json(self, warmup: float) -> dict[str, Any]:
+        """Plain values."""
+        measured = Figures.of(self.driven.samples, warmup)
+        return {
+            "seed": self.seed,
+            "rig_by_simulated": measured.by(Figures.of(self.expected, warmup)),
+            "late_share": self.driven.late_share,
+            "worst_late_s": self.driven.worst_late_s,
+            "counters": self.driven.counters,
+            "gauges": self.driven.gauges,
+            "trouble": self.driven.trouble,
+            "relay": self.relay,
+        }
+
+
+def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed: int) -> _Run:
+    workload = make_workload(read_trace(plan.trace), setting, plan.warmup, plan.duration, seed)
     until = plan.warmup + plan.duration
-    expected = Figures.of(_simulated(workload, setting, system, until, congestion), plan.warmup)
+    expected = _simulated(workload, setting, system, until, congestion)
     node = Node("", setting.mbps, setting.mbps, setting.latency_ms)
     nodes = [replace(node, name=f"stage{index}") for index in range(STAGES)]
-    with Rig(nodes, congestion=congestion, seed=plan.seed) as rig:
+    with Rig(nodes, congestion=congestion, seed=seed) as rig:
         hosts = [
             Host(rig.address(index), tuple(enter(rig.namespace(index)))) for index in range(STAGES)
         ]
@@ -109,31 +163,10 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> d
             tuple(hosts),
             tuple(workload.plan()),
             until,
-            plan.seed,
+            seed,
         )
         driven = _drive(rig, spec)
-        relay = rig.stats()
-    measured = Figures.of(driven.samples, plan.warmup)
-    return {
-        "system": system.name,
-        "rate": setting.rate,
-        "bandwidth_mbps": setting.mbps,
-        "latency_ms": setting.latency_ms,
-        "congestion": congestion,
-        "switches": {
-            name: getattr(system, name)
-            for name in ("policy", "cut_through", "compression", "micro_batches", "chunk_tokens")
-        },
-        "rig": measured.as_json(),
-        "simulated": expected.as_json(),
-        "rig_by_simulated": measured.by(expected),
-        "late_share": driven.late_share,
-        "worst_late_s": driven.worst_late_s,
-        "counters": driven.counters,
-        "gauges": driven.gauges,
-        "trouble": driven.trouble,
-        "relay": relay,
-    }
+        return _Run(seed, driven, expected, rig.stats())
 
 
 def _drive(rig: Rig, spec: Spec) -> Driven:
@@ -219,7 +252,8 @@ def write(results: Sequence[dict[str, Any]], plan: RigPlan, command: str, path: 
         "duration_s": plan.duration,
         "emulated": "compute sleeps as long as the roofline of the device says",
         "activations": source_of(plan.activations),
-        "runs": list(results),
+        "repeats": plan.repeats,
+        "rows": list(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
