@@ -63,8 +63,8 @@ class Batcher:
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, streams, now)
-            rows = self._chunk_rows(streams) if prefill else 0
-            if rows and self._may_prefill(rows, streams, beside=len(decode) > 0):
+            if prefill:
+                rows = self._prefill_rows(streams, beside=len(decode) > 0)
                 self._add_prefill(chunk, rows, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
@@ -146,29 +146,31 @@ class Batcher:
             admitted.append(new)
             left -= self._add_chunk(builder, new, left)
 
-    def _may_prefill(self, rows: int, streams: int, *, beside: bool) -> bool:
-        """Whether a prefill volume may go: ``beside`` decode rows, or as a micro-batch by itself.
+    def _prefill_rows(self, streams: int, *, beside: bool) -> int:
+        """Rows of the next prefill volume, 0 if there is to be none; ``streams`` decode.
 
-        Of ``K`` micro-batches those that decode take their chunk along (SARATHI's decode-maximal
-        batches). If chunks went whenever stage 0 is idle, a decode volume would meet a stage busy
-        with a chunk, then run alone itself, and pay for reading the weights twice. They do where
-        that matters little: :mod:`molink.head.depth`.
+        Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
+        decode-maximal batches), the others may be a chunk. If chunks went whenever stage 0 is idle,
+        a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
+        reading the weights twice. They do where that matters little: :mod:`molink.head.depth`.
         """
-        most, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
-        if flying < self.micro_batches.prefills(rows, streams):
-            return True
-        if flying >= most:
-            return False
         self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
-        return beside or self._ledger.volumes(prefill=False) + len(self._alone) < most
-
-    def _chunk_rows(self, streams: int) -> int:
-        """Rows of the next prefill volume; 0 if nobody wants any. ``streams`` decode."""
+        most, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
+        apart = self._ledger.volumes(prefill=False) + len(self._alone) < most
+        paired = flying < most and (beside or apart)
+        if not paired and not self.micro_batches.decides:
+            return 0
         jobs = self._roster.prefilling()
         new = None if jobs else self._roster.first_waiting()
         left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
+        if not left:
+            return 0
         before = jobs[0].issued if jobs else 0
-        return self._chunk.rows(streams, left, before) if left else 0
+        rows = self._chunk.rows(streams, left, before)
+        if paired:
+            return rows
+        room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows
+        return rows if room and flying < self.micro_batches.prefills(rows, before, streams) else 0
 
     def _add_chunk(self, builder: VolumeBuilder, job: Job, most: int) -> int:
         """Add up to ``most`` prefill rows of a job; how many it got."""

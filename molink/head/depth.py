@@ -1,4 +1,4 @@
-"""How many prefill volumes are in flight.
+"""How many prefill volumes are in flight where chunks go unpaired.
 
 A chunk beside a decode volume costs the least (:mod:`molink.head.chunk`), but then a prompt moves
 on by ``K`` chunks in a turn of the ring. Where a turn is mostly latency, stages and links would
@@ -11,31 +11,28 @@ import math
 
 from molink.head.chunk import STRETCH
 from molink.wire.data import MAX_MICRO_BATCHES
-from molink.wire.profile import MOST_CHUNK_ROWS
 from molink.wire.ringtimes import RingTimes
 
 #: Quotients that differ by less are the same.
 _ROUNDING = 1e-6
 
 
-def prefill_depth(times: RingTimes, rows: int, riding: int, count: int) -> int:
-    """How many prefill volumes of ``rows`` rows may be in flight, whatever else is.
+def prefill_depth(times: RingTimes, rows: int, before: int, riding: int, count: int) -> int:
+    """Up to how many prefill volumes of ``rows`` rows may be in flight, unpaired or not.
 
-    ``riding`` decode rows are in each of ``count`` micro-batches, 0 if nobody decodes. At most
-    :data:`~molink.head.chunk.STRETCH` times the turn without chunks is what one may take in which
-    a decode volume finds every stage at the beginning of a chunk, and in which each stage computes
-    a chunk by itself for each decode volume. 0: none but those that
-    :class:`~molink.head.batcher.Batcher` pairs with decode volumes. All of them could wait at one
-    stage, so they have no more rows than the largest chunks of ``2N`` micro-batches.
+    The first row comes after ``before`` tokens of its prompt. ``riding`` decode rows are in each of
+    ``count`` micro-batches, 0 if nobody decodes. 0 = none may go unpaired: a decode volume that
+    waits for a chunk at each stage, or stages that compute one by itself for every decode volume,
+    would take more than :data:`~molink.head.chunk.STRETCH` times the turn without chunks. (That a
+    decode volume then runs with the next chunk is left out.)
     """
-    chunks = [profile.prefill_s(rows) for profile in times.profiles]
+    chunks = [profile.prefill_s(rows, before) for profile in times.profiles]
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
     slowest = max([*chunks, *sends], default=0.0)
     if not slowest or (riding and not _hardly_noticed(times, chunks, riding, count)):
         return 0
     turn = sum(chunks) + times.transfer_s(rows)
-    room = 2 * len(times.profiles) * MOST_CHUNK_ROWS // rows
-    return min(math.ceil(turn / slowest - _ROUNDING), room, MAX_MICRO_BATCHES)
+    return min(math.ceil(turn / slowest - _ROUNDING), MAX_MICRO_BATCHES)
 
 
 def _hardly_noticed(times: RingTimes, chunks: list[float], riding: int, count: int) -> bool:

@@ -204,6 +204,7 @@ class Head:
             "head_waiting": len(self._roster.policy),
             "head_decode_in_flight": ledger.volumes(prefill=False),
             "head_prefill_in_flight": ledger.volumes(prefill=True),
+            "head_prefill_rows_in_flight": ledger.prefill_rows,
             "head_cancel_iterations_last": ledger.cancel_iterations_last,
             "head_cancel_iterations_max": ledger.cancel_iterations_max,
         }

@@ -27,6 +27,8 @@ class Ledger:
         self._releases: dict[int, Trip | None] = {}
         self._trips: list[Trip] = []
         self._counts = {True: 0, False: 0}
+        #: Rows of the prefill volumes in flight.
+        self.prefill_rows = 0
         self.cancel_iterations_last = 0
         self.cancel_iterations_max = 0
 
@@ -53,6 +55,7 @@ class Ledger:
         """A volume goes out under a tick of this ledger."""
         self._volumes[volume.tick] = volume
         self._counts[volume.prefill] += 1
+        self.prefill_rows += _prefill_rows(volume)
 
     def returned(self, tick: int) -> tuple[Rows, ...] | None:
         """A volume is back; its rows, or ``None`` if no such volume is in flight."""
@@ -60,6 +63,7 @@ class Ledger:
         if volume is None:
             return None
         self._counts[volume.prefill] -= 1
+        self.prefill_rows -= _prefill_rows(volume)
         for trip in self._trips:
             if tick > trip.mark:
                 trip.iterations += 1
@@ -105,5 +109,11 @@ class Ledger:
             there = sum(1 for volume in self._volumes.values() if volume.prefill is prefill)
             if there != count:
                 raise InvariantError(f"{there} volumes (prefill: {prefill}) in flight, not {count}")
+        if self.prefill_rows != sum(map(_prefill_rows, self._volumes.values())):
+            raise InvariantError(f"{self.prefill_rows} prefill rows are not those in flight")
         if max([*self._volumes, *self._releases], default=0) > self.last:
             raise InvariantError(f"a tick beyond the last one issued, {self.last}, is in flight")
+
+
+def _prefill_rows(volume: Volume) -> int:
+    return sum(rows.count for rows in volume.rows) if volume.prefill else 0

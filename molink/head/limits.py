@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.wire.data import MAX_MICRO_BATCHES
-from molink.wire.profile import Profile
+from molink.wire.profile import MOST_CHUNK_ROWS, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,14 @@ class HeadLimits:
     def longest(self) -> int:
         """Most tokens of a request that fits: the last one sampled needs no KV."""
         return min(self.max_context, self.blocks * self.block_size + 1)
+
+    @property
+    def unpaired_rows(self) -> int:
+        """Prefill rows in flight up to which chunks may go without decode rows.
+
+        All could wait at one stage, which has room for the largest chunks of ``2N`` micro-batches.
+        """
+        return 2 * self.stages * MOST_CHUNK_ROWS
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of ``tokens`` tokens."""

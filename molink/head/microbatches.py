@@ -21,6 +21,8 @@ from molink.wire.ringtimes import LinkFacts, RingTimes
 #: A count is only left for one that promises so much less time per token.
 WORTH = 0.005
 _REMEMBERED = 1024
+#: Tokens before a chunk are rounded to these, so that what was decided can be remembered.
+_BEFORE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class MicroBatches:
         self._links = (LinkFacts(),) * degree
         #: By streams: the best count, and what each promises in seconds per token.
         self._curves: dict[int, tuple[Prospect, dict[int, float]]] = {}
-        #: By rows, streams and count.
-        self._depths: dict[tuple[int, int, int], int] = {}
+        #: By rows, tokens before them, streams and count.
+        self._depths: dict[tuple[int, int, int, int], int] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
@@ -85,23 +87,29 @@ class MicroBatches:
 
     def update(self, streams: int) -> int:
         """``K`` while ``streams`` streams decode."""
-        if not self._fixed and self._profiles and streams:
+        if self.decides and streams:
             self.count = self._decide(streams)
         return self.count
 
-    def prefills(self, rows: int, streams: int) -> int:
-        """How many prefill volumes of ``rows`` rows may go unpaired; see :func:`prefill_depth`.
+    @property
+    def decides(self) -> bool:
+        """Whether ``K`` is not fixed and the stages are known."""
+        return bool(self._profiles) and not self._fixed
+
+    def prefills(self, rows: int, before: int, streams: int) -> int:
+        """Up to how many prefill volumes chunks may go unpaired; see :func:`prefill_depth`.
 
         0 where ``K`` is fixed or nothing is known of the stages.
         """
-        if self._fixed or not self._profiles:
+        if not self.decides:
             return 0
-        key = rows, streams, self.count
+        before -= before % _BEFORE
+        key = rows, before, streams, self.count
         if key not in self._depths:
             if len(self._depths) >= _REMEMBERED:
                 self._depths.clear()
             riding = -(-streams // self.count)
-            self._depths[key] = prefill_depth(self._times, rows, riding, self.count)
+            self._depths[key] = prefill_depth(self._times, rows, before, riding, self.count)
         return self._depths[key]
 
     def _decide(self, streams: int) -> int:

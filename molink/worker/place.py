@@ -24,10 +24,19 @@ from molink.link.recording import Recorder
 from molink.link.sender import LinkSender
 from molink.wire.base import DTYPE_SIZES
 from molink.wire.control import StageAddress
-from molink.wire.data import MAX_GROUPS, Cancel, Credit, DataMessage, Prompt, Submit
+from molink.wire.data import (
+    MAX_GROUPS,
+    MAX_MICRO_BATCHES,
+    Cancel,
+    Credit,
+    DataMessage,
+    Prompt,
+    Submit,
+)
 from molink.wire.endpoints import endpoints
 from molink.wire.keys import KeyPair
 from molink.wire.pipe import FormRing, Start
+from molink.wire.profile import MOST_CHUNK_ROWS
 from molink.wire.ringtimes import LinkFacts
 from molink.wire.server import Sender, Server
 from molink.worker.desk import Desk
@@ -180,7 +189,7 @@ class Place:
     def _board_limits(self) -> BoardLimits:
         order, size, context = self._order, self._start.block_size, self._stage.config.context
         return BoardLimits(
-            requests=MOST_RUNNING + 2 * self._most_micro_batches * MAX_GROUPS,
+            requests=MOST_RUNNING + self._most_volumes * MAX_GROUPS,
             context=context,
             table=min(order.blocks, -(-context // size)),
             blocks=order.blocks,
@@ -192,6 +201,8 @@ class Place:
     def _most_bytes(self) -> int:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
         chunk = most_chunk_rows(self._start.chunk_tokens)
+        if not self._order.micro_batches:
+            chunk = max(chunk, MOST_CHUNK_ROWS)  # as chunks that go unpaired may have, in all
         rows = 2 * self._most_micro_batches * (chunk + MAX_GROUPS)
         return max(LEAST_BYTES, rows * self._row_bytes)
 
@@ -204,6 +215,12 @@ class Place:
     def _most_micro_batches(self) -> int:
         """Micro-batches that there may be in flight, whoever decides that."""
         return self._order.micro_batches or 2 * len(self._order.ring)
+
+    @property
+    def _most_volumes(self) -> int:
+        """Decode and prefill volumes in flight, of which more may go unpaired."""
+        decode = self._most_micro_batches
+        return decode + (decode if self._order.micro_batches else MAX_MICRO_BATCHES)
 
     def _make_outlink(
         self, context: zmq.asyncio.Context, on_dead: Callable[[str], None]

@@ -668,6 +668,7 @@ def test_stats():
         "head_waiting": 0.0,
         "head_decode_in_flight": 0.0,
         "head_prefill_in_flight": 0.0,
+        "head_prefill_rows_in_flight": 0.0,
         "head_cancel_iterations_last": 0.0,
         "head_cancel_iterations_max": 0.0,
     }

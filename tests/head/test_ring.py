@@ -40,6 +40,8 @@ from molink.wire.data import (
     Tombstone,
     Volume,
 )
+from molink.wire.profile import Profile
+from molink.wire.ringtimes import LinkFacts
 from molink.worker.collector import Collector
 from molink.worker.limits import BoardLimits
 from molink.worker.scoreboard import Scoreboard
@@ -408,6 +410,10 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+#: With long latencies chunks go unpaired, where the number of micro-batches is not fixed.
+STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
+
+
 def make_request(rng: random.Random, ring: Ring, key: str, most: int) -> HeadRequest:
     """A request that fits into a KV pool of ``most`` tokens."""
     total = rng.randint(1, rng.choice([1, max(1, most // 4), max(1, most - 1)]))
@@ -428,7 +434,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, most: int) -> HeadReq
 
 @given(
     stages=st.integers(1, 4),
-    micro_batches=st.integers(1, 4),
+    micro_batches=st.integers(0, 4),
     block_size=st.sampled_from([1, 2, 4, 16]),
     blocks=st.integers(2, 20),
     chunk_tokens=st.sampled_from([2, 8, 64]),
@@ -459,6 +465,8 @@ def test_every_request_gets_its_own_tokens(
         max_running=max_running,
         max_waiting=8,
         prefix_cache=prefix_cache,
+        profiles=(STAGE,) * stages,
+        stages=stages,
     )
     ring = Ring(stages, limits, cutting)
     most = min(blocks * block_size, 40)
@@ -467,6 +475,8 @@ def test_every_request_gets_its_own_tokens(
     for step in range(rng.randrange(20, 120)):
         ring.now += rng.choice([0.0, 0.0, PATIENCE / 3])
         live = [key for key, client in ring.clients.items() if not client.over]
+        if rng.random() < 0.1:
+            ring.head.set_links([LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages)
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
             for number in range(rng.randrange(1, 5)):

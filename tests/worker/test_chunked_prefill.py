@@ -258,6 +258,22 @@ def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
     assert sum(chunks) >= PROMPT
 
 
+def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
+    ring = auto(2.0)
+    bound = ring.head.limits.unpaired_rows
+    most = 0.0
+    for number, prompt in enumerate((4000, 3000, 2000, 1000)):
+        ring.submit(f"p{number}", prompt, 2)
+
+    def over() -> bool:
+        nonlocal most
+        most = max(most, ring.head.stats()[1]["head_prefill_rows_in_flight"])
+        return all(len(times) == 2 for times in ring.tokens.values())
+
+    ring.run(over)
+    assert bound / 2 < most <= bound
+
+
 def test_where_it_is_not_they_ride_with_decode_rows() -> None:
     ring = auto(0.001)
     alone, during, _ = long_prompt(ring)
