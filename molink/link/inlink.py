@@ -45,7 +45,10 @@ class InLink:
         progress: Callable[[], Progress],
         on_arrival: Callable[[Arrival], None],
     ) -> None:
-        """``user_id`` is the peer that runs stage ``from_stage``: nobody else may send."""
+        """``user_id`` is the peer that runs stage ``from_stage``: nobody else may send.
+
+        ``on_arrival`` is told what has come, once and in order.
+        """
         self._loop = asyncio.get_running_loop()
         self._server = server
         self._receiver = receiver

@@ -1,7 +1,8 @@
 """One outgoing link: two connections to the next stage and the timers, around a LinkSender.
 
 All callbacks and methods belong to the event loop's thread. What to send, when, and whether the
-next stage is dead is decided by :mod:`molink.link.sender` and :mod:`molink.link.heartbeat`.
+next stage is dead is decided by :mod:`molink.link.sender` and :mod:`molink.link.heartbeat`. At the
+other end is an :mod:`molink.link.inlink`, whose :mod:`molink.link.receiver` puts things together.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""The receiving end of a link, without I/O: every message once, in order, volumes put together."""
+"""The receiving end of a link, without I/O: every message once, in order, volumes put together.
+
+What is sent by :mod:`molink.link.sender` comes here by an ``InLink``, and goes to ``Ring.arrive``.
+"""
 
 from collections import deque
 from dataclasses import dataclass

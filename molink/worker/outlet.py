@@ -8,7 +8,10 @@ from molink.wire.data import RingBody, Volume
 
 
 class Outlet(Protocol):
-    """Toward the next stage; the tail's leads back to the head."""
+    """Toward the next stage; the tail's leads back to the head.
+
+    :class:`molink.link.outlink.OutLink` is one.
+    """
 
     def control(self, body: RingBody, payload: Buffer | None = None) -> None:
         """Send a control message on the decode lane."""

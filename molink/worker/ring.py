@@ -106,7 +106,7 @@ class Ring:
         self.predicted = 0.0
 
     def open(self, outlet: Outlet | None) -> None:
-        """Begin; without an outlet this stage is the whole ring."""
+        """Begin; without an outlet (an ``OutLink``) this stage is the whole ring."""
         self._outlet = outlet
         self.pump()
 
@@ -121,7 +121,7 @@ class Ring:
     def arrive(
         self, body: RingBody, data: bytearray | memoryview | None, rows: int | None = None
     ) -> None:
-        """A message came from the previous stage.
+        """A message came from the previous stage, as :class:`molink.link.receiver.Arrival` says.
 
         Of a volume the first ``rows`` rows are in ``data``, which has room for all, or all of them
         (``None``). Further rows are announced by a :class:`VolumePart` without data: ``rows`` are
@@ -203,6 +203,7 @@ class Ring:
         self.predicted = expected.most
         if work.decode is not None and self._outlet is not None:
             self._outlet.handle(DecodeStarted(count_rows(work.decode.volume), expected.likely))
+        # On the compute thread, by molink.worker.step.
         self._executor.submit(segments, self._step_done)
 
     def _came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
