@@ -17,7 +17,16 @@ import pytest
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
-from molink.wire.data import Choice, Release, Sampled, Sampling, Token, Tombstone, Volume
+from molink.wire.data import (
+    MAX_MICRO_BATCHES,
+    Choice,
+    Release,
+    Sampled,
+    Sampling,
+    Token,
+    Tombstone,
+    Volume,
+)
 from molink.wire.profile import Profile
 from molink.wire.ringtimes import LinkFacts
 from molink.worker.limits import BoardLimits
@@ -272,6 +281,15 @@ def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
 
     ring.run(over)
     assert bound / 2 < most <= bound
+
+
+def test_chunks_that_are_back_are_forgotten() -> None:
+    ring = auto(0.2)
+    for number in range(6):
+        ring.submit(f"p{number}", PROMPT, 2)
+    ring.run(lambda: all(len(times) == 2 for times in ring.tokens.values()))
+    assert sum(rows > 0 for stage, _, rows, _ in ring.steps if stage == 0) > MAX_MICRO_BATCHES
+    assert len(ring.head._batcher._alone) <= MAX_MICRO_BATCHES
 
 
 def test_where_it_is_not_they_ride_with_decode_rows() -> None:
