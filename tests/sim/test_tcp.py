@@ -165,6 +165,7 @@ def test_small_messages_leave_at_the_pace_of_startup() -> None:
     ("name", "lane", "measured"),
     [
         ("cubic", Lane.DECODE, 0.0175),
+        # Before decode lanes were switched.
         ("bbr", Lane.BULK, 0.025),
         # Switched, and paced all the same.
         ("bbr", Lane.DECODE, 0.021),

@@ -100,6 +100,8 @@ def _rig(options: argparse.Namespace) -> None:
     systems = {variant.name: variant for variant in VARIANTS}
     if unknown := [name for name in options.systems if name not in systems]:
         raise UsageError(f"no system {unknown[0]!r}: choose of {', '.join(systems)}")
+    if options.repeats < 1:
+        raise UsageError(f"--repeats has to be 1 or more, not {options.repeats}")
     short = RigPlan(find_trace(options.trace), options.activations)
     warmup, duration = _times(options, (short.warmup, short.duration))
     plan = RigPlan(
