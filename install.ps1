@@ -291,7 +291,7 @@ if ($options.Test) { $extra = 'test' }
 Install-Molink $extra $flavour
 if ($options.Test) { Invoke-Checks }
 if ($options.Demo) {
-    $demo = @('-m', 'molink', 'demo')
+    $demo = @('-m', 'molinkd', 'demo')
     if ($null -ne $options.Ask) {
         $ask = $options.Ask
         # Before 7.3 PowerShell passes quotes on to programs unescaped.

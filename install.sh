@@ -245,8 +245,8 @@ main() {
   [ -z "$explicit" ] || echo "$explicit" >.venv/.molink-flavour
   if [ -n "$checks" ]; then install test; else install base; fi
   if [ -n "$checks" ]; then run_checks; fi
-  if [ -n "$asked" ]; then exec .venv/bin/python -m molink demo --ask "$ask"; fi
-  if [ -n "$demo" ]; then exec .venv/bin/python -m molink demo; fi
+  if [ -n "$asked" ]; then exec .venv/bin/python -m molinkd demo --ask "$ask"; fi
+  if [ -n "$demo" ]; then exec .venv/bin/python -m molinkd demo; fi
   if [ -z "$checks" ]; then
     say "molink is installed: try .venv/bin/molink demo, or .venv/bin/molink up"
   fi

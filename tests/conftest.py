@@ -12,13 +12,21 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
+from hypothesis import HealthCheck, settings
 
-from molink.wire.client import Client
-from molink.wire.codec import Codec
-from molink.wire.keys import KeyPair
-from molink.wire.loop import EventLoop
-from molink.wire.server import Handler, Server
-from molink.wire.zap import Gatekeeper
+from molink.wire.messages.codec import Codec
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.server import Handler, Server
+from molink.wire.sockets.zap import Gatekeeper
+
+# How long examples take depends on what else the machine does.
+settings.register_profile("molink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("molink")
+
+#: Fixtures that several folders share.
+pytest_plugins = ["tests.support.swarm"]
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -194,7 +202,8 @@ def built_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, copy)
-    shutil.copytree(root / "molink", copy / "molink", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("molink", "daemon", "configs"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w"]
     subprocess.run([*command, str(copy / "dist"), str(copy)], check=True, capture_output=True)
     (wheel,) = (copy / "dist").glob("molink-*.whl")

@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "molink"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+#: Where the packages lie, by the name that they are imported by.
+PLACES = {
+    "molink": ROOT / "molink",
+    "molinkd": ROOT / "daemon" / "molinkd",
+    "molink.configs": ROOT / "configs",
+}
+SOURCES = sorted(path for place in PLACES.values() for path in place.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 #: Modules that turn bytes into objects, or run them.
@@ -32,20 +37,9 @@ BANNED_CALLS = {
 }
 MAX_LINES = 500
 
-#: Parts that run in a daemon or a command, where torch would cost a second and 200 MB.
-TORCH_FREE = (
-    "api",
-    "bench",
-    "cli",
-    "head",
-    "link",
-    "model",
-    "peer",
-    "sim",
-    "swarm",
-    "text",
-    "wire",
-)
+#: Parts that compute, and may import torch; all others run in a daemon or a command, where it would
+#: cost a second and 200 MB.
+COMPUTING = ("molink.stage", "molinkd.worker")
 
 #: Needed by tools and tests without being imported.
 TEST_TOOLS = {
@@ -98,7 +92,7 @@ def distributions(paths: list[Path], own: set[str]) -> set[str]:
 
 
 def test_every_dependency_is_imported_and_every_import_declared() -> None:
-    assert distributions(SOURCES, {"molink"}) == declared(PROJECT["dependencies"])
+    assert distributions(SOURCES, {"molink", "molinkd"}) == declared(PROJECT["dependencies"])
 
 
 def test_the_test_extra_is_what_tests_and_tools_need() -> None:
@@ -106,7 +100,14 @@ def test_the_test_extra_is_what_tests_and_tools_need() -> None:
     bench = declared(PROJECT["optional-dependencies"]["bench"])
     assert bench <= {normal(name) for name in imported(paths)}
     # Only benchmarks import these, and CI doesn't install them.
-    own = {"molink", "tools", *(path.stem for path in paths), *(path.parent.name for path in paths)}
+    own = {
+        "molink",
+        "molinkd",
+        "tools",
+        "tests",
+        *(path.stem for path in paths),
+        *(path.parent.name for path in paths),
+    }
     own |= bench
     extra = declared(PROJECT["optional-dependencies"]["test"])
     needed = distributions(paths, own) - declared(PROJECT["dependencies"])
@@ -186,11 +187,19 @@ def test_modules_are_short() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+def module_name(path: Path) -> str:
+    """What a source file is imported as."""
+    name, place = next(each for each in reversed(PLACES.items()) if path.is_relative_to(each[1]))
+    return ".".join((name, *path.relative_to(place).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
+
+
 def test_daemon_and_commands_never_import_torch() -> None:
     modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module_name(path)
         for path in SOURCES
-        if path.relative_to(PACKAGE).parts[0] in TORCH_FREE and path.name != "__main__.py"
+        if not module_name(path).startswith(COMPUTING) and path.name != "__main__.py"
     ]
     code = (
         "import importlib, sys\n"
@@ -206,12 +215,13 @@ def test_the_wheel_has_all_data_and_nothing_else(built_wheel: Path) -> None:
     with zipfile.ZipFile(built_wheel) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-        assert "molink = molink.cli.main:main" in wheel.read(points).decode()
+        assert "molink = molinkd.cli.main:main" in wheel.read(points).decode()
         licence = next(name for name in wheel.namelist() if name.endswith("/LICENSE"))
         assert b"Apache License" in wheel.read(licence)
     expected = {
-        path.relative_to(ROOT).as_posix()
-        for path in PACKAGE.rglob("*")
+        f"{name.replace('.', '/')}/{path.relative_to(place).as_posix()}"
+        for name, place in PLACES.items()
+        for path in place.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert names == expected

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from molink.model.folder import ModelFolder
-from molink.model.layout import EMBEDDING
-from molink.peer.platform import huge_pages
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.layout import EMBEDDING
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.limits import peak_read_rate
 from molink.stage.stage import Stage
+from molinkd.peer.platform import huge_pages
 from tools.serving.rounds import compare
 
 BLOCK = 16

@@ -9,8 +9,7 @@ import json
 import statistics
 import time
 
-from molink.link.create import POLICIES, create_policy
-from molink.link.policy import (
+from molink.link.policies.base import (
     Acknowledged,
     DecodeFinished,
     DecodeStarted,
@@ -20,7 +19,8 @@ from molink.link.policy import (
     Send,
     Sent,
 )
-from molink.wire.data import Lane
+from molink.link.policies.create import POLICIES, create_policy
+from molink.wire.messages.data import Lane
 
 BOTH = (Lane.DECODE, Lane.BULK)
 ROW = 8192

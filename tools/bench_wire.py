@@ -19,20 +19,21 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from molink.link.create import create_policy
-from molink.link.dial import dial
-from molink.link.inlink import InLink
-from molink.link.outlink import OutLink, Progress
+from molink.link.heartbeat import Progress
+from molink.link.policies.create import create_policy
 from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender
-from molink.wire.base import Payload
-from molink.wire.client import Client
-from molink.wire.codec import data_codec
-from molink.wire.data import Cancel, Prompt, Rows, Volume
-from molink.wire.keys import KeyPair
-from molink.wire.loop import EventLoop
-from molink.wire.server import Server
-from molink.wire.zap import Gatekeeper
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.data import Cancel, Prompt, Rows, Volume
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.server import Server
+from molink.wire.sockets.zap import Gatekeeper
+from molinkd.worker.dial import dial
+from molinkd.worker.inlink import InLink
+from molinkd.worker.outlink import OutLink
 
 SMALL, LARGE, HIDDEN = 4096, 192 * 1024, 1024
 PIPELINE = "bench"

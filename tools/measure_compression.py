@@ -31,14 +31,15 @@ import torch
 import zstandard
 from torch import Tensor
 
-from molink.link.compression import RowCodec, entropy_coder
-from molink.link.planes import Planes
-from molink.model.folder import ModelFolder
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.link.packing.compression import RowCodec, entropy_coder
+from molink.link.packing.planes import Planes
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.dtypes import TORCH_DTYPES
 from molink.stage.stage import Stage
-from molink.wire.base import DTYPE_SIZES, Coding, DType, Payload
-from molink.wire.codec import MAX_PAYLOAD
+from molink.wire.messages.base import Coding, Payload
+from molink.wire.messages.codec import MAX_PAYLOAD
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer
 from tools.demo_model.train import conversations
 from tools.train_demo_model import FOLDER

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molink.model.folder import ModelFolder
-from molink.model.quantization import Quantize
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.model import Quantize
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.dtypes import DTypeChoice
 from molink.stage.stage import Stage

@@ -13,7 +13,7 @@ def swarm_processes() -> tuple[dict[psutil.Process, str], list[str]]:
 
     They come from ``molink status --json``.
     """
-    command = [sys.executable, "-m", "molink", "status", "--json"]
+    command = [sys.executable, "-m", "molinkd", "status", "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, encoding="utf-8")
     peers: list[dict[str, Any]] = json.loads(done.stdout)["peers"]
     found: dict[psutil.Process, str] = {}

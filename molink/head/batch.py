@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molink.head.job import Job
-from molink.wire.base import Payload
-from molink.wire.data import MAX_GROUPS, Admit, History, Release, Rows, Table, Volume
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import MAX_GROUPS, Admit, History, Release, Rows, Table, Volume
 
 #: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
 _GROUP_BYTES_MOST = 4000

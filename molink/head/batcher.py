@@ -12,8 +12,8 @@ from molink.head.limits import HeadLimits
 from molink.head.microbatches import MicroBatches
 from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
-from molink.wire.base import Payload
-from molink.wire.data import Admit, History, Release, Table
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Admit, History, Release, Table
 
 #: Ids per History or Table message: 240 kB, below the longest message.
 MESSAGE_IDS = 60_000

@@ -21,7 +21,7 @@ here they never wait for a prompt, so that nothing has to be balanced.
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from molink.wire.profile import MOST_CHUNK_ROWS, Profile
+from molink.facts.profile import MOST_CHUNK_ROWS, Profile
 
 #: How much longer a chunk may make an iteration. Below 2, since no step is exactly as predicted.
 STRETCH = 1.7

@@ -9,9 +9,9 @@ as many are in flight as keep the slowest stage or link busy.
 
 import math
 
+from molink.facts.ringtimes import RingTimes
 from molink.head.chunk import STRETCH
-from molink.wire.data import MAX_MICRO_BATCHES
-from molink.wire.ringtimes import RingTimes
+from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 #: Quotients that differ by less are the same.
 _ROUNDING = 1e-6

@@ -3,21 +3,29 @@
 from collections.abc import Mapping, Sequence
 
 from molink.errors import InvariantError, RequestError
+from molink.facts.ringtimes import LinkFacts
+from molink.facts.story import Story
 from molink.head.admission import Admission
 from molink.head.audit import audit
 from molink.head.batch import Batch
 from molink.head.batcher import Batcher
 from molink.head.cache import BlockCache
-from molink.head.fcfs import Fcfs
 from molink.head.job import Job
 from molink.head.ledger import Ledger
 from molink.head.limits import HeadLimits
-from molink.head.policy import Policy
+from molink.head.policies.base import Policy
+from molink.head.policies.fcfs import Fcfs
 from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
-from molink.head.story import Story
-from molink.wire.data import Choice, FinishReason, Rejected, Rows, Sampled, Token, TopLogprobs
-from molink.wire.ringtimes import LinkFacts
+from molink.wire.messages.data import (
+    Choice,
+    FinishReason,
+    Rejected,
+    Rows,
+    Sampled,
+    Token,
+    TopLogprobs,
+)
 
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
-from molink.wire.data import Rows, Volume
+from molink.wire.messages.data import Rows, Volume
 
 #: Ticks that may be issued beyond the oldest one in flight; stages' memory of ticks is bounded.
 MAX_SPAN = 1 << 15

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from molink.errors import UsageError
-from molink.wire.data import MAX_MICRO_BATCHES
-from molink.wire.profile import MOST_CHUNK_ROWS, Profile
+from molink.facts.profile import MOST_CHUNK_ROWS, Profile
+from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)

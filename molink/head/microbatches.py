@@ -14,9 +14,9 @@ stage or link.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.depth import prefill_depth
-from molink.wire.profile import Profile
-from molink.wire.ringtimes import LinkFacts, RingTimes
 
 #: A count is only left for one that promises so much less time per token.
 WORTH = 0.005

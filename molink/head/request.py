@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from molink.wire.data import Rejected, Sampling, Token
+from molink.wire.messages.data import Rejected, Sampling, Token
 
 
 @dataclass(frozen=True, slots=True)

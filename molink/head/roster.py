@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from molink.errors import InvariantError
 from molink.head.job import Job
 from molink.head.ledger import Trip
-from molink.head.policy import Policy
+from molink.head.policies.base import Policy
 from molink.head.prefix import ROOT, Match
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import msgspec
 
 from molink.errors import WireError
-from molink.wire.base import DTYPE_SIZES, DType, Payload
-from molink.wire.data import Volume, VolumePart
+from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Volume, VolumePart
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,21 @@ _MUCH = 0.75
 _OWN_PAUSE = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a stage tells its neighbours of itself.
+
+    ``completed`` is the last tick its compute thread has completed, ``queued`` how many volumes
+    wait for it or are being run, ``busy`` whether any request lives, ``predicted`` how long the
+    step that runs should take, in seconds.
+    """
+
+    completed: int
+    queued: int
+    busy: bool
+    predicted: float = 0.0
+
+
 class BeatClock:
     """When to send the next beat."""
 

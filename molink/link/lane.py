@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from molink.wire.codec import MAX_HEADER, Buffer
-from molink.wire.data import Ack, Frame, Lane, RingBody
+from molink.wire.messages.codec import MAX_HEADER, Buffer
+from molink.wire.messages.data import Ack, Frame, Lane, RingBody
 
 #: What a message is counted as beside its payload, in bytes.
 HEADER_COST = 128

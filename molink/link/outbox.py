@@ -5,11 +5,11 @@ from itertools import count
 
 from molink.errors import WireError
 from molink.link.lane import size_of
-from molink.link.policy import Produced, Send
+from molink.link.policies.base import Produced, Send
 from molink.link.volume import OutVolume
-from molink.wire.base import Payload
-from molink.wire.codec import Buffer
-from molink.wire.data import Lane, Probe, RingBody, Volume, VolumePart
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import Lane, Probe, RingBody, Volume, VolumePart
 
 
 class Outbox:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from molink.errors import InvariantError, WireError
+from molink.facts.dtypes import DType
 from molink.link.assembly import Assembly
 from molink.link.lane import header_fits
-from molink.wire.base import Coding, DType
-from molink.wire.data import (
+from molink.wire.messages.base import Coding
+from molink.wire.messages.data import (
     Ack,
     Admit,
     Frame,
@@ -28,7 +29,7 @@ from molink.wire.data import (
 )
 
 if TYPE_CHECKING:
-    from molink.link.compression import RowCodec
+    from molink.link.packing.compression import RowCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class LinkReceiver:
         """A message of packed rows as if it had come plain."""
         if self._codec is None:
             # Late: numpy is for those alone who are sent packed rows.
-            from molink.link.compression import RowCodec
+            from molink.link.packing.compression import RowCodec
 
             self._codec = RowCodec()
         header, rows = self._codec.unpack(body.payload, payload)

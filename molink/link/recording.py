@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from molink.errors import UsageError
-from molink.link.create import create_policy
-from molink.link.policy import Decision, Event, Policy, Send, Wait
-from molink.wire.data import Lane
+from molink.link.policies.base import Decision, Event, Policy, Send, Wait
+from molink.link.policies.create import create_policy
+from molink.wire.messages.data import Lane
 
 VERSION = 1
 #: Bytes of a recording; it ends there and can be replayed up to there.

@@ -5,14 +5,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
-from molink.link.estimator import LinkEstimator
+from molink.link.estimate.estimator import LinkEstimator
 from molink.link.lane import Outgoing, OutLane, header_fits
 from molink.link.outbox import Outbox
-from molink.link.packing import Packer, Packing
-from molink.link.policy import Acknowledged, Echoed, Event, Policy, Reconnected, Send, Sent
+from molink.link.packing.packing import Packer, Packing
+from molink.link.policies.base import Acknowledged, Echoed, Event, Policy, Reconnected, Send, Sent
 from molink.link.volume import OutVolume
-from molink.wire.codec import MAX_HEADER, Buffer
-from molink.wire.data import Ack, Lane, RingBody, Volume
+from molink.wire.messages.codec import MAX_HEADER, Buffer
+from molink.wire.messages.data import Ack, Lane, RingBody, Volume
 
 BOTH_LANES = (Lane.DECODE, Lane.BULK)
 

@@ -5,9 +5,10 @@ from collections import deque
 import msgspec
 
 from molink.errors import MessageTooLarge, WireError
-from molink.wire.base import DTYPE_SIZES, Payload
-from molink.wire.codec import MAX_PAYLOAD, Buffer
-from molink.wire.data import Lane, Volume, VolumePart
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
+from molink.wire.messages.data import Lane, Volume, VolumePart
 
 
 class OutVolume:

@@ -8,7 +8,7 @@ from molink.errors import MolinkError
 from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
-from molink.wire.data import Sampling, Token
+from molink.wire.messages.data import Sampling, Token
 
 _SAMPLING = Sampling(temperature=0.0)
 #: Uncredited tokens: clients that take everything at once never make a stream wait.

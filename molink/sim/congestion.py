@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from molink.errors import UsageError
-from molink.wire.data import Lane
+from molink.wire.messages.data import Lane
 
 Congestion = Literal["none", "cubic", "bbr"]
 #: All of them; ``none`` is a link that both lanes share without any TCP.
@@ -72,7 +72,7 @@ class Controller(Protocol):
 def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
-    BBR doesn't control the decode lane for long: :mod:`molink.wire.congestion`.
+    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.congestion`.
 
     Raises:
         UsageError: there is none of that name.

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.ring.segment import Segment, SegmentResult, StageShape, StepDone
 from molink.sim.agenda import Agenda
 from molink.sim.roofline import Roofline, StepRows
-from molink.wire.base import DTYPE_SIZES
-from molink.wire.data import Admit, Choice, Sampled, Volume
-from molink.worker.segment import Segment, SegmentResult, StageShape, StepDone
+from molink.wire.messages.data import Admit, Choice, Sampled, Volume
 
 #: Told of every step: begin, seconds, decode rows, prefill rows.
 OnStep = Callable[[float, float, int, int], None]

@@ -5,18 +5,18 @@ from functools import partial
 
 import msgspec
 
+from molink.facts.ringtimes import LinkFacts
 from molink.link.heartbeat import BUSY_INTERVAL
 from molink.link.lane import Outgoing
-from molink.link.policy import Event
+from molink.link.policies.base import Event
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.sim.agenda import Agenda
 from molink.sim.medium import Medium, OnTransfer
 from molink.sim.packer import packing_s
-from molink.wire.base import Coding, Payload
-from molink.wire.codec import Buffer
-from molink.wire.data import Ack, Frame, Lane, RingBody, Volume, VolumePart
-from molink.wire.ringtimes import LinkFacts
+from molink.wire.messages.base import Coding, Payload
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import Ack, Frame, Lane, RingBody, Volume, VolumePart
 
 #: Messages that leave before it is asked again whether the lanes are ready.
 _BURST = 2

@@ -9,7 +9,7 @@ from molink.sim.agenda import Action, Agenda
 from molink.sim.congestion import Controller
 from molink.sim.tcp import Connection, Passed
 from molink.sim.uplink import Uplink
-from molink.wire.data import Lane
+from molink.wire.messages.data import Lane
 
 #: Told of every message on a link: stage it comes from, whether it has prefill rows, begin and end
 #: at the bottleneck.

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from molink.link.compressor import Compressor, Packed
-from molink.wire.base import Coding, Payload
-from molink.wire.codec import Buffer
+from molink.link.packing.compressor import Compressor, Packed
+from molink.wire.messages.base import Coding, Payload
+from molink.wire.messages.codec import Buffer
 
 #: Bytes/s at which one core packs bf16 rows, and unpacks them.
 PACKING_RATE = 700e6
 
 
 class SimPacker:
-    """The :class:`molink.link.packing.Packer` of a simulated link.
+    """The :class:`molink.link.packing.packing.Packer` of a simulated link.
 
     Packed rows have ``1 / ratio`` of their bytes; that takes :data:`PACKING_RATE`. ``clock`` gives
     virtual seconds.

@@ -5,12 +5,17 @@ from functools import partial
 
 from molink.bench.plan import PlannedRequest
 from molink.errors import UsageError
+from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.chunk import most_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
-from molink.link.create import create_policy
+from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
+from molink.ring.limits import BoardLimits
+from molink.ring.ring import Ring
+from molink.ring.segment import StageShape
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients
 from molink.sim.congestion import create_controller
@@ -23,12 +28,7 @@ from molink.sim.roofline import rooflines
 from molink.sim.scenario import Scenario
 from molink.sim.timeline import Timeline
 from molink.sim.uplink import Uplink
-from molink.wire.base import DTYPE_SIZES, DType
-from molink.wire.data import MAX_GROUPS, MAX_MICRO_BATCHES
-from molink.wire.ringtimes import LinkFacts, RingTimes
-from molink.worker.limits import BoardLimits
-from molink.worker.ring import Ring
-from molink.worker.segment import StageShape
+from molink.wire.messages.data import MAX_GROUPS, MAX_MICRO_BATCHES
 
 #: Activations travel as bf16.
 DTYPE: DType = "bf16"

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from molink.bench.plan import PlannedRequest
 from molink.bench.report import Report, summarize
 from molink.errors import UsageError
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.microbatches import Prospect, best_of, prospects
 from molink.sim.pipeline import DTYPE, Pipeline
 from molink.sim.roofline import rooflines, split_layers
 from molink.sim.scenario import Scenario
-from molink.wire.base import DTYPE_SIZES
-from molink.wire.ringtimes import LinkFacts, RingTimes
 
 #: When the request is sent: links have been tried out by then.
 _START = 5.0

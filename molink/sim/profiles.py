@@ -1,4 +1,4 @@
-"""Devices, models and links by name: small TOML files among the package's data."""
+"""Devices, models and links by name: small TOML files in ``configs/``."""
 
 import math
 import tomllib
@@ -142,7 +142,7 @@ def load_link(name: str) -> LinkProfile:
 
 def known(kind: Kind) -> list[str]:
     """Names of the profiles that come with molink."""
-    folder = resources.files("molink") / "data" / "profiles" / kind
+    folder = resources.files("molink.configs") / kind
     names = (entry.name for entry in folder.iterdir())
     return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
@@ -162,7 +162,7 @@ def _load(shape: type[_Profile], kind: Kind, name: str) -> _Profile:
         if name not in known(kind):
             choices = ", ".join(known(kind))
             raise UsageError(f"there is no profile {name!r} among the {kind}: {choices}")
-        file = resources.files("molink") / "data" / "profiles" / kind / f"{name}.toml"
+        file = resources.files("molink.configs") / kind / f"{name}.toml"
         where, text = f"{name}.toml", file.read_text(encoding="utf-8")
     try:
         values = tomllib.loads(text)

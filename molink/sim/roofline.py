@@ -8,8 +8,8 @@ it, a prefill row computes with them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile
-from molink.wire.profile import Profile
 
 #: Points of a profile, as a stage measures them.
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -6,7 +6,7 @@ from typing import Literal
 from molink.errors import UsageError
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.workload import Workload
-from molink.wire.data import MAX_MICRO_BATCHES
+from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 Compression = Literal["none", "lossless"]
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from molink.model.config import WeightDType
+from molink.checkpoint.config import WeightDType
 
 DTypeChoice = Literal["auto", "f32", "bf16", "f16"]
 

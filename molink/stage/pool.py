@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from molink.model.config import ModelConfig
+from molink.checkpoint.config import ModelConfig
 
 
 def block_bytes(config: ModelConfig, layers: int, block_size: int, dtype: torch.dtype) -> int:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from molink.checkpoint.config import ModelConfig, WeightDType
+from molink.checkpoint.folder import ModelFolder
 from molink.errors import InvariantError, UsageError
-from molink.model.config import ModelConfig, WeightDType
-from molink.model.folder import ModelFolder
-from molink.model.footprint import GRAPH_BYTES
-from molink.model.quantization import Quantize
+from molink.facts.footprint import GRAPH_BYTES
+from molink.facts.model import Quantize
 from molink.stage.attention.base import (
     Attention,
     AttentionShape,
@@ -17,10 +17,9 @@ from molink.stage.attention.base import (
     create_attention,
 )
 from molink.stage.base import SequenceRows, StageInput
-from molink.stage.block import ForwardContext
-from molink.stage.buckets import GraphPlan
-from molink.stage.capture import CudaCaptures
-from molink.stage.decoder import Decoder, load_decoder
+from molink.stage.decoder.block import ForwardContext
+from molink.stage.decoder.decoder import Decoder, load_decoder
+from molink.stage.decoder.rope import Rope
 from molink.stage.dtypes import (
     TORCH_DTYPES,
     DTypeChoice,
@@ -28,12 +27,13 @@ from molink.stage.dtypes import (
     choose_travel,
     residual_dtype,
 )
-from molink.stage.graphs import DecodeGraphs, DecodeRows
+from molink.stage.graphs.buckets import GraphPlan
+from molink.stage.graphs.capture import CudaCaptures
+from molink.stage.graphs.graphs import DecodeGraphs, DecodeRows
+from molink.stage.loading.weights import WeightReader
 from molink.stage.places import locate
 from molink.stage.pool import KVPool, block_bytes
-from molink.stage.rope import Rope
 from molink.stage.transfer import upload, upload_integers
-from molink.stage.weights import WeightReader
 
 
 class Stage:

@@ -1,1 +1,1 @@
-"""The control plane: membership, invitations, placement and the coordinator process."""
+"""The control plane, sans-IO: membership, placement, formation, and a daemon's own decisions."""

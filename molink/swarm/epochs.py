@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from molink.facts.model import BLOCK_SIZE, LayerRange
 from molink.swarm.formation import Formation
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.wire.control import StageFailed, StageLoaded
-from molink.wire.facts import BLOCK_SIZE, LayerRange
+from molink.wire.messages.control import StageFailed, StageLoaded
 
 
 def content(desired: Desired) -> Desired:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
-from molink.wire.control import (
+from molink.wire.messages.control import (
     Assign,
     Form,
     Member,

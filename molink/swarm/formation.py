@@ -4,7 +4,7 @@ from typing import Literal
 
 from molink.errors import InvariantError
 from molink.swarm.records import PipelineRecord
-from molink.wire.control import (
+from molink.wire.messages.control import (
     PeerReport,
     StageFailed,
     StageLoaded,

@@ -4,12 +4,10 @@ import math
 import re
 
 import msgspec
-import zmq
 
-from molink.errors import RequestError
+from molink.plaintext import printable
 from molink.swarm.placement import parse_range
-from molink.swarm.plain import printable
-from molink.wire.control import PeerReport, Prefetched, StageFailed
+from molink.wire.messages.control import PeerReport, Prefetched, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
 _MAX_NAME = 64
@@ -64,17 +62,3 @@ def is_model_name(name: str) -> bool:
 
 def _is_stage(stage: str) -> bool:
     return stage in ("auto", "none") or parse_range(stage) is not None
-
-
-def check_key(public_key: str) -> str:
-    """The key, if it is one.
-
-    Raises:
-        RequestError: it isn't Z85.
-    """
-    try:
-        zmq.curve_public(public_key.encode("ascii"))  # checks length and alphabet
-        return public_key
-    except (ValueError, zmq.ZMQError):
-        pass
-    raise RequestError("this is no CURVE public key", param="public_key")

@@ -4,7 +4,7 @@ from molink.swarm.formation import Formation
 from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.wire.control import (
+from molink.wire.messages.control import (
     Assign,
     Form,
     Prefetch,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 
 from molink.errors import NotAuthorized, UsageError
 from molink.swarm.records import InvitationRecord
-from molink.wire.keys import KeyPair
 
 #: How the user id of a connection under an invitation's key begins.
 PREFIX = "invite:"
@@ -28,11 +27,11 @@ class Invitations:
         return iter(self._records.values())
 
     def create(
-        self, creator: str, ttl: float, now: float, *, owner: bool
-    ) -> tuple[InvitationRecord, KeyPair]:
-        """A new invitation by ``creator``, valid for ``ttl`` seconds (0 = for ever), and its key.
+        self, creator: str, public_key: str, ttl: float, now: float, *, owner: bool
+    ) -> InvitationRecord:
+        """A new invitation by ``creator``, valid for ``ttl`` seconds (0 = for ever).
 
-        The key's secret half goes into the token and is then forgotten.
+        The secret half of its key goes into the token and is then forgotten.
 
         Raises:
             UsageError: ``ttl`` is no duration.
@@ -45,12 +44,11 @@ class Invitations:
                 f"an invitation for more than {_LONGEST_OF_OTHERS // 86400} days can only be made "
                 "on the PC that runs the swarm"
             )
-        keys = KeyPair.generate()
         expires = math.ceil(now + ttl) if ttl else 0
         id = f"{PREFIX}{secrets.token_hex(6)}"
-        record = InvitationRecord(id, keys.public, expires, creator)
+        record = InvitationRecord(id, public_key, expires, creator)
         self._records[record.id] = record
-        return record, keys
+        return record
 
     def holds(self, id: str, now: float) -> bool:
         """Whether somebody may join by it."""

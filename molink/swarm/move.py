@@ -5,9 +5,9 @@ epoch begins once all have them. Progress is read from their reports, so nothing
 the way needs more than to be said again.
 """
 
+from molink.facts.model import LayerRange
 from molink.swarm.records import PipelineRecord, StageRecord
-from molink.wire.control import Prefetched
-from molink.wire.facts import LayerRange
+from molink.wire.messages.control import Prefetched
 
 #: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
 UNAWARE = 3.0

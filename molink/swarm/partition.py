@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.model.footprint import Footprint
+from molink.facts.footprint import Footprint
 
 #: Ways to spread peers over gaps that are tried one by one.
 MAX_SPREADS = 256
@@ -32,7 +32,7 @@ class Costs:
 
     @classmethod
     def of(cls, need: Footprint) -> "Costs":
-        """Those that :meth:`~molink.model.memory.Footprint.needs` sums up."""
+        """Those that :meth:`~molink.facts.memory.Footprint.needs` sums up."""
         tokens = need.least_tokens
         return cls(
             layer_weights=need.layer,

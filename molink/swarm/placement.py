@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from molink.model.footprint import Footprint, Target
-from molink.model.memory import refusal, size, smaller_modes, usable
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.footprint import Footprint, Target
+from molink.facts.memory import refusal, size, smaller_modes, usable
+from molink.facts.model import LayerRange, ModelFacts, Quantize
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
-from molink.wire.base import DTYPE_SIZES
-from molink.wire.facts import LayerRange, ModelFacts, Quantize
 
-#: Bound of the ring in :class:`molink.wire.control.Form`.
+#: Bound of the ring in :class:`molink.wire.messages.control.Form`.
 MAX_STAGES = 16
 #: Bytes/s that are assumed where no peer has measured its own.
 ASSUMED_RATE = 10e9

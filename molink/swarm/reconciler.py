@@ -31,7 +31,7 @@ from molink.swarm.placement import Candidate, Placement, Unplaceable
 from molink.swarm.planner import LOSS_DEBOUNCE, Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.wire.control import PeerReport, StageFailed, StageLoaded, Unassign
+from molink.wire.messages.control import PeerReport, StageFailed, StageLoaded, Unassign
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.wire.control import Member
-from molink.wire.facts import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
-from molink.wire.profile import UNKNOWN, Profile
+from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
+from molink.facts.profile import UNKNOWN, Profile
+from molink.wire.messages.control import Member
 
 #: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.
 Standing = Literal["member", "left", "revoked"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from molink.swarm.events import Announce, Decision, Instruction, Send
 from molink.swarm.records import MemberRecord
-from molink.wire.control import Member, MemberGone, PeerReport, Route, RouteGone, Welcome
+from molink.wire.messages.control import Member, MemberGone, PeerReport, Route, RouteGone, Welcome
 
 #: A peer that hasn't reported for this long, in seconds, is gone until it does again.
 SESSION_TIMEOUT = 5.0

@@ -4,12 +4,12 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from molink.facts.device import Device
 from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
 from molink.swarm.registry import Session
-from molink.wire.control import PeerReport
-from molink.wire.facts import Device
+from molink.wire.messages.control import PeerReport
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024

@@ -15,8 +15,8 @@ from typing import Annotated
 import msgspec
 
 from molink.errors import TokenError
-from molink.wire.base import Count, Text
-from molink.wire.control import Addresses, PublicKey
+from molink.facts.scalars import Count, Text
+from molink.wire.messages.control import Addresses, PublicKey
 
 PREFIX = "molink-"
 _VERSION = 1

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel, RequestError
-from molink.model.fields import read_bytes
 from molink.text.budget import MAX_CPU_S, MAX_PRODUCED, Budget, TemplateTooCostly
 from molink.text.sandbox import SandboxEnvironment
 

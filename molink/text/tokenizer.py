@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import msgspec
 import tokenizers
 
+from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel, ContextTooLong, RequestError
-from molink.model.fields import read_bytes
+from molink.text.defaults import GenerationDefaults, TokenIds, as_ids
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
-from molink.text.generation import GenerationDefaults, TokenIds, as_ids
 from molink.text.growth import growth_of
 from molink.text.native import failing_as
 from molink.text.pieces import create_pieces

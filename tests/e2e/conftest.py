@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 import molink
-from molink.cli import finding
-from molink.peer.home import Home
+from molinkd.cli import finding
+from molinkd.peer.home import Home
 
 ROOT = Path(molink.__file__).parents[1]
 START_S = 100.0
@@ -31,7 +31,7 @@ class Process:
         self._output = (home / "terminal.log").open("ab+")
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "molink", *arguments],
+            [sys.executable, "-m", "molinkd", *arguments],
             env=environment(home),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -125,7 +125,7 @@ def wait_for(condition: Callable[[], object], process: Process, timeout: float =
 def run_molink(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "molink", *arguments],
+        [sys.executable, "-m", "molinkd", *arguments],
         env=environment(home),
         input=stdin,
         capture_output=True,

@@ -139,7 +139,7 @@ def test_a_token_that_expires(trio: Trio, tools, tmp_path: Path) -> None:
 
 def _expires(tools, home: Path, token: str) -> bool:
     from molink.errors import TokenError
-    from molink.peer.membership import parse_token
+    from molinkd.peer.membership import parse_token
 
     try:
         parse_token(token)
@@ -154,8 +154,8 @@ def test_a_token_of_another_swarm(trio: Trio, tools, tmp_path: Path) -> None:
     """Its address leads to a coordinator that holds another key."""
     import msgspec
 
-    from molink.peer.membership import parse_token
-    from molink.wire.keys import KeyPair
+    from molink.wire.sockets.curve import KeyPair
+    from molinkd.peer.membership import parse_token
 
     other = msgspec.structs.replace(
         parse_token(trio.token), coordinator_key=KeyPair.generate().public

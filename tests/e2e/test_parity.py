@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from molink.model.source import demo_model
+from molink.checkpoint.source import demo_model
 
 PROMPTS = [
     "What is molink?",

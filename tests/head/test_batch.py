@@ -4,8 +4,8 @@ from molink.head.batch import VolumeBuilder
 from molink.head.job import Job
 from molink.head.prefix import Match
 from molink.head.request import HeadRequest
-from molink.wire.base import Payload
-from molink.wire.data import MAX_GROUPS, Frame, Lane, Sampling
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import MAX_GROUPS, Frame, Lane, Sampling
 
 MAX_HEADER = 4096
 LATE = 2**53 - 1

@@ -11,8 +11,8 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.prefix import ROOT
 from molink.head.request import HeadRequest
-from molink.wire.base import Payload
-from molink.wire.data import (
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import (
     Admit,
     Choice,
     Release,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molink.facts.profile import MOST_CHUNK_ROWS, Profile
 from molink.head.chunk import STRETCH, UNKNOWN_ROWS, ChunkSize, most_chunk_rows
-from molink.wire.profile import MOST_CHUNK_ROWS, Profile
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024)
 

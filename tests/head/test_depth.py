@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from molink.facts.profile import UNKNOWN, Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.depth import prefill_depth
 from molink.head.microbatches import MicroBatches
-from molink.wire.data import MAX_MICRO_BATCHES
-from molink.wire.profile import UNKNOWN, Profile
-from molink.wire.ringtimes import LinkFacts, RingTimes
+from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 #: A step takes 5 ms, whatever its rows are; one of prefill rows 6 ms.
 STAGE = Profile(decode=((1, 0.005), (2, 0.005)), prefill=((128, 0.006), (256, 0.006)))

@@ -10,7 +10,7 @@ from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
-from molink.wire.data import (
+from molink.wire.messages.data import (
     Admit,
     Choice,
     History,

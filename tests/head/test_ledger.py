@@ -2,8 +2,8 @@ import pytest
 
 from molink.errors import InvariantError
 from molink.head.ledger import MAX_SPAN, Ledger
-from molink.wire.base import Payload
-from molink.wire.data import Rows, Volume
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Rows, Volume
 
 
 def volume(tick: int, prefill: bool = False) -> Volume:

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from molink.facts.profile import UNKNOWN, Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.microbatches import MicroBatches, prospects
 from molink.head.request import HeadRequest
-from molink.wire.data import Sampling
-from molink.wire.profile import UNKNOWN, Profile
-from molink.wire.ringtimes import LinkFacts, RingTimes
+from molink.wire.messages.data import Sampling
 
 #: Reading the weights takes 10 ms, each row 1 ms more.
 STAGE = Profile(decode=((1, 0.011), (101, 0.111)), prefill=((16, 0.02),))

@@ -14,14 +14,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from molink.link.create import POLICIES, create_policy
 from molink.link.lane import Outgoing
-from molink.link.policy import DecodeFinished, DecodeStarted, Event, LinkEstimate
+from molink.link.policies.base import DecodeFinished, DecodeStarted, Event, LinkEstimate
+from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import BOTH_LANES, LinkSender, SenderLimits
-from molink.wire.base import Payload
-from molink.wire.codec import data_codec
-from molink.wire.data import Ack, Lane, Release, Rows, Tombstone, Volume, VolumePart
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.data import Ack, Lane, Release, Rows, Tombstone, Volume, VolumePart
 
 HIDDEN, DTYPE, ROW = 8, "f32", 32
 LIMITS = SenderLimits(message=3 * ROW, window=2000, total=20_000, resend_after=10.0)

@@ -6,12 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, MessageTooLarge, WireError
-from molink.link.fifo import Fifo
+from molink.link.policies.fifo import Fifo
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
-from molink.wire.base import Payload
-from molink.wire.codec import MAX_HEADER, data_codec
-from molink.wire.data import Ack, Frame, History, Lane, Probe, Rows, Tombstone, Volume, VolumePart
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import MAX_HEADER, data_codec
+from molink.wire.messages.data import (
+    Ack,
+    Frame,
+    History,
+    Lane,
+    Probe,
+    Rows,
+    Tombstone,
+    Volume,
+    VolumePart,
+)
 
 HIDDEN, ROW = 4, 8  # bf16
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.link.create import POLICIES, create_policy
-from molink.link.policy import (
+from molink.link.policies.base import (
     Acknowledged,
     Decision,
     DecodeFinished,
@@ -25,8 +24,9 @@ from molink.link.policy import (
     Sent,
     Wait,
 )
+from molink.link.policies.create import POLICIES, create_policy
 from molink.link.recording import Difference, Recorder, replay
-from molink.wire.data import Lane
+from molink.wire.messages.data import Lane
 
 BOTH = [Lane.DECODE, Lane.BULK]
 #: One of each kind, with numbers that no short decimal is.

@@ -3,10 +3,8 @@ from collections.abc import Collection
 import pytest
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded, WireError
-from molink.link.create import POLICIES, create_policy
-from molink.link.fifo import Fifo
 from molink.link.lane import Outgoing
-from molink.link.policy import (
+from molink.link.policies.base import (
     Acknowledged,
     Decision,
     Echoed,
@@ -17,9 +15,11 @@ from molink.link.policy import (
     Sent,
     Wait,
 )
+from molink.link.policies.create import POLICIES, create_policy
+from molink.link.policies.fifo import Fifo
 from molink.link.sender import LinkSender, SenderLimits
-from molink.wire.base import Payload
-from molink.wire.data import (
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import (
     Ack,
     Admit,
     Frame,

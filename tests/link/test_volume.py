@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from molink.errors import WireError
 from molink.link.volume import OutVolume
-from molink.wire.base import Payload
-from molink.wire.data import Lane, Rows, Volume, VolumePart
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Lane, Rows, Volume, VolumePart
 
 ROW = 8
 

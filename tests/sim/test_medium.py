@@ -6,7 +6,7 @@ from molink.sim.agenda import Agenda
 from molink.sim.congestion import create_controller
 from molink.sim.medium import IdealMedium, TcpMedium
 from molink.sim.uplink import Uplink
-from molink.wire.data import Lane
+from molink.wire.messages.data import Lane
 
 QUEUE = 256_000
 Times = tuple[float, float, float]

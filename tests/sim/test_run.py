@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from molink.errors import UsageError
-from molink.link.create import POLICIES
+from molink.link.policies.create import POLICIES
 from molink.sim.profiles import LinkProfile
 from molink.sim.run import Outcome, simulate, simulate_all
 from molink.sim.scenario import Scenario

@@ -18,7 +18,7 @@ from molink.sim.scenario import Scenario
 from molink.sim.tcp import Connection
 from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
-from molink.wire.data import Lane
+from molink.wire.messages.data import Lane
 
 LATENCY = 0.03
 ROUND_TRIP = 2 * LATENCY

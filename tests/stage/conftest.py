@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.model.folder import ModelFolder
+from molink.checkpoint.folder import ModelFolder
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from molink.checkpoint.folder import ModelFolder
 from molink.errors import InvariantError, UsageError
-from molink.model.folder import ModelFolder
 from molink.stage import stage as stages
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage

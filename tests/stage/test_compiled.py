@@ -7,9 +7,9 @@ import torch
 
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.base import SequenceRows
+from molink.stage.decoder.norm import CompiledNorm
 from molink.stage.kernels.create import create_matmul
 from molink.stage.linear import CompiledLinear, create
-from molink.stage.norm import CompiledNorm
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1},

@@ -1,6 +1,6 @@
 import torch
 
-from molink.model.folder import ModelFolder
+from molink.checkpoint.folder import ModelFolder
 from molink.stage.pool import KVPool
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from molink.model.folder import ModelFolder
+from molink.checkpoint.folder import ModelFolder
 from molink.stage.base import SequenceRows, StageInput
 from molink.stage.stage import Stage
 

@@ -1,16 +1,12 @@
 import msgspec
-import pytest
 
-from molink.errors import RequestError
 from molink.swarm.hygiene import (
-    check_key,
     clean_failed,
     clean_name,
     clean_report,
     is_model_name,
 )
-from molink.wire.control import StageFailed
-from molink.wire.keys import KeyPair
+from molink.wire.messages.control import StageFailed
 
 
 def test_names():
@@ -51,10 +47,3 @@ def test_reasons():
 def test_names_of_models():
     assert is_model_name("Qwen/Qwen3-8B")
     assert not any(map(is_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))
-
-
-@pytest.mark.parametrize("key", ["", "short", '"' * 40, "#" * 40, "ü" * 40])
-def test_keys(key):
-    assert check_key(public := KeyPair.generate().public) == public
-    with pytest.raises(RequestError, match="no CURVE public key"):
-        check_key(key)

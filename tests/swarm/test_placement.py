@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.model.footprint import Footprint, Target
-from molink.model.memory import MARGIN_PART, plan_memory
+from molink.facts.footprint import Footprint, Target
+from molink.facts.memory import MARGIN_PART, plan_memory
+from molink.facts.model import ModelFacts
 from molink.swarm.partition import Costs, Gap, Runner, share_out
 from molink.swarm.placement import (
     MAX_STAGES,
@@ -16,7 +17,6 @@ from molink.swarm.placement import (
     parse_range,
     place,
 )
-from molink.wire.facts import ModelFacts
 
 GB = 10**9
 #: Part of a peer's memory that its plan leaves alone.

@@ -2,9 +2,10 @@ import msgspec
 import pytest
 
 from molink.errors import InvariantError
+from molink.facts.profile import Profile
 from molink.swarm.events import Announce, Departed, MemberRemoved, Reported, Tick
 from molink.swarm.records import PipelineRecord, StageRecord
-from molink.wire.control import (
+from molink.wire.messages.control import (
     Assign,
     Form,
     Member,
@@ -17,7 +18,6 @@ from molink.wire.control import (
     Unassign,
     Welcome,
 )
-from molink.wire.profile import Profile
 
 QUICK = Profile(decode=((1, 0.01),))
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm.events import Commit, MemberRemoved, Reported, Send, Tick
-from molink.wire.control import Assign, Form, Prefetch, Prefetched, Route
+from molink.wire.messages.control import Assign, Form, Prefetch, Prefetched, Route
 
 NAMES = "abcde"
 

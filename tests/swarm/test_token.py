@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from molink.errors import TokenError
 from molink.swarm import token as token_module
 from molink.swarm.token import JoinToken
-from molink.wire.keys import KeyPair
+from molink.wire.sockets.curve import KeyPair
 
 SERVER, INVITATION = KeyPair.generate(), KeyPair.generate()
 

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import processors
 
 from molink.errors import BrokenModel, RequestError
-from molink.text.generation import GenerationDefaults
+from molink.text.defaults import GenerationDefaults
 from molink.text.native import failing_as
 from molink.text.tokenizer import Tokenizer
 

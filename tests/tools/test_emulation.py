@@ -8,11 +8,11 @@ import pytest
 
 from molink.bench.plan import PlannedRequest
 from molink.errors import UsageError
+from molink.ring.segment import Segment, StepDone
 from molink.sim.roofline import StepRows
-from molink.wire.base import Payload
-from molink.wire.data import Rows, Volume
-from molink.wire.keys import KeyPair
-from molink.worker.segment import Segment, StepDone
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Rows, Volume
+from molink.wire.sockets.curve import KeyPair
 from tools.emulation.activations import BUNDLED, Activations, record
 from tools.emulation.executor import EmulatedExecutor, sampled
 from tools.emulation.load import load_on, run_load

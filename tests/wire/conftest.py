@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from molink.wire.profile import Profile
+from molink.facts.profile import Profile
 
 
 def _ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

@@ -13,8 +13,8 @@ import msgspec
 from molink.bench.plan import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import MolinkError
-from molink.wire.keys import KeyPair
-from molink.wire.loop import EventLoop
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.loop import EventLoop
 from tools.emulation.load import Answer, load_on, run_load
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, Member, RingSettings, ring_of

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from molink.ring.segment import Segment, SegmentResult, StepDone
 from molink.sim.executor import step_rows
-from molink.wire.data import Choice, Sampled, Volume
-from molink.worker.engine import HandOver
-from molink.worker.segment import Segment, SegmentResult, StepDone
+from molink.wire.messages.data import Choice, Sampled, Volume
+from molinkd.worker.engine import HandOver
 from tools.emulation.activations import Activations
 from tools.emulation.model import EmulatedStage
 

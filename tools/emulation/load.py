@@ -13,11 +13,19 @@ import zmq.asyncio
 
 from molink.bench.plan import PlannedRequest
 from molink.bench.sample import Sample
-from molink.wire.base import Payload
-from molink.wire.client import Client
-from molink.wire.codec import data_codec
-from molink.wire.data import Credit, DataMessage, Prompt, Rejected, Sampling, Submit, Tokens
-from molink.wire.keys import KeyPair
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.data import (
+    Credit,
+    DataMessage,
+    Prompt,
+    Rejected,
+    Sampling,
+    Submit,
+    Tokens,
+)
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member
 
 CONNECT_S = 30.0

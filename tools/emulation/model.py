@@ -6,12 +6,12 @@ from functools import cached_property
 
 import msgspec
 
+from molink.checkpoint.config import WeightDType
 from molink.errors import UsageError
-from molink.model.config import WeightDType
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, rooflines
-from molink.wire.base import DTYPE_SIZES
-from molink.wire.profile import Profile
 
 DTYPE: WeightDType = "bf16"
 #: Longest prompt and answer together.
@@ -65,7 +65,7 @@ def read_emulation(data: bytes) -> Emulation:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedConfig:
-    """Stands for :class:`molink.model.config.ModelConfig` in a worker."""
+    """Stands for :class:`molink.checkpoint.config.ModelConfig` in a worker."""
 
     hidden_size: int
     vocab_size: int
@@ -112,7 +112,7 @@ class EmulatedStage:
         return self.emulation.rooflines[self.index].kv_tokens(self.emulation.device_profile)
 
     def block_bytes(self, block_size: int) -> int:
-        """A byte per token, so that :class:`molink.wire.pipe.Start` can count in tokens."""
+        """A byte per token, so that ``Start`` can count in tokens."""
         return block_size
 
     def allocate(self, blocks: int, block_size: int) -> None:

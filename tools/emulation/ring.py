@@ -16,10 +16,10 @@ from typing import IO, Any, BinaryIO, TypeVar, cast
 import msgspec
 
 from molink.errors import UsageError, WorkerError
-from molink.wire.base import Message
-from molink.wire.control import StageAddress
-from molink.wire.keys import KeyPair, peer_id
-from molink.wire.pipe import (
+from molink.facts.identity import peer_id
+from molink.wire.messages.base import Message
+from molink.wire.messages.control import StageAddress
+from molink.wire.messages.pipe import (
     Formed,
     FormRing,
     FromWorker,
@@ -33,6 +33,7 @@ from molink.wire.pipe import (
     read_pipe,
     write_pipe,
 )
+from molink.wire.sockets.curve import KeyPair
 from tools.emulation.model import CONTEXT, EmulatedStage, Emulation
 from tools.emulation.worker import NOTE
 

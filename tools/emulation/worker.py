@@ -1,6 +1,6 @@
 """``python -m tools.emulation.worker SETTINGS``: a stage process whose compute is emulated.
 
-It is started by a driver and talked to on its pipe as ``python -m molink.worker`` is by a daemon.
+It is started by a driver and talked to on its pipe as ``python -m molinkd.worker`` is by a daemon.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from molink.errors import MolinkError
-from molink.wire.limits import raise_descriptor_limit
-from molink.wire.loop import EventLoop
-from molink.wire.pipe import Start
-from molink.worker.engine import Engine, HandOver
-from molink.worker.pipe import DaemonPipe, leave
-from molink.worker.requests import RequestTable
-from molink.worker.worker import Worker
+from molink.wire.messages.pipe import Start
+from molink.wire.sockets.loop import EventLoop
+from molinkd.descriptors import raise_descriptor_limit
+from molinkd.worker.engine import Engine, HandOver
+from molinkd.worker.pipe import DaemonPipe, leave
+from molinkd.worker.requests import RequestTable
+from molinkd.worker.worker import Worker
 from tools.emulation.activations import Activations
 from tools.emulation.executor import EmulatedExecutor
 from tools.emulation.model import EmulatedStage, Emulation, read_emulation

@@ -51,12 +51,12 @@ def molink_swarm(model: Path, stages: int, *options: str, threads: int = 1) -> I
     common += ["--threads", str(threads)]
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        first = [sys.executable, "-m", "molink", "up", "--model", str(model), *common, *options]
+        first = [sys.executable, "-m", "molinkd", "up", "--model", str(model), *common, *options]
         first += ["--coordinator-port", "0", "--min-peers", str(stages)]
         url = token = ""
         for index in range(stages):
             home, log = root / str(index), root / f"{index}.log"
-            command = first if index == 0 else [sys.executable, "-m", "molink", "join", token]
+            command = first if index == 0 else [sys.executable, "-m", "molinkd", "join", token]
             process = stack.enter_context(
                 running(command + common * (index > 0), log, {"MOLINK_HOME": str(home)})
             )

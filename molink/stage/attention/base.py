@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from molink.checkpoint.config import ModelConfig
 from molink.errors import UsageError
-from molink.model.config import ModelConfig
 from molink.stage.base import SequenceRows
 from molink.stage.pool import KVPool
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.nn.functional import rms_norm
 
-from molink.model.traits import Activation
+from molink.checkpoint.traits import Activation
 from molink.stage.kernels.shape import AttendShape
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import math
 from llvmlite import ir
 from torch import Tensor
 
-from molink.model.traits import Activation
+from molink.checkpoint.traits import Activation
 from molink.stage.kernels.compiler import Library
 from molink.stage.kernels.emit import (
     FLOAT,
@@ -86,7 +86,7 @@ class Rowwise:
         return result
 
     def rotate(self, heads: Tensor, angles: Tensor) -> None:
-        """Turn ``heads`` in place; see :func:`molink.stage.rope.rotate`."""
+        """Turn ``heads`` in place; see :func:`molink.stage.decoder.rope.rotate`."""
         count, members, size = heads.shape
         row, head, _ = heads.stride()
         self._rotate(

@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from molink.checkpoint.quantization import NF4_BLOCK
 from molink.errors import UsageError
-from molink.model.quantization import NF4_BLOCK
 
 _FETCHER = "kernels"
 

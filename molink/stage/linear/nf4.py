@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.model.quantization import NF4_BLOCK
+from molink.checkpoint.quantization import NF4_BLOCK
 from molink.stage.linear.base import total_bytes
 from molink.stage.linear.library import dequantize_nf4, load_library, quantize_nf4
 

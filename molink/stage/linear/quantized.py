@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.model.quantization import NF4_BLOCK, Quantize
+from molink.checkpoint.quantization import NF4_BLOCK
+from molink.facts.model import Quantize
 from molink.stage.linear.base import Projection
 from molink.stage.linear.int8 import (
     MAX_WIDTH,

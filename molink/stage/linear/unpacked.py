@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from molink.model.quantization import NF4_BLOCK, Quantize
+from molink.checkpoint.quantization import NF4_BLOCK
+from molink.facts.model import Quantize
 from molink.stage.linear.base import pad_rows, total_bytes
 from molink.stage.linear.library import dequantize_nf4
 

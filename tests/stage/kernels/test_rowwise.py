@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import rms_norm
 
+from molink.stage.decoder.mlp import create_gate
+from molink.stage.decoder.rope import rotate
 from molink.stage.kernels.create import create_rowwise
 from molink.stage.kernels.shape import fits_rowwise
-from molink.stage.mlp import create_gate
-from molink.stage.rope import rotate
 
 WITHIN = {"rtol": 2**-7, "atol": 1e-6}
 teams = pytest.mark.parametrize("threads", [1, 3])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from molink.model.quantization import quantized_bytes
+from molink.checkpoint.quantization import quantized_bytes
 from molink.stage.linear import int8, nf4, quantized
 from molink.stage.linear.int8 import CudaProduct, Int8Linear, has_onednn_int8, quantize_int8
 from molink.stage.linear.nf4 import NF4_VALUES, CudaNf4Linear, PackedNf4Linear

@@ -1,0 +1,1 @@
+"""What runs: processes, event loops, supervision, HTTP and the command line, over ``molink``."""

@@ -1,0 +1,127 @@
+"""The endpoint as an aiohttp application."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from msgspec import json
+
+from molinkd.api.backend import Backend
+from molinkd.api.guard import Guard
+from molinkd.api.metrics import Recorder, create_registry, exposition
+from molinkd.api.page import ChatPage
+from molinkd.api.problem import Problem, internal, problem_of
+from molinkd.api.protocol import EndpointProtocol
+from molinkd.api.routes import OpenAIRoutes
+from molinkd.api.settings import ApiSettings
+
+_LOG = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: What every answer says, so that no page of another site can use it in a way of its own.
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+
+#: The status under which a request counts whose client left before its answer was complete.
+_CLIENT_LEFT = "499"
+
+
+def create_app(backend: Backend, settings: ApiSettings) -> web.Application:
+    """The application that serves ``backend``.
+
+    Run it with ``handler_cancellation=True``, as :class:`molinkd.api.server.EndpointServer` does:
+    a request whose client has gone is cancelled, and with it its generation.
+    """
+    recorder = Recorder()
+    shell = _Shell(Guard(settings), recorder)
+    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[shell.handle])
+    routes = OpenAIRoutes(backend, settings, recorder)
+    status = _StatusRoutes(backend, recorder)
+    app.add_routes(
+        [
+            web.get("/v1/models", routes.models),
+            web.get("/v1/models/{name:.+}", routes.model),
+            web.post("/v1/chat/completions", routes.chat),
+            web.post("/v1/completions", routes.completions),
+            web.get("/health", status.health),
+            web.get("/readyz", status.readyz),
+            web.get("/metrics", status.metrics),
+            web.get("/", ChatPage().handle),
+        ]
+    )
+    app.on_response_prepare.append(_add_headers)
+    return app
+
+
+class _Shell:
+    """Around every handler: the guard before it, errors as envelopes and figures after it."""
+
+    def __init__(self, guard: Guard, recorder: Recorder) -> None:
+        self._guard = guard
+        self._recorder = recorder
+
+    @web.middleware
+    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """aiohttp's middleware."""
+        if isinstance(request.protocol, EndpointProtocol):
+            request.protocol.request_began()
+        status = _CLIENT_LEFT
+        try:
+            answer = await self._answer(request, handler)
+            status = str(answer.status)
+            return answer
+        except ConnectionError:
+            raise asyncio.CancelledError from None
+        finally:
+            resource = request.match_info.route.resource
+            route = resource.canonical if resource is not None else "other"
+            self._recorder.requests[route, status] += 1
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._guard.check(request)
+            return await handler(request)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            problem = problem_of(error, f"{request.method} {request.path}")
+            if problem is None:
+                _LOG.exception("%s %s failed", request.method, request.path)
+                problem = internal()
+            answer = problem.response()
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            return answer
+
+
+class _StatusRoutes:
+    """``/health``, ``/readyz`` and ``/metrics``."""
+
+    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+        self._backend = backend
+        self._registry = create_registry(recorder, backend)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The process is alive."""
+        return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """A pipeline can serve (``?model=`` asks for one model's); 503 if not."""
+        model = request.query.get("model")
+        if not self._backend.ready(model):
+            text = "no pipeline can serve now; `molink status` says what is missing"
+            return Problem(503, text, "server_error", None, "unavailable", 1.0).response()
+        return web.Response(body=json.encode({"status": "ready"}), content_type="application/json")
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus text."""
+        return web.Response(
+            body=exposition(self._registry),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)

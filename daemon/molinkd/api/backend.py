@@ -1,0 +1,56 @@
+"""What the endpoint needs from the swarm, as a protocol; the daemon implements it."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from molink.swarm.generation import GeneratedToken, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that a pipeline serves.
+
+    ``folder`` is a local folder with at least config, tokenizer and chat template (never weights
+    that only other peers have). ``context`` is in tokens.
+    """
+
+    name: str
+    folder: Path
+    context: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a daemon and its workers count and measure, name → value; for Prometheus."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    #: Gauges of each worker, by its stage's layers: ``0:12``.
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Everything behind the endpoint. All methods are called on the endpoint's own event loop."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """Models that can be asked for now, ready or not."""
+        ...
+
+    def ready(self, model: str | None = None) -> bool:
+        """Whether a pipeline can serve ``model`` (any model if ``None``) right now."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        """Stream an answer; closing the generator (``aclose``) cancels the request.
+
+        Raises (from the generator):
+            ModelNotFound, ContextTooLong, Overloaded, Unavailable.
+        """
+        ...
+
+    def metrics(self) -> Figures:
+        """Those of this daemon, its workers and links."""
+        ...

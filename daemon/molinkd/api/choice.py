@@ -1,0 +1,100 @@
+"""One answer's tokens to what its client sees: text, logprobs, and why it ended."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.swarm.generation import GeneratedToken
+from molink.text.stops import StopStrings
+from molink.wire.messages.data import FinishReason
+from molinkd.api.plan import Plan
+
+#: OpenAI's stand-in for a probability of nothing.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the answer with its logprob and the most likely ones in its place.
+
+    ``offset`` is where its text begins in the answer, in characters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a token added to an answer; the last one has ``finish``."""
+
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+    finish: FinishReason | None = None
+
+
+class ChoiceText:
+    """Sans-IO: tokens in, pieces out. ``tokens`` and ``cached`` are figures for ``usage``."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._detokenizer = plan.offer.tokenizer.detokenizer(
+            skip_special=plan.skip_special, continues=plan.continues
+        )
+        self._stops = StopStrings(plan.stops)
+        self._include_stop = plan.include_stop
+        self._wants_logprobs = plan.logprobs >= 0
+        self._pending: list[TokenLogprob] = []
+        #: Characters detokenized, and characters that went out.
+        self._seen = 0
+        self._emitted = 0
+        self.tokens = 0
+        self.cached = 0
+
+    def add(self, token: GeneratedToken) -> Piece | None:
+        """What the client sees of ``token``; ``None`` if nothing yet."""
+        if self.tokens == 0:
+            self.cached = token.cached
+        self.tokens += 1
+        if token.finish == "stop":
+            return self._last("stop")
+        if self._wants_logprobs:
+            self._pending.append(
+                TokenLogprob(token.token, _finite(token.logprob), token.top, self._seen)
+            )
+        text = self._take(self._detokenizer.add(token.token))
+        if self._stops.matched is not None:
+            return self._stopped(text)
+        if token.finish is not None:
+            return self._last(token.finish, text)
+        return self._piece(text) if text else None
+
+    def _take(self, text: str) -> str:
+        self._seen += len(text)
+        return self._stops.push(text)
+
+    def _last(self, finish: FinishReason, text: str = "") -> Piece:
+        text += self._take(self._detokenizer.flush())
+        if self._stops.matched is not None:
+            return self._stopped(text)
+        return self._piece(text + self._stops.flush(), finish)
+
+    def _stopped(self, text: str) -> Piece:
+        assert self._stops.matched is not None
+        if self._include_stop:
+            text += self._stops.matched
+        end = self._emitted + len(text)
+        self._pending = [entry for entry in self._pending if entry.offset < end]
+        return self._piece(text, "stop")
+
+    def _piece(self, text: str, finish: FinishReason | None = None) -> Piece:
+        self._emitted += len(text)
+        logprobs: Sequence[TokenLogprob] = ()
+        if self._pending:
+            logprobs, self._pending = self._pending, []
+        return Piece(text, logprobs, finish)
+
+
+def _finite(logprob: float) -> float:
+    return LEAST_LOGPROB if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,210 @@
+"""Answers in OpenAI's two formats, as whole JSON objects and as events of a stream.
+
+A stream's event is put together from parts that are serialised once per choice: at 64 streams,
+serialising whole objects for every token would be most of the endpoint's work.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec import json
+
+from molink.text.tokenizer import Tokenizer
+from molinkd.api.choice import LEAST_LOGPROB, Piece, TokenLogprob
+from molinkd.api.plan import Plan
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Format(Protocol):
+    """How one route's answers look."""
+
+    def opening(self, index: int) -> bytes:
+        """Events before the first piece of choice ``index``; may be empty."""
+        ...
+
+    def event(self, index: int, piece: Piece) -> bytes:
+        """The events of ``piece``."""
+        ...
+
+    def usage_event(self, usage: dict[str, object]) -> bytes:
+        """The event that ends a stream whose client asked for usage figures."""
+        ...
+
+    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, object]) -> bytes:
+        """The answer in one object; ``answers`` has the pieces of each choice."""
+        ...
+
+
+class ChatFormat:
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    def __init__(self, plan: Plan, with_usage: bool = False) -> None:
+        self._tokenizer = plan.offer.tokenizer
+        self._top = plan.logprobs
+        head = _head("chatcmpl", "chat.completion.chunk", plan)
+        self._head = head
+        self._prefixes = [
+            head + b'"choices":[{"index":%d,"delta":' % choice.index for choice in plan.choices
+        ]
+        self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
+        self._whole = _whole_head("chatcmpl", "chat.completion", plan)
+
+    def opening(self, index: int) -> bytes:
+        """The event that names the role."""
+        return self._prefixes[index] + b'{"role":"assistant","content":""}' + self._suffix
+
+    def event(self, index: int, piece: Piece) -> bytes:
+        """A text that was added, then, at the end, the reason."""
+        prefix = self._prefixes[index]
+        event = b""
+        if piece.text or piece.logprobs:
+            event = prefix + b'{"content":' + json.encode(piece.text) + b"}"
+            if piece.logprobs:
+                logprobs = json.encode(self._logprobs(piece.logprobs))
+                event += b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end
+            else:
+                event += self._suffix
+        if piece.finish is not None:
+            event += prefix + b'{},"logprobs":null,"finish_reason":"'
+            event += piece.finish.encode() + b'"}]' + self._end
+        return event
+
+    def usage_event(self, usage: dict[str, object]) -> bytes:
+        """A chunk without choices."""
+        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
+
+    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, object]) -> bytes:
+        """A ``chat.completion``."""
+        choices = []
+        for index, pieces in enumerate(answers):
+            message = {"role": "assistant", "content": _text(pieces), "refusal": None}
+            logprobs = self._logprobs(_logprobs(pieces)) if self._top >= 0 else None
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": logprobs,
+                    "finish_reason": pieces[-1].finish,
+                }
+            )
+        return json.encode({**self._whole, "choices": choices, "usage": usage})
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = []
+        for entry in entries:
+            top = [self._token(*pair) for pair in entry.top[: self._top]]
+            content.append({**self._token(entry.token, entry.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+
+
+class CompletionFormat:
+    """``text_completion``."""
+
+    def __init__(self, plan: Plan, with_usage: bool = False) -> None:
+        self._tokenizer = plan.offer.tokenizer
+        self._top = plan.logprobs
+        self._echoes = [choice.echo for choice in plan.choices]
+        head = _head("cmpl", "text_completion", plan)
+        self._head = head
+        self._prefixes = [
+            head + b'"choices":[{"index":%d,"text":' % choice.index for choice in plan.choices
+        ]
+        self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
+        self._whole = _whole_head("cmpl", "text_completion", plan)
+
+    def opening(self, index: int) -> bytes:
+        """The prompt, where it is to be echoed."""
+        if not self._echoes[index]:
+            return b""
+        return self._prefixes[index] + json.encode(self._echoes[index]) + self._suffix
+
+    def event(self, index: int, piece: Piece) -> bytes:
+        """A text that was added; the last one has the reason too."""
+        start = self._prefixes[index] + json.encode(piece.text)
+        if not piece.logprobs and piece.finish is None:
+            return start + self._suffix
+        logprobs = json.encode(self._logprobs(piece.logprobs) if piece.logprobs else None)
+        finish = json.encode(piece.finish)
+        return (
+            start + b',"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}]" + self._end
+        )
+
+    def usage_event(self, usage: dict[str, object]) -> bytes:
+        """A chunk without choices."""
+        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
+
+    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, object]) -> bytes:
+        """A ``text_completion``."""
+        choices = []
+        for index, pieces in enumerate(answers):
+            logprobs = self._logprobs(_logprobs(pieces)) if self._top >= 0 else None
+            choices.append(
+                {
+                    "index": index,
+                    "text": self._echoes[index] + _text(pieces),
+                    "logprobs": logprobs,
+                    "finish_reason": pieces[-1].finish,
+                }
+            )
+        return json.encode({**self._whole, "choices": choices, "usage": usage})
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text(entry.token) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [self._alternatives(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, float] | None:
+        """The most likely tokens; two ids with the same text count as the likelier one."""
+        if self._top <= 0:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in entry.top[: self._top]:
+            found.setdefault(self._text(token), max(logprob, LEAST_LOGPROB))
+        return found
+
+    def _text(self, token: int) -> str:
+        return _token_text(self._tokenizer, token)
+
+
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text; one that is part of a character as OpenAI writes it, ``bytes:\\xe4``."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _logprobs(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    return [entry for piece in pieces for entry in piece.logprobs]
+
+
+def _whole_head(prefix: str, kind: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": plan.offer.model.name,
+    }
+
+
+def _head(prefix: str, kind: str, plan: Plan) -> bytes:
+    """The beginning that all events of one stream share, up to a comma."""
+    return b"data: " + json.encode(_whole_head(prefix, kind, plan))[:-1] + b","

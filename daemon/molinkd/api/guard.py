@@ -1,0 +1,98 @@
+"""Who may call the endpoint: a listening port on a PC is within reach of every page it opens.
+
+A page of another site can send requests to ``localhost`` (a form post, a ``fetch`` without reading
+the answer), and by DNS rebinding it can even pose as the same site. So the ``Host`` must be a name
+of ours, an ``Origin`` must be our own, and a ``POST`` must be JSON, which no form can send.
+"""
+
+import hmac
+import ipaddress
+import socket
+
+from aiohttp import hdrs, web
+from yarl import URL
+
+from molinkd.api.problem import Problem, ProblemError
+from molinkd.api.settings import ApiSettings, is_loopback
+
+#: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
+OPEN_PATHS = frozenset({"/", "/health", "/readyz"})
+
+
+class Guard:
+    """Checks each request before anything else looks at it."""
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._loopback = settings.loopback
+        names = {name.lower().rstrip(".") for name in settings.allowed_hosts}
+        if not settings.loopback:
+            own = socket.gethostname().lower()
+            names |= {own, f"{own}.local", settings.host.lower()}
+        self._names = frozenset(names)
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Let ``request`` pass.
+
+        Raises:
+            ProblemError: a foreign host or origin (403), no JSON (415), or no valid key (401).
+        """
+        host = request.headers.getall(hdrs.HOST, [])
+        if len(host) != 1 or not self._is_ours(host[0]):
+            raise _forbidden(
+                "the Host header names no host of this endpoint; call it as localhost, or allow "
+                "the name in `allowed_hosts`",
+                "invalid_host",
+            )
+        self._check_origin(request, host[0])
+        if request.method == hdrs.METH_POST:
+            _check_content(request)
+        if self._key is not None and request.path not in OPEN_PATHS:
+            self._check_key(request)
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = URL(f"http://{host}").host
+        except ValueError:
+            return False
+        if not name:
+            return False
+        name = name.lower().rstrip(".")
+        if is_loopback(name) or name in self._names or "*" in self._names:
+            return True
+        return not self._loopback and _is_address(name)  # rebinding needs a name
+
+    def _check_origin(self, request: web.BaseRequest, host: str) -> None:
+        for origin in request.headers.getall(hdrs.ORIGIN, []):
+            if origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+                raise _forbidden("a page of another site can't use this endpoint", "invalid_origin")
+
+    def _check_key(self, request: web.BaseRequest) -> None:
+        assert self._key is not None
+        scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        given = key.strip().encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
+            text = "a valid API key is needed: send `Authorization: Bearer KEY`"
+            problem = Problem(401, text, "authentication_error", None, "invalid_api_key")
+            raise ProblemError(problem)
+
+
+def _check_content(request: web.BaseRequest) -> None:
+    if request.headers.get(hdrs.CONTENT_TYPE) is None or request.content_type != "application/json":
+        text = "the body must be JSON: send `Content-Type: application/json`"
+        raise ProblemError(Problem(415, text, code="unsupported_media_type"))
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+        text = "the body must not be compressed"
+        raise ProblemError(Problem(415, text, code="unsupported_media_type"))
+
+
+def _forbidden(text: str, code: str) -> ProblemError:
+    return ProblemError(Problem(403, text, "permission_error", None, code))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

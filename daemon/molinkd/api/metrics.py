@@ -1,0 +1,174 @@
+"""The endpoint's own figures, and those of the swarm behind it, for Prometheus."""
+
+import re
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from molinkd.api.backend import Backend
+
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_:]")
+
+
+class Histogram:
+    """Counts of durations; cheap enough for every token of every stream."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+        """The figures as Prometheus wants them."""
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum)
+
+
+class GenerationTimer:
+    """Measures one answer."""
+
+    __slots__ = ("_last", "_recorder", "_start")
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self._start = self._last = time.perf_counter()
+
+    def token(self) -> None:
+        """A token came."""
+        now = time.perf_counter()
+        recorder = self._recorder
+        if self._last == self._start:
+            recorder.first_token.observe(now - self._start)
+        else:
+            recorder.between_tokens.observe(now - self._last)
+        recorder.generated_tokens += 1
+        self._last = now
+
+    def end(self) -> None:
+        """The answer is over, one way or another."""
+        self._recorder.running -= 1
+        self._recorder.whole.observe(time.perf_counter() - self._start)
+
+
+class Recorder:
+    """Counts what happens at the endpoint. Used on its event loop only."""
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(_FIRST_TOKEN_S)
+        self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
+        self.whole = Histogram(_WHOLE_S)
+        self.running = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.requests: Counter[tuple[str, str]] = Counter()
+
+    def generation(self, prompt_tokens: int) -> GenerationTimer:
+        """Begin to measure an answer."""
+        self.running += 1
+        self.prompt_tokens += prompt_tokens
+        return GenerationTimer(self)
+
+    def families(self) -> Iterator[Metric]:
+        """All figures as Prometheus wants them."""
+        requests = CounterMetricFamily(
+            "molink_endpoint_requests", "HTTP requests answered.", labels=("route", "status")
+        )
+        for (route, status), count in self.requests.items():
+            requests.add_metric((route, status), count)
+        yield requests
+        yield GaugeMetricFamily(
+            "molink_endpoint_running", "Answers being generated.", value=self.running
+        )
+        yield CounterMetricFamily(
+            "molink_endpoint_prompt_tokens", "Tokens of prompts.", value=self.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "molink_endpoint_generated_tokens", "Tokens generated.", value=self.generated_tokens
+        )
+        yield self.first_token.family(
+            "molink_endpoint_time_to_first_token_seconds",
+            "From the start of a generation to its first token.",
+        )
+        yield self.between_tokens.family(
+            "molink_endpoint_inter_token_seconds", "Between two tokens of an answer."
+        )
+        yield self.whole.family(
+            "molink_endpoint_answer_seconds", "From the start of a generation to its end."
+        )
+
+
+class EndpointCollector(Collector):
+    """The recorder's figures and the backend's, collected when asked for."""
+
+    def __init__(self, recorder: Recorder, backend: Backend) -> None:
+        self._recorder = recorder
+        self._backend = backend
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric family, each name once."""
+        families = list(self._recorder.families())
+        figures = self._backend.metrics()
+        for name, value in figures.counters.items():
+            title = _metric_name(name).removesuffix("_total")
+            families.append(CounterMetricFamily(title, _help(name), value=value))
+        for name, value in figures.gauges.items():
+            families.append(GaugeMetricFamily(_metric_name(name), _help(name), value=value))
+        families += _by_stage(figures.stages)
+        return {family.name: family for family in reversed(families)}.values()
+
+
+def create_registry(recorder: Recorder, backend: Backend) -> CollectorRegistry:
+    """A registry of its own, so that two endpoints in one process don't mix."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EndpointCollector(recorder, backend))
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """The text of ``/metrics``."""
+    return generate_latest(registry)
+
+
+def _by_stage(stages: Mapping[str, Mapping[str, float]]) -> Iterable[Metric]:
+    """A family for each name, with a sample for each stage that has it."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for stage, gauges in stages.items():
+        for name, value in gauges.items():
+            title = _metric_name(name)
+            if title not in families:
+                families[title] = GaugeMetricFamily(title, _help(name), labels=("stage",))
+            families[title].add_metric((stage,), value)
+    return families.values()
+
+
+def _help(name: str) -> str:
+    words = name.removeprefix("molink_").removesuffix("_total").replace("_", " ").capitalize()
+    return f"{words}, as the daemon of this PC and its workers report it."
+
+
+def _metric_name(name: str) -> str:
+    return "molink_" + _NOT_IN_NAMES.sub("_", name.removeprefix("molink_"))

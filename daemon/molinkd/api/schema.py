@@ -1,0 +1,144 @@
+"""The bodies of requests, as typed structs: what OpenAI's API and vLLM's have in common.
+
+Unknown fields are ignored, as clients send plenty; fields that would change the answer in a way we
+don't support are declared in :class:`Unsupported`, so that they can be refused by name.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from molink.wire.messages.data import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class Unsupported(msgspec.Struct, kw_only=True):
+    """Fields that change what an answer is; refused unless they hold a neutral value."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    min_tokens: Any = None
+    use_beam_search: Any = None
+    best_of: Any = None
+    prompt_logprobs: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    suffix: Any = None
+
+
+#: Values beside null, false, 0, "", [] and {} that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "truncate_prompt_tokens": (-1,),
+}
+
+
+class GenerationBody(Unsupported, kw_only=True):
+    """What both routes take. ``None`` means that the model's own default counts."""
+
+    #: May be left out where only one model is served, as llama.cpp's and vLLM's servers allow.
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    stop: (
+        Annotated[str, msgspec.Meta(max_length=MAX_STOP_LENGTH)]
+        | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage figures."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content; only text can be used."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    echo: Any = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """The body of ``POST /v1/completions``; ``prompt`` is checked where it is tokenized."""
+
+    prompt: str | list[Any]
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None

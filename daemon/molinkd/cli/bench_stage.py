@@ -1,0 +1,114 @@
+"""``molink bench stage``: how quickly this PC computes layers of a model."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.source import DEMO_MODEL, find_model
+from molink.errors import UsageError
+from molink.facts.memory import size
+from molink.facts.model import LayerRange
+from molink.plaintext import printable
+from molink.swarm.placement import parse_range
+from molinkd.peer.stage_bench import Point, StageBench, StageResult, measure_stage
+
+_DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
+
+
+def stage(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Folder, Hugging Face name or molink-demo.")
+    ] = DEMO_MODEL,
+    layers: Annotated[str | None, typer.Option(help="Layers A:B.  [default: all]")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    threads: Annotated[
+        int, typer.Option("--threads", "-t", min=0, help="On the CPU; 0 = torch's default.")
+    ] = 0,
+    dtype: Annotated[
+        Literal["auto", "f32", "bf16", "f16"], typer.Option(help="Compute in.")
+    ] = "auto",
+    quantize: Annotated[
+        Literal["none", "int8", "nf4"], typer.Option(help="Keep the layers' weights so.")
+    ] = "none",
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=600.0, help="Of measuring, at most.")
+    ] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure one stage on this PC: times of decode steps and prefill chunks, and what limits them.
+
+    Compares with the memory bandwidth and the matrix products that the device is measured to have.
+    """
+    if _DEVICE.match(device) is None:
+        raise UsageError(f"--device is auto, cpu or cuda:N, not {device!r}")
+    source = find_model(model)
+    order = StageBench(
+        source.path,
+        _layers(source.path, layers),
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        threads=threads,
+        seconds=seconds,
+    )
+    notes = Console(stderr=True)
+    with notes.status(f"loading and measuring {printable(source.name)} …"):
+        found = msgspec.structs.replace(measure_stage(order), model=source.name)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode("utf-8"))
+    else:
+        show(found, Console(highlight=False))
+
+
+def _layers(folder: Path, given: str | None) -> LayerRange:
+    """The range to measure, checked against the model."""
+    wanted = None
+    if given is not None and (wanted := parse_range(given)) is None:
+        raise UsageError(f"--layers is A:B, for example 0:12, not {given!r}")
+    opened = ModelFolder.open(folder, wanted)
+    return wanted or (0, opened.config.layers)
+
+
+def show(found: StageResult, console: Console) -> None:
+    """Print the result for a person."""
+    first, last = found.layers
+    threads = f", {found.threads} threads" if found.threads else ""
+    quantized = "" if found.quantize == "none" else f", {found.quantize}"
+    lines = (
+        f"{found.model}, layers {first}:{last}: {size(found.weight_bytes)} of weights "
+        f"({found.dtype}{quantized})",
+        f"{found.device}: {found.device_name}{threads}, torch {found.torch}",
+    )
+    for line in lines:
+        console.print(printable(line), markup=False)
+    console.print(
+        f"\n[bold]T_d[/bold]: a decode step of streams that have {found.context} tokens each"
+    )
+    console.print(_table("streams", found.decode))
+    console.print("\n[bold]T_p[/bold]: a prefill chunk that begins a prompt")
+    console.print(_table("rows", found.prefill))
+    read, compute = found.read, found.compute
+    tile = f"in steps of {found.tile} rows" if found.tile > 1 else "without steps"
+    console.print(
+        f"\nMatrix products grow {tile}.\n"
+        f"Decode of one stream reads {size(read.bytes)} at {read.bytes_per_s / 1e9:.1f} GB/s: "
+        f"{read.share:.0%} of the {read.peak_bytes_per_s / 1e9:.1f} GB/s measured.\n"
+        f"Prefill of {compute.rows} rows computes {compute.flops_per_s / 1e12:.2f} TFLOP/s: "
+        f"{compute.share:.0%} of the {compute.peak_flops_per_s / 1e12:.2f} TFLOP/s measured."
+    )
+
+
+def _table(rows: str, points: Sequence[Point]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in (rows, "ms", "tokens/s"):
+        table.add_column(name, justify="right")
+    for point in points:
+        table.add_row(f"{point.rows}", f"{point.seconds * 1000:.2f}", f"{point.tokens_per_s:.1f}")
+    return table

@@ -1,0 +1,136 @@
+"""``molink demo``: a whole swarm on this PC, with progress, until Ctrl-C or one answer."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from molink.facts.model import Quantize
+from molink.plaintext import printable
+from molink.wire.sockets.loop import EventLoop
+from molinkd.peer.demo import DemoSwarm
+from molinkd.peer.home import Home
+from molinkd.peer.launch import AnyEvent, Ended, ModelReady, NotServed, Serving, StageNow, Trouble
+from molinkd.peer.platform import until_terminated
+from molinkd.peer.settings import Dtype
+
+_QUESTION = "What is molink?"
+_SAMPLE = {"messages": [{"role": "user", "content": _QUESTION}], "stream": True}
+
+
+class DemoConsole:
+    """Progress of a demo, on standard error: standard output is for the answer."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status: Status | None = None
+        self._stages: dict[int, str] = {}
+        self._started = False
+
+    @contextlib.contextmanager
+    def starting(self, peers: int) -> Iterator[None]:
+        """A spinner on a terminal, plain lines elsewhere."""
+        text = f"Starting {peers} {'peer' if peers == 1 else 'peers'} on this PC"
+        if not self._console.is_terminal:
+            self._console.print(f"{text} …")
+            yield
+            self._started = True
+            return
+        with self._console.status(f"{text} …") as self._status:
+            yield
+        self._status = None
+        self._started = True
+
+    def show(self, number: int, event: AnyEvent) -> None:
+        """Print what a person cares for in a daemon's event."""
+        match event:
+            case Serving():
+                self._line(f"Model {event.model}")
+            case StageNow() if self._stages.get(number) != event.text:
+                self._stages[number] = event.text
+                self._progress(f"peer {number}: {event.text}")
+            case ModelReady(ready=True):
+                self._line(f"peer {number}: {self._stages.get(number, 'no stage')}: can answer")
+            case ModelReady():
+                self._line(f"peer {number}: {event.model}: layers are being moved")
+            case NotServed() if number == 1:
+                self._line(f"{event.model} can't be served yet: {event.reason}")
+            case Ended() if not self._started:
+                pass  # the demo ends with just this
+            case Trouble() | Ended():
+                self._line(f"peer {number}: {event.text}")
+
+    def ready(self, swarm: DemoSwarm) -> None:
+        """How to use it."""
+        urls = [f"{peer.endpoint}/v1" for peer in swarm.peers]
+        self._line("\nThe swarm is ready. Every peer answers at its own endpoint:\n")
+        for url in urls:
+            self._line(f"  {url}")
+        self._line("\nTry:\n")
+        self._line(f"{sample(urls[0])}\n")
+        self._line(f"or `molink chat`, or {swarm.peers[0].endpoint}/ in a browser. Ctrl-C ends it.")
+
+    def _progress(self, text: str) -> None:
+        if self._status is None:
+            self._line(text)
+        else:
+            self._status.update(Text(printable(text)))
+
+    def _line(self, text: str) -> None:
+        self._console.print(printable(text, keep="\n"), markup=False)
+
+
+def sample(url: str, platform: str = sys.platform) -> str:
+    """A command to try, in words that the platform's shell takes."""
+    if platform == "win32":
+        return f'  molink chat "{_QUESTION}"'
+    return (
+        f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(_SAMPLE)}'"
+    )
+
+
+def run_demo(
+    home: Home,
+    peers: int,
+    dtype: Dtype,
+    model: str | None,
+    question: str | None,
+    quantize: Quantize = "none",
+) -> int:
+    """Run the demo; returns the exit code.
+
+    Raises:
+        MolinkError: it can't start; says why.
+        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+    """
+    console = DemoConsole()
+
+    async def run() -> int:
+        swarm = DemoSwarm(home, peers, dtype, model, console.show, quantize)
+        with until_terminated() as stopped:
+            try:
+                with console.starting(peers):
+                    await swarm.start()
+                if question is not None:
+                    return await asyncio.to_thread(_ask, swarm.peers[-1].endpoint, question)
+                console.ready(swarm)
+                await stopped.wait()
+                return 0
+            finally:
+                await swarm.close()
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        return runner.run(run())
+
+
+def _ask(endpoint: str, question: str) -> int:
+    from molinkd.cli.chat import run_chat
+
+    # Greedy: the demo model is small, and the same question should get the same answer.
+    return run_chat(f"{endpoint}/v1", question, temperature=0.0)

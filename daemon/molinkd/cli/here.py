@@ -1,0 +1,154 @@
+"""Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``revoke``, ``leave``."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from molink.errors import MolinkError, UsageError
+from molink.files import patiently
+from molink.plaintext import printable
+
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(help="State folder.  [default: MOLINK_HOME, else the platform's own]"),
+]
+
+
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Show the swarm: its peers, their stages, and whether it can serve."""
+    from molinkd.cli import finding
+    from molinkd.cli.tables import show_status
+
+    found = finding.need_daemon(home)
+    state = finding.fetch_status(found)
+    if as_json:
+        print(json.dumps(state, indent=2))
+    else:
+        show_status(state, demo=found.demo)
+
+
+def chat(
+    text: Annotated[str | None, typer.Argument(help="One question; none for a conversation.")] = (
+        None
+    ),
+    url: Annotated[
+        str | None, typer.Option(help="Endpoint.  [default: that of the molink on this PC]")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first there is.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MOLINK_API_KEY", help="If the endpoint wants one.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 = always the same.")] = None,
+    home: HomeOption = None,
+) -> None:
+    """Chat with the model: a conversation, or one question."""
+    from molinkd.cli import finding
+    from molinkd.cli.chat import run_chat
+
+    if url is not None and not url.lower().startswith(("http://", "https://")):
+        raise UsageError(f"--url is a URL such as http://127.0.0.1:5465, not {url!r}")
+    root = (url or finding.need_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
+    code = run_chat(
+        f"{root}/v1",
+        text,
+        model,
+        api_key,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+    )
+    raise typer.Exit(code)
+
+
+def invite(
+    ttl: Annotated[float, typer.Option(help="Hours for which it is valid; 0 = for ever.")] = 24.0,
+    home: HomeOption = None,
+) -> None:
+    """Print a new join token for other PCs."""
+    from molinkd.cli import finding
+    from molinkd.peer.home import Home
+
+    if ttl < 0:
+        raise UsageError("--ttl is a number of hours, 0 for ever")
+    print(printable(finding.fetch_invite(Home.find(home), ttl * 3600)))
+
+
+def revoke(
+    peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
+    home: HomeOption = None,
+) -> None:
+    """Shut a peer out of the swarm for good; only on the PC that runs the swarm."""
+    from molinkd.cli import finding
+    from molinkd.peer.home import Home
+
+    id = finding.revoke(Home.find(home), peer)
+    print(f"{id} is no member any more, and its invitations have ended.")
+
+
+def leave(
+    dissolve: Annotated[
+        bool, typer.Option(help="On the PC of `molink up`: end the swarm for everyone.")
+    ] = False,
+    home: HomeOption = None,
+) -> None:
+    """Leave the swarm for good; the daemon here ends."""
+    from molink.wire.messages.control import LeaveRequest
+    from molinkd.cli import finding
+    from molinkd.peer.home import Home
+    from molinkd.peer.membership import read_membership
+    from molinkd.peer.runfile import read_run_file
+
+    place = Home.find(home)
+    member = read_membership(place.membership)
+    if member is None:
+        raise UsageError(f"this PC is in no swarm (state folder {place.root})")
+    if member.own and not dissolve:
+        raise UsageError(
+            "this PC runs the swarm's coordinator: without it the swarm ends for everyone. To end "
+            "it for good, run `molink leave --dissolve`; to pause it, press Ctrl-C in its terminal."
+        )
+    note = read_run_file(place.run_file)
+    try:
+        if note is not None:
+            finding.shut_down(finding.Found(place, note), leave=True)
+            wait_until(lambda: not note.alive())
+        elif not member.own:
+            finding.ask_coordinator(place, member, LeaveRequest(ref=0))
+    except MolinkError as error:
+        reason = printable(str(error))
+        print(f"The coordinator could not be told ({reason}); forgetting the swarm here.")
+    patiently(lambda: place.membership.unlink(missing_ok=True))
+    if member.own and not wait_until(lambda: _removed(place.coordinator)):
+        raise UsageError(f"can't delete {place.coordinator}: delete it by hand")
+    print(printable(f"This PC has left swarm {member.swarm}."))
+
+
+def wait_until(met: Callable[[], bool], timeout: float = 30.0) -> bool:
+    """Look again and again until ``met``; whether it was within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not met():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _removed(folder: Path) -> bool:
+    """Delete a folder; ``False`` while a process still has files of it open (Windows)."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""The command ``molink``: finds the verb, runs it, and turns errors into one clear line."""
+
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TextIO
+
+import typer
+
+import molink
+from molink.errors import MolinkError
+from molink.plaintext import printable
+from molinkd.cli import here, running
+from molinkd.cli.bench_group import add_bench
+from molinkd.cli.late import add_late
+
+#: Exit code after Ctrl-C, as shells count it.
+INTERRUPTED = 130
+
+_HELP = "Pool the PCs you already own into one LLM server."
+
+
+def build(arguments: Sequence[str]) -> typer.Typer:
+    """The command line; groups that take long to import only if ``arguments`` name them."""
+    app = typer.Typer(
+        name="molink", help=_HELP, add_completion=False, pretty_exceptions_enable=False
+    )
+    app.callback(invoke_without_command=True)(_root)
+    commands: list[Callable[..., None]] = [
+        running.up,
+        running.join,
+        running.demo,
+        here.chat,
+        here.status,
+        here.invite,
+        here.revoke,
+        here.leave,
+        running.coordinator,
+    ]
+    for command in commands:
+        app.command()(_interruptible(command))
+    add_bench(app, arguments)
+    add_late(app, arguments, _interruptible)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"molink {molink.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line of this process and exit with its code."""
+    if sys.platform == "win32" and "PYTHONIOENCODING" not in os.environ:
+        speak_utf8((sys.stdin, sys.stdout, sys.stderr))
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def speak_utf8(streams: Iterable[TextIO | None]) -> None:
+    """Have files and pipes get UTF-8: a Windows code page lacks half of what we print."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.reconfigure(encoding="utf-8", errors="replace")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    try:
+        build(arguments)(args=list(arguments), prog_name="molink")
+    except MolinkError as error:
+        print(printable(f"molink: {error}", keep="\n"), file=sys.stderr)
+        return error.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with Ctrl-C as an ordinary end, under the exit code that shells expect."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:
+            print("Stopped.", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return guarded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Verbs that run until Ctrl-C: ``up``, ``join``, ``demo``, ``coordinator``."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from molink.errors import UsageError
+from molinkd.cli.here import HomeOption
+
+DtypeChoice = Literal["auto", "f32", "bf16", "f16"]
+QuantizeChoice = Literal["none", "int8", "nf4"]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="Folder, Hugging Face name or molink-demo.  [default: the one served last]"),
+]
+StageOption = Annotated[
+    str | None, typer.Option(help="Layers to hold here: auto, none or A:B.  [default: auto]")
+]
+NameOption = Annotated[str | None, typer.Option(help="This PC's name in the swarm.")]
+HostOption = Annotated[
+    str | None,
+    typer.Option(help="Address for other PCs to reach this one at.  [default: all interfaces]"),
+]
+AdvertiseOption = Annotated[
+    str | None, typer.Option(help="Addresses to tell to others, comma separated.")
+]
+EndpointHostOption = Annotated[
+    str | None, typer.Option(help="Address of the chat endpoint.  [default: 127.0.0.1]")
+]
+EndpointPortOption = Annotated[
+    int | None, typer.Option("--endpoint-port", "--port", help="[default: 5465]")
+]
+ControlPortOption = Annotated[int | None, typer.Option(help="[default: 5467]")]
+WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  [default: 5468-5479]")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.")]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET)."),
+]
+QuantizeOption = Annotated[
+    QuantizeChoice | None,
+    typer.Option(help="Keep the layers' weights in 8 or 4 bits.  [default: none]"),
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="Compute threads on the CPU.")]
+ChunkOption = Annotated[
+    str | None,
+    typer.Option(help="Rows of a prefill chunk: a number, or auto, as measured.  [default: auto]"),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
+]
+
+
+def up(
+    model: ModelOption = None,
+    stage: StageOption = None,
+    name: NameOption = None,
+    host: HostOption = None,
+    advertise: AdvertiseOption = None,
+    endpoint_host: EndpointHostOption = None,
+    endpoint_port: EndpointPortOption = None,
+    coordinator_port: Annotated[int | None, typer.Option(help="[default: 5466]")] = None,
+    control_port: ControlPortOption = None,
+    worker_ports: WorkerPortsOption = None,
+    device: DeviceOption = None,
+    memory: MemoryOption = None,
+    threads: ThreadsOption = None,
+    chunk_tokens: ChunkOption = None,
+    dtype: Annotated[DtypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
+    quantize: QuantizeOption = None,
+    min_peers: Annotated[
+        int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
+    ] = None,
+    api_key: KeyOption = None,
+    home: HomeOption = None,
+) -> None:
+    """Start a swarm on this PC: coordinator, a stage, and the chat endpoint."""
+    options = dict(locals())
+    _run("up", home, options, model=options.pop("model"))
+
+
+def join(
+    token: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="MOLINK_TOKEN",
+            help="What `molink up` printed; - reads it from standard input; none returns to the "
+            "swarm joined before.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Have the swarm serve this model if it serves none yet.")
+    ] = None,
+    stage: StageOption = None,
+    name: NameOption = None,
+    host: HostOption = None,
+    advertise: AdvertiseOption = None,
+    endpoint_host: EndpointHostOption = None,
+    endpoint_port: EndpointPortOption = None,
+    control_port: ControlPortOption = None,
+    worker_ports: WorkerPortsOption = None,
+    device: DeviceOption = None,
+    memory: MemoryOption = None,
+    threads: ThreadsOption = None,
+    chunk_tokens: ChunkOption = None,
+    api_key: KeyOption = None,
+    home: HomeOption = None,
+) -> None:
+    """Add this PC to a swarm, with the token that was printed where it was started."""
+    options = dict(locals())
+    token = options.pop("token")
+    if token == "-":
+        token = sys.stdin.readline().strip()
+    _run("join", home, options, model=options.pop("model"), token=token)
+
+
+def demo(
+    ask: Annotated[
+        str | None, typer.Option(help="Print the answer to one question, then end.")
+    ] = None,
+    peers: Annotated[int, typer.Option(min=1, max=8, help="How many daemons to run.")] = 3,
+    dtype: Annotated[DtypeChoice, typer.Option(help="Compute in.")] = "auto",
+    quantize: Annotated[
+        QuantizeChoice, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
+    ] = "none",
+    model: Annotated[str | None, typer.Option(help="[default: the bundled demo model]")] = None,
+    home: HomeOption = None,
+) -> None:
+    """Run a whole swarm on this PC with the bundled model, until Ctrl-C."""
+    from molinkd.cli.demonstration import run_demo
+    from molinkd.peer.home import Home
+
+    raise typer.Exit(run_demo(Home.find(home), peers, dtype, model, ask, quantize))
+
+
+def coordinator(
+    host: HostOption = None,
+    port: Annotated[int | None, typer.Option(help="[default: 5466]")] = None,
+    advertise: AdvertiseOption = None,
+    name: NameOption = None,
+    home: HomeOption = None,
+) -> None:
+    """Run a coordinator alone, without a stage or an endpoint."""
+    from molinkd.cli.alone import run_coordinator
+    from molinkd.peer.home import Home
+    from molinkd.peer.settings import load_settings
+
+    options = {"host": host, "coordinator_port": port, "advertise": advertise, "name": name}
+    place = Home.find(home)
+    run_coordinator(place, load_settings(place, options, os.environ))
+
+
+def _run(
+    role: Literal["up", "join"],
+    home: Path | None,
+    options: dict[str, Any],
+    *,
+    model: str | None = None,
+    token: str | None = None,
+) -> None:
+    from molinkd.cli.console import DaemonConsole
+    from molinkd.peer.home import Home
+    from molinkd.peer.launch import Launch
+    from molinkd.peer.process import log_to_file, run_daemon
+    from molinkd.peer.settings import load_settings
+
+    place = Home.find(home)
+    options.pop("home")
+    settings = load_settings(place, options, os.environ)
+    if role == "join" and token is not None and not token.strip():
+        raise UsageError("the token is empty: paste what `molink up` printed")
+    launch = Launch(home=str(place.root), settings=settings, role=role, model=model, token=token)
+    with log_to_file(place, settings.log_level):
+        run_daemon(launch, DaemonConsole().show)

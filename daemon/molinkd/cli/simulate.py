@@ -1,0 +1,240 @@
+"""``molink simulate``: a trace, or requests of one size, through a ring in virtual time."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from molink.bench.trace import TraceRow, read_trace
+from molink.errors import UsageError
+from molink.link.policies.create import create_policy
+from molink.link.recording import Difference, replay
+from molink.sim.picture import draw
+from molink.sim.profiles import LinkProfile, load_link
+from molink.sim.run import Outcome, simulate, simulate_all
+from molink.sim.scenario import Scenario
+from molink.sim.timeline import Timeline
+from molink.sim.workload import Workload
+from molinkd.cli import simulate_options as options
+
+#: Seconds that a picture shows unless told otherwise.
+_WINDOW = 3.0
+#: Differences of a replay that are printed.
+_SHOWN = 20
+
+
+def simulate_command(
+    trace: options.Trace = None,
+    rate: options.Rate = 0.5,
+    duration: options.Duration = 200.0,
+    warmup: options.Warmup = 0.0,
+    arrivals: options.Arrivals = "poisson",
+    max_prompt: options.Longest = 2048,
+    max_output: options.Longest = 1024,
+    input_tokens: options.InputTokens = None,
+    output_tokens: options.OutputTokens = None,
+    seed: options.Seed = 0,
+    stages: options.Stages = 3,
+    device: options.Device = "rtx4090",
+    model_profile: options.ModelProfile = "qwen-7b",
+    link: options.Link = "wan-100mbps-30ms",
+    bandwidth: options.Bandwidth = None,
+    latency: options.Latency = None,
+    congestion: options.Congestion = None,
+    max_running: options.MaxRunning = 256,
+    policy: options.Policy = "adaptive",
+    cut_through: options.CutThrough = True,
+    compression: options.Compression = "lossless",
+    micro_batches: options.MicroBatches = "auto",
+    chunk_tokens: options.ChunkTokens = "auto",
+    tensors: options.Tensors = 1,
+    as_json: options.Json = False,
+    timeline: options.Timeline = None,
+    window: options.Window = None,
+    recording: options.Replay = None,
+) -> None:
+    """Run a trace through a ring of stages in virtual time, with the deciders of the product.
+
+    Devices are rooflines of data sheets, links a bottleneck and a latency, with TCP's congestion
+    control if asked for: see the profiles.
+    """
+    if recording is not None:
+        _replay(recording, as_json=as_json)
+        return
+    if trace is None and arrivals == "trace":
+        raise UsageError("--arrivals trace needs a --trace with times")
+    if window is not None and timeline is None:
+        raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
+    workload = Workload(
+        rate,
+        duration,
+        warmup,
+        _rows(trace, input_tokens, output_tokens),
+        arrivals,
+        seed,
+        512 if input_tokens is None else input_tokens,
+        128 if output_tokens is None else output_tokens,
+        max_prompt,
+        max_output,
+    )
+    scenario = Scenario(
+        workload,
+        stages,
+        device,
+        model_profile,
+        _link(link, bandwidth, latency, congestion),
+        cut_through=cut_through,
+        compression=compression,
+        micro_batches=_auto("--micro-batches", micro_batches),
+        tensors=tensors,
+        chunk_tokens=_auto("--chunk-tokens", chunk_tokens),
+        max_running=max_running,
+    )
+    scenarios = [replace(scenario, policy=name) for name in _policies(policy)]
+    with Console(stderr=True).status("simulating …"):
+        outcomes = _run(scenarios, timeline, window)
+    _show(outcomes, as_json=as_json)
+
+
+def _rows(
+    trace: Path | None, input_tokens: int | None, output_tokens: int | None
+) -> tuple[TraceRow, ...]:
+    """Those of the trace, if there is one."""
+    if trace is None:
+        return ()
+    if input_tokens is not None or output_tokens is not None:
+        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+    return tuple(read_trace(trace))
+
+
+def _policies(names: str) -> list[str]:
+    policies = [name.strip() for name in names.split(",")]
+    for name in policies:
+        create_policy(name)
+    return policies
+
+
+def _link(
+    name: str, bandwidth: float | None, latency: float | None, congestion: str | None
+) -> LinkProfile:
+    """The link of that name, but for what is given."""
+    link = load_link(name)
+    return replace(
+        link,
+        bandwidth_mbps=link.bandwidth_mbps if bandwidth is None else bandwidth,
+        latency_ms=link.latency_ms if latency is None else latency,
+        congestion=link.congestion if congestion is None else congestion,
+    )
+
+
+def _auto(option: str, value: str) -> int:
+    """A number, or 0 for ``auto``."""
+    if value.strip().lower() == "auto":
+        return 0
+    if not value.isdecimal() or int(value) == 0:
+        raise UsageError(f"{option} is a number from 1 on or auto, not {value!r}")
+    return int(value)
+
+
+def _run(scenarios: Sequence[Scenario], picture: Path | None, window: str | None) -> list[Outcome]:
+    if picture is None:
+        return simulate_all(scenarios)
+    if picture.suffix.lower() != ".svg":
+        raise UsageError(f"--timeline draws an .svg file, not {picture}")
+    begin, end = _window(window, scenarios[0].workload)
+    timelines = [Timeline(begin, end) for _ in scenarios]
+    outcomes = [simulate(*pair) for pair in zip(scenarios, timelines, strict=True)]
+    panels = [(each.policy, seen) for each, seen in zip(scenarios, timelines, strict=True)]
+    try:
+        picture.write_text(draw(panels, scenarios[0].stages), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"can't write {picture}: {error.strerror or error}") from error
+    return outcomes
+
+
+def _window(text: str | None, workload: Workload) -> tuple[float, float]:
+    """What a picture shows: as told, or a little from the middle of the run."""
+    if text is None:
+        middle = workload.warmup + workload.duration / 2
+        return middle, middle + _WINDOW
+    try:
+        begin, end = (float(part) for part in text.split(":"))
+    except ValueError:
+        begin = end = 0.0
+    if not 0 <= begin < end < float("inf"):
+        raise UsageError(f"--window is A:B in seconds, A before B, not {text!r}")
+    return begin, end
+
+
+def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
+    if as_json:
+        found = [outcome.as_json() for outcome in outcomes]
+        print(json.dumps(found if len(found) > 1 else found[0], indent=2))
+        return
+    table = Table(
+        caption=(
+            "Seconds; idle: of each stage, while it has requests. Least time per token of this"
+            f" ring: {1000 * outcomes[0].floor_s:.1f} ms"
+        ),
+        caption_justify="left",
+        caption_style="",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("policy", no_wrap=True)
+    for column in ("done", "failed", "K", "TTFT", "p99", "TPOT", "p99", "latency", "idle"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        report = outcome.report
+        idle = sum(outcome.bubble_share) / len(outcome.bubble_share)
+        table.add_row(
+            report.policy,
+            str(report.completed),
+            str(report.failed),
+            str(outcome.micro_batches),
+            _seconds(report.ttft_s.mean, 2),
+            _seconds(report.ttft_s.p99, 2),
+            _seconds(report.tpot_s.mean, 4),
+            _seconds(report.tpot_s.p99, 4),
+            _seconds(report.latency_s.mean, 1),
+            f"{100 * max(0.0, idle):.0f} %",
+        )
+    Console().print(table)
+
+
+def _seconds(value: float | None, places: int) -> str:
+    return "–" if value is None else f"{value:.{places}f}"
+
+
+def _replay(recording: Path, *, as_json: bool) -> None:
+    try:
+        with recording.open("rb") as lines:
+            differences = replay(lines)
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"can't read the recording {recording}: {why}") from error
+    if as_json:
+        found = [_difference(each) for each in differences]
+        print(json.dumps({"recording": str(recording), "differences": found}, indent=2))
+    elif not differences:
+        print("Every decision came out the same.")
+    else:
+        for each in differences[:_SHOWN]:
+            print(f"line {each.line}: recorded {each.recorded}, now {each.replayed}")
+        print(f"{len(differences)} decisions came out otherwise.")
+    if differences:
+        raise typer.Exit(1)
+
+
+def _difference(each: Difference) -> dict[str, object]:
+    return {
+        "line": each.line,
+        "at": each.at,
+        "recorded": str(each.recorded),
+        "replayed": str(each.replayed),
+    }

@@ -1,0 +1,68 @@
+"""``molink status`` for people."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from molink.plaintext import printable
+
+
+def show_status(state: dict[str, Any], *, demo: bool) -> None:
+    """Print the state of a swarm."""
+    console = Console(highlight=False)
+    title = f"Swarm {state['swarm']}" + (" (demo)" if demo else "")
+    kept = state.get("quantize", "none")
+    model = f"{state.get('model') or 'none'}" + (f" in {kept}" if kept != "none" else "")
+    console.print(_text(f"{title}, model {model}", "bold"))
+    coordinator = state.get("coordinator")
+    if not isinstance(coordinator, dict) or coordinator.get("state") != "running":
+        console.print(_text(f"Only what this PC knows: {state.get('trouble')}", "yellow"))
+    elif not state.get("pipelines"):
+        console.print(_text(f"No pipeline: {state.get('trouble')}"))
+    console.print(_peers(state.get("peers", ())))
+    for peer in state.get("peers", ()):
+        if peer.get("reason"):
+            console.print(_text(f"{peer.get('name')} is {peer['reason']}", "yellow"))
+    for pipeline in state.get("pipelines", ()):
+        console.print(_text(_pipeline(pipeline)))
+    for one in state.get("cut_off", ()):
+        text = f"{one['name']} ({one['peer']}) was cut off by {one['by']}: {one['reason']}"
+        console.print(_text(text, "yellow"))
+
+
+def _peers(peers: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("peer", "state", "stage", "device", "endpoint", "pid"):
+        table.add_column(column)
+    for peer in peers:
+        stages = ", ".join(_stage(worker) for worker in peer.get("workers", ()))
+        cells = (
+            peer.get("name"),
+            peer.get("state"),
+            stages or "none",
+            peer.get("device"),
+            peer.get("endpoint"),
+            peer.get("daemon_pid"),
+        )
+        table.add_row(*(_text(str(cell or "")) for cell in cells))
+    return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text of peers: neither markup nor anything else that is obeyed."""
+    return Text(printable(text), style=style)
+
+
+def _stage(worker: dict[str, Any]) -> str:
+    first, last = worker["layers"]
+    state = worker.get("state", "")
+    return f"layers {first}:{last}" + (f" ({state})" if state not in ("", "ready") else "")
+
+
+def _pipeline(pipeline: dict[str, Any]) -> str:
+    ready = "ready" if pipeline.get("ready") else "not ready"
+    reason = f": {pipeline['reason']}" if pipeline.get("reason") else ""
+    return f"Pipeline {pipeline['id']} (epoch {pipeline['epoch']}) is {ready}{reason}"

@@ -1,0 +1,1 @@
+"""The coordinator: the control plane as a process of its own, with its state in SQLite."""

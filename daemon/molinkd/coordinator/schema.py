@@ -1,0 +1,117 @@
+"""The tables of the coordinator's state file, and what can be wrong with such a file."""
+
+import sqlite3
+from pathlib import Path
+
+from molink.errors import StateError
+
+SCHEMA_VERSION = 2
+
+#: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
+_STAGES = """CREATE TABLE stages (
+    pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE, stage INTEGER NOT NULL,
+    peer TEXT NOT NULL REFERENCES members (peer), first INTEGER NOT NULL, last INTEGER NOT NULL,
+    port INTEGER NOT NULL, max_blocks INTEGER NOT NULL, profile BLOB NOT NULL,
+    PRIMARY KEY (pipeline, stage)
+)
+"""
+_SCHEMA = """
+CREATE TABLE schema (version INTEGER NOT NULL);
+CREATE TABLE swarm (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, public_key TEXT NOT NULL, created REAL NOT NULL,
+    port INTEGER NOT NULL DEFAULT 0,
+    last_pipeline INTEGER NOT NULL DEFAULT 0, last_epoch INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE members (
+    ordinal INTEGER PRIMARY KEY AUTOINCREMENT, peer TEXT NOT NULL UNIQUE,
+    public_key TEXT NOT NULL UNIQUE, name TEXT NOT NULL, owner INTEGER NOT NULL,
+    standing TEXT NOT NULL CHECK (standing IN ('member', 'left', 'revoked')),
+    joined REAL NOT NULL, announced BLOB
+);
+CREATE TABLE invitations (
+    id TEXT PRIMARY KEY, public_key TEXT NOT NULL UNIQUE, created REAL NOT NULL,
+    expires INTEGER NOT NULL, creator TEXT NOT NULL REFERENCES members (peer)
+);
+CREATE TABLE models (
+    name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),
+    min_peers INTEGER NOT NULL, dtype TEXT NOT NULL, micro_batches INTEGER NOT NULL,
+    quantize TEXT NOT NULL DEFAULT 'none'
+);
+CREATE TABLE pipelines (
+    id TEXT PRIMARY KEY, model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
+    epoch INTEGER NOT NULL, formed INTEGER NOT NULL, blocks INTEGER NOT NULL,
+    micro_batches INTEGER NOT NULL, block_size INTEGER NOT NULL DEFAULT 16
+);
+"""
+
+#: What makes a file of each version one of the next: an older molink's state goes on.
+_MIGRATIONS: dict[int, tuple[str, ...]] = {
+    1: (
+        "ALTER TABLE models ADD COLUMN quantize TEXT NOT NULL DEFAULT 'none'",
+        "ALTER TABLE stages RENAME TO stages_1",
+        _STAGES,
+        "INSERT INTO stages SELECT pipeline, stage, peer, first, last, port, max_blocks, X'80' "
+        "FROM stages_1",
+        "DROP TABLE stages_1",
+        "ALTER TABLE pipelines ADD COLUMN block_size INTEGER NOT NULL DEFAULT 16",
+    ),
+}
+
+
+def prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Set the connection up, check the file and make the tables if it is new."""
+    for pragma in (
+        "locking_mode = EXCLUSIVE",
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+    connection.execute("BEGIN IMMEDIATE")
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables == 0:
+        for statement in (*_SCHEMA.split(";"), _STAGES):
+            connection.execute(statement)
+        connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
+    connection.execute("COMMIT")
+    damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if damage != "ok":
+        raise sqlite3.DatabaseError(damage)
+    version = _migrate(connection)
+    if version != SCHEMA_VERSION:
+        raise StateError(
+            f"{path} was written by a newer molink (its format is {version}, this one knows "
+            f"{SCHEMA_VERSION}): update molink on this PC"
+        )
+
+
+def _migrate(connection: sqlite3.Connection) -> int:
+    """Take the file from an older version to ours, all or nothing; returns the one it then has."""
+    (version,) = connection.execute("SELECT version FROM schema").fetchone() or (0,)
+    found: int = version
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        while found in _MIGRATIONS:
+            for statement in _MIGRATIONS[found]:
+                connection.execute(statement)
+            found += 1
+        connection.execute("UPDATE schema SET version = ?", (found,))
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+    return found
+
+
+def explain(error: Exception, path: Path) -> StateError:
+    """The error to show for one of SQLite's."""
+    if isinstance(error, StateError):
+        return error
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return StateError(f"another coordinator uses {path}: stop it first, or name another folder")
+    if isinstance(error, sqlite3.OperationalError):
+        return StateError(f"can't use {path}: {error}. Is the disk full or read-only?")
+    return StateError(
+        f"{path} is damaged ({error}): restore it from a copy, or delete it to begin a new swarm "
+        "(whose peers have to join again)"
+    )

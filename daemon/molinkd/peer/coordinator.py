@@ -1,0 +1,138 @@
+"""The coordinator process that the daemon of ``molink up`` starts, watches and starts again."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from molink.errors import UsageError, WorkerError
+from molinkd.peer.child import Child, how_it_ended
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
+START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
+#: Pauses before a coordinator that died is started again, in seconds.
+BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+#: A coordinator that ran for this long begins with the shortest pause again.
+_SETTLED_S = 60.0
+GRACE_S = 5.0
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """The line that a coordinator prints once it listens."""
+
+    port: int
+    public_key: str
+    swarm: str
+
+
+class CoordinatorProcess:
+    """One coordinator, for as long as the daemon runs."""
+
+    def __init__(
+        self,
+        arguments: Callable[[int], list[str]],
+        port: int,
+        logs: Path,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
+        """``arguments(port)`` are those of ``python -m molinkd.coordinator``."""
+        self._arguments = arguments
+        self._port = port
+        self._log_file = logs / "coordinator.log"
+        self._command = command
+        self._child: Child | None = None
+        self._announced: asyncio.Future[Announcement] | None = None
+        self._exited = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> Announcement:
+        """Start it and wait until it listens; from then on it is kept running.
+
+        Raises:
+            UsageError: it ended at once, and says why.
+        """
+        announcement = await self._launch()
+        # Members know this port: a restart has to take it again.
+        self._port = announcement.port
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        return announcement
+
+    async def close(self) -> None:
+        """End it for good."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._child is not None:
+            await self._child.stop(GRACE_S)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while there is none."""
+        return self._child.pid if self._child is not None and self._child.running else 0
+
+    async def _launch(self) -> Announcement:
+        loop = asyncio.get_running_loop()
+        announced: asyncio.Future[Announcement] = loop.create_future()
+        self._announced = announced
+        self._exited.clear()
+        child = Child(
+            "coordinator",
+            [*self._command, *self._arguments(self._port)],
+            reader=read_announcement,
+            on_message=self._said,
+            on_exit=self._ended,
+            log_file=self._log_file,
+        )
+        child.start()
+        self._child = child
+        try:
+            return await asyncio.wait_for(announced, START_TIMEOUT_S)
+        except TimeoutError:
+            await child.stop(0.0)
+            raise WorkerError(f"the coordinator did not start; see {self._log_file}") from None
+
+    def _said(self, message: object) -> None:
+        if self._announced is not None and not self._announced.done():
+            assert isinstance(message, Announcement)
+            self._announced.set_result(message)
+
+    def _ended(self, code: int) -> None:
+        self._exited.set()
+        if self._announced is not None and not self._announced.done() and self._child is not None:
+            last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
+            self._announced.set_exception(
+                UsageError(f"the coordinator can't start: {last or how_it_ended(code)}")
+            )
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        failures, begun = 0, loop.time()
+        while True:
+            await self._exited.wait()
+            if loop.time() - begun > _SETTLED_S:
+                failures = 0
+            pause = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
+            failures += 1
+            log.warning("the coordinator has ended; starting it again in %.1f s", pause)
+            await asyncio.sleep(pause)
+            begun = loop.time()
+            try:
+                await self._launch()
+            except (UsageError, WorkerError, OSError) as error:
+                log.warning("%s", error)
+                self._exited.set()
+
+
+def read_announcement(stream: BinaryIO) -> object | None:
+    """The next announcement of a coordinator; other lines are passed over."""
+    for line in iter(lambda: stream.readline(65536), b""):
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(line, type=Announcement)
+    return None

@@ -1,0 +1,242 @@
+"""A swarm of several daemons on this PC, as real processes, each with a home of its own."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import BinaryIO
+
+import msgspec
+
+from molink.errors import MolinkError, UsageError, WorkerError
+from molink.facts.model import Quantize
+from molink.files import patiently
+from molink.wire.sockets.secrets import private_folder
+from molinkd.peer.child import Child, how_it_ended
+from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.launch import (
+    AnyEvent,
+    Ended,
+    Invitation,
+    Launch,
+    Listening,
+    ModelReady,
+)
+from molinkd.peer.runfile import RunFile
+from molinkd.peer.settings import Dtype, Settings
+
+log = logging.getLogger(__name__)
+
+DAEMON_COMMAND = (sys.executable, "-P", "-m", "molinkd.peer")
+#: How many demos may run at once under one home.
+MAX_DEMOS = 8
+GRACE_S = 15.0
+#: How long a daemon of an earlier demo may still keep files open, in seconds.
+_DYING_S = 20.0
+
+
+@dataclass(slots=True)
+class DemoPeer:
+    """One daemon of a demo and what it has said so far."""
+
+    number: int
+    child: Child
+    endpoint: str = ""
+    control_port: int = 0
+    ready: bool = False
+    token: str = ""
+    ended: Ended | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class DemoSwarm:
+    """Starts the daemons of a demo, and ends them."""
+
+    def __init__(
+        self,
+        under: Home,
+        count: int,
+        dtype: Dtype,
+        model: str | None,
+        on_event: Callable[[int, AnyEvent], None],
+        quantize: Quantize = "none",
+    ) -> None:
+        """``under``: the home that the demo's own lies in. ``on_event`` gets the peer's number."""
+        self._under = under
+        self._count = count
+        self._dtype: Dtype = dtype
+        self._quantize: Quantize = quantize
+        self._model = model
+        self._on_event = on_event
+        self._lock: HomeLock | None = None
+        self._closing = False
+        self.home = under
+        self.peers: list[DemoPeer] = []
+
+    async def start(self) -> None:
+        """Start all daemons and wait until every endpoint can serve.
+
+        Raises:
+            MolinkError: one of them couldn't start; says why.
+        """
+        self.home, self._lock = take_home(self._under)
+        first = await self._launch_peer(1, None)
+        await self._until(first, lambda: bool(first.token))
+        self._share_device()
+        others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
+        for peer in (first, *others):
+            await self._until(peer, partial(getattr, peer, "ready"))
+        endpoints = tuple(peer.endpoint for peer in self.peers)
+        note = RunFile.of_this_process(first.control_port, first.endpoint, endpoints)
+        note.save(self.home.run_file)
+
+    async def close(self) -> None:
+        """End all daemons and what they started."""
+        self._closing = True
+        if self._lock is not None:
+            patiently(partial(self.home.run_file.unlink, missing_ok=True))
+        await asyncio.gather(*(peer.child.stop(GRACE_S) for peer in self.peers))
+        if self._lock is not None:
+            self._lock.release()
+
+    async def _launch_peer(self, number: int, token: str | None) -> DemoPeer:
+        home = Home(self.home.root / f"peer-{number}")
+        if home.root.exists():
+            await asyncio.to_thread(_delete, home)
+        private_folder(home.root)
+        if self.home.device.exists():
+            shutil.copyfile(self.home.device, home.device)
+        launch = Launch(
+            home=str(home.root),
+            settings=self._settings(number),
+            role="up" if token is None else "join",
+            model=self._model if token is None else None,
+            token=token,
+        )
+        peer = DemoPeer(number, self._child(number))
+        peer.child.start()
+        peer.child.send(msgspec.json.encode(launch) + b"\n")
+        self.peers.append(peer)
+        return peer
+
+    def _settings(self, number: int) -> Settings:
+        return Settings(
+            name=f"demo-{number}",
+            host="127.0.0.1",
+            endpoint_port=0,
+            coordinator_port=0,
+            control_port=0,
+            worker_ports=(0, 0),
+            device="cpu",
+            stages_here=self._count,
+            min_peers=self._count,
+            dtype=self._dtype,
+            quantize=self._quantize,
+        )
+
+    def _child(self, number: int) -> Child:
+        return Child(
+            f"demo-{number}",
+            DAEMON_COMMAND,
+            reader=read_event,
+            on_message=lambda event: self._said(number, event),
+            on_exit=lambda code: self._exited(number, code),
+            log_file=self.home.root / f"peer-{number}.log",
+        )
+
+    def _share_device(self) -> None:
+        """All daemons have the same device: measure it once, and only once for ever."""
+        measured = Home(self.home.root / "peer-1").device
+        if measured.exists():
+            shutil.copyfile(measured, self.home.device)
+
+    async def _until(self, peer: DemoPeer, met: Callable[[], bool]) -> None:
+        while not met():
+            for one in self.peers:
+                if one.ended is not None:
+                    raise _error(one.number, one.ended)
+            peer.news.clear()
+            await peer.news.wait()
+
+    def _said(self, number: int, event: object) -> None:
+        assert isinstance(event, AnyEvent)
+        peer = self.peers[number - 1]
+        match event:
+            case Listening():
+                peer.endpoint, peer.control_port = event.endpoint, event.control_port
+            case Invitation():
+                peer.token = event.token
+            case ModelReady():
+                peer.ready = event.ready
+            case Ended():
+                peer.ended = event
+        self._wake()
+        if not self._closing:
+            self._on_event(number, event)
+
+    def _exited(self, number: int, code: int) -> None:
+        peer = self.peers[number - 1]
+        if self._closing:
+            return
+        if peer.ended is None:
+            last = (peer.child.tail.splitlines() or [""])[-1]
+            peer.ended = Ended(code=1, text=f"it {how_it_ended(code)}. {last}".strip())
+        self._wake()
+        self._on_event(number, peer.ended)
+
+    def _wake(self) -> None:
+        for peer in self.peers:
+            peer.news.set()
+
+
+def take_home(under: Home) -> tuple[Home, HomeLock]:
+    """The first demo home that no other demo uses, locked.
+
+    Raises:
+        UsageError: too many demos run.
+    """
+    for home in demo_homes(under):
+        private_folder(home.root)
+        lock = HomeLock(home)
+        if lock.try_acquire():
+            patiently(partial(home.run_file.unlink, missing_ok=True))
+            return home, lock
+    raise UsageError(f"{MAX_DEMOS} demos run already under {under.root}: stop one with Ctrl-C")
+
+
+def demo_homes(under: Home) -> list[Home]:
+    """Where demos may run."""
+    return [under.demo(number) for number in range(1, MAX_DEMOS + 1)]
+
+
+def first_peer(demo: Home) -> Home:
+    """The home of the daemon that founded the demo's swarm."""
+    return Home(demo.root / "peer-1")
+
+
+def read_event(stream: BinaryIO) -> object | None:
+    """The next event of a daemon; lines that are none are passed over."""
+    for line in iter(lambda: stream.readline(65536), b""):
+        with contextlib.suppress(msgspec.MsgspecError):
+            event: AnyEvent = msgspec.json.decode(line, type=AnyEvent)
+            return event
+    return None
+
+
+def _delete(home: Home) -> None:
+    """Delete the home of an earlier demo's daemon, which may not have quite ended."""
+    try:
+        patiently(partial(shutil.rmtree, home.root), _DYING_S)
+    except OSError as error:
+        raise UsageError(
+            f"can't delete {home.root}: {error}. End what still uses it, or delete it by hand."
+        ) from error
+
+
+def _error(number: int, ended: Ended) -> MolinkError:
+    kind = UsageError if ended.code == UsageError.exit_code else WorkerError
+    return kind(f"demo peer {number} ended: {ended.text}")

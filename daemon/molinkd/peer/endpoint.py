@@ -1,0 +1,41 @@
+"""The chat endpoint as a part of the daemon: it runs in a thread of its own."""
+
+import asyncio
+
+from molinkd.api.backend import Backend
+from molinkd.api.server import EndpointServer
+from molinkd.api.settings import ApiSettings
+from molinkd.peer.settings import Settings
+
+
+class Endpoint:
+    """Starts and stops the endpoint without holding up the daemon's event loop."""
+
+    def __init__(self, settings: Settings, backend: Backend) -> None:
+        """Raises :class:`UsageError` if the settings would let strangers in."""
+        api = ApiSettings(
+            host=settings.endpoint_host,
+            api_key=settings.api_key,
+            allowed_hosts=settings.allowed_hosts,
+            max_body_bytes=settings.max_body,
+        )
+        self._port = settings.endpoint_port
+        self._server = EndpointServer(backend, api)
+
+    async def start(self) -> None:
+        """Listen on the port of the settings, or the next free one.
+
+        Raises:
+            PortInUse: no port is free.
+            UsageError: the address is none of this PC's.
+        """
+        await asyncio.to_thread(self._server.start, self._port)
+
+    async def close(self) -> None:
+        """Stop; running answers get a moment."""
+        await asyncio.to_thread(self._server.stop)
+
+    @property
+    def url(self) -> str:
+        """The endpoint's root, as seen from this PC: ``http://127.0.0.1:5465``."""
+        return self._server.url.removesuffix("/v1")

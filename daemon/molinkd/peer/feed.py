@@ -1,0 +1,43 @@
+"""Hands tokens from the daemon's event loop to the endpoint's, in another thread."""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+
+from molink.errors import MolinkError
+from molink.swarm.generation import GeneratedToken
+
+Item = GeneratedToken | MolinkError
+
+
+class Feed:
+    """A queue with one reader. Many tokens cost the reader's loop one wake-up.
+
+    Its length is bounded by the window of the request's credit.
+    """
+
+    def __init__(self) -> None:
+        """Call it on the reader's event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._items: deque[Item] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        """Add an item; from any thread."""
+        with self._lock:
+            first = not self._items
+            self._items.append(item)
+        if first:
+            with contextlib.suppress(RuntimeError):  # the reader's loop has been closed
+                self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def take(self) -> list[Item]:
+        """Wait for items and take all there are."""
+        await self._filled.wait()
+        with self._lock:
+            items = list(self._items)
+            self._items.clear()
+            self._filled.clear()
+        return items

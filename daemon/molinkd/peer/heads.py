@@ -1,0 +1,147 @@
+"""Connections to the heads of all pipelines, and which of them can take requests now."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from molink.errors import Unavailable
+from molink.facts.identity import peer_id
+from molink.swarm.stream import Target
+from molink.wire.messages.codec import Buffer, data_codec
+from molink.wire.messages.control import Route
+from molink.wire.messages.data import DataMessage
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.endpoints import endpoints
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Head:
+    route: Route
+    client: Client[DataMessage] | None = None
+
+    @property
+    def target(self) -> Target | None:
+        """Where to submit; ``None`` while the pipeline or its head can't be reached."""
+        if self.client is None or not self.client.connected or not self.route.ready:
+            return None
+        return Target(self.route.pipeline, self.route.epoch)
+
+
+class Heads:
+    """One connection per pipeline, to the worker of its stage 0.
+
+    ``on_change`` is told of a model whose usable heads may have changed; ``on_message`` gets what a
+    pipeline's head sends.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        on_change: Callable[[str], None],
+        on_message: Callable[[str, DataMessage], None],
+    ) -> None:
+        self._context = context
+        self._keys = keys
+        self._codec = data_codec()
+        self._on_change = on_change
+        self._on_message = on_message
+        self._heads: dict[str, _Head] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, route: Route) -> None:
+        """Take in where a pipeline's requests go; an older epoch than known is ignored."""
+        head = self._heads.get(route.pipeline)
+        if head is not None and route.epoch < head.route.epoch:
+            return
+        if head is None:
+            head = self._heads[route.pipeline] = _Head(route)
+        elif head.route.head != route.head or route.head is None:
+            self._disconnect(head)
+        head.route = route
+        if head.client is None:
+            self._connect(head)
+        self._on_change(route.model)
+
+    def remove(self, pipeline: str) -> None:
+        """A pipeline is no more."""
+        head = self._heads.pop(pipeline, None)
+        if head is not None:
+            self._disconnect(head)
+            self._on_change(head.route.model)
+
+    def targets(self, model: str) -> list[Target]:
+        """Pipelines that can take requests for ``model`` now."""
+        return [
+            target
+            for head in self._heads.values()
+            if head.route.model == model and (target := head.target) is not None
+        ]
+
+    def reason(self, model: str) -> str:
+        """Why the coordinator has no ready pipeline for ``model``; empty if it hasn't said."""
+        routes = [head.route for head in self._heads.values() if head.route.model == model]
+        return next((route.reason for route in routes if route.reason), "")
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """All pipelines that are known."""
+        return tuple(head.route for head in self._heads.values())
+
+    def send(self, target: Target, message: DataMessage, payload: Buffer | None = None) -> None:
+        """Send to the head of ``target``.
+
+        Raises:
+            Unavailable: it can't be reached.
+            Overloaded: it takes no more at the moment.
+            MessageTooLarge: the message is too long for its header.
+        """
+        head = self._heads.get(target.pipeline)
+        if head is None or head.client is None or head.route.epoch != target.epoch:
+            raise Unavailable(f"the head of {target.pipeline} in epoch {target.epoch} is gone")
+        head.client.send(message, payload)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for head in self._heads.values():
+            self._disconnect(head)
+        self._heads.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _connect(self, head: _Head) -> None:
+        address = head.route.head
+        if address is None or not address.addresses:
+            return
+        if address.peer != peer_id(address.public_key):
+            log.warning("the route of %s names a peer by another's id", head.route.pipeline)
+            return
+        pipeline = head.route.pipeline
+
+        def changed() -> None:
+            self._on_change(head.route.model)
+
+        head.client = Client(
+            self._context,
+            self._keys,
+            self._codec,
+            address.public_key,
+            endpoints(address.addresses, address.port),
+            name=f"the head of {pipeline}",
+            on_message=lambda message, _: self._on_message(pipeline, message),
+            on_connect=changed,
+            on_disconnect=changed,
+        )
+        head.client.start()
+
+    def _disconnect(self, head: _Head) -> None:
+        if head.client is not None:
+            task = asyncio.get_running_loop().create_task(head.client.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+            head.client = None

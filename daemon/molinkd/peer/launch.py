@@ -1,0 +1,86 @@
+"""What a daemon is started for, and what it tells whoever started it."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from molinkd.peer.settings import Settings
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The order to run a daemon: ``up`` runs the coordinator here too, ``join`` doesn't."""
+
+    #: The state folder.
+    home: str
+    settings: Settings
+    role: Literal["up", "join"]
+    #: What to serve: a name or a folder. ``None`` is for ``up`` what it served last or the demo
+    #: model, and for ``join`` nothing: the swarm has a model already.
+    model: str | None = None
+    #: The pasted token of ``join``; ``None`` returns to the remembered swarm.
+    token: str | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Something that whoever started the daemon wants to know."""
+
+
+class Serving(Event, frozen=True, kw_only=True, tag="serving"):
+    """The model that ``up`` has been asked to serve."""
+
+    model: str
+    path: str
+
+
+class Listening(Event, frozen=True, kw_only=True, tag="listening"):
+    """The daemon is up; its endpoint answers."""
+
+    name: str
+    swarm: str
+    endpoint: str
+    control_port: int
+    pid: int
+
+
+class Invitation(Event, frozen=True, kw_only=True, tag="invitation"):
+    """A join token for other PCs."""
+
+    token: str
+
+
+class StageNow(Event, frozen=True, kw_only=True, tag="stage"):
+    """What this peer's stages are doing, in one line."""
+
+    text: str
+
+
+class ModelReady(Event, frozen=True, kw_only=True, tag="ready"):
+    """Whether requests for a model can be served."""
+
+    model: str
+    ready: bool
+
+
+class NotServed(Event, frozen=True, kw_only=True, tag="not-served"):
+    """Why requests for a model can't be served; again whenever that is another reason."""
+
+    model: str
+    reason: str
+
+
+class Trouble(Event, frozen=True, kw_only=True, tag="trouble"):
+    """Something a person may have to see to; the daemon goes on."""
+
+    text: str
+
+
+class Ended(Event, frozen=True, kw_only=True, tag="ended"):
+    """The daemon can't go on. ``code`` is the exit code."""
+
+    code: int
+    text: str
+
+
+AnyEvent = Serving | Listening | Invitation | StageNow | ModelReady | NotServed | Trouble | Ended
+Announce = Callable[[AnyEvent], None]

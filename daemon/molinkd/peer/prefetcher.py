@@ -1,0 +1,77 @@
+"""Gets files for a stage that is to be, while another pipeline still serves."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from molink.errors import MolinkError
+from molink.wire.messages.control import Prefetch, Prefetched
+from molinkd.peer.store import Progress, Store
+
+log = logging.getLogger(__name__)
+
+_MAX_REASON = 400
+
+
+class Prefetcher:
+    """The newest :class:`Prefetch` of the coordinator; an earlier one ends with it."""
+
+    def __init__(self, store: Store, on_change: Callable[[], None]) -> None:
+        self._store = store
+        self._on_change = on_change
+        self._message: Prefetch | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._progress = Progress()
+        #: What reports say of it.
+        self.state: Prefetched | None = None
+
+    def begin(self, message: Prefetch) -> None:
+        """Get the files; the same wish again changes nothing while it is carried out or done."""
+        if self._message == message and self.state is not None and self.state.state != "failed":
+            self._on_change()
+            return
+        self.cancel()
+        self._message = message
+        self._progress = Progress()
+        self._say(Prefetched(number=message.number, state="fetching"))
+        self._task = asyncio.get_running_loop().create_task(self._fetch(message))
+
+    def cancel(self) -> None:
+        """End the transfer; what is whole is kept."""
+        if self._task is not None:
+            self._task.cancel()
+        self._message = self._task = self.state = None
+
+    async def close(self) -> None:
+        """End the transfer and wait for it."""
+        task = self._task
+        self.cancel()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    @property
+    def under_way(self) -> str:
+        """How far it is, for a person; empty if nothing is fetched."""
+        if self.state is None or self.state.state != "fetching" or not self._progress.total:
+            return ""
+        return str(self._progress)
+
+    async def _fetch(self, message: Prefetch) -> None:
+        reason = ""
+        try:
+            await self._store.stage(message.model, message.layers, message.sources, self._progress)
+        except MolinkError as error:
+            reason = str(error)
+            log.warning("layers %d:%d of %s: %s", *message.layers, message.model, reason)
+        except Exception as error:
+            reason = f"internal error: {error!r}"
+            log.exception("layers %d:%d of %s", *message.layers, message.model)
+        number = message.number
+        if reason:
+            self._say(Prefetched(number=number, state="failed", reason=reason[:_MAX_REASON]))
+        else:
+            self._say(Prefetched(number=number, state="done"))
+
+    def _say(self, said: Prefetched) -> None:
+        self.state = said
+        self._on_change()

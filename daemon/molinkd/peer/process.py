@@ -1,0 +1,109 @@
+"""Runs a daemon as (part of) a process: event loop, signals, log, and how it ends."""
+
+import asyncio
+import contextlib
+import logging
+import logging.handlers
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from molink.errors import MolinkError, UsageError
+from molink.plaintext import LogFormatter
+from molink.wire.sockets.loop import EventLoop
+from molinkd.descriptors import raise_descriptor_limit
+from molinkd.parent import watch_input
+from molinkd.peer.daemon import Daemon
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Announce, AnyEvent, Ended, Launch
+from molinkd.peer.platform import on_terminate
+
+#: Longest order on standard input, in bytes.
+_MAX_ORDER = 1 << 20
+
+
+def run_daemon(
+    launch: Launch,
+    announce: Announce,
+    watch: Callable[[Callable[[], None]], None] | None = None,
+) -> None:
+    """Run until Ctrl-C, a termination or an order to stop; everything has ended then.
+
+    ``watch`` is given a function, callable from any thread, that ends the daemon.
+
+    Raises:
+        MolinkError: it can't start.
+        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+    """
+
+    raise_descriptor_limit()
+
+    async def run() -> None:
+        daemon = Daemon(launch, announce)
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(daemon.stop)
+
+        if watch is not None:
+            watch(stop)
+        undo = on_terminate(stop)
+        try:
+            await daemon.run()
+        finally:
+            undo()
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(run())
+
+
+@contextlib.contextmanager
+def log_to_file(home: Home, level: str) -> Iterator[None]:
+    """Meanwhile, write the log to the home's bounded ``daemon.log``."""
+    folder = home.create().logs
+    handler = logging.handlers.RotatingFileHandler(
+        folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"
+    )
+    handler.setFormatter(LogFormatter())
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+        handler.close()
+
+
+def main() -> None:
+    """A daemon as a child process: its order on standard input, events on standard output.
+
+    It ends at the end of its standard input, so that it never outlives who started it.
+    """
+    try:
+        launch = _read_order()
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormatter())
+        logging.basicConfig(level=launch.settings.log_level.upper(), handlers=[handler])
+        run_daemon(launch, _print_event, watch_input)
+    except MolinkError as error:
+        _print_event(Ended(code=error.exit_code, text=str(error)))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _read_order() -> Launch:
+    order = sys.stdin.buffer.readline(_MAX_ORDER)
+    try:
+        return msgspec.json.decode(order, type=Launch)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"standard input holds no order for a daemon: {error}") from None
+
+
+def _print_event(event: AnyEvent) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()

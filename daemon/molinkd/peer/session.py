@@ -1,0 +1,141 @@
+"""The connection to the coordinator: a report first and then each second, announcements back.
+
+It reconnects for ever. What the coordinator has to know is in every report, so nothing is lost for
+good when the connection breaks.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq.asyncio
+
+from molink.errors import MolinkError
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import ControlMessage, Goodbye, PeerReport, Welcome
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molinkd.peer.membership import Membership
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 1.0
+#: For how long the coordinator may take note of our end, in seconds.
+GOODBYE_S = 0.5
+
+
+class Session:
+    """One peer's side of the control plane."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        membership: Membership,
+        report: Callable[[], PeerReport],
+        on_message: Callable[[ControlMessage], None],
+        on_welcome: Callable[[], None],
+    ) -> None:
+        self._report = report
+        self._on_message = on_message
+        self._on_welcome = on_welcome
+        self._client: Client[ControlMessage] = Client(
+            context,
+            keys,
+            control_codec(),
+            membership.coordinator_key,
+            membership.endpoints,
+            name="the swarm's coordinator",
+            on_message=self._take,
+            on_connect=self._connected,
+            on_disconnect=self._disconnected,
+            on_refused=self._refused,
+        )
+        self._beat: asyncio.Task[None] | None = None
+        self._last_refusal = ""
+        self._ending = False
+        #: Whether the coordinator has answered the first report of this connection.
+        self.welcome = False
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._client.start()
+        self._beat = asyncio.get_running_loop().create_task(self._beats(), name="molink-reports")
+
+    async def goodbye(self) -> None:
+        """Report no more, and tell the coordinator so if it can be told."""
+        self._ending = True
+        if not self.welcome:
+            return
+        try:
+            await self._client.request(Goodbye(ref=0), timeout=GOODBYE_S)
+        except MolinkError as error:
+            log.info("no goodbye to the coordinator: %s", error)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._beat is not None:
+            self._beat.cancel()
+            await asyncio.gather(self._beat, return_exceptions=True)
+        await self._client.close()
+
+    @property
+    def failure(self) -> str:
+        """Why there is no connection, for a person; empty if there is one."""
+        if self._client.connected:
+            return ""
+        return self._last_refusal or "the coordinator doesn't answer"
+
+    def tell(self, message: ControlMessage) -> None:
+        """Send, if there is a session; else the next session's first reports tell it."""
+        if not self.welcome or self._ending:
+            return
+        try:
+            self._client.send(message)
+        except MolinkError as error:
+            log.info("not told to the coordinator: %s", error)
+
+    async def request(self, message: ControlMessage, timeout: float = 10.0) -> ControlMessage:
+        """Ask the coordinator; what it refuses is raised as the error that it names."""
+        return (await self.request_payload(message, timeout))[0]
+
+    async def request_payload(
+        self, message: ControlMessage, timeout: float = 10.0
+    ) -> tuple[ControlMessage, bytes]:
+        """As :meth:`request`, with the reply's payload."""
+        reply, payload = await self._client.request(message, timeout=timeout)
+        return reply, b"" if payload is None else bytes(payload)
+
+    def _connected(self) -> None:
+        self._last_refusal = ""
+        self.report_now()
+
+    def _disconnected(self) -> None:
+        self.welcome = False
+        log.warning("the connection to the coordinator is lost; trying again")
+
+    def _refused(self, reason: str) -> None:
+        if reason != self._last_refusal:
+            log.warning("%s", reason)
+            self._last_refusal = reason
+
+    def _take(self, message: ControlMessage, _payload: memoryview | None) -> None:
+        if isinstance(message, Welcome):
+            self.welcome = True
+            self._on_welcome()
+        else:
+            self._on_message(message)
+
+    def report_now(self) -> None:
+        """Report at once: something has changed."""
+        if self._ending or not self._client.connected:
+            return
+        try:
+            self._client.send(self._report())
+        except MolinkError as error:
+            log.debug("no report: %s", error)
+
+    async def _beats(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            self.report_now()

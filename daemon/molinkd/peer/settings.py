@@ -1,0 +1,237 @@
+"""Settings of a daemon: defaults, then ``config.toml``, then ``MOLINK_*``, then the command line.
+
+Everything is parsed here, once; the rest of the daemon sees numbers in bytes and seconds.
+"""
+
+import platform
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import platformdirs
+
+from molink.errors import UsageError
+from molink.facts.dtypes import Compression
+from molink.facts.model import Quantize
+from molink.link.policies.create import POLICIES
+from molinkd.peer.home import Home
+
+Dtype = Literal["auto", "f32", "bf16", "f16"]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+_PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
+_COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
+_BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
+_STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
+
+
+class Share(msgspec.Struct, frozen=True):
+    """A part of a device's whole memory, in percent."""
+
+    percent: Annotated[float, msgspec.Meta(gt=0, le=100)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one daemon behaves. Sizes in bytes, times in seconds, ports 0 = any free one."""
+
+    #: What others see; the PC's name by default.
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = ""
+    #: Where control, coordinator and stage sockets listen (all are authenticated).
+    host: str = "0.0.0.0"
+    #: Addresses told to others; empty = those of this PC's interfaces.
+    advertise: tuple[str, ...] = ()
+    endpoint_host: str = "127.0.0.1"
+    endpoint_port: Port = 5465
+    coordinator_port: Port = 5466
+    control_port: Port = 5467
+    #: First and last port for stages, both included.
+    worker_ports: tuple[Port, Port] = (5468, 5479)
+    #: Demanded by the endpoint; necessary where it is bound beyond loopback.
+    api_key: str | None = None
+    #: Further names under which clients may call the endpoint (their ``Host`` header).
+    allowed_hosts: tuple[str, ...] = ()
+    #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
+    stage: str = "auto"
+    #: ``cpu``, ``cuda:N`` or ``auto``.
+    device: str = "auto"
+    #: Bytes that stages may use on the device, or a share of it; 0 = by the device.
+    memory: Annotated[int, msgspec.Meta(ge=0)] | Share = 0
+    #: Compute threads of a stage on the CPU; 0 = cores divided by ``stages_here``.
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    #: Stages of all daemons on this PC: they share its memory and its cores.
+    stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    dtype: Dtype = "auto"
+    #: How layers' weights are kept; of a model that is quantized already, as its files have them.
+    quantize: Quantize = "none"
+    min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
+    #: In flight in the ring; 0 = as measured links and devices suggest.
+    micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
+    max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    #: How rows are packed on the way to the next stage, where that pays; ``int8`` loses precision.
+    compression: Compression = "lossless"
+    #: Whether the KV of requests that are over is kept for others that begin alike.
+    prefix_cache: bool = True
+    #: How links between stages share their bandwidth (``molink.link.policies.create``).
+    link_policy: str = "adaptive"
+    #: Whether prompts' rows are computed and sent on while more of them are coming.
+    cut_through: bool = True
+    #: Folder in which stages record the decisions of their links; empty = nothing is recorded.
+    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    #: Seconds for which a request waits while no pipeline can serve it.
+    hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
+    #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
+    token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
+    #: Largest body that the endpoint takes, in bytes.
+    max_body: Annotated[int, msgspec.Meta(ge=1024)] = 2 << 20
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        match = _STAGE.match(self.stage)
+        if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
+            raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
+        if _DEVICE.match(self.device) is None:
+            raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
+        if self.link_policy not in POLICIES:
+            names = ", ".join(POLICIES)
+            raise ValueError(f"`link_policy` is one of {names}, not {self.link_policy!r}")
+        if self.worker_ports[0] > self.worker_ports[1]:
+            raise ValueError("`worker_ports` is a first and a last port")
+
+
+#: How many ports are tried where the first is taken.
+PORTS_TRIED = 16
+
+#: Settings given in one place, before they are put together.
+Layer = Mapping[str, Any]
+
+
+def load_settings(home: Home, options: Layer, environment: Mapping[str, str]) -> Settings:
+    """Put the layers together; ``options`` (of the command line) may hold ``None`` for "not given".
+
+    Raises:
+        UsageError: a value can't be used; says where it came from.
+    """
+    settings = build({}, Settings(name=_pc_name()), "the defaults")
+    common = platformdirs.user_config_path("molink", False) / "config.toml"
+    for path in (common, home.config):
+        settings = build(read_toml(path), settings, str(path))
+    settings = build(from_environment(environment), settings, "the environment (MOLINK_*)")
+    given = {name: value for name, value in options.items() if value is not None}
+    return build(given, settings, "the command line")
+
+
+def build(layer: Layer, below: Settings, where: str) -> Settings:
+    """``below`` with the values of ``layer``, converted from text where needed."""
+    values = {name: getattr(below, name) for name in below.__struct_fields__}
+    for name, value in layer.items():
+        if name not in values:
+            known = ", ".join(sorted(values))
+            raise UsageError(f"{where}: there is no setting {name!r}; known are {known}")
+        values[name] = _parse(name, value, where)
+    try:
+        return msgspec.convert(values, Settings, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UsageError(f"{where}: {_in_words(str(error), values)}") from None
+
+
+def _in_words(error: str, values: Layer) -> str:
+    """What msgspec says of a field, by the option's name."""
+    told = _COMPLAINT.match(error)
+    if told is None:
+        return error
+    name = told["field"]
+    option, value = "--" + name.replace("_", "-"), values.get(name)
+    bound = _BOUND.match(told["what"])
+    if bound is None:
+        return f"{option} can't be {value!r}: {told['what']}"
+    side = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[bound["side"]]
+    return f"{option} is {side} {bound['limit']}, not {value}"
+
+
+def read_toml(path: Path) -> Layer:
+    """Settings of a TOML file; nothing if it isn't there."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"can't read the settings in {path}: {error}") from None
+
+
+def from_environment(environment: Mapping[str, str]) -> Layer:
+    """``MOLINK_NAME`` → ``name`` and so on; ``MOLINK_VRAM_BUDGET`` is ``memory``."""
+    names = {f"MOLINK_{name.upper()}": name for name in Settings.__struct_fields__}
+    names["MOLINK_VRAM_BUDGET"] = "memory"
+    return {names[key]: text for key, text in environment.items() if key in names}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``8GB``, ``512 MiB`` or ``1073741824``.
+
+    Raises:
+        UsageError: not a size.
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise UsageError(f"not a size: {text!r}. Write for example 8GB, 512MB or 6GiB.")
+    number, unit, suffix = match.groups()
+    factor = _UNITS[unit.lower()]
+    if suffix and suffix.lower() == "ib":
+        factor = 1 << (10 * list(_UNITS).index(unit.lower()))
+    return int(float(number) * factor)
+
+
+def parse_memory(text: str) -> int | Share:
+    """Bytes as :func:`parse_size` reads them, or the share of ``80%``.
+
+    Raises:
+        UsageError: neither, or no possible share.
+    """
+    match = _PERCENT.match(text)
+    if match is None:
+        if "%" in text:
+            raise UsageError(f"not a share: {text!r}. Write for example 80%, or a size: 8GB.")
+        return parse_size(text)
+    percent = float(match[1])
+    if not 0 < percent <= 100:
+        raise UsageError(f"a share of memory is above 0% and at most 100%, not {text.strip()}")
+    return Share(percent)
+
+
+def port_range(first: int) -> tuple[int, int]:
+    """Ports to try, from ``first`` on (half-open); 0 lets the system choose one."""
+    return (first, min(65536, first + PORTS_TRIED)) if first else (0, 1)
+
+
+def _parse(name: str, value: object, where: str) -> object:
+    """Text of the environment or a TOML value in the form that the field wants."""
+    if not isinstance(value, str):
+        return value
+    if name in ("memory", "max_body"):
+        try:
+            return parse_memory(value) if name == "memory" else parse_size(value)
+        except UsageError as error:
+            raise UsageError(f"{where}: {name}: {error}") from None
+    if name in ("advertise", "allowed_hosts"):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if name in ("chunk_tokens", "micro_batches") and value.strip().lower() == "auto":
+        return 0
+    if name == "worker_ports":
+        first, dash, last = value.partition("-")
+        if not dash:
+            raise UsageError(f"{where}: worker_ports is FIRST-LAST, not {value!r}")
+        return [first.strip(), last.strip()]
+    return value
+
+
+def _pc_name() -> str:
+    return (platform.node().split(".")[0] or "peer")[:64]

@@ -1,0 +1,49 @@
+"""The state of the swarm as one peer sees it, for when the coordinator can't be asked."""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from molink.swarm.status import show_report
+from molink.wire.messages.control import PeerReport, Route
+from molinkd.peer.membership import Membership
+
+_UNREACHABLE = "this PC can't reach its first stage"
+
+
+def local_status(
+    membership: Membership,
+    me: str,
+    report: PeerReport,
+    routes: Sequence[Route],
+    reason: str,
+    usable: Collection[str],
+) -> bytes:
+    """``molink status --json`` (UTF-8) of this peer alone; ``reason`` says why no more.
+
+    ``usable`` are the pipelines whose heads this peer can reach.
+    """
+    peer = {
+        "id": me,
+        "name": report.name,
+        "address": report.addresses[0] if report.addresses else "",
+        **show_report(report),
+    }
+    status: dict[str, Any] = {
+        "swarm": membership.swarm,
+        "coordinator": {"addresses": list(membership.addresses), "state": "unreachable"},
+        "model": routes[0].model if routes else None,
+        "peers": [peer],
+        "pipelines": [
+            {
+                "id": route.pipeline,
+                "epoch": route.epoch,
+                "ready": route.pipeline in usable,
+                "stages": [],
+                "reason": "" if route.pipeline in usable else route.reason or _UNREACHABLE,
+            }
+            for route in routes
+        ],
+        "trouble": reason,
+    }
+    return json.dumps(status).encode("utf-8")

@@ -1,0 +1,84 @@
+"""What a worker needs of the model it runs, apart from how that is computed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from molink.checkpoint.config import WeightDType
+from molink.facts.profile import Profile
+from molink.ring.segment import Executing
+from molink.wire.messages.pipe import Start
+from molinkd.worker.requests import RequestTable
+
+#: Calls a function with its argument on the ring's thread.
+HandOver = Callable[..., object]
+
+
+class StageConfig(Protocol):
+    """What a place in a ring depends on of a model, as ``ModelConfig`` says."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a row."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest request."""
+
+    @property
+    def keys_depend_on_length(self) -> bool:
+        """Whether what is computed of a token depends on how long its request may become."""
+
+
+class LoadedStage(Protocol):
+    """Layers that are ready to run; :class:`molink.stage.stage.Stage` is one."""
+
+    @property
+    def config(self) -> StageConfig:
+        """The model that the layers are of."""
+
+    @property
+    def travel_dtype(self) -> WeightDType:
+        """Of rows on their way."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes tokens."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it samples."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all its weights."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one KV block."""
+
+    def allocate(self, blocks: int, block_size: int) -> None:
+        """Make a fresh KV pool; an earlier one is dropped first."""
+
+
+class Computing(Executing, Protocol):
+    """An executor that can be ended."""
+
+    def close(self) -> None:
+        """End after the steps that are queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded stage, how long its steps take, and what runs them (one per epoch)."""
+
+    stage: LoadedStage
+    profile: Profile
+    executor: Callable[[RequestTable, HandOver], Computing]
+
+
+#: Loads what :class:`Start` asks for; it is called on a thread of its own.
+LoadEngine = Callable[[Start], Engine]

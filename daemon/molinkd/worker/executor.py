@@ -1,0 +1,73 @@
+"""The compute thread of a worker."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from molink.ring.segment import Segment, SegmentResult, StepDone
+from molink.stage.memory import is_out_of_memory, release_cached
+from molink.stage.stage import Stage
+from molinkd.worker.requests import RequestTable
+from molinkd.worker.step import failed_step, run_step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    segments: Sequence[Segment]
+    done: Callable[[StepDone], None]
+
+
+class Executor:
+    """Runs steps one after another on a thread that owns the device.
+
+    An exception in a step (out of memory, say) fails the step's rows and nothing else.
+    """
+
+    def __init__(
+        self, stage: Stage, requests: RequestTable, hand_over: Callable[..., object]
+    ) -> None:
+        """``hand_over(function, argument)`` calls a function on the ring's thread."""
+        self._stage = stage
+        self._requests = requests
+        self._hand_over = hand_over
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        """Queue a step."""
+        self._jobs.put(_Job(segments, done))
+
+    def close(self) -> None:
+        """End after the steps that are queued."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            began = time.perf_counter()
+            results, error, out_of_memory = self._step(job)
+            seconds = time.perf_counter() - began
+            self._hand_over(job.done, StepDone(results, seconds, error, out_of_memory))
+
+    def _step(self, job: _Job) -> tuple[Sequence[SegmentResult], str | None, bool]:
+        """Results, what went wrong if anything did, and whether that was memory."""
+        try:
+            return run_step(self._stage, self._requests, job.segments), None, False
+        except Exception as caught:
+            log.exception("a step failed; its rows are reported as failed")
+            error = f"{type(caught).__name__}: {caught}"
+            out_of_memory = is_out_of_memory(caught)
+        # Only now are the step's tensors gone: its frames held them as long as the exception did.
+        try:
+            if out_of_memory:
+                release_cached()
+            return failed_step(self._stage, self._requests, job.segments), error, out_of_memory
+        except Exception as caught:
+            log.exception("nor can its rows be reported as failed")
+            return (), f"{error}; then {type(caught).__name__}: {caught}", out_of_memory

@@ -1,0 +1,165 @@
+"""One incoming link: the previous stage's two connections to our server, around a LinkReceiver."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from molink.link.heartbeat import Progress
+from molink.link.receiver import Arrival, LinkReceiver
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import Ack, Beat, DataMessage, Frame, Lane, LinkHello
+from molink.wire.sockets.server import Sender
+
+
+class Answering(Protocol):
+    """The part of :class:`molink.wire.sockets.server.Server` that a link needs."""
+
+    def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
+        """Answer on a connection."""
+
+    def offend(self, user_id: str, reason: str) -> None:
+        """Count a misdeed."""
+
+
+@dataclass(slots=True)
+class InLinkStats:
+    """What happened on a link so far, beside its receiver's counters."""
+
+    #: Hellos of another peer, pipeline, epoch or stage.
+    strangers: int = 0
+    #: Messages on connections that are no lane of this link.
+    unbound: int = 0
+
+
+class InLink:
+    """Takes what the previous stage sends, for one epoch, and answers it."""
+
+    def __init__(
+        self,
+        server: Answering,
+        receiver: LinkReceiver,
+        pipeline: str,
+        from_stage: int,
+        user_id: str,
+        progress: Callable[[], Progress],
+        on_arrival: Callable[[Arrival], None],
+    ) -> None:
+        """``user_id`` is the peer that runs stage ``from_stage``: nobody else may send.
+
+        ``on_arrival`` is told what has come, once and in order.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._server = server
+        self._receiver = receiver
+        self._pipeline = pipeline
+        self._from_stage = from_stage
+        self._user_id = user_id
+        self._progress = progress
+        self._on_arrival = on_arrival
+        self._identities: dict[Lane, bytes] = {}
+        self._lanes: dict[bytes, Lane] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.stats = InLinkStats()
+        #: The last beat of the previous stage.
+        self.beat: Beat | None = None
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """What happened so far, as ``/metrics`` names it."""
+        received, stats = self._receiver.counters, self.stats
+        counts = {
+            "frames": received.frames,
+            "bytes": received.nbytes,
+            "duplicates": received.duplicates,
+            "gaps": received.gaps,
+            "old_epochs": received.old_epochs,
+            "garbage": received.garbage,
+            "strangers": stats.strangers,
+            "unbound": stats.unbound,
+        }
+        return {f"link_received_{name}_total": float(count) for name, count in counts.items()}
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What is the case now, as ``/metrics`` names it."""
+        return {
+            "link_unfinished_volumes": float(self._receiver.unfinished),
+            "link_unfinished_bytes": float(self._receiver.unfinished_bytes),
+        }
+
+    def close(self) -> None:
+        """Forget the link."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._lanes.clear()
+        self._identities.clear()
+
+    def handle(self, sender: Sender, message: DataMessage, payload: memoryview | None) -> bool:
+        """Take a message from the server; ``False`` if it is none of a link's."""
+        match message:
+            case LinkHello():
+                self._hello(sender, message)
+            case Frame() | Beat() if sender.identity not in self._lanes:
+                self.stats.unbound += 1
+            case Frame():
+                self._frame(sender, message, payload)
+            case Beat():
+                self._answer(sender, message)
+            case _:
+                return False
+        return True
+
+    def _hello(self, sender: Sender, hello: LinkHello) -> None:
+        """Bind a connection to its lane, and say what has already arrived on it.
+
+        A hello of another epoch is not answered: the previous stage repeats it until both agree.
+        """
+        expected = LinkHello(self._pipeline, self._receiver.epoch, self._from_stage, hello.lane)
+        if hello != expected or sender.user_id != self._user_id:
+            self.stats.strangers += 1
+            if hello == expected:
+                self._server.offend(sender.user_id, "says it is a stage that it is not")
+            return
+        before = self._identities.pop(hello.lane, b"")
+        self._lanes.pop(before, None)
+        self._lanes[sender.identity] = hello.lane
+        self._identities[hello.lane] = sender.identity
+        self._server.send(sender.identity, self._receiver.ack(hello.lane))
+
+    def _frame(self, sender: Sender, frame: Frame, payload: memoryview | None) -> None:
+        if self._lanes[sender.identity] is not frame.lane:
+            self.stats.unbound += 1
+            self._server.offend(sender.user_id, f"a frame of the {frame.lane.name} lane elsewhere")
+            return
+        garbage = self._receiver.counters.garbage
+        for arrival in self._receiver.frame(frame, payload, self._loop.time()):
+            self._on_arrival(arrival)
+        if self._receiver.counters.garbage > garbage:
+            self._server.offend(sender.user_id, self._receiver.fault)
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Send the acknowledgements that are due and wake for the next."""
+        for ack in self._receiver.acks(self._loop.time()):
+            self._send_ack(ack)
+        at = self._receiver.wake_at
+        if at is not None and self._timer is None:
+            self._timer = self._loop.call_at(at, self._acknowledge_again)
+
+    def _acknowledge_again(self) -> None:
+        self._timer = None
+        self._acknowledge()
+
+    def _send_ack(self, ack: Ack) -> None:
+        identity = self._identities.get(ack.lane)
+        if identity is not None:
+            self._server.send(identity, ack)
+
+    def _answer(self, sender: Sender, beat: Beat) -> None:
+        self.beat = beat
+        own = self._progress()
+        now = self._loop.time()
+        epoch = self._receiver.epoch
+        answer = Beat(epoch, own.completed, own.queued, now, beat.sent_at, own.predicted)
+        self._server.send(sender.identity, answer)

@@ -1,0 +1,78 @@
+"""The worker's end of the pipe to its daemon."""
+
+import asyncio
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO, NoReturn
+
+import msgspec
+
+from molink.errors import WireError
+from molink.wire.messages.base import Message
+from molink.wire.messages.pipe import Start, ToWorker, read_pipe, write_pipe
+
+
+class DaemonPipe:
+    """Reads orders from stdin in a thread of its own and writes reports to stdout.
+
+    The end of the pipe ends the process at once and from whatever it is doing, a running CUDA
+    kernel or a load of weights included: no worker outlives its daemon.
+    """
+
+    def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+    @classmethod
+    def on_stdio(cls) -> "DaemonPipe":
+        """Take over stdin and stdout; whatever else prints goes to stderr from now on."""
+        reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        return cls(reader, writer)
+
+    def read_start(self) -> Start:
+        """Block for the first message.
+
+        Raises:
+            WireError: it is something else, or there is none.
+        """
+        message = read_pipe(self._reader, self._decoder)
+        if not isinstance(message, Start):
+            raise WireError(f"the first message on the pipe is {type(message).__name__}, not Start")
+        return message
+
+    def send(self, message: Message) -> None:
+        """Report to the daemon; may be called from any thread."""
+        with self._lock:
+            write_pipe(self._writer, message)
+
+    def listen(self, loop: asyncio.AbstractEventLoop, handle: Callable[[ToWorker], None]) -> None:
+        """From now on call ``handle`` on ``loop`` for every message; exit at the pipe's end."""
+
+        def read() -> None:
+            code = 0
+            try:
+                while (message := read_pipe(self._reader, self._decoder)) is not None:
+                    loop.call_soon_threadsafe(handle, message)
+            except (WireError, RuntimeError) as error:  # RuntimeError: the loop has closed
+                print(f"molink worker: pipe: {error}", file=sys.stderr, flush=True)
+                code = 1
+            leave(code)
+
+        threading.Thread(target=read, name="daemon-pipe", daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, whatever its threads hold or do.
+
+    The pipe's thread may be in the middle of a read, which an ordinary exit waits for or aborts
+    on; on Windows ``os._exit`` still runs the exit code of every DLL, CUDA's included.
+    """
+    if sys.platform == "win32":
+        ctypes.windll.kernel32.TerminateProcess(ctypes.c_void_p(-1), code)
+    os._exit(code)

@@ -1,0 +1,169 @@
+"""One fused forward pass of a stage: what goes in, what comes out."""
+
+from collections.abc import Sequence
+
+import torch
+
+from molink.ring.segment import Segment, SegmentResult
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.sampling.sampler import SampledToken, SampleRow, sample
+from molink.stage.stage import Stage
+from molink.stage.transfer import download
+from molink.wire.messages.data import Choice, Rows, Sampled, TopLogprobs, Volume
+from molinkd.worker.requests import RequestTable
+
+
+@torch.inference_mode()
+def run_step(
+    stage: Stage, requests: RequestTable, segments: Sequence[Segment]
+) -> list[SegmentResult]:
+    """Run all segments as one token-flat forward pass, decode and prefill rows together.
+
+    A request that failed at an earlier stage arrives as rows that are not finite. They are computed
+    as zeros, so that nothing unusable enters the KV pool, and leave as NaN again, so that the tail
+    reports the request as failed.
+    """
+    groups = [rows for segment in segments for rows in segment.volume.rows]
+    # All tables first: rows already in flight rely on them, even if this step fails.
+    for rows in groups:
+        requests[rows.request].blocks.extend(rows.blocks)
+    for rows in groups:
+        if rows.source >= 0:
+            stage.copy_block(rows.source, requests[rows.request].blocks, rows.start)
+    tokens, hidden = _gather_input(stage, segments)
+    if hidden is not None:
+        hidden = _mark_failed(requests, groups, hidden)
+    batch = StageInput(
+        tokens=tokens,
+        hidden=hidden,
+        sequences=tuple(
+            SequenceRows(
+                rows.start, rows.count, requests[rows.request].blocks, stage.config.context
+            )
+            for rows in groups
+        ),
+        logit_rows=_sampling_rows(groups),
+    )
+    return _results(stage, requests, segments, stage.forward(batch))
+
+
+@torch.inference_mode()
+def failed_step(
+    stage: Stage, requests: RequestTable, segments: Sequence[Segment]
+) -> list[SegmentResult]:
+    """The results of a step that could not be run: all of its requests have failed."""
+    groups = [rows for segment in segments for rows in segment.volume.rows]
+    for rows in groups:
+        requests[rows.request].failed = True
+    if stage.is_last:
+        shape = (len(_sampling_rows(groups)), stage.config.vocab_size)
+        return _results(stage, requests, segments, torch.empty(shape))
+    shape = (sum(rows.count for rows in groups), stage.config.hidden_size)
+    output = torch.empty(shape, dtype=TORCH_DTYPES[stage.travel_dtype])
+    return _results(stage, requests, segments, output)
+
+
+def _gather_input(
+    stage: Stage, segments: Sequence[Segment]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Token ids ``[T]`` at the first stage, hidden rows ``[T, H]`` at the others."""
+    if stage.is_first:
+        ids = [token for segment in segments for token in _kept_tokens(segment)]
+        return torch.tensor(ids, dtype=torch.int64), None
+    parts = []
+    for segment in segments:
+        rows = torch.frombuffer(segment.data, dtype=TORCH_DTYPES[stage.travel_dtype])
+        rows = rows.view(-1, stage.config.hidden_size)
+        parts.append(rows if segment.kept is None else rows[list(segment.kept)])
+    return None, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _mark_failed(
+    requests: RequestTable, groups: Sequence[Rows], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Find requests with unusable rows in ``hidden`` ``[T, H]``; returns it with these as zeros."""
+    usable = torch.isfinite(hidden).all(dim=1)
+    if bool(usable.all()):
+        return hidden
+    first = 0
+    for rows in groups:
+        if not bool(usable[first : first + rows.count].all()):
+            requests[rows.request].failed = True
+        first += rows.count
+    return hidden.masked_fill(~usable[:, None], 0)
+
+
+def _kept_tokens(segment: Segment) -> Sequence[int]:
+    tokens: Sequence[int] = segment.data
+    if segment.kept is None:
+        return tokens
+    return [tokens[index] for index in segment.kept]
+
+
+def _sampling_rows(groups: Sequence[Rows]) -> tuple[int, ...]:
+    """Flat index of the last row of each group that samples."""
+    indices, end = [], 0
+    for rows in groups:
+        end += rows.count
+        if rows.sample:
+            indices.append(end - 1)
+    return tuple(indices)
+
+
+def _results(
+    stage: Stage, requests: RequestTable, segments: Sequence[Segment], output: torch.Tensor
+) -> list[SegmentResult]:
+    """Cut the fused output, rows ``[T, H]`` or logits ``[samples, V]``, into its volumes."""
+    if stage.is_last:
+        return _sample(segments, requests, output)
+    parts, first = [], 0
+    for segment in segments:
+        begin = first
+        for rows in segment.volume.rows:
+            if requests[rows.request].failed:
+                output[first : first + rows.count] = torch.nan
+            first += rows.count
+        parts.append(output[begin:first])
+    return [
+        SegmentResult(segment.volume, data, None)
+        for segment, data in zip(segments, download(parts), strict=True)
+    ]
+
+
+def _sample(
+    segments: Sequence[Segment], requests: RequestTable, logits: torch.Tensor
+) -> list[SegmentResult]:
+    """Sample a token for every group that wants one; ``logits`` is ``[samples, V]``."""
+    wanted = [rows for segment in segments for rows in segment.volume.rows if rows.sample]
+    inputs = []
+    for rows in wanted:
+        state = requests[rows.request]
+        position = rows.start + rows.count
+        inputs.append(SampleRow(state.sampling, position, state.history))
+    drawn = iter(sample(logits, inputs) if inputs else [])
+    results = []
+    for segment in segments:
+        pairs = [(rows, next(drawn) if rows.sample else None) for rows in segment.volume.rows]
+        results.append(_sampled(segment.volume, requests, pairs))
+    return results
+
+
+def _sampled(
+    volume: Volume, requests: RequestTable, pairs: list[tuple[Rows, SampledToken | None]]
+) -> SegmentResult:
+    """Put a volume's tokens into messages, and into the history where penalties need it."""
+    choices, tops, failed = [], [], []
+    for rows, drawn in pairs:
+        state, position = requests[rows.request], rows.start + rows.count
+        if state.failed or (rows.sample and drawn is None):
+            failed.append(rows.request)
+        elif drawn is not None:
+            if state.sampling.needs_history:
+                state.history.add_generated((drawn.token,))
+            choices.append(Choice(rows.request, position, drawn.token, drawn.logprob))
+            if drawn.top:
+                ids, logprobs = zip(*drawn.top, strict=True)
+                tops.append(TopLogprobs(rows.request, position, ids, logprobs))
+    sampled = Sampled(volume.tick, tuple(choices), tuple(failed))
+    return SegmentResult(volume, None, sampled, tuple(tops))

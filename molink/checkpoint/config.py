@@ -1,0 +1,115 @@
+"""What ``config.json`` says of a model, as far as the decoder has to know."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from molink.checkpoint.families import ARCHITECTURES, Family, parse_traits
+from molink.checkpoint.fields import Fields, read_json
+from molink.checkpoint.prequantized import parse_quantized
+from molink.checkpoint.rope import MAX_CONTEXT
+from molink.checkpoint.traits import Traits
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.facts.model import Quantize
+
+#: Element types of weights that can be computed with, by the names of the wire.
+WeightDType = Literal["f32", "bf16", "f16"]
+
+_DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+#: Extents beyond these are a damaged config, not a model (also bounds what is allocated).
+_MAX_LAYERS = 4096
+_MAX_HIDDEN = 2**17
+_MAX_INTERMEDIATE = 2**20
+_MAX_VOCABULARY = 2**21
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Traits):
+    """A decoder: the traits of its family, its size, and what belongs to no layer.
+
+    ``context`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
+    those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored.
+    """
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    intermediate_size: int
+    norm_eps: float
+    context: int
+    dtype: WeightDType
+    eos_ids: tuple[int, ...]
+    quantized: Quantize = "none"
+
+    @classmethod
+    def load(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
+        """Read ``config.json`` and, if there, ``generation_config.json``.
+
+        ``fallback_dtype`` is for a config that doesn't state the weights' type.
+
+        Raises:
+            UnsupportedModel: an architecture or feature that isn't implemented; named.
+            BrokenModel: the file is missing, no JSON, or a field is impossible; named.
+        """
+        path = folder / "config.json"
+        config = read_json(path)
+        generation = folder / "generation_config.json"
+        extra = read_json(generation) if generation.is_file() else {}
+        stops = Fields(extra, str(generation)).integers("eos_token_id")
+        return _parse(config, str(path), stops, fallback_dtype)
+
+
+def _parse(
+    raw: Mapping[str, Any], where: str, stops: tuple[int, ...], fallback: WeightDType
+) -> ModelConfig:
+    family = _family(raw, where)
+    fields = Fields(raw, where)
+    hidden = fields.integer("hidden_size", most=_MAX_HIDDEN)
+    layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
+    positions = fields.integer("max_position_embeddings", 2048, MAX_CONTEXT)
+    eps = fields.number("rms_norm_eps", 1e-6)
+    if eps < 0:
+        raise BrokenModel(f"{where}: rms_norm_eps {eps} has to be positive")
+    traits = parse_traits(family, fields, layers)
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
+        hidden_size=hidden,
+        layers=layers,
+        intermediate_size=fields.integer("intermediate_size", most=_MAX_INTERMEDIATE),
+        norm_eps=eps,
+        context=max(positions, traits.rope.reach),
+        dtype=_dtype(fields, fallback),
+        eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
+        quantized=parse_quantized(raw, where),
+        **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
+    )
+
+
+def _family(raw: Mapping[str, Any], where: str) -> Family:
+    named = raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if name is None:
+        by_type = {family: architecture for architecture, family in ARCHITECTURES.items()}
+        model_type = raw.get("model_type")
+        name = by_type.get(cast(Family, model_type)) if isinstance(model_type, str) else None
+        name = name or model_type
+    if not isinstance(name, str):
+        raise BrokenModel(f"{where}: architectures is missing")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(f"{where}: architecture {name} is not supported; these are: {known}")
+    return ARCHITECTURES[name]
+
+
+def _dtype(fields: Fields, fallback: WeightDType) -> WeightDType:
+    name = fields.text("dtype", fields.text("torch_dtype", ""))
+    if not name:
+        return fallback
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise UnsupportedModel(f"{fields.where}: dtype {name!r} is not supported (only {known})")
+    return _DTYPES[name]

@@ -1,0 +1,94 @@
+"""Layers whose MLP is a choice of experts: how many there are, and which layers have them."""
+
+from dataclasses import dataclass
+
+from molink.checkpoint.fields import Fields
+from molink.errors import BrokenModel
+
+#: A damaged config must not make a list of tensors that exhausts memory.
+_MAX_EXPERTS = 1024
+_MAX_EXPERTS_OF_MODEL = 2**16
+_MAX_INNER = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a model's layers, and how their tensors are called.
+
+    A row goes through the ``chosen`` of ``count`` experts that the router prefers; with
+    ``normalized`` their weights sum to 1. Layers in ``dense`` have a plain MLP. ``module``,
+    ``gate``, ``up`` and ``down`` are parts of the tensors' names.
+    """
+
+    count: int
+    chosen: int
+    inner_size: int
+    normalized: bool
+    dense: frozenset[int] = frozenset()
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    @property
+    def router(self) -> str:
+        """Name of the projection that rates the experts."""
+        return f"{self.module}.gate"
+
+    def projections(self, index: int) -> tuple[str, str, str]:
+        """Names of an expert's gate, up and down projections."""
+        prefix = f"{self.module}.experts.{index}."
+        return prefix + self.gate, prefix + self.up, prefix + self.down
+
+
+def mixtral_experts(fields: Fields, layers: int) -> Experts:
+    """Experts as Mixtral has them: in all layers.
+
+    Raises:
+        BrokenModel: a field that is impossible; named.
+    """
+    experts = Experts(
+        count=fields.integer("num_local_experts", 8, most=_MAX_EXPERTS),
+        chosen=fields.integer("num_experts_per_tok", 2),
+        inner_size=fields.integer("intermediate_size", most=_MAX_INNER),
+        normalized=True,
+        module="block_sparse_moe",
+        gate="w1",
+        up="w3",
+        down="w2",
+    )
+    return _checked(experts, layers, fields.where)
+
+
+def qwen3_experts(fields: Fields, layers: int) -> Experts:
+    """Experts as Qwen3-MoE has them: each ``decoder_sparse_step``-th layer, with exceptions.
+
+    Raises:
+        BrokenModel: a field that is impossible; named.
+    """
+    step = fields.integer("decoder_sparse_step", 1)
+    plain = frozenset(fields.integers("mlp_only_layers"))
+    # transformers 5 writes `num_local_experts` for what checkpoints call `num_experts`.
+    known = fields.integer("num_local_experts", 128, most=_MAX_EXPERTS)
+    experts = Experts(
+        count=fields.integer("num_experts", known, most=_MAX_EXPERTS),
+        chosen=fields.integer("num_experts_per_tok", 8),
+        inner_size=fields.integer("moe_intermediate_size", 768, most=_MAX_INNER),
+        normalized=fields.boolean("norm_topk_prob", False),
+        dense=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
+    )
+    return _checked(experts, layers, fields.where)
+
+
+def _checked(experts: Experts, layers: int, where: str) -> Experts:
+    if experts.chosen > experts.count:
+        raise BrokenModel(
+            f"{where}: num_experts_per_tok {experts.chosen} is more than the {experts.count} "
+            "experts there are"
+        )
+    if experts.count * layers > _MAX_EXPERTS_OF_MODEL:
+        raise BrokenModel(
+            f"{where}: num_experts {experts.count} in {layers} layers are over "
+            f"{_MAX_EXPERTS_OF_MODEL} experts"
+        )
+    return experts

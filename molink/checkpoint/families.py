@@ -1,0 +1,244 @@
+"""What sets the families of models apart, told in facts that the decoder can obey.
+
+Supported, by the name in ``architectures``:
+
+- ``LlamaForCausalLM``: Llama 2 and 3.x
+- ``MistralForCausalLM``: sliding windows
+- ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
+- ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
+- ``MixtralForCausalLM``, ``Qwen3MoeForCausalLM``: experts
+- ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM`` (text): four norms a layer, bounded scores, a rope of
+  their own for layers with a window
+
+Everything beyond this module knows facts only, no family. Defaults are those of transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from molink.checkpoint.experts import mixtral_experts, qwen3_experts
+from molink.checkpoint.fields import Fields
+from molink.checkpoint.rope import (
+    RopeConfig,
+    RopeHabits,
+    RopeKind,
+    check_rope,
+    parse_rope,
+    parse_two_ropes,
+)
+from molink.checkpoint.traits import Activation, Traits
+from molink.checkpoint.windows import (
+    refuse_windows,
+    same_window,
+    windows_of_kinds,
+    windows_of_upper_layers,
+)
+from molink.errors import BrokenModel, UnsupportedModel
+
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text"
+]
+
+#: ``architectures`` of config.json → family, which is also its ``model_type``.
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 1024
+
+
+def parse_traits(family: Family, fields: Fields, layers: int) -> Traits:
+    """Read what a config of ``family`` says of its ``layers`` layers.
+
+    Raises:
+        UnsupportedModel: a feature that isn't implemented; named.
+        BrokenModel: a field that is missing, of the wrong type or impossible; named.
+    """
+    traits = _FAMILIES[family](fields, layers)
+    _check_heads(traits, fields.where)
+    for rope in (traits.rope, traits.local_rope):
+        if rope is not None:
+            check_rope(rope, traits.head_dim, fields.where)
+    return traits
+
+
+def _base(
+    fields: Fields,
+    layers: int,
+    *,
+    head_dim: int | None = None,
+    activation: Activation | None = None,
+    rope: RopeConfig | None = None,
+) -> Traits:
+    """What all families have. Without ``head_dim`` its default is the heads' share of a row."""
+    heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
+    share = max(1, fields.integer("hidden_size") // heads)
+    head_dim = fields.integer("head_dim", head_dim or share)
+    return Traits(
+        heads=heads,
+        kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        windows=(0,) * layers,
+        rope=rope or parse_rope(fields),
+        activation=activation or _activation(fields, "hidden_act", "silu"),
+        tied=fields.boolean("tie_word_embeddings", False),
+    )
+
+
+def _llama(fields: Fields, layers: int) -> Traits:
+    refuse_windows(fields)
+    biased = fields.boolean("attention_bias", False)
+    return replace(
+        _base(fields, layers),
+        attention_bias=biased,
+        output_bias=biased,
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
+def _mistral(fields: Fields, layers: int) -> Traits:
+    return replace(_base(fields, layers), windows=same_window(fields, layers, 4096))
+
+
+def _qwen2(fields: Fields, layers: int) -> Traits:
+    windows = windows_of_upper_layers(fields, layers)
+    return replace(_base(fields, layers), windows=windows, attention_bias=True)
+
+
+def _qwen3(fields: Fields, layers: int) -> Traits:
+    biased = fields.boolean("attention_bias", False)
+    return replace(
+        _base(fields, layers, head_dim=128),
+        windows=windows_of_upper_layers(fields, layers),
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+    )
+
+
+def _phi3(fields: Fields, layers: int) -> Traits:
+    aliases: dict[str, RopeKind] = {"su": "longrope", "yarn": "longrope"}
+    habits = RopeHabits(aliases=aliases, partial=True, original_context=4096)
+    return replace(
+        _base(fields, layers, rope=parse_rope(fields, habits)),
+        windows=same_window(fields, layers, None),
+        merged=True,
+    )
+
+
+def _mixtral(fields: Fields, layers: int) -> Traits:
+    return replace(
+        _base(fields, layers, rope=parse_rope(fields, RopeHabits(theta=1e6))),
+        windows=same_window(fields, layers, None),
+        experts=mixtral_experts(fields, layers),
+    )
+
+
+def _qwen3_moe(fields: Fields, layers: int) -> Traits:
+    biased = fields.boolean("attention_bias", False)
+    sliding = fields.boolean("use_sliding_window", False)
+    return replace(
+        _base(fields, layers),
+        windows=same_window(fields, layers, 4096) if sliding else (0,) * layers,
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+        experts=qwen3_experts(fields, layers),
+    )
+
+
+def _gemma2(fields: Fields, layers: int) -> Traits:
+    return replace(
+        _gemma(fields, layers, parse_rope(fields)),
+        windows=windows_of_kinds(fields, layers, full_every=2),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", 50.0),
+        final_softcap=_softcap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(fields: Fields, layers: int) -> Traits:
+    """Text of Gemma 3. As in transformers, ``attn_logit_softcapping`` does nothing."""
+    rope, local_rope = parse_two_ropes(fields, RopeHabits(theta=1e6), RopeHabits())
+    pattern = fields.integer("sliding_window_pattern", 6)
+    return replace(
+        _gemma(fields, layers, rope),
+        windows=windows_of_kinds(fields, layers, full_every=pattern),
+        local_rope=local_rope,
+        final_softcap=_softcap(fields, "final_logit_softcapping", None),
+        qk_norm=True,
+    )
+
+
+def _gemma(fields: Fields, layers: int, rope: RopeConfig) -> Traits:
+    if fields.boolean("use_bidirectional_attention", False):
+        raise UnsupportedModel(f"{fields.where}: use_bidirectional_attention is not supported")
+    scalar = fields.number("query_pre_attn_scalar", 256)
+    if scalar <= 0:
+        raise BrokenModel(f"{fields.where}: query_pre_attn_scalar has to be positive, not {scalar}")
+    activation = _activation(fields, "hidden_activation", "gelu_pytorch_tanh")
+    biased = fields.boolean("attention_bias", False)
+    return replace(
+        _base(fields, layers, head_dim=256, activation=activation, rope=rope),
+        attention_scale=scalar**-0.5,
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
+        attention_bias=biased,
+        output_bias=biased,
+        sandwich_norms=True,
+        norm_offset=1.0,
+        tied=fields.boolean("tie_word_embeddings", True),
+    )
+
+
+_FAMILIES: dict[Family, Callable[[Fields, int], Traits]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "phi3": _phi3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+}
+
+
+def _activation(fields: Fields, name: str, default: str) -> Activation:
+    named = fields.text(name, default)
+    if named not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise UnsupportedModel(f"{fields.where}: {name} {named!r} is not supported (only {known})")
+    return _ACTIVATIONS[named]
+
+
+def _softcap(fields: Fields, name: str, default: float | None) -> float:
+    bound = fields.optional_number(name, default)
+    if bound is not None and bound <= 0:
+        raise BrokenModel(f"{fields.where}: {name} has to be positive or null, not {bound}")
+    return bound or 0.0
+
+
+def _check_heads(traits: Traits, where: str) -> None:
+    if traits.heads % traits.kv_heads:
+        raise BrokenModel(
+            f"{where}: num_attention_heads {traits.heads} is no multiple of "
+            f"num_key_value_heads {traits.kv_heads}"
+        )
+    if traits.head_dim % 2 or traits.head_dim > _MAX_HEAD_DIM:
+        raise BrokenModel(
+            f"{where}: head_dim {traits.head_dim} has to be even and at most {_MAX_HEAD_DIM}"
+        )

@@ -1,0 +1,144 @@
+"""A model folder in Hugging Face's layout, checked before anything is started with it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from molink.checkpoint.config import ModelConfig, WeightDType
+from molink.checkpoint.facts import model_facts
+from molink.checkpoint.fields import read_json
+from molink.checkpoint.header import TensorSpan, read_header
+from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.prequantized import Stored, stored_tensors
+from molink.checkpoint.strays import refuse_strays
+from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
+from molink.facts.model import ModelFacts
+
+INDEX_FILE = "model.safetensors.index.json"
+#: Without these a model can't be served.
+REQUIRED_FILES = ("config.json", "tokenizer.json")
+#: All that a peer needs of a model beside weights; those not required may be absent.
+METADATA_FILES = (
+    *REQUIRED_FILES,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder that holds a model, or at least the tensors of some of its layers.
+
+    ``tensors`` are all that its files hold, by name.
+    """
+
+    path: Path
+    config: ModelConfig
+    tensors: dict[str, TensorSpan]
+
+    @classmethod
+    def open(cls, path: Path, layers: tuple[int, int] | None = None) -> "ModelFolder":
+        """Check that a folder can serve layers ``first:last`` (all of them if ``None``).
+
+        Embedding, final norm and output head are wanted only if the range touches that end.
+
+        Raises:
+            ModelNotFound: there is no such folder.
+            UnsupportedModel: an architecture, feature or weight type that isn't implemented.
+            BrokenModel: a file or tensor is missing, truncated or inconsistent, or there are
+                tensors that no model of this config has; named.
+            UsageError: the model has no such layers.
+        """
+        if not path.is_dir():
+            raise ModelNotFound(f"{path} is no model folder")
+        for name in REQUIRED_FILES:
+            read_json(path / name)
+        tensors = _scan(path)
+        config = ModelConfig.load(path, _stored_dtype(tensors))
+        first, last = (0, config.layers) if layers is None else layers
+        if not 0 <= first < last <= config.layers:
+            raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
+        shapes = stage_tensors(config, first, last)
+        _check_tensors(path, tensors, stored_tensors(shapes, config.quantized, tensors))
+        refuse_strays(path, config, tensors)
+        return cls(path, config, tensors)
+
+    def stage_tensors(self, first: int, last: int) -> list[str]:
+        """Names of the tensors that a stage of layers ``first:last`` loads."""
+        shapes = stage_tensors(self.config, first, last)
+        return list(stored_tensors(shapes, self.config.quantized, self.tensors))
+
+    def facts(self, name: str) -> ModelFacts:
+        """What placement has to know; sizes are those of the stored weights."""
+        return model_facts(self.config, name)
+
+
+def _scan(path: Path) -> dict[str, TensorSpan]:
+    """Tensors of all safetensors files; where a name is found twice, the index decides."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        other = next(iter([*path.glob("*.bin"), *path.glob("*.gguf"), *path.glob("*.pth")]), None)
+        found = f" ({other.name} is of a kind that molink doesn't read)" if other else ""
+        raise BrokenModel(f"{path} has no weights: no *.safetensors file{found}")
+    preferred = weight_map(path)
+    tensors: dict[str, TensorSpan] = {}
+    for file in files:
+        for name, span in read_header(file).items():
+            known = tensors.get(name)
+            if known is None or preferred.get(name) == span.file:
+                tensors[name] = span
+            elif preferred.get(name) != known.file and known.shape != span.shape:
+                raise BrokenModel(f"{path}: tensor {name} differs in {known.file} and {span.file}")
+    return tensors
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Tensor → file, as the index of a sharded folder has it; empty without an index."""
+    if not (path / INDEX_FILE).is_file():
+        return {}
+    found: Any = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise BrokenModel(f"{path / INDEX_FILE}: weight_map is no object of file names")
+    return found
+
+
+def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
+    for span in tensors.values():
+        if span.dtype in _WEIGHT_DTYPES:
+            return _WEIGHT_DTYPES[span.dtype]
+    return "f32"
+
+
+def _check_tensors(
+    path: Path, tensors: dict[str, TensorSpan], wanted: Mapping[str, Stored]
+) -> None:
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise _missing(path, missing)
+    for name, stored in wanted.items():
+        span = tensors[name]
+        if not stored.fits(span.shape):
+            raise BrokenModel(
+                f"{path / span.file}: tensor {name} has shape {list(span.shape)}, "
+                f"but config.json demands {list(stored.shape)}"
+            )
+        if span.dtype not in stored.dtypes:
+            raise UnsupportedModel(
+                f"{path / span.file}: tensor {name} is {span.dtype}; supported here: "
+                f"{', '.join(stored.dtypes)}"
+            )
+
+
+def _missing(path: Path, names: Iterable[str]) -> BrokenModel:
+    first, *others = names
+    more = f" and {len(others)} more" if others else ""
+    shard = weight_map(path).get(first)
+    if shard is None:
+        return BrokenModel(f"{path}: tensor {first}{more} is in none of its safetensors files")
+    reason = "lacks it" if (path / shard).is_file() else "is missing"
+    return BrokenModel(f"{path / shard} {reason}: {INDEX_FILE} says it holds {first}{more}")

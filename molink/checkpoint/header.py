@@ -1,0 +1,133 @@
+"""Headers of safetensors files: which tensors they hold, checked before any is used.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes,
+whose offsets the header gives relative to its own end.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from molink.checkpoint.fields import refuse_irregular
+from molink.errors import BrokenModel
+
+#: The format's own bound.
+MAX_HEADER_BYTES = 100_000_000
+#: Bytes per element of each type that the format knows (sub-byte types are absent on purpose).
+DTYPE_BYTES: dict[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_MAX_DIMENSIONS = 8
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where a tensor lies: ``nbytes`` bytes at ``offset`` of ``file`` (a name in the folder).
+
+    ``dtype`` is safetensors' own name (``BF16``).
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorSpan]:
+    """All tensors of one safetensors file.
+
+    Raises:
+        BrokenModel: the file is truncated or its header inconsistent; names file and tensor.
+    """
+    try:
+        refuse_irregular(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = _header_length(file.read(_LENGTH.size), size, path)
+            raw = file.read(length)
+    except OSError as error:
+        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+    return parse_header(path, raw, size)
+
+
+def parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorSpan]:
+    """All tensors of a file of ``size`` bytes (perhaps on another PC) with the JSON header ``raw``.
+
+    Raises:
+        BrokenModel: the header is inconsistent, or the file too short for it.
+    """
+    try:
+        header = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path}: its safetensors header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise BrokenModel(f"{path}: its safetensors header is no JSON object")
+    header.pop("__metadata__", None)
+    base = _LENGTH.size + len(raw)
+    spans = {name: _span(path, name, entry, base, size) for name, entry in header.items()}
+    _refuse_overlap(path, spans)
+    return spans
+
+
+def _header_length(prefix: bytes, size: int, path: Path) -> int:
+    if len(prefix) < _LENGTH.size:
+        raise BrokenModel(f"{path}: truncated: {size} bytes are no safetensors file")
+    (length,) = _LENGTH.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise BrokenModel(
+            f"{path}: no safetensors file: header of {length} bytes (at most {MAX_HEADER_BYTES})"
+        )
+    if _LENGTH.size + length > size:
+        raise BrokenModel(f"{path}: truncated within its header ({size} bytes)")
+    return int(length)
+
+
+def _span(path: Path, name: str, entry: Any, base: int, size: int) -> TensorSpan:
+    where = f"{path}: tensor {name}"
+    if not isinstance(entry, dict):
+        raise BrokenModel(f"{where}: its entry is no object")
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise BrokenModel(f"{where}: unknown dtype {dtype!r}")
+    shape, offsets = _extents(entry, "shape", where), _extents(entry, "data_offsets", where)
+    if len(offsets) != 2:
+        raise BrokenModel(f"{where}: data_offsets {offsets} are no pair")
+    begin, end = offsets
+    if end - begin != prod(shape) * DTYPE_BYTES[dtype]:
+        raise BrokenModel(
+            f"{where}: {end - begin} bytes don't fit its shape {list(shape)} of dtype {dtype}"
+        )
+    if base + end > size:
+        raise BrokenModel(
+            f"{where}: ends at byte {base + end}, but the file has {size}: it is truncated; "
+            "fetch it again"
+        )
+    return TensorSpan(path.name, dtype, shape, base + begin, end - begin)
+
+
+def _extents(entry: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
+    value = entry.get(field)
+    if isinstance(value, list) and len(value) <= _MAX_DIMENSIONS and all(map(_is_extent, value)):
+        return tuple(value)
+    raise BrokenModel(f"{where}: {field} {str(value)[:80]} is no short list of sizes")
+
+
+def _is_extent(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _refuse_overlap(path: Path, spans: dict[str, TensorSpan]) -> None:
+    end, before = 0, ""
+    filled = (item for item in spans.items() if item[1].nbytes)
+    for name, span in sorted(filled, key=lambda item: item[1].offset):
+        if span.offset < end:
+            raise BrokenModel(f"{path}: tensors {before} and {name} overlap")
+        end, before = span.offset + span.nbytes, name

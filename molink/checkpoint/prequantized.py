@@ -1,0 +1,166 @@
+"""Checkpoints that bitsandbytes has quantized: what their config says, and which tensors they have.
+
+A quantized ``x.weight`` has companions. int8: ``x.SCB`` (a scale per row). nf4: ``x.weight`` is
+packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized again to 8 bits with
+``nested_absmax`` and ``nested_quant_map``: "double quantization"), ``x.weight.quant_map`` the 16
+values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object as bytes. Projections that the
+checkpoint's author left out are stored as in any other model.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from molink.checkpoint.fields import Fields
+from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.facts.model import Quantize
+
+#: Element types of tensors that aren't quantized.
+FLOATS = ("F32", "BF16", "F16")
+#: Scales that share one of the second quantization.
+NESTED_BLOCK = 256
+#: Bytes of the JSON object beside an nf4 weight; those seen have about 150.
+MAX_STATE_BYTES = 4096
+#: Suffix of its name.
+STATE = "quant_state.bitsandbytes__nf4"
+_METHOD = "bitsandbytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a tensor has to be in a file; an extent of -1 may be anything up to MAX_STATE_BYTES."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether ``shape`` is as demanded."""
+        return len(shape) == len(self.shape) and all(
+            found == wanted if wanted >= 0 else 0 < found <= MAX_STATE_BYTES
+            for found, wanted in zip(shape, self.shape, strict=True)
+        )
+
+
+def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
+    """How ``config.json`` says that the checkpoint is quantized.
+
+    Raises:
+        UnsupportedModel: in a way that isn't implemented; named.
+        BrokenModel: a field that is impossible; named.
+    """
+    section = Fields(raw, where).object("quantization_config")
+    if not section:
+        return "none"
+    fields = Fields(section, f"{where}: quantization_config")
+    eight, four = (fields.boolean(f"load_in_{bits}bit", False) for bits in (8, 4))
+    method = fields.text("quant_method", _METHOD if eight or four else "unnamed").lower()
+    if method != _METHOD:
+        raise UnsupportedModel(
+            f"{fields.where}: weights quantized by {method!r} are not supported (only by "
+            "bitsandbytes); take the model's bf16 or fp16 files and --quantize"
+        )
+    if eight == four:
+        raise BrokenModel(f"{fields.where}: either load_in_8bit or load_in_4bit has to be true")
+    if eight:
+        return "int8"
+    for name, only in (("bnb_4bit_quant_type", "nf4"), ("bnb_4bit_quant_storage", "uint8")):
+        # bitsandbytes' own default type is fp4.
+        value = fields.text(name, "fp4" if name == "bnb_4bit_quant_type" else only)
+        if value != only:
+            raise UnsupportedModel(f"{fields.where}: {name} {value!r} is not supported ({only} is)")
+    return "nf4"
+
+
+def stored_tensors(
+    shapes: Mapping[str, tuple[int, ...]], quantized: Quantize, found: Mapping[str, TensorSpan]
+) -> dict[str, Stored]:
+    """What has to be stored for tensors of these shapes, if the checkpoint is ``quantized`` so.
+
+    ``found`` decides which of the projections are quantized, and whether scales are too.
+
+    Raises:
+        UnsupportedModel: an nf4 weight that doesn't consist of whole blocks; named.
+    """
+    wanted: dict[str, Stored] = {}
+    for name, shape in shapes.items():
+        span = found.get(name)
+        left_out = span is None or span.dtype in FLOATS
+        if quantized == "none" or left_out or not is_quantizable(name, shape):
+            wanted[name] = Stored(FLOATS, shape)
+        elif quantized == "int8":
+            wanted |= _int8(name, shape, found)
+        else:
+            wanted |= _nf4(name, shape, found)
+    return wanted
+
+
+def companions(name: str) -> tuple[str, ...]:
+    """Names of all tensors that may be stored beside a quantized weight ``name``."""
+    module = name.removesuffix("weight")
+    nested = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+    return (f"{module}SCB", f"{module}weight_format", *(f"{name}.{part}" for part in nested))
+
+
+def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpan]) -> dict[str, Stored]:
+    scales, layout, *_ = companions(name)
+    wanted = {name: Stored(("I8",), shape), scales: Stored(("F32",), shape[:1])}
+    if layout in found:
+        wanted[layout] = Stored(("U8",), ())
+    return wanted
+
+
+def _nf4(name: str, shape: tuple[int, ...], found: Mapping[str, TensorSpan]) -> dict[str, Stored]:
+    if not can_hold("nf4", [shape]):
+        raise UnsupportedModel(
+            f"tensor {name}: nf4 weights of shape {list(shape)} are not supported (their number "
+            f"is no multiple of {NF4_BLOCK})"
+        )
+    blocks = prod(shape) // NF4_BLOCK
+    span = found.get(f"{name}.absmax")
+    nested = span is not None and span.dtype == "U8"
+    wanted = {
+        name: Stored(("U8",), (blocks * NF4_BLOCK // 2, 1)),
+        f"{name}.absmax": Stored(("U8",) if nested else ("F32",), (blocks,)),
+        f"{name}.quant_map": Stored(("F32",), (16,)),
+        f"{name}.{STATE}": Stored(("U8",), (-1,)),
+    }
+    if nested:
+        wanted[f"{name}.nested_absmax"] = Stored(("F32",), (-(-blocks // NESTED_BLOCK),))
+        wanted[f"{name}.nested_quant_map"] = Stored(("F32",), (256,))
+    return wanted
+
+
+def parse_state(raw: bytes, shape: tuple[int, ...], where: str) -> float:
+    """The offset of doubly quantized scales (0 without) in the JSON object of an nf4 weight.
+
+    Raises:
+        UnsupportedModel: blocks or types that aren't implemented; named.
+        BrokenModel: it is no such object; named.
+    """
+    try:
+        state = json.loads(raw[:MAX_STATE_BYTES].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BrokenModel(f"{where}: its quantization state is no JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise BrokenModel(f"{where}: its quantization state is no JSON object")
+    fields = Fields(state, where)
+    found = (
+        fields.text("quant_type"),
+        fields.integer("blocksize"),
+        fields.integer("nested_blocksize", NESTED_BLOCK),
+    )
+    if found != ("nf4", NF4_BLOCK, NESTED_BLOCK):
+        raise UnsupportedModel(
+            f"{where}: {found[0][:20]} in blocks of {found[1]} (scales: {found[2]}) is not "
+            f"supported; nf4 in blocks of {NF4_BLOCK} (scales: {NESTED_BLOCK}) is"
+        )
+    if state.get("shape") != list(shape):
+        raise BrokenModel(
+            f"{where}: its shape {str(state.get('shape'))[:80]} isn't {list(shape)}, which "
+            "config.json demands"
+        )
+    return fields.number("nested_offset", 0.0)

@@ -1,0 +1,215 @@
+"""Rotary position settings of a model, in both spellings of ``config.json``.
+
+Up to transformers 4 a config has ``rope_theta`` and ``rope_scaling``; from 5 on it has one
+``rope_parameters`` with ``rope_theta`` and ``rope_type`` inside. Either may be found in the wild.
+Where layers with a window rotate in a way of their own (Gemma 3), the new spelling has an object
+for each kind of layer, the old one ``rope_local_base_freq``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast, get_args
+
+from molink.checkpoint.fields import Fields
+from molink.errors import BrokenModel, UnsupportedModel
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+DEFAULT_THETA = 10_000.0
+#: A longer context, in tokens, is a damaged config (also bounds what is allocated).
+MAX_CONTEXT = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions turn into rotation angles; fields beyond ``factor`` belong to some kinds only.
+
+    ``original_context`` (tokens) is the length that the model was trained with before scaling: for
+    ``dynamic`` always ``max_position_embeddings``, as in transformers. ``partial`` is the part of a
+    head that is rotated, its first dimensions.
+    """
+
+    theta: float = DEFAULT_THETA
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn; an attention factor of ``None`` is derived from ``factor`` and the two scales
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    # longrope: divisors of the frequencies within the original context, and in longer ones
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.partial)
+
+    @property
+    def reach(self) -> int:
+        """Tokens that the scaling makes addressable beyond ``max_position_embeddings``, or 0.
+
+        A ``linear`` or ``llama3`` config already states the scaled length there.
+        """
+        return int(self.original_context * self.factor) if self.kind in ("dynamic", "yarn") else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeHabits:
+    """What a family takes for granted where its config is silent.
+
+    ``aliases`` are further names of kinds. With ``partial`` a head may be rotated in part.
+    ``original_context`` is what ``original_max_position_embeddings`` is when absent; it then is no
+    field of the rope settings either, but one beside them.
+    """
+
+    theta: float = DEFAULT_THETA
+    aliases: Mapping[str, RopeKind] = field(default_factory=dict)
+    partial: bool = False
+    original_context: int | None = None
+
+
+def parse_rope(config: Fields, habits: RopeHabits | None = None) -> RopeConfig:
+    """Read the rotary settings of a config.
+
+    Raises:
+        UnsupportedModel: a kind of scaling, or a partial rotation, that isn't implemented.
+        BrokenModel: a field that is missing, of the wrong type or impossible.
+    """
+    found = config.object("rope_parameters") or config.object("rope_scaling")
+    return _parse(found, config, habits or RopeHabits())
+
+
+def parse_two_ropes(
+    config: Fields, full: RopeHabits, local: RopeHabits
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read those of layers without and with a window, of a family in which they differ.
+
+    Raises:
+        UnsupportedModel, BrokenModel: as :func:`parse_rope`.
+    """
+    found = config.object("rope_parameters")
+    both = Fields(found, f"{config.where}: rope_parameters")
+    full_found, local_found = both.object("full_attention"), both.object("sliding_attention")
+    if not full_found and not local_found:
+        full_found = found or config.object("rope_scaling")
+    theta = config.number("rope_local_base_freq", local.theta)
+    return (
+        _parse(full_found, config, full),
+        _parse(local_found or {"rope_theta": theta}, config, local),
+    )
+
+
+def _parse(found: Mapping[str, Any], outer: Fields, habits: RopeHabits) -> RopeConfig:
+    where = outer.where
+    fields = Fields(found, f"{where}: rope settings")
+    named = fields.text("rope_type", fields.text("type", "default"))
+    kind = habits.aliases.get(named, named)
+    if kind not in get_args(RopeKind):
+        known = ", ".join(get_args(RopeKind))
+        raise UnsupportedModel(f"{where}: rope scaling {kind!r} is not supported (only {known})")
+    partial = fields.number("partial_rotary_factor", outer.number("partial_rotary_factor", 1.0))
+    if not 0 < partial <= 1:
+        raise BrokenModel(f"{where}: partial_rotary_factor {partial} is not in 0 … 1")
+    if partial != 1.0 and not habits.partial:
+        raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported")
+    theta = fields.number("rope_theta", outer.number("rope_theta", habits.theta))
+    if theta <= 1.0:
+        raise BrokenModel(f"{where}: rope_theta has to be above 1, not {theta}")
+    if kind == "default":
+        return RopeConfig(theta=theta, partial=partial)
+    plain = RopeConfig(theta, cast(RopeKind, kind), partial=partial)
+    positions = outer.integer("max_position_embeddings", 2048, MAX_CONTEXT)
+    original = _original_context(kind, positions, fields, outer, habits)
+    if kind == "longrope":
+        return _longrope(plain, positions, original, fields)
+    return _scaled(plain, positions, original, fields)
+
+
+def _original_context(
+    kind: str, positions: int, fields: Fields, outer: Fields, habits: RopeHabits
+) -> int:
+    if kind == "dynamic":
+        return positions
+    name, inner = "original_max_position_embeddings", habits.original_context
+    if inner is None:
+        inner = fields.integer(name, positions, MAX_CONTEXT)
+    return outer.integer(name, inner, MAX_CONTEXT)
+
+
+def _scaled(plain: RopeConfig, positions: int, original: int, fields: Fields) -> RopeConfig:
+    # A yarn config without a factor means the ratio of the two lengths.
+    implied = positions / original if plain.kind == "yarn" else None
+    rope = replace(
+        plain,
+        factor=fields.number("factor", implied),
+        original_context=original,
+        low_freq_factor=fields.number("low_freq_factor", 1.0),
+        high_freq_factor=fields.number("high_freq_factor", 4.0),
+        attention_factor=fields.optional_number("attention_factor"),
+        beta_fast=fields.number("beta_fast", 32.0) or 32.0,
+        beta_slow=fields.number("beta_slow", 1.0) or 1.0,
+        mscale=fields.number("mscale", 0.0),
+        mscale_all_dim=fields.number("mscale_all_dim", 0.0),
+        truncate=fields.boolean("truncate", True),
+    )
+    if rope.factor < 1.0:
+        raise BrokenModel(f"{fields.where}: factor has to be at least 1, not {rope.factor}")
+    if original * rope.factor > MAX_CONTEXT:
+        raise BrokenModel(
+            f"{fields.where}: factor {rope.factor} makes a context of over {MAX_CONTEXT} tokens"
+        )
+    if min(rope.beta_fast, rope.beta_slow) <= 0:
+        raise BrokenModel(f"{fields.where}: beta_fast and beta_slow have to be positive")
+    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+        raise BrokenModel(
+            f"{fields.where}: low_freq_factor {rope.low_freq_factor} has to be positive and below "
+            f"high_freq_factor {rope.high_freq_factor}"
+        )
+    return rope
+
+
+def _longrope(plain: RopeConfig, positions: int, original: int, fields: Fields) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753): the divisors are listed, the factor only scales attention."""
+    rope = replace(
+        plain,
+        factor=fields.number("factor", positions / original),
+        original_context=original,
+        attention_factor=fields.optional_number("attention_factor"),
+        short_factor=fields.numbers("short_factor"),
+        long_factor=fields.numbers("long_factor"),
+    )
+    for name, listed in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if min(listed) <= 0:
+            raise BrokenModel(f"{fields.where}: {name} has to have positive entries only")
+    if original < 2:
+        raise BrokenModel(f"{fields.where}: original_max_position_embeddings has to be above 1")
+    return rope
+
+
+def check_rope(rope: RopeConfig, head_dim: int, where: str) -> None:
+    """Check that a rope fits heads of ``head_dim`` dimensions.
+
+    Raises:
+        BrokenModel: it doesn't; the field is named.
+    """
+    rotary = rope.rotary_dim(head_dim)
+    if rotary < 2 or rotary % 2:
+        raise BrokenModel(
+            f"{where}: partial_rotary_factor {rope.partial} rotates {rotary} of {head_dim} "
+            "dimensions; their number has to be even"
+        )
+    if rope.kind == "dynamic" and rotary == 2:
+        raise BrokenModel(f"{where}: head_dim {head_dim} is too small for dynamic scaling")
+    if rope.kind != "longrope":
+        return
+    for name, listed in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if len(listed) != rotary // 2:
+            raise BrokenModel(f"{where}: {name} has {len(listed)} entries, not {rotary // 2}")

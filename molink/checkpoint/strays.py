@@ -1,0 +1,52 @@
+"""Tensors that a model of this config doesn't have: then the config belongs to another model.
+
+A checkpoint with more layers than its config says, or with biases where the config has none, would
+be served without them: it would answer, and wrongly.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.layout import OUTPUT_HEAD, stage_tensors
+from molink.checkpoint.prequantized import companions
+from molink.checkpoint.quantization import is_quantizable
+from molink.errors import BrokenModel
+
+#: Tensors of a decoder have names that begin so; in files of other kinds anything may be.
+_OURS = ("model.", "lm_head.")
+#: What old checkpoints hold beside weights: constants that follow from the config.
+_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> None:
+    """Check that a folder has no tensors that its config knows nothing of.
+
+    Files that hold none of the model's tensors (an adapter, weights in another naming) are left
+    alone. A stage's folder has some layers only: what is missing is not looked at here.
+
+    Raises:
+        BrokenModel: there are such tensors; the first is named.
+    """
+    shapes = stage_tensors(config, 0, config.layers)
+    known = {*shapes, OUTPUT_HEAD} if config.tied else {*shapes}
+    if config.quantized != "none":
+        for name, shape in shapes.items():
+            if is_quantizable(name, shape):
+                known.update(companions(name))
+    files = {span.file for name, span in tensors.items() if name in known}
+    strays = [
+        name
+        for name, span in tensors.items()
+        if name not in known
+        and (name.startswith(_OURS) or span.file in files)
+        and not name.endswith(_CONSTANTS)
+    ]
+    if strays:
+        first = min(strays)
+        more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        raise BrokenModel(
+            f"{path / tensors[first].file}: tensor {first}{more} has no place in a model of this "
+            "config.json: it belongs to another model, or a feature of it is switched off there"
+        )

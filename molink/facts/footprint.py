@@ -1,0 +1,151 @@
+"""What the parts of a model take on a device, in bytes: weights, activations, KV, CUDA graphs.
+
+Pure numbers from :class:`~molink.facts.model.ModelFacts`. The coordinator places by them and each
+daemon plans its worker by them, so that what is placed fits where it was placed.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.model import BLOCK_SIZE, ModelFacts, Quantize
+from molink.facts.profile import MOST_CHUNK_ROWS
+
+#: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
+LEAST_TOKENS = 2048
+#: Captured decode graphs, all row counts together: bytes for each layer.
+GRAPH_BYTES = 2 << 20
+#: float32 logits, and one copy while they are made.
+_LOGIT_BYTES = 4 + 4
+#: A score in float32, and one copy while it is capped.
+_SCORE_BYTES = 4 + 4
+#: An int8 product of a row and a weight: its int32 sum, scaled in steps.
+_PRODUCT_BYTES = 16
+#: Decode rows are padded to the longest of a bucket: at most this many times what they hold.
+_PADDED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Rows that one step has at most: ``chunk`` of a prompt, and ``decodes`` streams' next ones."""
+
+    chunk: int = MOST_CHUNK_ROWS
+    decodes: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a stage is to run on, and how: ``dtype`` as the user names it."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    bf16: bool = True
+    dtype: str = "auto"
+    quantize: Quantize = "none"
+    load: Load = Load()
+
+    def element_bytes(self, facts: ModelFacts) -> int:
+        """Size of an element that it computes with; a CPU without bf16 widens 16-bit models."""
+        if self.dtype in DTYPE_SIZES:
+            return DTYPE_SIZES[self.dtype]
+        if self.kind == "cpu" and not self.bf16:
+            return max(facts.element_bytes, DTYPE_SIZES["f32"])
+        return facts.element_bytes
+
+    def mode(self, facts: ModelFacts) -> Quantize:
+        """How projections are kept: as the files have them, if these are quantized."""
+        return facts.quantized if facts.quantized != "none" else self.quantize
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that the parts of a model take on one target."""
+
+    #: Weights of one layer.
+    layer: int
+    #: Weights that the first and the last stage hold beside, and what they share.
+    first: int
+    last: int
+    shared: int
+    #: Keys and values of one token in one layer.
+    token: int
+    context: int
+    #: What the rows of a step take at most, in any stage.
+    step: int
+    #: What the logits of a step take, in the last stage.
+    logits: int
+    #: What attention copies for each token of the pool (one layer's keys and values, and masks;
+    #: capped scores).
+    copies: int
+    #: What the mask of a prefill chunk (and its capped scores) takes for each token of its request.
+    mask: int
+    #: CUDA graphs of one layer, and those buffers of them that no layer has for itself.
+    layer_graphs: int = 0
+    graphs: int = 0
+
+    @classmethod
+    def of(cls, facts: ModelFacts, target: Target) -> "Footprint":
+        """That of a model on a target."""
+        element, mode, load = target.element_bytes(facts), target.mode(facts), target.load
+
+        def scaled(stored: int) -> int:
+            return -(-stored * element // facts.element_bytes)
+
+        layer, unpacked = scaled(facts.layer_bytes), 0
+        if mode != "none":
+            packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
+            layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
+            unpacked = facts.widest * element
+        # Norms are computed in f32, with a result beside the input.
+        row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
+        if mode == "int8" and facts.hidden:
+            row += facts.widest // facts.hidden * _PRODUCT_BYTES
+        scores = facts.score_heads * _SCORE_BYTES
+        cuda, token = target.kind == "cuda", scaled(facts.kv_bytes)
+        return cls(
+            layer=layer,
+            first=scaled(facts.first_bytes),
+            last=scaled(facts.last_bytes),
+            shared=scaled(facts.first_bytes) if facts.tied else 0,
+            token=token,
+            context=facts.context,
+            step=(load.chunk + load.decodes) * row + unpacked,
+            logits=(load.decodes + 1) * facts.vocabulary * (element + _LOGIT_BYTES),
+            copies=_PADDED * (token + element + scores),
+            mask=load.chunk * (element + 1 + scores),
+            layer_graphs=GRAPH_BYTES * cuda,
+            graphs=load.decodes * row * cuda,
+        )
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens for which a stage must have KV blocks."""
+        return -(-min(self.context, LEAST_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
+
+    def weights(self, layers: int, *, opens: bool, closes: bool) -> int:
+        """Of a stage that holds ``layers`` layers and the ends that it touches."""
+        ends = self.first * opens + self.last * closes - self.shared * (opens and closes)
+        return layers * self.layer + ends
+
+    def activations(self, tokens: int, *, closes: bool) -> int:
+        """What a step takes beside, while up to ``tokens`` tokens are in the pool."""
+        attention = tokens * self.copies + min(tokens, self.context) * self.mask
+        return self.step + self.logits * closes + attention
+
+    def cuda_graphs(self, layers: int) -> int:
+        """Of ``layers`` layers; nothing on a CPU."""
+        return self.graphs + layers * self.layer_graphs
+
+    def needs(self, layers: int, *, opens: bool, closes: bool) -> int:
+        """Least bytes with which a stage of ``layers`` layers works, without the margin."""
+        return (
+            self.weights(layers, opens=opens, closes=closes)
+            + self.activations(self.least_tokens, closes=closes)
+            + self.cuda_graphs(layers)
+            + layers * self.least_tokens * self.token
+        )
+
+    def capacity(self, room: int, *, opens: bool, closes: bool) -> int:
+        """Most layers that fit ``room`` bytes; negative if not even the rest does."""
+        free = room - self.needs(0, opens=opens, closes=closes)
+        layer = self.layer + self.layer_graphs + self.least_tokens * self.token
+        return free // layer if layer else (1 << 30 if free >= 0 else -1)

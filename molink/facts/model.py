@@ -1,0 +1,49 @@
+"""What placement goes by: facts about a model."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from molink.facts.scalars import Count, Index, Text
+
+#: Layers of a stage, half-open.
+LayerRange = tuple[Index, Index]
+#: How a stage keeps the projections of its layers (:mod:`molink.checkpoint.quantization`).
+Quantize = Literal["none", "int8", "nf4"]
+#: Tokens of a KV block, the same at every stage of a pipeline.
+BLOCK_SIZE = 16
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What placement has to know of a model, in bytes (in its own dtype) and tokens.
+
+    ``element_bytes`` is the size of a weight; another dtype scales the byte counts, but not those
+    of quantized projections. What has a default was unknown to earlier versions.
+    """
+
+    name: Text
+    layers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    layer_bytes: Count
+    #: Embedding (first stage) and final norm + output head (last stage).
+    first_bytes: Count
+    last_bytes: Count
+    #: KV cache of one token in one layer.
+    kv_bytes: Count
+    context: Count
+    element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
+    #: Of ``layer_bytes``, those of the projections; and what these take as int8 and as nf4.
+    projection_bytes: Count = 0
+    int8_bytes: Count = 0
+    nf4_bytes: Count = 0
+    #: Elements of the largest merged projection of a layer.
+    widest: Count = 0
+    #: Elements that one row of a step takes in a layer, at most; and its own.
+    row_elements: Count = 0
+    hidden: Count = 0
+    #: Heads for which attention keeps all scores, where these are capped (Gemma 2).
+    score_heads: Count = 0
+    vocabulary: Count = 0
+    #: The output head is the embedding: a stage with both ends holds it once.
+    tied: bool = False
+    #: How the files themselves are quantized.
+    quantized: Quantize = "none"

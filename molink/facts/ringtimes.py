@@ -1,0 +1,55 @@
+"""How long a turn of the ring takes, by its stages' profiles and its links."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.facts.profile import Profile
+
+#: Bytes on the last link for each token of a micro-batch: what was sampled, and its header.
+TOKEN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """A link as its sender has measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s.
+
+    ``None`` is unknown.
+    """
+
+    latency: float | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RingTimes:
+    """Times of a ring; ``links[i]`` leads from stage ``i`` to the next, the last one to the head.
+
+    ``row_bytes`` is what one row takes on its way from stage to stage. What is unknown counts as
+    nothing.
+    """
+
+    profiles: Sequence[Profile]
+    links: Sequence[LinkFacts]
+    row_bytes: int
+
+    def compute_s(self, tokens: int, context: float = 0) -> float:
+        """``T_o`` of the MoLink paper (§4): all stages' steps of ``tokens`` decode rows."""
+        return sum(profile.decode_s(tokens, context) for profile in self.profiles)
+
+    def transfer_s(self, tokens: int) -> float:
+        """``T_m`` of the MoLink paper (§4): all links' latencies and transfers."""
+        return sum(self.link_s(index, tokens) for index in range(len(self.links)))
+
+    def link_s(self, index: int, tokens: int) -> float:
+        """Seconds until a decode volume of ``tokens`` rows has arrived over link ``index``."""
+        return (self.links[index].latency or 0.0) + self.send_s(index, tokens)
+
+    def send_s(self, index: int, tokens: int) -> float:
+        """Seconds that link ``index`` is busy with a decode volume of ``tokens`` rows."""
+        rate = self.links[index].rate
+        each = TOKEN_BYTES if index == len(self.links) - 1 else self.row_bytes
+        return each * tokens / rate if rate else 0.0
+
+    def turn_s(self, tokens: int, context: float = 0) -> float:
+        """Seconds of a whole turn that waits for nothing: the floor of the time per token."""
+        return self.compute_s(tokens, context) + self.transfer_s(tokens)

@@ -1,0 +1,102 @@
+"""What a sender can tell of its link: latency and rate, without I/O."""
+
+from molink.facts.ringtimes import LinkFacts
+from molink.link.estimate.rate import RateMeter
+from molink.link.heartbeat import RoundTrip
+from molink.link.policies.base import Acknowledged, Event, LinkEstimate, Reconnected, Sent
+
+#: Relative changes that are worth telling: of the rate and the least round trip, and of the
+#: smoothed one; and the seconds below which a change of round trips is none.
+NOTICEABLE = 0.05
+_NOTICEABLE_SMOOTH = 0.2
+_NOTICEABLE_SECONDS = 0.0003
+_LOOK_INTERVAL = 0.005
+
+
+class LinkEstimator:
+    """Estimates one link from what its sender knows.
+
+    It hears of messages that are sent and acknowledged (:meth:`handle`) and of beats that leave
+    and come back. Latency is half the least round trip of late, rate the greatest of late that
+    the link delivered while it had something to deliver. Both follow a link that changes within
+    2 s, and stay as they are while nothing tells otherwise.
+    """
+
+    def __init__(self, start: LinkFacts | None = None) -> None:
+        """``start`` is what is remembered of the link: replaced as soon as it is measured."""
+        start = start or LinkFacts()
+        self._trip = RoundTrip(None if start.latency is None else 2 * start.latency)
+        self._meter = RateMeter(start.rate)
+        self._now = 0.0
+        #: The least round trip, and when to look for it again: thousands of times a second is much.
+        self._known_least: float | None = None
+        self._look_at = 0.0
+        self._told: LinkEstimate | None = None
+
+    # --- events ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take note of messages that were sent or acknowledged; other events are ignored."""
+        now = self._at(now)
+        match event:
+            case Sent():
+                self._meter.sent(event.lane, event.nbytes, now)
+            case Acknowledged(lane, nbytes, elapsed):
+                least = self._least()
+                if (least is None or elapsed < least) and self._trip.at_most(elapsed, now):
+                    self._look_at = now
+                self._meter.acknowledged(lane, nbytes, elapsed, self._least(), now)
+            case Reconnected():
+                self._meter.forget(event.lane)
+
+    def beat_left(self, now: float) -> None:
+        """A beat leaves on the decode lane."""
+        now = self._at(now)
+        self._trip.left(now, self._meter.in_flight, self._meter.wait(now))
+
+    def beat_back(self, sent_at: float, now: float) -> bool:
+        """The beat that left at ``sent_at`` is back; ``False`` if none did."""
+        now = self._look_at = self._at(now)
+        return self._trip.came_back(sent_at, self._meter.rate, now)
+
+    def _at(self, now: float) -> float:
+        self._now = max(self._now, now)
+        return self._now
+
+    # --- what is known -----------------------------------------------------------------------
+
+    def _least(self) -> float | None:
+        if self._now >= self._look_at:
+            self._known_least = self._trip.least(self._now, self._meter.rate)
+            self._look_at = self._now + _LOOK_INTERVAL
+        return self._known_least
+
+    def facts(self, now: float) -> LinkFacts:
+        """One-way latency and rate."""
+        self._at(now)
+        least = self._least()
+        return LinkFacts(None if least is None else least / 2, self._meter.rate)
+
+    def estimate(self, now: float) -> LinkEstimate:
+        """The same for a policy; round trips that are unknown are 0."""
+        self._at(now)
+        return LinkEstimate(self._trip.smooth, self._least() or 0.0, self._meter.rate)
+
+    def news(self, now: float) -> LinkEstimate | None:
+        """The estimate, if it is worth telling since it was told last."""
+        estimate, told = self.estimate(now), self._told
+        if told is None:
+            if estimate.rate is None and not estimate.least_rtt:
+                return None
+        elif not (
+            _differ(estimate.rate or 0.0, told.rate or 0.0, NOTICEABLE, 0.0)
+            or _differ(estimate.least_rtt, told.least_rtt, NOTICEABLE, _NOTICEABLE_SECONDS)
+            or _differ(estimate.rtt, told.rtt, _NOTICEABLE_SMOOTH, _NOTICEABLE_SECONDS)
+        ):
+            return None
+        self._told = estimate
+        return estimate
+
+
+def _differ(one: float, other: float, share: float, floor: float) -> bool:
+    return abs(one - other) > max(share * other, floor)

@@ -1,0 +1,252 @@
+"""How fast a link delivers, from what is sent and acknowledged, without I/O.
+
+Like BBR (Cardwell et al., 2016) it takes the greatest of recent delivery rates, and like BBR it
+must not mistake an application that sends little for a link that carries little. So it counts
+only the time in which the link's narrowest point had something to do: a message that was sent
+before the one ahead of it can have left that point. That holds for bursts as well as for a stream
+that never ends, and what a link carries while nothing waits says nothing about its rate.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from molink.wire.messages.data import Lane
+
+#: Busy time that a delivery rate is taken over, in seconds. Acknowledgements are some ms off.
+WINDOW = 0.05
+#: A rate over it may be so much above that over a longer time: after a pause, what was held up
+#: comes faster than the link is.
+_LONG_WINDOW = 0.25
+_CATCHING_UP = 1.1
+#: The greatest rate counts for so long; this clock stops when nothing is acknowledged.
+MEMORY = 1.0
+#: The longest that this clock runs on without an acknowledgement.
+_LONGEST_STEP = 0.25
+#: What begins to be known: so much busy time, or so many bytes in one burst.
+_FIRST_WINDOW = 0.004
+_FIRST_BYTES = 64 * 1024
+#: Acknowledgements so close together came at once: the next was held up, or the event loop was.
+_TOGETHER = 0.001
+_LONGEST_TOGETHER = 0.005
+#: Share of an interval for which the narrowest point may have been idle.
+_SLACK = 0.1
+#: A burst's least busy time that counts: in less, one late acknowledgement makes a rate.
+_LEAST_BURST = 0.02
+#: An interval so much longer than others of late, for its bytes, is a hole in what was sent.
+_HOLE = 3.0
+_INTERVALS = 16
+#: Differences of times that are none, in seconds.
+_SAME = 1e-6
+#: Bytes/s that no link has.
+MAX_RATE = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    nbytes: int
+    sent_at: float
+
+
+@dataclass(slots=True)
+class _Point:
+    """Where the sums stood at an acknowledgement (or at some that came together)."""
+
+    began: float
+    ended: float
+    active: float
+    busy: float
+    sent: float
+    nbytes: int
+
+
+class RateMeter:
+    """The rate of one link in bytes/s; ``None`` until something is known."""
+
+    def __init__(self, start: float | None = None) -> None:
+        """``start`` is believed until something is measured."""
+        self.rate = start
+        #: Whether the rate is only the best that is known so far.
+        self._guess = start is None
+        self._flights: dict[Lane, deque[_Flight]] = {lane: deque() for lane in Lane}
+        #: Bytes sent and not acknowledged, of both lanes.
+        self.in_flight = 0
+        #: Of the burst under way, if there is one: when it began, and bytes that have arrived.
+        self._burst_at = 0.0
+        self._burst = 0
+        #: The last acknowledgement on the bulk lane, when the newest that it was of had been sent,
+        #: and bytes that arrived since on the other.
+        self._last: float | None = None
+        self._newest = 0.0
+        self._beside = 0
+        #: The least time from sending a bulk message to its acknowledgement.
+        self._least = float("inf")
+        self._points: deque[_Point] = deque()
+        #: All bytes that have arrived, and how many they were at some moments of late.
+        self._total = 0
+        self._carried: deque[tuple[float, int]] = deque()
+        #: Busy time before the burst under way.
+        self._burst_from = 0.0
+        #: Seconds per byte of the last intervals.
+        self._paces: deque[float] = deque(maxlen=_INTERVALS)
+        #: Rates by the active clock, falling: the first is the greatest of those that count.
+        self._samples: deque[tuple[float, float]] = deque()
+
+    # --- events ------------------------------------------------------------------------------
+
+    def sent(self, lane: Lane, nbytes: int, now: float) -> None:
+        """A message has left."""
+        if self.in_flight == 0:
+            self._burst_at, self._burst = now, 0
+        self._flights[lane].append(_Flight(nbytes, now))
+        self.in_flight += nbytes
+
+    def forget(self, lane: Lane) -> None:
+        """Its connection is new: what was under way is sent again."""
+        flights = self._flights[lane]
+        self.in_flight -= sum(flight.nbytes for flight in flights)
+        flights.clear()
+        self._last = None
+
+    def acknowledged(
+        self, lane: Lane, nbytes: int, elapsed: float, rtt: float | None, now: float
+    ) -> None:
+        """``nbytes`` have arrived, the newest sent ``elapsed`` seconds ago.
+
+        ``rtt`` is the least round trip of late, in seconds. Only messages of the bulk lane are
+        acknowledged one by one, at once, so only they tell times.
+        """
+        newest = self._land(lane, nbytes, now - elapsed)
+        self._burst += nbytes
+        self._total += nbytes
+        if lane is not Lane.BULK:
+            self._beside += nbytes
+            return
+        self._least = min(self._least, elapsed)
+        if self._last is not None:
+            gap = now - self._last
+            latest = self._last - (self._least if rtt is None else rtt)
+            busy = newest <= latest + _SLACK * gap
+            # Bytes of the other lane are acknowledged late: too late for a first guess.
+            beside = 0 if self._guess else self._beside
+            self._passed(gap, newest - self._newest, nbytes + beside, busy, now)
+        self._last, self._newest, self._beside = now, newest, 0
+        self._carry(now)
+        if self._guess and self._burst >= _FIRST_BYTES and now > self._burst_at:
+            # A lower bound: the round trip is in it.
+            self._at_least(self._burst / (now - self._burst_at))
+
+    def _land(self, lane: Lane, nbytes: int, sent_at: float) -> float:
+        """Let go of what has arrived; when the newest of it was sent."""
+        flights, freed, newest = self._flights[lane], 0, sent_at
+        while flights and freed < nbytes:
+            flight = flights.popleft()
+            freed += flight.nbytes
+            newest = flight.sent_at
+        if newest < sent_at - _SAME:
+            # It was sent twice.
+            while flights and flights[0].sent_at <= sent_at + _SAME:
+                freed += flights.popleft().nbytes
+        self.in_flight -= freed
+        return max(newest, sent_at)
+
+    def _carry(self, now: float) -> None:
+        """A link carries at least what has arrived, whether it was busy or not."""
+        carried = self._carried
+        if not carried or now - carried[-1][0] >= _LONGEST_TOGETHER:
+            carried.append((now, self._total))
+        while len(carried) > 1 and now - carried[1][0] >= _LONG_WINDOW:
+            carried.popleft()
+        span = now - carried[0][0]
+        if self.rate is not None and span >= _LONG_WINDOW:
+            rate = min((self._total - carried[0][1]) / span, MAX_RATE)
+            if rate > self.rate:
+                self._keep(rate, self._points[-1].active if self._points else 0.0)
+
+    def wait(self, now: float) -> float:
+        """Seconds until the narrowest point has done with what is under way, as far as is known.
+
+        What was sent before that, and has arrived, may have left it a queue: that is not counted.
+        """
+        if self.rate is None:
+            return 0.0
+        flights = sorted((f for each in self._flights.values() for f in each), key=_sent_at)
+        free_at = now
+        for index, flight in enumerate(flights):
+            begin = flight.sent_at if index == 0 else max(free_at, flight.sent_at)
+            free_at = begin + flight.nbytes / self.rate
+        return max(0.0, free_at - now)
+
+    # --- rates -------------------------------------------------------------------------------
+
+    def _passed(self, gap: float, sent: float, nbytes: int, busy: bool, now: float) -> None:
+        """``nbytes``, sent in ``sent`` seconds, have been acknowledged in ``gap`` seconds.
+
+        ``busy`` is whether the narrowest point was so all the while.
+        """
+        if not self._points:
+            self._points.append(_Point(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
+        active = self._points[-1].active + min(gap, _LONGEST_STEP)
+        if not busy or self._hole(gap, nbytes):
+            self._end_burst(active, now)
+            return
+        last = self._points[-1]
+        sums = (active, last.busy + gap, last.sent + sent, last.nbytes + nbytes)
+        together = now - last.ended < _TOGETHER and now - last.began < _LONGEST_TOGETHER
+        if together and len(self._points) > 1:
+            last.ended, (last.active, last.busy, last.sent, last.nbytes) = now, sums
+        else:
+            self._points.append(_Point(now, now, *sums))
+        self._take_sample(active)
+
+    def _hole(self, gap: float, nbytes: int) -> bool:
+        """Whether the narrowest point was idle although it may not look so."""
+        self._paces.append(gap / nbytes)
+        usual = sorted(self._paces)[len(self._paces) // 2]
+        return gap > _LEAST_BURST and gap > _HOLE * usual * nbytes
+
+    def _end_burst(self, active: float, now: float) -> None:
+        """A burst is over; one that was too short never was."""
+        if self._points[-1].busy - self._burst_from < _LEAST_BURST:
+            while len(self._points) > 1 and self._points[-1].busy > self._burst_from:
+                self._points.pop()
+        last = self._points[-1]
+        last.active, last.began, last.ended = active, now, now
+        self._burst_from = last.busy
+
+    def _take_sample(self, active: float) -> None:
+        last = self._points[-1]
+        while len(self._points) > 2 and last.busy - self._points[1].busy >= _LONG_WINDOW:
+            self._points.popleft()
+        counts = last.busy - self._burst_from >= _LEAST_BURST
+        if counts and last.busy - self._points[0].busy >= WINDOW:
+            first = next(p for p in reversed(self._points) if last.busy - p.busy >= WINDOW)
+            usual = _rate(self._points[0], last)
+            self._keep(min(_rate(first, last), _CATCHING_UP * usual), active)
+        if self._guess:
+            for point in self._points:
+                if last.busy - point.busy >= _FIRST_WINDOW:
+                    self._at_least(_rate(point, last))
+
+    def _at_least(self, rate: float) -> None:
+        self.rate = max(self.rate or 0.0, min(rate, MAX_RATE))
+
+    def _keep(self, rate: float, active: float) -> None:
+        """The greatest rate of late; what was believed before any counts a little longer."""
+        if not self._samples and self.rate is not None:
+            self._samples.append((active - MEMORY + _LONG_WINDOW, self.rate))
+        while self._samples and self._samples[-1][1] <= rate:
+            self._samples.pop()
+        self._samples.append((active, rate))
+        while self._samples[0][0] < active - MEMORY:
+            self._samples.popleft()
+        self.rate, self._guess = self._samples[0][1], False
+
+
+def _rate(first: _Point, last: _Point) -> float:
+    """Between two points; what arrived faster than it was sent had been held up before."""
+    span = max(last.busy - first.busy, last.sent - first.sent)
+    return min((last.nbytes - first.nbytes) / span, MAX_RATE)
+
+
+def _sent_at(flight: _Flight) -> float:
+    return flight.sent_at

@@ -1,0 +1,1 @@
+"""Rows in fewer bytes, lossless or not, where that pays; frames filled with them."""

@@ -1,0 +1,122 @@
+"""Rows of activations packed for a link: losslessly, or (only when asked for) in 8 bits each.
+
+The exponents of activations lie close together and compress; their mantissas are noise. So each
+element's bits are rotated left by one, which makes the 8 exponent bits of bf16 and f32 a byte of
+their own (in f16: 5 of exponent and 3 of mantissa). These bytes are compressed; the others follow
+each other as they are. What pays in the compression is the entropy code alone, so zstd is told not
+to look for repetitions: that is both smaller and faster (``tools/measure_compression.py``).
+
+Frame of ``LOSSLESS``, for n elements of s bytes: the n·(s-1) other bytes (of f32 first the n lower
+pairs, then the n bytes between), then one zstd frame of the n top bytes.
+"""
+
+import zstandard
+
+from molink.errors import WireError
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.link.packing.int8 import packed_bytes, to_int8, to_rows
+from molink.link.packing.planes import Planes
+from molink.wire.messages.base import Coding, Payload
+from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
+
+_TRAVEL = ("bf16", "f16", "f32")
+
+
+class RowCodec:
+    """Packs and unpacks rows; keeps the memory that it needs for that. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._compressor = entropy_coder()
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_PAYLOAD)
+        self._planes = Planes(MAX_PAYLOAD)
+
+    def pack(self, payload: Payload, data: Buffer, coding: Coding) -> tuple[Payload, Buffer]:
+        """Rows ``[n, hidden]`` packed, and their header; both as they were if that is no smaller.
+
+        Raises:
+            WireError: ``data`` is not what the plain ``payload`` says, or too large for a message.
+        """
+        view = memoryview(data).cast("B")
+        if payload.coding is not Coding.PLAIN or view.nbytes != payload.nbytes:
+            raise WireError(f"{view.nbytes} bytes are no rows of {payload}")
+        if coding is Coding.PLAIN or not view.nbytes:
+            return payload, data
+        _check(payload)
+        if coding is Coding.LOSSLESS:
+            tops, others = self._planes.split(view, DTYPE_SIZES[payload.dtype])
+            packed = b"".join((others, self._compressor.compress(tops)))
+        else:
+            packed = to_int8(view, payload)
+        if len(packed) >= payload.nbytes:
+            return payload, data
+        return Payload(payload.dtype, payload.shape, coding, len(packed)), packed
+
+    def unpack(self, payload: Payload, data: Buffer) -> tuple[Payload, memoryview]:
+        """The plain header and the rows of what :meth:`pack` made, wherever it came from.
+
+        The rows are valid until the next call. They are no more than a plain message has, whatever
+        the bytes say, and nothing is allocated before that is known.
+
+        Raises:
+            WireError: these are no such bytes.
+        """
+        view = memoryview(data).cast("B")
+        if view.nbytes != payload.wire_bytes:
+            raise WireError(f"{view.nbytes} bytes are not the {payload.wire_bytes} of packed rows")
+        if payload.coding is Coding.PLAIN:
+            return payload, view
+        _check(payload)
+        if payload.coded >= payload.nbytes:
+            raise WireError(f"rows packed from {payload.nbytes} to {payload.coded} bytes")
+        if payload.coding is Coding.LOSSLESS:
+            rows = self._decompress(view, payload)
+        else:
+            if payload.coded != packed_bytes(payload):
+                raise WireError(f"{payload.coded} bytes are no rows of {payload.shape[1]} elements")
+            rows = to_rows(view, payload)
+        return Payload(payload.dtype, payload.shape), rows
+
+    def _decompress(self, view: memoryview, payload: Payload) -> memoryview:
+        size = DTYPE_SIZES[payload.dtype]
+        elements = payload.nbytes // size
+        low = elements * (size - 1)
+        if view.nbytes <= low:
+            raise WireError(f"{view.nbytes} bytes are too few for {elements} elements")
+        return self._planes.join(self._inflate(view[low:], elements), view[:low], size)
+
+    def _inflate(self, frame: memoryview, size: int) -> bytes:
+        """``size`` bytes of a zstd frame; zstandard would trust the size that the frame claims."""
+        try:
+            claim = zstandard.get_frame_parameters(frame)
+            if claim.content_size != size or claim.window_size > MAX_PAYLOAD:
+                raise WireError(f"{claim.content_size} bytes are packed, not {size}")
+            data = self._decompressor.decompress(frame, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise WireError(f"not packed rows: {error}") from error
+        if len(data) != size:
+            raise WireError(f"{len(data)} bytes were packed, not {size}")
+        return data
+
+
+def entropy_coder() -> zstandard.ZstdCompressor:
+    """zstd as good as without its search: the smallest hash table, and only long repetitions.
+
+    Their codes cost more than they save, and to look for them takes most of the time.
+    """
+    parameters = zstandard.ZstdCompressionParameters(
+        strategy=zstandard.STRATEGY_FAST,
+        compression_level=1,
+        window_log=MAX_PAYLOAD.bit_length() - 1,
+        hash_log=6,
+        chain_log=6,
+        search_log=1,
+        min_match=7,
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def _check(payload: Payload) -> None:
+    if payload.dtype not in _TRAVEL or len(payload.shape) != 2:
+        raise WireError(f"{payload.dtype} {list(payload.shape)} are no rows to pack")
+    if payload.nbytes > MAX_PAYLOAD:
+        raise WireError(f"rows of {payload.nbytes} bytes are over {MAX_PAYLOAD}")

@@ -1,0 +1,47 @@
+"""What a sender asks of whoever packs its rows; nothing heavy is imported for it."""
+
+from typing import Protocol
+
+import msgspec
+
+from molink.link.policies.base import Event, LinkEstimate
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import Volume, VolumePart
+
+
+class Packer(Protocol):
+    """Makes rows smaller where that pays on its link."""
+
+    def measured(self, rate: float | None) -> None:
+        """The link carries ``rate`` bytes/s, if that is known."""
+
+    def pack(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
+        """Rows of a volume for the wire, packed or not; ``bulk`` if they are prefill rows."""
+
+
+class Packing:
+    """The packer of a link, if it has one, and what came of it."""
+
+    def __init__(self, packer: Packer | None) -> None:
+        self._packer = packer
+        #: Rows of volumes that have left, in bytes: as they were, and as they were sent.
+        self.plain_bytes = 0
+        self.packed_bytes = 0
+
+    def handle(self, event: Event) -> None:
+        """Take note of what a policy is told, too."""
+        if self._packer is not None and isinstance(event, LinkEstimate):
+            self._packer.measured(event.rate)
+
+    def message(
+        self, body: Volume | VolumePart, data: memoryview, bulk: bool
+    ) -> tuple[Volume | VolumePart, Buffer]:
+        """A message of rows as it goes on the wire."""
+        packed: Buffer = data
+        if self._packer is not None:
+            header, packed = self._packer.pack(bulk, body.payload, data)
+            body = msgspec.structs.replace(body, payload=header)
+        self.plain_bytes += data.nbytes
+        self.packed_bytes += body.payload.wire_bytes
+        return body, packed

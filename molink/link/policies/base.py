@@ -1,0 +1,143 @@
+"""What decides which bytes a link sends next: the protocol of transmission policies.
+
+A policy hears of everything that the scheduler of the MoLink paper (§4) and its successors need:
+volumes as they are produced, the executor's decode steps with their predicted durations,
+acknowledgements and the link's estimate. It answers one question: what next, and if nothing, when
+to ask again. It never sees the bytes themselves. Times are seconds of one monotonic clock.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from molink.wire.messages.data import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """A finished computation has ``rows`` more rows of ``row_bytes`` each to send.
+
+    ``volume`` names it: names rise, so a lower one is older; the same name again means that more of
+    its rows are finished. ``lane`` is its kind, even if the policy has one lane for both.
+    """
+
+    volume: int
+    lane: Lane
+    rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStarted:
+    """The executor began a decode step of ``tokens`` tokens, predicted to take ``predicted`` s."""
+
+    tokens: int
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFinished:
+    """The executor finished a decode step.
+
+    ``next_predicted`` is in how many seconds the rows of the next one are expected, counted from
+    now: ``t_p + T_o + T_m - now`` of the paper, 0 if they are overdue, ``None`` if unknown or if
+    nobody decodes. (``t_p`` is a finish and ``T_o`` has this stage's own step too: so that sum is
+    when the next step finishes, which is when its rows need the link.)
+    """
+
+    tokens: int
+    next_predicted: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message of ``nbytes`` left, perhaps not for the first time."""
+
+    lane: Lane
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """``nbytes`` arrived; ``elapsed`` seconds since the newest of them was sent."""
+
+    lane: Lane
+    nbytes: int
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Echoed:
+    """A beat, a few bytes on the decode lane, is back ``elapsed`` seconds after it left."""
+
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """What is known of the link: seconds there and back, and bytes/s (``None`` = unknown)."""
+
+    rtt: float
+    least_rtt: float
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """A connection was lost and is there again, or has been silent for too long.
+
+    What was under way on it is sent again.
+    """
+
+    lane: Lane
+
+
+Event = (
+    Produced
+    | DecodeStarted
+    | DecodeFinished
+    | Sent
+    | Acknowledged
+    | Echoed
+    | LinkEstimate
+    | Reconnected
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the next ``rows`` rows of ``volume``; nothing else on its lane until they have left."""
+
+    volume: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Send nothing before the next event, or before time ``until``."""
+
+    until: float | None = None
+
+
+Decision = Send | Wait
+
+
+class Policy(Protocol):
+    """Decides what a link sends next."""
+
+    @property
+    def name(self) -> str:
+        """The name by which it is chosen."""
+
+    @property
+    def one_lane(self) -> bool:
+        """Whether all volumes travel on the bulk lane, in the order of its decisions.
+
+        If not, decode rows have a connection of their own.
+        """
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take note of what happened."""
+
+    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+        """What to send next, on one of the lanes that can take something now."""

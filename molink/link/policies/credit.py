@@ -1,0 +1,126 @@
+"""How many bytes the bulk lane may have in flight: a window that follows delay."""
+
+from molink.link.policies.base import Acknowledged, Echoed, Event, LinkEstimate, Reconnected, Sent
+from molink.wire.messages.data import Lane
+
+#: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
+TARGET = 0.008
+#: A delay that passes for none, and one that is too much.
+QUIET = 0.004
+LATE = 0.020
+#: What the decode lane tells of the queue counts for so many seconds.
+VOUCHED = 0.25
+#: The window is so many times what it should be, at least and at most: it shrinks where chunks
+#: come back late, and grows where they find no queue, for the rate is then more than was estimated.
+LEAST_SHARE = 0.6
+MOST_SHARE = 1.25
+#: How far the share moves in a round trip.
+STEP = 0.25
+#: A window that was empty is filled so many times as fast as the link should empty it, after the
+#: first :data:`TARGET` seconds' worth.
+PACE = 1.25
+#: A chunk takes this long at the link's rate, in seconds, within these bytes.
+CHUNK_S = 0.005
+LEAST_CHUNK = 16 * 1024
+MOST_CHUNK = 256 * 1024
+#: Before anything is known of the link.
+FIRST_CHUNK = 32 * 1024
+#: As much as a lane may have unacknowledged, and more than a link of 1 Gbps and 50 ms needs.
+MOST_WINDOW = 8 << 20
+
+
+class CreditWindow:
+    """A window on bytes in flight, :data:`TARGET` above what the link holds by itself.
+
+    That is ``rate × (least round trip + TARGET)`` and a chunk, by the estimate of the link: no more
+    than :data:`TARGET` seconds' worth can stand in a queue then. Delay corrects what the
+    estimate is late to see. It only does so within bounds: a connection that starts slowly, or
+    recovers from a loss, keeps chunks waiting on this PC, where they are in nobody's way, and would
+    never grow if the window shrank with it. And while messages of the decode lane come back in
+    time, there is no queue that chunks could be late by: then a segment was lost, and those that
+    followed wait for it at the other end. Until there is an estimate, the window doubles in a
+    round trip.
+    """
+
+    def __init__(self) -> None:
+        #: The window in bytes, but that two chunks always fit.
+        self.size = 2.0 * FIRST_CHUNK
+        #: Bytes sent and not acknowledged.
+        self.in_flight = 0
+        self._rate: float | None = None
+        self._least = 0.0
+        self._share = 1.0
+        #: Until when late chunks say nothing of the link.
+        self._vouched_until = 0.0
+        #: Until when the window may not grow: a beat has found a queue.
+        self._queue_until = 0.0
+        #: When all that was sent would have left at the pace of the window.
+        self._paced_until = 0.0
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take note of what happened on the bulk lane."""
+        match event:
+            case Sent(lane=Lane.BULK):
+                if self._rate is not None:
+                    seconds = event.nbytes / (PACE * self._share * self._rate)
+                    self._paced_until = max(now, self._paced_until) + seconds
+                self.in_flight += event.nbytes
+            case Acknowledged(lane=Lane.BULK):
+                self._acknowledged(event, now)
+                self.in_flight = max(0, self.in_flight - event.nbytes)
+            case Acknowledged(lane=Lane.DECODE):
+                self._vouch(event.elapsed, event.nbytes, now)
+            case Echoed():
+                self._vouch(event.elapsed, 0, now)
+                if event.elapsed - self._least > QUIET:
+                    self._queue_until = now + VOUCHED
+            case LinkEstimate():
+                self._rate, self._least = event.rate, event.least_rtt
+                self._resize()
+            case Reconnected(lane=Lane.BULK):
+                self.in_flight = 0
+                self._paced_until = min(now, self._paced_until)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a chunk of ``nbytes`` may be sent now."""
+        return self.in_flight + nbytes <= max(self.size, 2 * nbytes)
+
+    @property
+    def opens_at(self) -> float:
+        """When the next chunk may go: one after another, or an idle link would get them all."""
+        return self._paced_until - TARGET
+
+    @property
+    def chunk(self) -> int:
+        """How long a chunk should be: :data:`CHUNK_S` of the link's rate, in bytes."""
+        if self._rate is None:
+            return FIRST_CHUNK
+        return int(min(MOST_CHUNK, max(LEAST_CHUNK, CHUNK_S * self._rate)))
+
+    def _acknowledged(self, event: Acknowledged, now: float) -> None:
+        if self._rate is None:
+            self.size = min(self.size + event.nbytes, MOST_WINDOW)
+            return
+        queued = event.elapsed - self._least - event.nbytes / self._rate
+        if queued > LATE and now < self._vouched_until:
+            queued = TARGET
+        part = min(1.0, event.nbytes / self.size)
+        if queued > LATE:
+            self._share = max(LEAST_SHARE, self._share - STEP * part)
+        elif queued < QUIET and self.in_flight + self.chunk > self.size:
+            most = MOST_SHARE if now >= self._queue_until else max(1.0, self._share)
+            self._share = min(most, self._share + STEP * part)
+        else:
+            self._share += STEP * part * (1.0 - self._share)
+        self._resize()
+
+    def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
+        """A message of the decode lane has come back."""
+        if self._rate is not None:
+            in_time = elapsed - self._least - nbytes / self._rate <= LATE
+            self._vouched_until = now - elapsed + VOUCHED if in_time else now
+
+    def _resize(self) -> None:
+        if self._rate is not None:
+            wanted = self._rate * (self._least + TARGET) + self.chunk
+            self.size = min(max(self._share * wanted, 2.0 * LEAST_CHUNK), MOST_WINDOW)

@@ -1,0 +1,73 @@
+"""Weighted-priority transmission scheduling: Algorithm 1 of the MoLink paper (§4)."""
+
+from collections.abc import Collection
+
+from molink.link.policies.backlog import Backlog, Pending
+from molink.link.policies.base import Decision, Event, Produced, Send, Wait
+from molink.link.policies.interval import IdleInterval
+from molink.link.policies.outflow import Outflow
+from molink.wire.messages.data import Lane
+
+#: ``N`` of the paper: prefill rows wait for at most so many decode volumes.
+MOST_WAITING = 30
+#: Bytes of a chunk before the link's rate is known.
+FIRST_CHUNK = 64 * 1024
+
+
+class MoLink:
+    """Decode volumes first, prefill volumes in just-in-time chunks between them.
+
+    An iteration of the paper's loop is a decision. Its transmissions block: the next decision is
+    made when what was sent before has left, which is predicted from the link's rate
+    (:class:`~.outflow.Outflow`). All volumes travel on one connection, in the order of
+    the decisions, as in the paper's system, whose scheduler has to keep prefill bytes out of the
+    way because nothing else does. A connection for decode rows alone belongs to ``adaptive``.
+
+    Where the paper has no answer: a chunk is at least one row, is the whole remainder if no decode
+    rows are expected at all, and is :data:`FIRST_CHUNK` bytes while the rate is unknown.
+    """
+
+    name = "molink"
+    one_lane = True
+
+    def __init__(self) -> None:
+        self._decode = Backlog()  # vq1
+        self._prefill = Backlog()  # vq2
+        self._interval = IdleInterval()
+        self._outflow = Outflow()
+        #: ``W``: decode volumes sent while prefill rows waited; never above :data:`MOST_WAITING`.
+        self.weight = 0
+
+    def handle(self, event: Event, now: float) -> None:
+        """Line 1 of the algorithm for what was produced; the clocks hear of everything."""
+        if isinstance(event, Produced):
+            (self._decode if event.lane is Lane.DECODE else self._prefill).add(event)
+        self._interval.handle(event, now)
+        self._outflow.handle(event, now)
+
+    def decide(self, now: float, ready: Collection[Lane]) -> Decision:
+        """Lines 2 to 4 of the algorithm."""
+        decode, prefill = self._decode.first, self._prefill.first
+        if Lane.BULK not in ready or (decode is None and prefill is None):
+            return Wait()
+        if self._outflow.busy(now):
+            return Wait(None if self._outflow.rate is None else self._outflow.leaves_at)
+        if decode is not None and prefill is not None:
+            self.weight += 1
+        if decode is not None and self.weight < MOST_WAITING:
+            self._decode.take(rows := decode.rows)
+            return Send(decode.volume, rows)
+        assert prefill is not None  # the weight rises only while prefill rows wait
+        rows = prefill.rows if self.weight >= MOST_WAITING else self._chunk(prefill, now)
+        self._prefill.take(rows)
+        self.weight = 0
+        return Send(prefill.volume, rows)
+
+    def _chunk(self, volume: Pending, now: float) -> int:
+        """``chunk()`` of the paper, in rows: what the link carries in ``T_a``."""
+        free = self._interval.at(now)
+        if free is None:
+            return volume.rows
+        rate = self._outflow.rate
+        nbytes = FIRST_CHUNK if rate is None else free * rate
+        return max(1, min(volume.rows, int(nbytes / volume.row_bytes)))

@@ -1,0 +1,87 @@
+"""The head's end of the ring: what stage 0 has and the others have not."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from molink.head.batch import Batch
+from molink.head.head import Head
+from molink.head.request import Emission
+from molink.ring.scoreboard import Scoreboard
+from molink.wire.messages.data import Release, Sampled, Tombstone, TopLogprobs
+
+#: Tops that wait for their ``Sampled``: a bound against a tail that sends nothing but tops.
+MAX_TOPS = 4096
+
+
+class FrontDesk(Protocol):
+    """Where the head's words to daemons go; :class:`molinkd.worker.desk.Desk` is one."""
+
+    def deliver(self, emissions: Iterable[Emission], now: float) -> None:
+        """Tell them."""
+
+    def close(self) -> None:
+        """The epoch is over."""
+
+
+class Front:
+    """Feeds the head's micro-batches to stage 0, and to the head what comes out of the tail."""
+
+    def __init__(self, head: Head, desk: FrontDesk, vocabulary: int) -> None:
+        """Token ids are below ``vocabulary``."""
+        self.head = head
+        self.desk = desk
+        self._vocabulary = vocabulary
+        self._tops: dict[tuple[int, int], TopLogprobs] = {}
+        #: Tokens that don't exist.
+        self.strays = 0
+
+    def feed(self, board: Scoreboard, now: float) -> bool:
+        """Give stage 0 the next micro-batch if nothing waits there; whether there was one.
+
+        A large prefill volume of which a piece has run waits for nobody: decode rows go beside each
+        of its pieces.
+        """
+        if board.queued == 0:
+            batch = self.head.next(now)
+        else:
+            batch = self.head.next(now, prefill=False) if board.only_rests else None
+        if batch is not None:
+            _put(batch, board, now)
+        return batch is not None
+
+    def came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
+        """Something arrived at the head from the tail."""
+        match body:
+            case TopLogprobs():
+                if len(self._tops) < MAX_TOPS:
+                    self._tops[body.request, body.position] = body
+            case Sampled():
+                emissions = self.head.sampled(self._sensible(body), self._tops, now)
+                for choice in body.choices:
+                    self._tops.pop((choice.request, choice.position), None)
+                self.desk.deliver(emissions, now)
+            case Tombstone():
+                self.desk.deliver(self.head.tombstone(body.tick, now), now)
+            case Release():
+                self.head.released(body.tick, now)
+                for key in [key for key in self._tops if key[0] == body.request]:
+                    del self._tops[key]
+
+    def _sensible(self, sampled: Sampled) -> Sampled:
+        """Without tokens that don't exist: a step with one would fail all requests in it."""
+        choices = tuple(each for each in sampled.choices if each.token < self._vocabulary)
+        if len(choices) == len(sampled.choices):
+            return sampled
+        self.strays += len(sampled.choices) - len(choices)
+        return msgspec.structs.replace(sampled, choices=choices)
+
+
+def _put(batch: Batch, board: Scoreboard, now: float) -> None:
+    for control in batch.control:
+        data = None if control.ids is None else array("i", control.ids).tobytes()
+        board.arrive(control.body, data, now)
+    for volume in batch.volumes:
+        board.arrive(volume.header, volume.tokens, now)

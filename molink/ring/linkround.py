@@ -1,0 +1,88 @@
+"""What the stages of a ring tell each other of their links, without I/O."""
+
+import math
+
+from molink.facts.ringtimes import LinkFacts
+from molink.wire.messages.data import LinkReport
+
+#: Seconds between two reports, and between two of which the second says something else.
+INTERVAL = 1.0
+HASTE = 0.2
+#: Reports of one link that may come at once, when a link that was cut delivers again.
+MOST_WAITING = 32
+#: Relative changes that are worth a report, and one in haste.
+_NOTICEABLE = 0.02
+_LARGE = 0.1
+#: Bytes/s; times by a rate below it would be no numbers any more, and nothing arrives in them.
+_LEAST_RATE = 1.0
+
+
+class LinkRound:
+    """The links of a ring of ``stages``, as stage ``stage`` knows them.
+
+    Each stage reports its own link to the next stage, which passes the report on; the one before
+    the stage that it came from does not.
+    """
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self._stage = stage
+        self._next = (stage + 1) % stages
+        #: One per stage in ring order, each leading to the next stage.
+        self.links: tuple[LinkFacts, ...] = (LinkFacts(),) * stages
+        self._told: LinkReport | None = None
+        self._told_at = 0.0
+        #: By stage: when reports passed on so far would have been due, one each :data:`HASTE`.
+        self._due_at = [-math.inf] * stages
+
+    def measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
+        """This stage has measured its link: what to tell the next one, if anything now."""
+        if len(self.links) == 1:
+            return None
+        report = LinkReport(self._stage, facts.latency or 0.0, facts.rate or 0.0)
+        if not _sensible(report):
+            return None
+        self._learn(report)
+        if self._told is not None:
+            change = max(
+                _change(report.latency, self._told.latency), _change(report.rate, self._told.rate)
+            )
+            least = HASTE if change > _LARGE else INTERVAL
+            if change <= _NOTICEABLE or now < self._told_at + least:
+                return None
+        elif facts == LinkFacts():
+            return None
+        self._told, self._told_at = report, now
+        return report
+
+    def arrived(self, report: LinkReport) -> bool:
+        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        others = report.stage < len(self.links) and report.stage != self._stage
+        if not others or not _sensible(report):
+            return False
+        self._learn(report)
+        return True
+
+    def goes_on(self, report: LinkReport, now: float) -> bool:
+        """Whether the next stage has not seen it yet, and it is not one of a flood."""
+        earliest = now - MOST_WAITING * HASTE
+        due_at = max(self._due_at[report.stage], earliest) + HASTE
+        if report.stage == self._next or due_at > now:
+            return False
+        self._due_at[report.stage] = due_at
+        return True
+
+    def _learn(self, report: LinkReport) -> None:
+        facts = LinkFacts(report.latency or None, report.rate or None)
+        before, after = self.links[: report.stage], self.links[report.stage + 1 :]
+        self.links = (*before, facts, *after)
+
+
+def _sensible(report: LinkReport) -> bool:
+    known = report.rate == 0 or _LEAST_RATE <= report.rate < math.inf
+    return known and 0 <= report.latency < math.inf
+
+
+def _change(one: float, other: float) -> float:
+    if one == other:
+        return 0.0
+    return abs(one - other) / other if other else math.inf

@@ -1,0 +1,117 @@
+"""How many rows of a prefill volume run, and go on to the next stage, as one piece.
+
+Cut-through: a stage need not wait for the whole of a volume, nor keep what it has computed until
+the rest is. The first rows are on the next link while later ones are still on the one before, so
+over M stages a prompt's transfer is paid about once and not M - 1 times. What is lost is
+efficiency: each pass reads the weights, whatever its rows are.
+
+For the time to a first token the smallest pieces are best as long as the stage keeps up with the
+link: a hop then adds the transfer and the pass of one piece, not of the volume. Streams that decode
+wait for half a pass that they don't ride in, so small pieces are good for them too, unless these
+take so much of the stage's time that there is nearly always one. Hence:
+
+- *While more rows are coming*, a piece has at least as many rows as cost, each, no more than
+  :data:`COSTLY` times what they do at best. If rows pile up while a pass runs, the next piece is
+  larger and cheaper by itself.
+- If they come so slowly that smaller pieces keep the stage busy for no more than :data:`SHARE` of
+  the time, these will do: the stage would only wait.
+- Beside decode rows, which have the weights read anyway, a few rows are enough.
+- Nothing is left that would be too small for a last pass; such a rest is waited for.
+- *What is there at once* and large (a chunk as long as a prompt, at the first stage above all) is
+  cut into pieces of as many rows as are nearly as cheap as any (:data:`NEAR_BEST`), or up to twice
+  as many: a link of a home connection needs longer for such a piece than its pass takes, and so is
+  never without work. What the head makes with the stages' profiles is hardly ever that large. The
+  last stage forwards no rows, and cuts nothing that is there.
+- A piece and its decode rows are whole tiles (:mod:`molink.head.chunk`) if there are more to come.
+
+All rows of a volume that has arrived run sooner or later, as whatever is the last piece.
+"""
+
+from typing import Protocol
+
+from molink.facts.profile import MOST_CHUNK_ROWS, Profile
+
+#: A pass is worth it if a row costs at most this many times what it does in the best one.
+COSTLY = 2.0
+#: A large volume is cut into pieces whose rows cost at most this many times the least.
+NEAR_BEST = 1.25
+#: Pieces may be dearer than that if their passes take no more of the time in which rows arrive.
+SHARE = 0.5
+#: No piece has fewer rows without need, so that messages stay few.
+LEAST_ROWS = 16
+#: What is there at once is not cut into smaller ones, whatever a noisy measurement says.
+LEAST_CUT = 64
+
+
+class Cutting(Protocol):
+    """Decides the sizes of pieces."""
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        """How many of the ``here`` rows that have arrived are to run now; 0: wait for more.
+
+        ``coming`` rows of the volume are still to arrive, about ``pace`` of them in a second (0 =
+        unknown); if none are, the answer is 1 at least. ``riding`` decode rows run in the same
+        pass.
+        """
+        ...
+
+
+class WholeVolumes:
+    """Store and forward: a volume runs when all of it has arrived, and at once."""
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        """As :class:`Cutting` says."""
+        return 0 if coming else here
+
+
+class EfficientPieces:
+    """Pieces as a stage's profile makes them worth a pass."""
+
+    def __init__(self, profile: Profile, *, forwards: bool = True) -> None:
+        """``profile`` has points of prefill passes; ``forwards``: rows go on to another stage."""
+        self._forwards = forwards
+        self._tile = profile.tile
+        most = min(MOST_CHUNK_ROWS, max(LEAST_ROWS, profile.prefill[-1][0]))
+        sizes = sorted({*range(LEAST_ROWS, most + 1, LEAST_ROWS), most})
+        # Only whole tiles cost what they should.
+        sizes = [rows for rows in sizes if rows % self._tile == 0] or [self._tile]
+        costs = [profile.prefill_s(rows) / rows for rows in sizes]
+        self.least = self._fewest(sizes, costs, COSTLY)
+        small = range(LEAST_ROWS, self.least, LEAST_ROWS)
+        self._small = [(rows, profile.prefill_s(rows)) for rows in small]
+        self.enough = max(LEAST_CUT, self._fewest(sizes, costs, NEAR_BEST))
+
+    @staticmethod
+    def _fewest(sizes: list[int], costs: list[float], factor: float) -> int:
+        good = factor * min(costs)
+        return next(rows for rows, cost in zip(sizes, costs, strict=True) if cost <= good)
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        """As :class:`Cutting` says."""
+        if self._forwards and here >= 2 * self.enough:
+            even = -(-here // (here // self.enough))
+            return min(here, -(-(even + riding) // self._tile) * self._tile - riding)
+        if not coming:
+            return here
+        least = self._least_at(pace)
+        # What stays behind must be worth a pass of its own.
+        spare = min(here, here + coming - least)
+        tiled = (spare + riding) // self._tile * self._tile - riding
+        if tiled >= (LEAST_ROWS if riding else least):
+            return tiled
+        return spare if spare >= least and least < self.least else 0
+
+    def _least_at(self, pace: float) -> int:
+        """The fewest rows that are worth a pass if ``pace`` of them arrive in a second."""
+        if pace > 0:
+            for rows, seconds in self._small:
+                if seconds * pace <= SHARE * rows:
+                    return rows
+        return self.least
+
+
+def create_cutting(profile: Profile, *, cut_through: bool, forwards: bool) -> Cutting:
+    """Pieces for a stage of ``profile``; whole volumes if it is unknown, or without cut-through."""
+    if cut_through and profile.prefill:
+        return EfficientPieces(profile, forwards=forwards)
+    return WholeVolumes()

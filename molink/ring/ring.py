@@ -1,0 +1,378 @@
+"""One stage's place in the ring during one epoch: receive, order, fuse, run, send."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.head.head import Head
+from molink.link.heartbeat import Progress
+from molink.link.policies.base import DecodeFinished, DecodeStarted
+from molink.ring.bubbles import Bubbles
+from molink.ring.collector import Collector
+from molink.ring.front import Front, FrontDesk
+from molink.ring.limits import BoardLimits
+from molink.ring.linkround import LinkRound
+from molink.ring.outlet import Outlet
+from molink.ring.pieces import create_cutting
+from molink.ring.scoreboard import Scoreboard
+from molink.ring.segment import (
+    Executing,
+    Requests,
+    Segment,
+    SegmentResult,
+    StageShape,
+    StepDone,
+)
+from molink.ring.steplog import StepLog, count_rows
+from molink.ring.steptimes import StepTimes
+from molink.ring.turn import TurnClock
+from molink.ring.work import Control, ControlBody, Ready, Work, block_ids
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import (
+    Admit,
+    History,
+    LinkReport,
+    Release,
+    RingBody,
+    Sampled,
+    Table,
+    Tombstone,
+    TopLogprobs,
+    Volume,
+    VolumePart,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Ring:
+    """One stage's deciders put together: scoreboard, head (at stage 0), executor, outgoing link.
+
+    It has no clock, threads or sockets of its own: ``clock`` is in seconds, every method is called
+    on one thread, and ``executor`` keeps at most one step and reports on that thread, so a
+    simulation can run it in virtual time. ``pump`` is called after every event and does whatever
+    can be done now.
+
+    ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
+    stages. With ``cut_through`` prefill rows are computed and sent on in pieces, while more are
+    coming. ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
+    ticks would be missing, or steps that fail one after another.
+    """
+
+    def __init__(
+        self,
+        stage: StageShape,
+        requests: Requests,
+        executor: Executing,
+        head: Head | None,
+        desk: FrontDesk | None,
+        profile: Profile,
+        on_broken: Callable[[str], None],
+        clock: Callable[[], float],
+        limits: BoardLimits | None = None,
+        *,
+        cut_through: bool = True,
+        profiles: Sequence[Profile] = (),
+    ) -> None:
+        self._stage = stage
+        self._clock = clock
+        self._executor = executor
+        self._front: Front | None = None
+        if head is not None and desk is not None:
+            self._front = Front(head, desk, stage.vocabulary)
+        self._outlet: Outlet | None = None
+        self._requests = requests
+        self._computing = False
+        self._closed = False
+        cutting = create_cutting(profile, cut_through=cut_through, forwards=not stage.is_last)
+        self.scoreboard = Scoreboard(limits, cutting)
+        #: What the step that runs is made of, by tick.
+        self._pieces: dict[int, Ready] = {}
+        self._collector = Collector()
+        self._bubbles = Bubbles(clock())
+        self.steps = StepLog()
+        self._strays = 0
+        self._link_round = LinkRound(stage.index, stage.stages)
+        self._on_broken = on_broken
+        self._times = StepTimes(profile)
+        self._profiles = profiles
+        self._turns = TurnClock(self._ring_times())
+        #: How long the step that runs should take at most, in seconds; 0 between steps.
+        self.predicted = 0.0
+
+    def open(self, outlet: Outlet | None) -> None:
+        """Begin; without an outlet (an ``OutLink``) this stage is the whole ring."""
+        self._outlet = outlet
+        self.pump()
+
+    def close(self) -> None:
+        """The epoch is over: what is still computing is ignored."""
+        self._closed = True
+        if self._front is not None:
+            self._front.desk.close()
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def arrive(
+        self, body: RingBody, data: bytearray | memoryview | None, rows: int | None = None
+    ) -> None:
+        """A message came from the previous stage, as :class:`molink.link.receiver.Arrival` says.
+
+        Of a volume the first ``rows`` rows are in ``data``, which has room for all, or all of them
+        (``None``). Further rows are announced by a :class:`VolumePart` without data: ``rows`` are
+        there then, in all.
+        """
+        with self._unbroken():
+            self._arrive(body, data, rows)
+            self._pump()
+
+    def pump(self) -> None:
+        """Do what can be done: ask the head, forward controls, start a step."""
+        with self._unbroken():
+            self._pump()
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """An error in here would leave a tick undone for ever: the stage ends with it."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("this stage can't go on")
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _break(self, reason: str) -> None:
+        if not self._closed:
+            self.close()
+            self._on_broken(reason)
+
+    def _arrive(
+        self, body: RingBody, data: bytearray | memoryview | None, rows: int | None
+    ) -> None:
+        now = self._clock()
+        match body:
+            case VolumePart() if self._front is None and rows is not None:
+                self.scoreboard.extend(body.tick, rows, now)
+            case Admit() | History() | Table() | Release() | Tombstone() | Volume() if (
+                self._front is None
+            ):
+                self.scoreboard.arrive(body, data, now, rows)
+            case Sampled() | TopLogprobs() | Release() | Tombstone():
+                self._came_round(body, now)
+            case LinkReport() if self._link_round.arrived(body):
+                if self._link_round.goes_on(body, now):
+                    self._pass_on(body)
+                self._links_known()
+            case _:
+                self._strays += 1
+
+    def _pump(self) -> None:
+        if self._closed:
+            return
+        now = self._clock()
+        if self._front is not None and not self._computing:
+            while self._front.feed(self.scoreboard, now):
+                self._forward(self.scoreboard.complete((), now))
+        self._forward(self.scoreboard.complete((), now))
+        self._note(now)
+        if self._computing or (self._outlet is not None and self._outlet.full):
+            return
+        work = self._take(now)
+        if work is not None:
+            self._start_step(work, now)
+
+    def _take(self, now: float) -> Work | None:
+        """What may run now. What never can goes on as a tombstone; others may wait for that."""
+        while True:
+            work = self.scoreboard.take(now)
+            dropped = self.scoreboard.complete((), now)
+            self._forward(dropped)
+            if work is not None or not dropped:
+                return work
+
+    def _start_step(self, work: Work, now: float) -> None:
+        segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
+        self._pieces = {part.volume.tick: part for part in work.parts}
+        self._computing = True
+        self._note(now)
+        expected = self._times.begin(part.volume for part in work.parts)
+        self.predicted = expected.most
+        if work.decode is not None and self._outlet is not None:
+            self._outlet.handle(DecodeStarted(count_rows(work.decode.volume), expected.likely))
+        # On the compute thread, by molinkd.worker.step.
+        self._executor.submit(segments, self._step_done)
+
+    def _came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
+        if self._front is not None:
+            self._front.came_round(body, now)
+
+    # --- links -----------------------------------------------------------------------------------
+
+    def link_measured(self, facts: LinkFacts, now: float) -> None:
+        """What this stage's link to the next one is like; the others are told."""
+        with self._unbroken():
+            report = self._link_round.measured(facts, now)
+            if report is not None and not self._closed:
+                self._pass_on(report)
+                self._links_known()
+
+    @property
+    def links(self) -> tuple[LinkFacts, ...]:
+        """All links of the ring as far as they are known, each stage's to the next one."""
+        return self._link_round.links
+
+    def _ring_times(self) -> RingTimes:
+        row_bytes = self._stage.hidden * DTYPE_SIZES[self._stage.dtype]
+        return RingTimes(self._profiles, self.links, row_bytes)
+
+    def _links_known(self) -> None:
+        self._turns.times = self._ring_times()
+        if self._front is not None:
+            self._front.head.set_links(self.links)
+
+    # --- to the next stage -----------------------------------------------------------------------
+
+    def _forward(self, controls: Sequence[Control]) -> None:
+        """Apply completed controls here and pass them on."""
+        for control in controls:
+            body = control.body
+            match body:
+                case Admit():
+                    self._requests.admit(body)
+                    if not self._stage.is_last:
+                        self._pass_on(body)
+                case History():
+                    self._history(body, control.data)
+                case Table():
+                    self._table(body, control.data)
+                case Release():
+                    self._requests.release(body.request)
+                    self._turns.over(body.request)
+                    self._pass_on(body)
+                case Tombstone():
+                    self._pass_on(body)
+
+    def _history(self, body: History, data: object) -> None:
+        """Tokens for penalties (``i32``): kept at the tail, passed on before it."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            return
+        if self._stage.is_last:
+            self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
+        else:
+            self._pass_on(body, data)
+
+    def _table(self, body: Table, data: object) -> None:
+        """Blocks of the prefix cache (``i32``), which every stage has to know."""
+        self._requests.table(body.request, block_ids(body, data))
+        if not self._stage.is_last and isinstance(data, bytes | bytearray | memoryview):
+            self._pass_on(body, data)
+
+    def _pass_on(self, body: ControlBody | LinkReport, payload: Buffer | None = None) -> None:
+        if self._outlet is not None:
+            self._outlet.control(body, payload)
+        elif isinstance(body, Release | Tombstone):
+            self._came_round(body, self._clock())
+
+    # --- from the executor -----------------------------------------------------------------------
+
+    def _step_done(self, done: StepDone) -> None:
+        with self._unbroken():
+            self._take_results(done)
+            self._pump()
+
+    def _take_results(self, done: StepDone) -> None:
+        if self._closed:
+            return
+        now = self._clock()
+        self._computing = False
+        self.predicted = 0.0
+        self._note(now)
+        self.steps.add(done)
+        self._times.end(done.seconds)
+        patience = self.steps.patience
+        if patience.exhausted or (done.error and not done.results):
+            self._break(f"{patience.failures} steps failed one after another: {done.error}")
+            return
+        # One by one: what waits for the decode rows need not wait for the prefill beside them.
+        for result in done.results:
+            self._send(result, now)
+            self._forward(self.scoreboard.complete([result.volume.tick], now))
+        self._tell_of_decode(done.results, now)
+
+    def _tell_of_decode(self, results: Sequence[SegmentResult], now: float) -> None:
+        """A decode step is over; its rows are on their way, so nothing can slip in before them."""
+        for result in results:
+            if not result.volume.prefill and self._outlet is not None:
+                after = self._turns.finished(result.volume, now)
+                self._outlet.handle(DecodeFinished(count_rows(result.volume), after))
+
+    def _send(self, result: SegmentResult, now: float) -> None:
+        piece = self._pieces[result.volume.tick]
+        if result.sampled is not None:
+            for body in self._collector.add(result.sampled, result, last=piece.last):
+                if self._outlet is not None:
+                    self._outlet.control(body)
+                else:
+                    self._came_round(body, now)
+        elif self._outlet is not None and result.rows is not None:
+            self._send_rows(self._outlet, piece, result.rows)
+
+    def _send_rows(self, outlet: Outlet, piece: Ready, rows: Buffer) -> None:
+        """The first piece of a volume brings the header of all of its rows."""
+        if piece.first:
+            outlet.more(piece.whole.tick, rows)
+            return
+        shape = (count_rows(piece.whole), self._stage.hidden)
+        payload = Payload(self._stage.dtype, shape)
+        outlet.volume(msgspec.structs.replace(piece.whole, payload=payload), rows)
+
+    # --- reports ---------------------------------------------------------------------------------
+
+    @property
+    def strays(self) -> int:
+        """Messages that make no sense at this place of the ring, and tokens that don't exist."""
+        return self._strays + (self._front.strays if self._front is not None else 0)
+
+    @property
+    def progress(self) -> Progress:
+        """What the neighbours are told; work that a full link holds back is not waited for."""
+        board = self.scoreboard
+        held = self._outlet is not None and self._outlet.full and not self._computing
+        return Progress(
+            completed=board.last_completed,
+            queued=0 if held else board.queued,
+            busy=len(self._requests) > 0,
+            predicted=self.predicted,
+        )
+
+    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Counters and gauges of this epoch, by name."""
+        self._note(self._clock())
+        counters = {
+            "stage_steps_total": self.steps.steps,
+            "stage_rows_total": self.steps.rows,
+            "stage_compute_seconds_total": self.steps.seconds,
+            "stage_bubble_seconds_total": self._bubbles.seconds,
+            "stage_failed_steps_total": self.steps.failed,
+            "stage_strays_total": self.strays,
+            "stage_dropped_groups_total": self.scoreboard.counts["dropped_groups"],
+            "stage_refused_total": self.scoreboard.refused,
+        }
+        gauges = {
+            "stage_requests": len(self._requests),
+            "stage_bubble_share": round(self._bubbles.share, 4),
+            "stage_queued_volumes": self.scoreboard.queued,
+            "stage_completed_tick": self.scoreboard.last_completed,
+        }
+        return (
+            {name: float(value) for name, value in counters.items()},
+            {name: float(value) for name, value in gauges.items()},
+        )
+
+    def _note(self, now: float) -> None:
+        self._bubbles.note(now, live=len(self._requests) > 0, computing=self._computing)

@@ -1,0 +1,1 @@
+"""The decoder: blocks of attention and MLP, norms, experts, rotary positions."""

@@ -1,0 +1,152 @@
+"""One decoder layer: attention and an MLP, each on the normed sum of all before it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.layout import attention_projections, mlp_norm, mlp_projections
+from molink.stage.attention.base import LayerAttention
+from molink.stage.decoder.experts import ExpertMlp
+from molink.stage.decoder.mlp import GatedMlp, Mlp, create_gate
+from molink.stage.decoder.norm import Norm, load_norm
+from molink.stage.decoder.rope import Rotate, rotate
+from molink.stage.linear import Linear, Projection
+from molink.stage.loading.weights import WeightReader
+from molink.stage.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What all layers of one forward share, made once.
+
+    ``slots`` (int64 ``[T]``) is where each row's keys and values go; ``angles`` are the rows'
+    rotations, ``[T, 1, 2, rotary_dim]``, for each of the model's ropes.
+    """
+
+    pool: KVPool
+    slots: Tensor
+    angles: tuple[Tensor, ...]
+    attention: LayerAttention
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderBlock:
+    """Weights of one layer and how to run it. q, k, v are one projection.
+
+    ``rope`` says which of the angles are its own, ``rotate`` turns heads by them. ``head_norm``
+    (norms of q and k, float32 ``[heads + kv_heads, head_dim]``) and the norms of what attention and
+    MLP give are ``None`` in models without them.
+    """
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope: int
+    input_norm: Norm
+    qkv: Projection
+    head_norm: Tensor | None
+    output: Projection
+    attended_norm: Norm | None
+    mlp_norm: Norm
+    mlp: Mlp
+    result_norm: Norm | None
+    rotate: Rotate = rotate
+
+    def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
+        """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
+        attended = self.output(self._attend(self.input_norm(rows), context))
+        if self.attended_norm is not None:
+            attended = self.attended_norm(attended)
+        rows = _sum(rows, attended)
+        result = self.mlp(self.mlp_norm(rows))
+        if self.result_norm is not None:
+            result = self.result_norm(result)
+        return _sum(rows, result)
+
+    def _attend(self, rows: Tensor, context: ForwardContext) -> Tensor:
+        heads = self.qkv(rows).view(len(rows), self.heads + 2 * self.kv_heads, self.head_dim)
+        turned = heads[:, : self.heads + self.kv_heads]
+        if self.head_norm is not None:
+            normed = rms_norm(turned.float(), (self.head_dim,), None, self.eps)
+            turned.copy_(normed.mul_(self.head_norm))
+        self.rotate(turned, context.angles[self.rope])
+        both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
+        context.pool.write(self.index, context.slots, both)
+        return context.attention(self.index, heads, context.pool)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.result_norm)
+        parts = (*norms, self.head_norm, self.qkv, self.output, self.mlp)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _sum(rows: Tensor, result: Tensor) -> Tensor:
+    """Both added up, in the type of the rows: they are float32 where float16 is computed in."""
+    return result.add_(rows) if result.dtype == rows.dtype else rows + result
+
+
+def load_block(reader: WeightReader, config: ModelConfig, layer: int, index: int) -> DecoderBlock:
+    """Load the model's layer ``layer``, which is the stage's ``index``-th."""
+    prefix = f"model.layers.{layer}."
+
+    def norm(name: str) -> Norm:
+        return load_norm(reader, config, f"{prefix}{name}.weight")
+
+    sandwiched = config.sandwich_norms
+    return DecoderBlock(
+        index=index,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        eps=config.norm_eps,
+        rope=config.rope_of(layer),
+        input_norm=norm("input_layernorm"),
+        qkv=reader.projection(
+            [prefix + name for name in attention_projections(config)], config.attention_bias
+        ),
+        head_norm=_load_head_norm(reader, config, prefix) if config.qk_norm else None,
+        output=reader.projection([f"{prefix}self_attn.o_proj"], config.output_bias),
+        attended_norm=norm("post_attention_layernorm") if sandwiched else None,
+        mlp_norm=norm(mlp_norm(config)),
+        mlp=_load_mlp(reader, config, layer, prefix),
+        result_norm=norm("post_feedforward_layernorm") if sandwiched else None,
+        rotate=reader.rowwise.rotate if reader.rowwise else rotate,
+    )
+
+
+def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Tensor:
+    queries, keys = (
+        reader.read(f"{prefix}self_attn.{name}_norm.weight").expand(count, -1)
+        for name, count in (("q", config.heads), ("k", config.kv_heads))
+    )
+    return torch.cat((queries, keys)).float().add_(config.norm_offset)
+
+
+def _load_mlp(reader: WeightReader, config: ModelConfig, layer: int, prefix: str) -> Mlp:
+    gate = reader.rowwise.gate if reader.rowwise else create_gate(config.activation)
+
+    def gated(names: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
+        return GatedMlp(
+            gate_up=reader.projection([prefix + name for name in names], biased),
+            down=reader.projection([prefix + down], biased),
+            gate=gate,
+        )
+
+    experts = config.experts_of(layer)
+    if experts is None:
+        return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
+    names = map(experts.projections, range(experts.count))
+    return ExpertMlp(
+        # Never quantized: a small error here sends a row to other experts.
+        router=Linear(reader.read(f"{prefix}{experts.router}.weight")),
+        experts=tuple(gated((gate, up), down, False) for gate, up, down in names),
+        chosen=experts.chosen,
+        normalized=experts.normalized,
+    )

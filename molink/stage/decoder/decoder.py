@@ -1,0 +1,92 @@
+"""The part of a decoder that a stage holds: its layers, and the ends of the model it touches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
+from molink.errors import InvariantError
+from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
+from molink.stage.decoder.norm import Norm, load_norm
+from molink.stage.linear import CompiledLinear, Linear, Projection, Table
+from molink.stage.loading.weights import WeightReader
+from molink.stage.transfer import upload_integers
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Weights of a stage and how rows go through them.
+
+    The ends of the model are ``None`` where another stage has them. ``embedding_scale`` is rounded
+    to the type of computation, as the models were trained.
+    """
+
+    config: ModelConfig
+    embedding: Table | None
+    blocks: tuple[DecoderBlock, ...]
+    norm: Norm | None
+    head: Projection | None
+    embedding_scale: float = 1.0
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its layers do the same work whatever the rows are, as a CUDA graph has to."""
+        return all(block.mlp.capturable for block in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory; a head that is the embedding itself is counted once."""
+        shared = isinstance(self.head, Linear | CompiledLinear) and self.head is self.embedding
+        ends = (self.embedding, self.norm, None if shared else self.head)
+        return sum(part.nbytes for part in (*ends, *self.blocks) if part is not None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
+        if self.embedding is None:
+            raise InvariantError("a stage without the embedding was given tokens")
+        rows = self.embedding.look_up(tokens)
+        return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
+
+    def run(self, rows: Tensor, context: ForwardContext) -> Tensor:
+        """Rows ``[T, hidden]`` through all layers of the stage."""
+        for block in self.blocks:
+            rows = block(rows, context)
+        return rows
+
+    def logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
+        """Float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``, at the last stage."""
+        if self.norm is None or self.head is None:
+            raise InvariantError("a stage without the output head was asked for logits")
+        if not wanted:
+            return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        if tuple(wanted) != tuple(range(len(rows))):
+            rows = rows.index_select(0, upload_integers(wanted, rows.device))
+        logits = self.head(self.norm(rows)).float()
+        cap = self.config.final_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def load_decoder(reader: WeightReader, config: ModelConfig, layers: tuple[int, int]) -> Decoder:
+    """Load layers ``first:last`` and the ends of the model that the range touches."""
+    first, last = layers
+    opens, closes = first == 0, last == config.layers
+    scale = float(torch.tensor(config.embedding_scale, dtype=reader.dtype)) if opens else 1.0
+    blocks = tuple(
+        load_block(reader, config, layer, index) for index, layer in enumerate(range(first, last))
+    )
+    norm = load_norm(reader, config, FINAL_NORM) if closes else None
+    if opens and closes and config.tied:
+        both = reader.tied(EMBEDDING)
+        return Decoder(config, both, blocks, norm, both, scale)
+    name = EMBEDDING if config.tied else OUTPUT_HEAD
+    return Decoder(
+        config,
+        embedding=Linear(reader.read(EMBEDDING)) if opens else None,
+        blocks=blocks,
+        norm=norm,
+        head=reader.projection([name.removesuffix(".weight")], False) if closes else None,
+        embedding_scale=scale,
+    )

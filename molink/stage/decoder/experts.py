@@ -1,0 +1,65 @@
+"""The MLP of a layer with experts: each row goes through the few that its router prefers.
+
+Rows are sorted by expert, so that each expert in use multiplies all its rows at once; those that
+no row chose are not touched. Sums are taken in a fixed order, never by atomic additions, so a row's
+result doesn't depend on which rows are computed with it, up to rounding in the projections.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from molink.stage.decoder.mlp import Mlp
+from molink.stage.linear import Projection
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """A router and its experts; the ``chosen`` best have a say, weighted by their probability.
+
+    With ``normalized`` the weights of a row sum to 1.
+    """
+
+    #: Which experts run is read back from the device in each forward.
+    capturable: ClassVar[bool] = False
+
+    router: Projection
+    experts: tuple[Mlp, ...]
+    chosen: int
+    normalized: bool
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
+        weights, experts = self._route(rows)
+        if len(rows) == 1:
+            results = [self.experts[expert](rows) for expert in experts[0].tolist()]
+            return torch.cat(results).mul_(weights.view(-1, 1)).sum(0, keepdim=True)
+        return self._grouped(rows, weights, experts.view(-1))
+
+    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (in the rows' type) and indices of each row's experts, both ``[T, chosen]``."""
+        rated = self.router(rows).softmax(dim=-1, dtype=torch.float32)
+        weights, experts = rated.topk(self.chosen, dim=-1)
+        if self.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(rows.dtype), experts
+
+    def _grouped(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        order = experts.argsort()  # [T * chosen]: pairs of a row and an expert, by expert
+        counts = experts.bincount(minlength=len(self.experts)).tolist()
+        results = rows.new_empty(len(order), rows.shape[1])
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                pairs = order[first : first + count]
+                results[pairs] = expert(rows[pairs // self.chosen])
+                first += count
+        shaped = results.view(len(rows), self.chosen, -1)
+        return shaped.mul_(weights.unsqueeze(-1)).sum(1)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
+        return self.router.nbytes + sum(expert.nbytes for expert in self.experts)

@@ -1,0 +1,69 @@
+"""The gated MLP of a layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from molink.checkpoint.traits import Activation
+from molink.stage.linear import Projection
+
+#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up.
+Gate = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
+
+
+def create_gate(activation: Activation) -> Gate:
+    """A gate by torch's operators, on every device."""
+    activate = _ACTIVATIONS[activation]
+
+    def gate(rows: Tensor) -> Tensor:
+        active, up = rows.chunk(2, dim=-1)
+        return activate(active).mul_(up)
+
+    return gate
+
+
+class Mlp(Protocol):
+    """What a layer does with each row on its own."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether it does the same work whatever the rows are, as a CUDA graph has to."""
+        ...
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Rows ``[T, hidden]`` → new rows ``[T, hidden]`` that belong to the caller."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """``down(act(gate) * up)``; gate and up are one projection."""
+
+    capturable: ClassVar[bool] = True
+
+    gate_up: Projection
+    down: Projection
+    gate: Gate
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`Mlp`."""
+        return self.down(self.gate(self.gate_up(rows)))
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Mlp`."""
+        return self.gate_up.nbytes + self.down.nbytes

@@ -1,0 +1,96 @@
+"""Root mean square norms (Zhang and Sennrich 2019), in the precision that their models want."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from molink.checkpoint.config import ModelConfig
+from molink.stage.loading.weights import WeightReader
+
+if TYPE_CHECKING:
+    from molink.stage.kernels.rowwise import Rowwise
+
+
+class Norm(Protocol):
+    """Scales rows ``[T, hidden]`` to a mean square of 1, then by a weight per dimension."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """New rows, in the type of computation."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNorm:
+    """One call in the rows' own type; ``weight`` has that type too."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`Norm`."""
+        return rms_norm(rows, self.weight.shape, self.weight, self.eps)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Norm`."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class WideNorm:
+    """Computes in float32, with a float32 ``weight``, and rounds once at the end, to ``dtype``."""
+
+    weight: Tensor
+    eps: float
+    dtype: torch.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`Norm`."""
+        return rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Norm`."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledNorm:
+    """As :class:`WideNorm` for bf16 on a CPU, in one call."""
+
+    weight: Tensor
+    rowwise: "Rowwise"
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`Norm`."""
+        return self.rowwise.norm(rows, self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Norm`."""
+        return self.weight.nbytes
+
+
+def load_norm(reader: WeightReader, config: ModelConfig, name: str) -> Norm:
+    """Load the norm whose weight is called ``name``.
+
+    A model that adds an offset to its weights stores what would vanish in a 16-bit sum. Rows that
+    are computed in float16 are summed in float32, and normed from there.
+    """
+    weight = reader.read(name)
+    if reader.rowwise is not None:
+        return CompiledNorm(weight.float().add_(config.norm_offset), reader.rowwise)
+    if weight.dtype == torch.float32:
+        return PlainNorm(weight.add_(config.norm_offset), config.norm_eps)
+    if config.norm_offset or weight.dtype == torch.float16:
+        wide = weight.float().add_(config.norm_offset)
+        return WideNorm(wide, config.norm_eps, weight.dtype)
+    return PlainNorm(weight, config.norm_eps)

@@ -1,0 +1,1 @@
+"""CUDA graphs of decode steps: buckets of sizes, capture, replay."""

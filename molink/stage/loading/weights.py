@@ -1,0 +1,189 @@
+"""Loading tensors of a model folder, converted and merged, without a copy more than needed."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.layout import Shapes, layer_tensors
+from molink.checkpoint.prequantized import FLOATS, companions
+from molink.checkpoint.quantization import can_hold, is_quantizable
+from molink.errors import BrokenModel, UsageError
+from molink.facts.model import Quantize
+from molink.stage.kernels.create import create_rowwise
+from molink.stage.kernels.shape import fits_rowwise
+from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
+from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
+from molink.stage.linear.unpacked import part_rows
+from molink.stage.loading.prequantized import check_layout, fill
+
+if TYPE_CHECKING:
+    from molink.stage.kernels.rowwise import Rowwise
+
+
+def _find_rowwise(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> "Rowwise | None":
+    inner = [] if config.experts is None else [config.experts.inner_size]
+    widths = [config.hidden_size, config.intermediate_size, *inner]
+    rotary = [rope.rotary_dim(config.head_dim) for rope in config.ropes]
+    if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):
+        return None
+    return create_rowwise(config.norm_eps, config.activation, torch.get_num_threads())
+
+
+class WeightReader:
+    """Reads tensors into a dtype on a device; files are mapped while the reader is open.
+
+    Every result owns its memory, so the files may go away afterwards. ``quantize`` is about the
+    projections of layers; those of a checkpoint that is quantized itself stay as they are.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: Quantize = "none",
+    ) -> None:
+        """Raises :class:`UsageError` if the checkpoint is quantized in another way."""
+        stored = folder.config.quantized
+        if "none" not in (stored, quantize) and stored != quantize:
+            raise UsageError(f"{folder.path} is quantized as {stored}; it can't become {quantize}")
+        self._folder, self.dtype, self._device = folder, dtype, device
+        self._projections = Projections.probe(dtype, device)
+        #: What is compiled beside projections, where something is.
+        self.rowwise = _find_rowwise(folder.config, dtype, device)
+        self._mode: Quantize = quantize if stored == "none" else stored
+        self._kernels = QuantizedKernels.probe(self._mode, dtype, device)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._layer: tuple[int, Shapes] = (-1, {})
+
+    def __enter__(self) -> "WeightReader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def read(self, *names: str) -> Tensor:
+        """The tensors, one below the other in their first dimension.
+
+        Raises:
+            BrokenModel: a tensor is missing, can't be read, or holds NaN or infinity; named.
+        """
+        return self._merge(names, self.dtype)
+
+    def _merge(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        spans = [self._folder.tensors[name] for name in names]
+        rows = sum(span.shape[0] for span in spans)
+        merged = torch.empty((rows, *spans[0].shape[1:]), dtype=dtype, device=self._device)
+        first = 0
+        for name, span in zip(names, spans, strict=True):
+            part = merged[first : first + span.shape[0]].copy_(self._mapped(name))
+            self._check_finite(name, part)
+            first += span.shape[0]
+        return merged
+
+    def projection(self, names: Sequence[str], biased: bool) -> Projection:
+        """Projections ``names`` (without ``.weight``) merged into one, outputs side by side.
+
+        Raises:
+            BrokenModel: as :meth:`read`.
+            UnsupportedModel: a stored quantization that isn't implemented; named.
+        """
+        weights = [f"{name}.weight" for name in names]
+        bias = self.read(*(f"{name}.bias" for name in names)) if biased else None
+        if self._becomes_quantized(weights):
+            return self._kernels.create(self._quantized(weights), bias)
+        return self._projections.create(self._merge(weights, self._kept(weights)), bias)
+
+    def tied(self, name: str) -> Linear | CompiledLinear:
+        """The weight ``name``, as embedding and output head at once; raises as :meth:`read`."""
+        return self._projections.create_tied(self._merge([name], self._kept([name])))
+
+    def _kept(self, names: Sequence[str]) -> torch.dtype:
+        """The type in which they are kept: bf16 stays as it is where rows of more bits take it."""
+        narrow = all(self._folder.tensors[name].dtype == "BF16" for name in names)
+        return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
+
+    def _becomes_quantized(self, names: Sequence[str]) -> bool:
+        if self._mode == "none" or not names[0].startswith("model.layers."):
+            return False
+        if self._folder.config.quantized != "none":
+            # Some may have been left out on purpose; if all were, they are not touched.
+            return any(self._is_stored_quantized(name) for name in names)
+        shapes = [self._shape(name) for name in names]
+        fine = all(is_quantizable(name, self._shape(name)) for name in names)
+        return fine and can_hold(self._mode, shapes)
+
+    def _is_stored_quantized(self, name: str) -> bool:
+        return self._folder.tensors[name].dtype not in FLOATS
+
+    def _quantized(self, names: Sequence[str]) -> QuantizedWeight:
+        shapes = [self._shape(name) for name in names]
+        merged = (sum(shape[0] for shape in shapes), shapes[0][1])
+        weight = QuantizedWeight.empty(self._mode, merged, self._device)
+        first = 0
+        for name, shape in zip(names, shapes, strict=True):
+            if self._is_stored_quantized(name):
+                layout = companions(name)[1]
+                if layout in self._folder.tensors:
+                    check_layout(name, self._mapped(layout))
+                fill(weight, first, name, shape, self._mapped)
+            else:
+                self._quantize(weight, first, name, shape)
+            first += shape[0]
+        return weight
+
+    def _quantize(
+        self, weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int]
+    ) -> None:
+        """Few rows at a time: the rest is in full precision only in the file."""
+        stored, step = self._mapped(name), part_rows(shape[1])
+        for begin in range(0, shape[0], step):
+            part = stored[begin : begin + step].to(self._device)
+            self._check_finite(name, part)
+            weight.put(first + begin, part)
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        """Shape of a layer's weight by the config: that of a packed one doesn't tell."""
+        layer = int(name.split(".")[2])
+        if self._layer[0] != layer:
+            self._layer = layer, layer_tensors(self._folder.config, layer)
+        rows, width = self._layer[1][name]
+        return rows, width
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        # A sum takes a twentieth of the time, but may overflow where no element is infinite.
+        if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
+            return
+        file = self._folder.path / self._folder.tensors[name].file
+        raise BrokenModel(
+            f"{file}: tensor {name} holds NaN or infinity (as {tensor.dtype}); fetch the file "
+            "again, or compute in another dtype"
+        )
+
+    def _mapped(self, name: str) -> Tensor:
+        file = self._folder.tensors[name].file
+        path = self._folder.path / file
+        try:
+            if file not in self._files:
+                opened = safe_open(path, framework="pt", device="cpu")
+                self._files[file] = self._stack.enter_context(opened)
+            tensor: Tensor = self._files[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise BrokenModel(f"{path}: tensor {name} can't be read: {error}") from error
+        return tensor

@@ -1,0 +1,1 @@
+"""Tokens from logits: penalties, filters, noise that a stream takes with it."""

@@ -1,0 +1,108 @@
+"""top_k, top_p and min_p as one threshold per row: every logit at or above it stays.
+
+The semantics are those of Hugging Face's processors in the order top_k, top_p, min_p, except that
+tokens as likely as the last one kept stay too: so the result does not depend on how a device
+breaks ties.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.transfer import take_rows, upload
+from molink.wire.messages.data import Sampling
+
+#: Below this only the likeliest token is left anyway, and float32 would not divide by it.
+_LEAST_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What the rows of a step ask for, as columns ``[n, 1]`` (float64) of one tensor."""
+
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> "Filters":
+        """The filters of all rows, in one copy to the device."""
+        numbers = [
+            [
+                max(s.temperature, _LEAST_TEMPERATURE),
+                limit(s, vocabulary),
+                s.top_p,
+                math.log(s.min_p) if s.min_p else -math.inf,
+            ]
+            for s in samplings
+        ]
+        return cls(upload(torch.tensor(numbers, dtype=torch.float64), device))
+
+    def take(self, rows: Sequence[int]) -> "Filters":
+        """Those of some rows."""
+        return self if len(rows) == len(self.numbers) else Filters(take_rows(self.numbers, rows))
+
+    @property
+    def temperatures(self) -> Tensor:
+        """Above 0."""
+        return self.numbers[:, 0:1]
+
+    @property
+    def limits(self) -> Tensor:
+        """top_k; 0 is off."""
+        return self.numbers[:, 1:2]
+
+    @property
+    def shares(self) -> Tensor:
+        """top_p; 1 is off."""
+        return self.numbers[:, 2:3]
+
+    @property
+    def floors(self) -> Tensor:
+        """The logarithm of min_p; minus infinity is off."""
+        return self.numbers[:, 3:4]
+
+
+def limit(sampling: Sampling, vocabulary: int) -> int:
+    """top_k, or 0 where it excludes nothing."""
+    return sampling.top_k if 0 < sampling.top_k < vocabulary else 0
+
+
+def needs_total(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether :func:`cut` needs the sum of all weights: top_p without top_k is a share of it."""
+    return sampling.top_p < 1.0 and not limit(sampling, vocabulary)
+
+
+def is_filtered(sampling: Sampling, vocabulary: int) -> bool:
+    """Whether anything is excluded at all."""
+    return sampling.top_p < 1.0 or sampling.min_p > 0 or limit(sampling, vocabulary) > 0
+
+
+def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+    """The least logits kept ``[n, 1]``, and whether ``likeliest`` has all that are kept ``[n]``.
+
+    ``likeliest`` ``[n, c]`` are each row's greatest logits in descending order; ``totals``
+    ``[n, 1]`` the sums of all weights of a row, used where :func:`needs_total`. A threshold means
+    nothing where ``likeliest`` has not all that are kept, unless it is the whole row.
+    """
+    greatest, edge = likeliest[:, :1], likeliest[:, -1:]
+    weights = weigh(likeliest, greatest, filters)
+    limited = filters.limits > 0
+    place = (filters.limits.long() - 1).clamp(0, likeliest.shape[1] - 1)
+    kth = likeliest.gather(1, place).where(limited, -math.inf)
+    stays = likeliest >= kth
+    total = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
+    inside = weights.cumsum(dim=-1) - weights < filters.shares * total
+    inside |= filters.shares >= 1.0
+    inside[:, 0] = True
+    last = (inside & stays).sum(dim=-1, keepdim=True) - 1
+    floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)
+    least = torch.maximum(likeliest.gather(1, last), floor)
+    # At the edge itself there may be more tokens just as likely.
+    return least, (kth.where(limited, least) > edge).flatten()
+
+
+def weigh(logits: Tensor, greatest: Tensor, filters: Filters) -> Tensor:
+    """Weights (float64) of few logits per row, relative to the greatest, so none overflows."""
+    return (logits.double() - greatest).div_(filters.temperatures).exp_()

@@ -1,0 +1,85 @@
+"""Penalties and biases: what is done to logits before the temperature.
+
+In this order: the repetition penalty (Hugging Face's: logits of all tokens of prompt and answer are
+divided, or multiplied where negative), then presence and frequency penalties (OpenAI's: subtracted
+for tokens of the answer, once and per occurrence), then the logit bias (added).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.sampling.history import History
+from molink.stage.transfer import upload
+from molink.wire.messages.data import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """How to sample one row of logits.
+
+    ``position`` is that of the token to be sampled. ``history`` is of the tokens before it, wanted
+    only if ``sampling.needs_history``.
+    """
+
+    sampling: Sampling
+    position: int
+    history: History | None = None
+
+
+def penalize(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Logits ``[n, V]`` with penalties and biases; the same tensor if there are none.
+
+    Token ids outside the vocabulary are passed over.
+    """
+    vocabulary = logits.shape[1]
+    penalties, biases = _penalties(rows, vocabulary), _biases(rows, vocabulary)
+    if penalties is None and biases is None:
+        return logits
+    changed = logits.clone(memory_format=torch.contiguous_format)
+    # Flat: one index is several times faster on a CPU than the pair (row, token).
+    flat = changed.view(-1)
+    if penalties is not None:
+        where, factors, amounts = (upload(part, logits.device) for part in penalties)
+        values = flat[where]
+        flat[where] = torch.where(values < 0, values * factors, values / factors) - amounts
+    if biases is not None:
+        where, amounts = (upload(part, logits.device) for part in biases)
+        flat[where] += amounts
+    return changed
+
+
+def _penalties(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Flat indices of the logits to change, each once, what to divide by and what to subtract."""
+    found = [
+        (index, row.sampling, row.history.entries(vocabulary))
+        for index, row in enumerate(rows)
+        if row.sampling.needs_history and row.history is not None
+    ]
+    if not found:
+        return None
+    ids = torch.cat([ids for _, _, (ids, _) in found])
+    times = torch.cat([times for _, _, (_, times) in found])
+    lengths = torch.tensor([len(ids) for _, _, (ids, _) in found])
+    offsets = torch.tensor([index * vocabulary for index, _, _ in found])
+    settings = torch.tensor(
+        [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for _, s, _ in found]
+    )
+    factors, presence, frequency = settings.repeat_interleave(lengths, dim=0).unbind(dim=1)
+    amounts = presence * (times > 0) + frequency * times
+    return ids + offsets.repeat_interleave(lengths), factors, amounts
+
+
+def _biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
+    """Flat indices of logits, each once, and what to add to them."""
+    found = {
+        index * vocabulary + token: bias
+        for index, row in enumerate(rows)
+        for token, bias in row.sampling.logit_bias
+        if 0 <= token < vocabulary
+    }
+    if not found:
+        return None
+    return torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float32)

@@ -1,0 +1,33 @@
+"""What a client asks the swarm for, and what comes back: token ids, no text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.wire.messages.data import FinishReason, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Token ids in, token ids out. ``max_tokens`` counts generated tokens."""
+
+    model: str
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One token of the answer. ``top`` pairs ids with logprobs, most likely first.
+
+    ``finish`` is set on the last one; a stop id is reported as a token with ``finish="stop"``.
+    ``cached`` is the number of prompt tokens found in the prefix cache (first token only).
+    """
+
+    position: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    finish: FinishReason | None
+    cached: int = 0

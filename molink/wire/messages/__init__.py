@@ -1,0 +1,1 @@
+"""What travels: tagged, bounded messages and their codec. No sockets."""

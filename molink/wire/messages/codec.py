@@ -1,0 +1,113 @@
+"""Messages to frames and back: one msgpack header and at most one payload frame.
+
+Everything that a stranger could get wrong is checked here, before anything is allocated: the number
+of frames, both sizes, the type, every field, and that the payload is as long as its header says.
+Only rows of volumes may be packed, to fewer bytes than they are, and be no more than fit plain.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from molink.errors import MessageTooLarge, WireError
+from molink.wire.messages.base import Coding, Payload
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.data import DataMessage, Frame, Volume, VolumePart
+
+M = TypeVar("M")
+
+MAX_HEADER = 4096
+#: Longer messages on a slow link outlive the heartbeat and are lost: split them.
+MAX_PAYLOAD = 256 * 1024
+MAX_FRAMES = 2
+
+#: Bytes that can be sent; ``memoryview(array)`` makes one of anything else without a copy.
+Buffer = bytes | bytearray | memoryview
+
+
+class Codec(Generic[M]):
+    """Encodes and decodes the messages of one union, for example :data:`DataMessage`."""
+
+    def __init__(self, types: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(types)
+
+    def encode(self, message: M, payload: Buffer | None = None) -> list[Buffer]:
+        """The frames of ``message``: its header, and its payload if it has one.
+
+        Raises:
+            MessageTooLarge: the header is over 4 KiB or the payload over 256 KiB.
+            WireError: ``payload`` is not what ``message.payload`` announces.
+        """
+        header = self._encoder.encode(message)
+        name = type(message).__name__
+        if len(header) > MAX_HEADER:
+            raise MessageTooLarge(f"the header of a {name} is {len(header)} bytes, over 4096")
+        _check_payload(message, payload)
+        return [header] if payload is None else [header, payload]
+
+    def decode(self, frames: Sequence[Buffer]) -> tuple[M, memoryview | None]:
+        """The message in ``frames`` and its payload as bytes (a view, nothing is copied).
+
+        Raises:
+            MessageTooLarge: a frame is over its bound.
+            WireError: the frames are no message of this codec.
+        """
+        if not 1 <= len(frames) <= MAX_FRAMES:
+            raise WireError(f"a message has one or two frames, not {len(frames)}")
+        header = _view(frames[0])
+        if header.nbytes > MAX_HEADER:
+            raise MessageTooLarge(f"a header of {header.nbytes} bytes is over 4096")
+        try:
+            message = self._decoder.decode(header)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"not a message: {error}") from error
+        payload = _view(frames[1]) if len(frames) == MAX_FRAMES else None
+        _check_payload(message, payload)
+        return message, payload
+
+
+def data_codec() -> Codec[DataMessage]:
+    """The codec of the data plane."""
+    return Codec(DataMessage)
+
+
+def control_codec() -> Codec[ControlMessage]:
+    """The codec of the control plane."""
+    return Codec(ControlMessage)
+
+
+def _payload_of(message: object) -> Payload | None:
+    return getattr(message, "payload", None)
+
+
+def _view(frame: Buffer) -> memoryview:
+    return memoryview(frame).cast("B")
+
+
+def _check_payload(message: object, payload: Buffer | None) -> None:
+    name, promised = type(message).__name__, _payload_of(message)
+    if promised is None or payload is None:
+        if promised is None and payload is None:
+            return
+        which = "lacks its payload" if payload is None else "has a payload that it doesn't announce"
+        raise WireError(f"a {name} {which}")
+    size = memoryview(payload).nbytes
+    if size > MAX_PAYLOAD:
+        raise MessageTooLarge(f"the payload of a {name} is {size} bytes, over {MAX_PAYLOAD}")
+    if size != promised.wire_bytes:
+        raise WireError(f"the payload of a {name} is {size} bytes, not {promised.wire_bytes}")
+    if promised.coding is not Coding.PLAIN or promised.coded:
+        _check_coding(message, promised)
+
+
+def _check_coding(message: object, promised: Payload) -> None:
+    name = type(message).__name__
+    body = message.body if isinstance(message, Frame) else message
+    if promised.coding is Coding.PLAIN or not isinstance(body, Volume | VolumePart):
+        raise WireError(f"the payload of a {name} can't be packed")
+    if promised.nbytes > MAX_PAYLOAD:
+        raise MessageTooLarge(f"the payload of a {name} unpacks to over {MAX_PAYLOAD} bytes")
+    if promised.coded >= promised.nbytes:
+        raise WireError(f"the payload of a {name} is no smaller for being packed")

@@ -1,0 +1,359 @@
+"""Messages of the data plane: between the stages of a pipeline, and between daemons and heads.
+
+Words as in the design: a *tick* is the order stamp that stage 0 gives to every volume, admission
+and release; an *epoch* is the generation of the pipeline; a *lane* is one of a hop's two
+connections. Positions count tokens of a request from 0, prompt included.
+"""
+
+from enum import IntEnum
+from typing import Annotated, Literal
+
+import msgspec
+
+from molink.facts.scalars import Count, Index, Sentence, Text
+from molink.wire.messages.base import LeanMessage, Payload
+
+#: Rows groups of one volume, bounded so that its header stays under 4 KB.
+MAX_GROUPS = 128
+#: Volumes of one kind (prefill or decode) that a head may have in flight.
+MAX_MICRO_BATCHES = 64
+#: Entries of a logit bias, bounded for the same reason.
+MAX_LOGIT_BIAS = 256
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_IDS = 64
+
+Epoch = Count
+Tick = Count
+RequestId = Index
+
+
+class Lane(IntEnum):
+    """The two connections of a hop: decode rows and control, or prefill rows in bulk."""
+
+    DECODE = 0
+    BULK = 1
+
+
+class Sampling(LeanMessage, frozen=True, tag=False):
+    """How the tail picks a token; the ordinary parameters of OpenAI's and vLLM's API.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``min_p`` 0 are off. ``seed`` is always set (the
+    daemon draws one when the client gave none), so a resubmitted request goes on unchanged.
+    ``logprobs`` is -1 for none, else how many alternatives to report beside the sampled token.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Index = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    seed: Count = 0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+    logit_bias: Annotated[
+        tuple[tuple[Index, float], ...], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
+    ] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tail has to know the tokens so far (penalties are recomputed from them)."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+# --- between stages: every one of these travels inside a numbered Frame ----------------------
+
+
+class Admit(LeanMessage, frozen=True, tag="admit"):
+    """A request begins; sent once, so that decode frames can be lean."""
+
+    tick: Tick
+    request: RequestId
+    sampling: Sampling
+    #: Tokens that were given, not sampled by this request: its prompt as the client sent it.
+    prompt_tokens: Count
+
+
+class History(LeanMessage, frozen=True, tag="history"):
+    """Tokens of a request from position ``first`` (payload ``i32 [n]``), for penalties.
+
+    Sent after :class:`Admit`, only if ``sampling.needs_history``; positions at or beyond
+    ``Admit.prompt_tokens`` count as generated (a resubmitted request has some).
+    """
+
+    tick: Tick
+    request: RequestId
+    first: Count
+    payload: Payload
+
+
+class Table(LeanMessage, frozen=True, tag="table"):
+    """KV blocks that a request's block table begins with (payload ``i32 [n]``), in order.
+
+    Sent after :class:`Admit`, and before any rows, if the prefix cache has the request's first
+    tokens: its rows begin after them.
+    """
+
+    tick: Tick
+    request: RequestId
+    payload: Payload
+
+
+class Rows(LeanMessage, frozen=True, tag=False):
+    """Consecutive rows of one request in a volume: tokens at ``start … start + count - 1``."""
+
+    request: RequestId
+    start: Count
+    count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    #: The latest earlier tick that writes or releases a block these rows use.
+    after: Tick
+    #: Ids of KV blocks appended to the request's block table before these rows run.
+    blocks: tuple[Index, ...] = ()
+    #: Whether the tail samples a token from the last of these rows.
+    sample: bool = False
+    #: Before these rows run, the positions before ``start`` in its block are copied from this one
+    #: (the prefix cache has them there, followed by others); -1 if nothing is to be copied.
+    source: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+
+
+class Volume(LeanMessage, frozen=True, tag="volume"):
+    """Activations of one micro-batch's decode rows, or of one prefill chunk.
+
+    The payload is ``[n, hidden]`` rows, the first ``n`` of ``sum(count)``; the others follow in
+    :class:`VolumePart` messages of the same lane. Toward a stage's own executor it has none.
+    """
+
+    tick: Tick
+    prefill: bool
+    rows: Annotated[tuple[Rows, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    payload: Payload
+
+
+class VolumePart(LeanMessage, frozen=True, tag="part"):
+    """More rows of the volume ``tick``, beginning with row ``first``."""
+
+    tick: Tick
+    first: Index
+    payload: Payload
+
+
+class Release(LeanMessage, frozen=True, tag="release"):
+    """A request is over (finished, cancelled or preempted): forget it after tick ``after``.
+
+    Rows of it that arrive later are dropped. When this message has gone round the ring, every
+    stage has completed it and the head may reuse the request's blocks.
+
+    ``also`` lists the other ticks with rows of the request that had not come back when it was
+    released. They are named one by one because the last may be dropped, and so complete, at a stage
+    where an earlier one is still on its way.
+    """
+
+    tick: Tick
+    request: RequestId
+    after: Tick
+    also: Annotated[tuple[Tick, ...], msgspec.Meta(max_length=MAX_MICRO_BATCHES)] = ()
+
+
+class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
+    """A volume all of whose rows were dropped: its tick counts as completed."""
+
+    tick: Tick
+
+
+class TopLogprobs(LeanMessage, frozen=True, tag="top"):
+    """Alternatives at a position; precedes the :class:`Sampled` that has the token."""
+
+    request: RequestId
+    position: Count
+    tokens: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)]
+    logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)]
+
+
+class Choice(LeanMessage, frozen=True, tag=False):
+    """One sampled token. ``position`` is the token's own; ``logprob`` is NaN if not asked for."""
+
+    request: RequestId
+    position: Count
+    token: Index
+    logprob: float = float("nan")
+
+
+class Sampled(LeanMessage, frozen=True, tag="sampled"):
+    """The tail completed tick ``tick``; ``choices`` has a token per row group that samples.
+
+    A row group whose logits were unusable (NaN) is listed in ``failed`` instead.
+    """
+
+    tick: Tick
+    choices: Annotated[tuple[Choice, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+
+
+class LinkReport(LeanMessage, frozen=True, tag="link"):
+    """What stage ``stage`` has measured of its outgoing link; goes once round the ring.
+
+    ``latency`` is one way in seconds, ``rate`` in bytes/s; 0 if unknown.
+    """
+
+    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    latency: Annotated[float, msgspec.Meta(ge=0, le=600)]
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class Probe(LeanMessage, frozen=True, tag="probe"):
+    """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
+
+    payload: Payload
+
+
+RingBody = (
+    Admit
+    | History
+    | Table
+    | Volume
+    | VolumePart
+    | Release
+    | Tombstone
+    | TopLogprobs
+    | Sampled
+    | LinkReport
+    | Probe
+)
+
+
+class LinkHello(LeanMessage, frozen=True, tag="hello"):
+    """First message on a connection of a hop: which link and lane this is."""
+
+    pipeline: Text
+    epoch: Epoch
+    from_stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    lane: Lane
+
+
+class Frame(LeanMessage, frozen=True, tag="frame"):
+    """A numbered message of a lane: ``seq`` rises by one from 0 in each (epoch, lane)."""
+
+    epoch: Epoch
+    lane: Lane
+    seq: Count
+    body: RingBody
+
+    @property
+    def payload(self) -> Payload | None:
+        """The body's payload header, if it has one."""
+        return getattr(self.body, "payload", None)
+
+
+class Ack(LeanMessage, frozen=True, tag="ack"):
+    """All frames below ``next`` of that (epoch, lane) have arrived."""
+
+    epoch: Epoch
+    lane: Lane
+    next: Count
+
+
+class Beat(LeanMessage, frozen=True, tag="beat"):
+    """Application heartbeat on the decode lane: 1 s, and every 100 ms while requests live.
+
+    ``completed`` is the compute thread's last completed tick and ``queued`` how many volumes wait
+    for it: no progress with work queued is death, whatever the sockets say. ``sent_at`` is the
+    sender's monotonic clock in seconds; an answer returns it in ``echo``.
+    """
+
+    epoch: Epoch
+    completed: Tick
+    queued: Count
+    sent_at: float
+    echo: float = 0.0
+    #: How long the step that runs should take, in seconds: nobody is dead for working.
+    predicted: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+
+
+# --- between daemons and heads ---------------------------------------------------------------
+
+
+class Submit(LeanMessage, frozen=True, tag="submit"):
+    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`Prompt` parts.
+
+    ``key`` is the daemon's own id of the request. ``tokens`` is how many ids are to come, of which
+    the first ``prompt_tokens`` are the prompt and the others were generated in an earlier epoch.
+    ``max_tokens`` counts tokens still to be generated.
+    """
+
+    pipeline: Text
+    epoch: Epoch
+    key: Text
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    sampling: Sampling
+    stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
+    #: Tokens the head may be ahead of what the daemon has credited.
+    window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
+
+
+class Prompt(LeanMessage, frozen=True, tag="prompt"):
+    """Ids of a submitted request from ``first`` on (payload ``i32 [n]``)."""
+
+    key: Text
+    first: Count
+    payload: Payload
+
+
+class Cancel(LeanMessage, frozen=True, tag="cancel"):
+    """Stop a request: its client has gone, or has all it wanted."""
+
+    key: Text
+
+
+class Credit(LeanMessage, frozen=True, tag="credit"):
+    """The client has taken everything below ``position``."""
+
+    key: Text
+    position: Count
+
+
+FinishReason = Literal["stop", "length"]
+RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
+
+
+class Token(LeanMessage, frozen=True, tag=False):
+    """A token for a request's daemon; ``finish`` is set on the last one.
+
+    ``cached`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and logprobs.
+    """
+
+    epoch: Epoch
+    key: Text
+    position: Count
+    token: Index
+    logprob: float = float("nan")
+    top: Annotated[tuple[tuple[Index, float], ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)] = ()
+    finish: FinishReason | None = None
+    cached: Count = 0
+
+
+class Tokens(LeanMessage, frozen=True, tag="tokens"):
+    """Tokens of one micro-batch for one daemon, of several requests."""
+
+    tokens: Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+class Rejected(LeanMessage, frozen=True, tag="rejected"):
+    """A request was not taken, or can't go on. ``retry_after`` (seconds) goes with ``overloaded``.
+
+    ``epoch`` and ``failed`` are transient as seen by a client: the daemon resubmits.
+    """
+
+    epoch: Epoch
+    key: Text
+    reason: RejectReason
+    message: Sentence
+    retry_after: float = 0.0
+
+
+DataMessage = LinkHello | Frame | Ack | Beat | Submit | Prompt | Cancel | Credit | Tokens | Rejected

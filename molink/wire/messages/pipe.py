@@ -1,0 +1,179 @@
+"""Messages on the pipe between a daemon and one of its workers (stdin and stdout of the worker).
+
+Each is a 4-byte little-endian length and a msgpack body of at most 1 MiB. The worker's log goes to
+stderr. The pipe's end is the worker's end: a worker that reads EOF exits at once, so that no orphan
+keeps a GPU's memory.
+"""
+
+import struct
+from typing import Annotated, BinaryIO, Literal, TypeVar
+
+import msgspec
+
+from molink.errors import WireError
+from molink.facts.dtypes import Compression
+from molink.facts.model import LayerRange, Quantize
+from molink.facts.profile import UNKNOWN, Profile
+from molink.facts.scalars import Count, Index, Sentence, Text
+from molink.wire.messages.base import Message
+from molink.wire.messages.control import Port, PublicKey, StageAddress
+
+MAX_PIPE_MESSAGE = 1 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Start(Message, frozen=True, kw_only=True, tag="start"):
+    """The first message: everything a worker has to know to load its stage.
+
+    ``secret_key`` is the peer's CURVE key (it never appears in argv or the environment).
+    ``kv_bytes`` bounds the KV pool (``molink.facts.memory``); ``ports`` is the range to bind the
+    data socket in (half-open).
+    ``device`` is ``cpu`` or ``cuda:N``; ``threads`` 0 leaves torch's default.
+    """
+
+    pipeline: Text
+    stage: Index
+    stages: Index
+    layers: LayerRange
+    model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
+    dtype: Literal["auto", "f32", "bf16", "f16"]
+    device: Text
+    threads: Index
+    public_key: PublicKey
+    secret_key: PublicKey
+    bind: Text
+    ports: tuple[Port, Port]
+    kv_bytes: Count
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    max_context: Count
+    #: How the link schedules what it sends (``molink.link.policies.create``).
+    policy: Text = "adaptive"
+    #: Whether prefill rows are computed and sent on while more of their volume are coming.
+    cut_through: bool = True
+    #: How rows are packed for the link, where that pays (``molink.link.packing.compressor``).
+    compression: Compression = "lossless"
+    #: Rows of a prefill chunk; 0 leaves them to the head.
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
+    max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    prefix_cache: bool = True
+    #: Folder in which measured profiles are kept; empty: they are measured anew each time.
+    profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    quantize: Quantize = "none"
+    #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
+    memory: Count = 0
+    #: Folder in which the decisions of links are recorded; empty: nothing is.
+    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class MemberKey(Message, frozen=True, kw_only=True):
+    """A member that may speak to this worker."""
+
+    peer: Text
+    public_key: PublicKey
+
+
+class Members(Message, frozen=True, kw_only=True, tag="members"):
+    """All members now; whoever is missing is dropped at once."""
+
+    members: tuple[MemberKey, ...]
+
+
+class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
+    """Begin (or begin again) under ``epoch``: fresh KV, links, ticks. ``ring[stage]`` is you.
+
+    ``profiles`` are those of all stages in ring order, or nothing where none is known.
+    """
+
+    epoch: Count
+    ring: tuple[StageAddress, ...]
+    blocks: Index
+    micro_batches: Index
+    profiles: Annotated[tuple[Profile, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
+    """Weights are loaded and the data socket is bound to ``port``."""
+
+    port: Port
+    max_blocks: Index
+    profile: Profile = UNKNOWN
+    weight_bytes: Count
+
+
+class Formed(Message, frozen=True, kw_only=True, tag="formed"):
+    """The ring of ``epoch`` can be used, as far as this stage is concerned."""
+
+    epoch: Count
+
+
+class WorkerFailed(Message, frozen=True, kw_only=True, tag="failed"):
+    """The worker can't go on; it exits after this. ``kind`` names the error's class."""
+
+    kind: Text
+    message: Sentence
+
+
+class NextStageLost(Message, frozen=True, kw_only=True, tag="next-lost"):
+    """The next stage of the ring has made no progress for longer than it may."""
+
+    epoch: Count
+    reason: Sentence
+
+
+class MemberBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
+    """A member has been cut off by this worker for misbehaving; it stays so until it is removed.
+
+    ``previous`` is whether it runs the previous stage of the ring of ``epoch`` (0 before the first
+    one). If so, no such ring can work, and not this stage is to blame for its silence. It is
+    reported again with each ring that is formed with it.
+    """
+
+    epoch: Count
+    peer: Text
+    reason: Sentence
+    previous: bool
+
+
+class Stats(Message, frozen=True, kw_only=True, tag="stats"):
+    """What ``/metrics`` shows of a worker: monotonic counters and gauges by name."""
+
+    epoch: Count
+    counters: dict[Text, float]
+    gauges: dict[Text, float]
+
+
+ToWorker = Start | Members | FormRing
+FromWorker = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked | Stats
+
+T = TypeVar("T")
+
+
+def write_pipe(stream: BinaryIO, message: Message) -> None:
+    """Write one message and flush it."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_PIPE_MESSAGE:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is too long for the pipe")
+    stream.write(_LENGTH.pack(len(body)) + body)
+    stream.flush()
+
+
+def read_pipe(stream: BinaryIO, decoder: "msgspec.msgpack.Decoder[T]") -> T | None:
+    """Read one message; ``None`` at the end of the pipe.
+
+    Raises:
+        WireError: the bytes are no message of the decoder's type.
+    """
+    prefix = stream.read(_LENGTH.size)
+    if len(prefix) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(prefix)
+    if length > MAX_PIPE_MESSAGE:
+        raise WireError(f"a pipe message of {length} bytes is over {MAX_PIPE_MESSAGE}")
+    body = stream.read(length)
+    if len(body) < length:
+        return None
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a pipe message: {error}") from error

@@ -1,0 +1,1 @@
+"""Authenticated ZeroMQ sockets: CURVE, the gatekeeper, client and server."""

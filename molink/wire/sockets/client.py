@@ -1,0 +1,397 @@
+"""A connecting socket: one DEALER, its one reader, and requests with their replies."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+import molink.errors
+from molink.errors import (
+    MessageTooLarge,
+    MolinkError,
+    NotAuthorized,
+    Overloaded,
+    Unavailable,
+    UsageError,
+    WireError,
+)
+from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
+from molink.wire.messages.control import Failure
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.inbox import Outbox
+from molink.wire.sockets.monitor import Change, Monitor
+from molink.wire.sockets.offences import Offences
+from molink.wire.sockets.options import connect, make_client
+from molink.wire.sockets.traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
+
+#: How long one address is tried before the next, in seconds.
+_ADDRESS_TURN = 3.0
+#: The same if there is no other: a handshake takes five round trips.
+_ONLY_ADDRESS_TURN = 8.0
+#: How long libzmq has to reconnect by itself, and the server to come to know a key it refused.
+_NUDGE_PAUSE = 1.0
+
+#: Parts that a split reply may have: none has a payload, so this is 4 MiB at most.
+_MAX_REPLIES = 1024
+
+#: A reply and its payload.
+Reply = tuple[M, memoryview | None]
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+class Client(Generic[M]):
+    """Talks to the one server that holds ``server_key``, for as long as it takes.
+
+    It connects and reconnects by itself, trying ``addresses`` in turn. Nothing sent on one
+    connection ever travels on the next: what is pending when a connection breaks is dropped.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        codec: Codec[M],
+        server_key: str,
+        addresses: Sequence[str],
+        *,
+        name: str = "the server",
+        on_message: Callable[[M, memoryview | None], None] = _nothing,
+        on_connect: Callable[[], None] = _nothing,
+        on_disconnect: Callable[[], None] = _nothing,
+        on_refused: Callable[[str], None] = _nothing,
+        on_drained: Callable[[], None] = _nothing,
+        on_open: Callable[[int], None] | None = None,
+        max_messages: int = 4096,
+        max_bytes: int = 8 << 20,
+    ) -> None:
+        """``name`` is what errors call the server.
+
+        ``on_message`` gets what is no reply to a request. ``on_connect`` is called on each new
+        connection; what it sends goes first. ``on_refused`` is told why a handshake failed,
+        ``on_drained`` when a client that was ``congested`` no longer is. ``on_open`` is as
+        :class:`Monitor`'s.
+        ``max_messages`` and ``max_bytes`` bound what waits while the server is slow.
+        """
+        self._context, self._keys, self._codec = context, keys, codec
+        self._server_key = server_key
+        self._addresses = tuple(addresses)
+        self._name = name
+        self._on_message, self._on_refused = on_message, on_refused
+        self._on_connect, self._on_disconnect = on_connect, on_disconnect
+        self._on_drained = on_drained
+        self._on_open = on_open
+        self.connected = False
+        #: Why the last handshake failed; ``None`` once one has succeeded.
+        self.failure: MolinkError | None = None
+        self._turn = 0
+        self._ref = 0
+        self._pending: dict[int, asyncio.Queue[Reply[M] | MolinkError]] = {}
+        self._outbox = Outbox(max_messages, max_bytes)
+        self._offences = Offences()
+        self._changed = asyncio.Event()
+        self._nudge = asyncio.Event()
+        self._stalled = False
+        self._socket: zmq.asyncio.Socket | None = None
+        self._traffic: Traffic | None = None
+        self._monitor: Monitor | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- life --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to connect. Raises :class:`UsageError` if there is no address, or one is none."""
+        if not self._addresses:
+            raise UsageError(f"{self._name} has no address")
+        self._socket = make_client(self._context, self._keys, self._server_key)
+        self._monitor = Monitor(self._socket, self._on_open)
+        try:
+            connect(self._socket, self._address)
+        except MolinkError:
+            self._release()
+            raise
+        self._traffic = Traffic(self._socket, MAX_FRAMES, self._take, self._flush, self._failed)
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._watch(self._monitor), name="molink-client-monitor"),
+            loop.create_task(self._redial(self._socket), name="molink-client-dial"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    async def close(self) -> None:
+        """Disconnect; requests under way fail."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._drop(f"the connection to {self._name} was closed")
+        self._release()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    def redial(self) -> None:
+        """Give up the connection, or the attempt at one, for a new one to the same address.
+
+        TCP doubles its pauses while nothing gets through, so a connection may stay silent for
+        seconds after the network is there again. A new one is not.
+        """
+        self._stalled = True
+        self._nudge.set()
+
+    def _failed(self, error: Exception) -> None:
+        logger.error("the connection to %s can't be read", self._name, exc_info=error)
+
+    async def wait_connected(self, timeout: float) -> None:
+        """Wait for a connection.
+
+        Raises:
+            NotAuthorized: the server doesn't know our key.
+            Unavailable: no connection within ``timeout`` seconds.
+        """
+        self.failure = None
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.connected:
+                    if isinstance(self.failure, NotAuthorized):
+                        raise self.failure
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise self.failure or Unavailable(
+                f"{self._name} doesn't answer at {', '.join(self._addresses)}:"
+                " is it running, and is the port open?"
+            ) from None
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def send(self, message: M, payload: Buffer | None = None) -> None:
+        """Send, or keep until the socket can take it; never blocks.
+
+        Raises:
+            Unavailable: there is no connection.
+            Overloaded: too much is waiting already.
+            WireError: the message breaks its own bounds.
+        """
+        if not self.connected or self._traffic is None:
+            raise Unavailable(f"not connected to {self._name}")
+        parts: list[object] = [*self._codec.encode(message, payload)]
+        try:
+            if not self._outbox and self._traffic.send(parts):
+                return
+        except zmq.ZMQError as error:
+            raise Unavailable(f"can't send to {self._name}: {error}") from error
+        if not self._outbox.put(parts, 0 if payload is None else memoryview(payload).nbytes):
+            raise Overloaded(f"{self._name} takes messages more slowly than they are sent")
+
+    @property
+    def congested(self) -> bool:
+        """Whether messages wait for the socket; who can hold back should."""
+        return len(self._outbox) > 0
+
+    def _flush(self) -> None:
+        """The socket has room again."""
+        assert self._traffic is not None
+        try:
+            while self._outbox:
+                if not self._traffic.send(self._outbox.first()):
+                    return
+                self._outbox.pop()
+        except zmq.ZMQError as error:
+            logger.warning("can't send to %s: %s", self._name, error)
+            self._outbox.clear()
+        self._call(self._on_drained)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    async def request(
+        self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
+    ) -> Reply[M]:
+        """Send ``message`` (with a ``ref`` of our choice) and wait for the reply.
+
+        Raises:
+            MolinkError: what the server answered, as the class of that name.
+            Unavailable: no connection, or no reply within ``timeout`` seconds.
+        """
+        return (await self.request_all(message, payload, timeout=timeout))[-1]
+
+    async def request_all(
+        self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
+    ) -> list[Reply[M]]:
+        """As :meth:`request`, for a reply that is split: up to the first without ``more``.
+
+        Raises:
+            MessageTooLarge: it has more parts than a reply may have.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        await self.wait_connected(timeout)
+        self._ref += 1
+        ref = self._ref
+        queue = self._pending[ref] = asyncio.Queue()
+        replies: list[Reply[M]] = []
+        try:
+            self.send(_with_ref(message, ref), payload)
+            async with asyncio.timeout_at(deadline):
+                while not replies or getattr(replies[-1][0], "more", False):
+                    reply = await queue.get()
+                    if isinstance(reply, MolinkError):
+                        raise reply
+                    replies.append(reply)
+                    if len(replies) > _MAX_REPLIES:
+                        name = type(message).__name__
+                        raise MessageTooLarge(f"{self._name} answers a {name} without end")
+        except TimeoutError:
+            name = type(message).__name__
+            raise Unavailable(f"{self._name} didn't answer a {name} in {timeout:g} s") from None
+        finally:
+            del self._pending[ref]
+        return replies
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    def _take(self, frames: list[zmq.Frame], parts: int) -> None:
+        try:
+            if parts > MAX_FRAMES:
+                raise WireError(f"a message of {parts} parts")
+            message, payload = self._codec.decode([frame.buffer for frame in frames])
+        except WireError as error:
+            self._offend(str(error))
+            return
+        ref = getattr(message, "ref", None)
+        if ref is None:
+            self._call(self._on_message, message, payload)
+            return
+        queue = self._pending.get(ref)
+        if queue is None:
+            return  # the answer to a request that was given up
+        if isinstance(message, Failure):
+            queue.put_nowait(_error(message))
+        else:
+            queue.put_nowait((message, payload))
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call the owner back; its errors must not end our tasks."""
+        try:
+            callback(*arguments)
+        except Exception:
+            logger.exception("%s failed on the connection to %s", callback, self._name)
+
+    def _offend(self, reason: str) -> None:
+        if self._offences.count(self._server_key, asyncio.get_running_loop().time()):
+            logger.warning("%s sends what is no message: %s", self._name, reason)
+            self._call(self._on_refused, f"{self._name} misbehaves: {reason}")
+
+    # --- the connection ----------------------------------------------------------------------
+
+    @property
+    def _address(self) -> str:
+        return self._addresses[self._turn % len(self._addresses)]
+
+    async def _watch(self, monitor: Monitor) -> None:
+        async for change in monitor.changes():
+            if change is Change.CONNECTED:
+                self.failure = None
+                self.connected = True
+                self._call(self._on_connect)
+            elif change is Change.DISCONNECTED:
+                self._nudge.set()
+                self._lost()
+            elif change in (Change.REFUSED, Change.FAILED):
+                self.failure = self._explain(change)
+                if change is Change.REFUSED:
+                    self._nudge.set()
+                self._call(self._on_refused, str(self.failure))
+            self._changed.set()
+
+    def _lost(self) -> None:
+        was, self.connected = self.connected, False
+        self._drop(f"the connection to {self._name} broke")
+        if was:
+            self._call(self._on_disconnect)
+
+    def _explain(self, change: Change) -> MolinkError:
+        if change is Change.REFUSED:
+            return NotAuthorized(
+                f"{self._name} at {self._address} doesn't know this PC: join the swarm (again)"
+            )
+        return Unavailable(
+            f"the handshake with {self._name} at {self._address} failed:"
+            " it holds another key, or is no molink"
+        )
+
+    async def _redial(self, socket: zmq.asyncio.Socket) -> None:
+        """Try the next address whenever there has been no connection for a while.
+
+        The same one, if there is no other: libzmq never comes back to a server that refused it or
+        broke the protocol.
+        """
+        turn = _ADDRESS_TURN if len(self._addresses) > 1 else _ONLY_ADDRESS_TURN
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(turn):
+                    await self._nudge.wait()
+                    if not self._stalled:
+                        await asyncio.sleep(_NUDGE_PAUSE)
+            self._nudge.clear()
+            stalled, self._stalled = self._stalled, False
+            if self.connected and not stalled:
+                continue
+            with contextlib.suppress(zmq.ZMQError):
+                socket.disconnect(self._address)
+            if stalled:
+                # libzmq says nothing of a connection that was given up.
+                self._lost()
+            else:
+                self._turn += 1
+            try:
+                connect(socket, self._address)
+            except MolinkError as error:
+                logger.warning("%s", error)
+            if self._traffic is not None:
+                self._traffic.look()
+
+    def _drop(self, reason: str) -> None:
+        self._outbox.clear()
+        for queue in self._pending.values():
+            queue.put_nowait(Unavailable(reason))
+
+    def _release(self) -> None:
+        self.connected = False
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if self._traffic is not None:
+            self._traffic.close()
+            self._traffic = None
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+
+def _with_ref(message: M, ref: int) -> M:
+    struct: Any = message
+    replaced: M = msgspec.structs.replace(struct, ref=ref)
+    return replaced
+
+
+def _error(failure: Failure) -> MolinkError:
+    """The error that a :class:`Failure` stands for."""
+    kind = getattr(molink.errors, failure.code, MolinkError)
+    if not (isinstance(kind, type) and issubclass(kind, MolinkError)):
+        kind = MolinkError
+    error: MolinkError = kind(failure.message)
+    return error

@@ -1,0 +1,36 @@
+"""CURVE keys: a peer's identity."""
+
+from dataclasses import dataclass
+
+import zmq
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair in Z85 (40 characters each). ``secret`` never leaves its PC."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def generate(cls) -> "KeyPair":
+        """A fresh pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode("ascii"), secret.decode("ascii"))
+
+    @classmethod
+    def from_secret(cls, secret: str) -> "KeyPair":
+        """The pair that belongs to a secret key."""
+        return cls(zmq.curve_public(secret.encode("ascii")).decode("ascii"), secret)
+
+    def __repr__(self) -> str:
+        return f"KeyPair(public={self.public!r})"
+
+
+def is_public_key(text: str) -> bool:
+    """Whether ``text`` is the public half of a pair, as far as length and alphabet say."""
+    try:
+        zmq.curve_public(text.encode("ascii"))
+    except (ValueError, zmq.ZMQError):
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""Files that only their owner may read: CURVE keys, API keys, the state folder they lie in.
+
+POSIX: mode 0600 (folders 0700). Windows: an access list with the current user alone, set before
+anything is written. A file appears whole or not at all.
+"""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import zmq
+
+from molink.errors import UsageError
+from molink.files import patiently
+from molink.wire.sockets.curve import KeyPair
+
+_KEY_LENGTH = 40
+
+
+def private_folder(path: Path) -> Path:
+    """Create ``path`` (and its parents) if it isn't there, for its owner alone; return it."""
+    if not path.is_dir():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _restrict(path, folder=True)
+    return path
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write ``text`` to a file that only its owner may read, in one step.
+
+    The folder has to be there.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    patiently(lambda: draft.unlink(missing_ok=True))
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            _restrict(draft)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        patiently(lambda: draft.replace(path))
+    except BaseException:
+        patiently(lambda: draft.unlink(missing_ok=True))
+        raise
+
+
+def read_secret(path: Path) -> str:
+    """Read a file of :func:`write_secret`; takes away access that others have got since."""
+    text = path.read_text(encoding="utf-8")
+    if sys.platform != "win32" and path.stat().st_mode & 0o077:
+        path.chmod(0o600)
+    return text
+
+
+def load_keys(path: Path) -> KeyPair:
+    """The key pair whose secret is in ``path``; a fresh one, saved there, if there is no file.
+
+    Raises:
+        UsageError: the file is there but can't be read, or holds no key.
+    """
+    try:
+        secret = read_secret(path).strip()
+        if len(secret) != _KEY_LENGTH:
+            raise ValueError
+        return KeyPair.from_secret(secret)
+    except FileNotFoundError:
+        private_folder(path.parent)
+        keys = KeyPair.generate()
+        write_secret(path, keys.secret + "\n")
+        return keys
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be read: {error.strerror or error}. Restore it from a copy, or move it "
+            "away to get a new identity (which has to join the swarm again)."
+        ) from None
+    except (ValueError, zmq.ZMQError):
+        raise UsageError(
+            f"{path} holds no CURVE secret key. Restore it from a copy, or delete it to get a new "
+            "identity (which has to join the swarm again)."
+        ) from None
+
+
+if sys.platform == "win32":
+
+    def _restrict(path: Path, *, folder: bool = False) -> None:
+        rights = "(OI)(CI)F" if folder else "F"
+        _run(["icacls", str(path), "/inheritance:r", "/grant:r", f"*{_user_sid()}:{rights}"])
+
+else:
+
+    def _restrict(path: Path, *, folder: bool = False) -> None:
+        path.chmod(0o700 if folder else 0o600)
+
+
+def _user_sid() -> str:
+    """The current Windows user's security id, which is the same in every display language."""
+    row = next(csv.reader([_run(["whoami", "/user", "/fo", "csv", "/nh"])]))
+    return row[1]
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        stdin=subprocess.DEVNULL,
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+    )
+    if done.returncode:
+        raise UsageError(
+            f"can't restrict access to a secret: {' '.join(command)} ended with "
+            f"{done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
+        )
+    return done.stdout

@@ -1,0 +1,381 @@
+"""A listening socket: one ROUTER, its one reader, and who may say what to it."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from molink.errors import MolinkError, PortInUse, UsageError, WireError
+from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
+from molink.wire.messages.control import Failure
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.inbox import Inbox, Outbox
+from molink.wire.sockets.monitor import Change, Monitor
+from molink.wire.sockets.offences import Offences
+from molink.wire.sockets.options import bind, make_server
+from molink.wire.sockets.traffic import Traffic
+from molink.wire.sockets.zap import Gatekeeper
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
+
+#: How often a connection that can't take more is tried again, in seconds.
+_FLUSH_INTERVAL = 0.005
+#: Seconds until a port that we have just let go is tried again: at first, and at most.
+_REBIND_FIRST, _REBIND_MOST = 0.02, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Whom a message came from: the connection to answer on, and the user it is authorised as."""
+
+    identity: bytes
+    user_id: str
+
+
+#: Handles a message. A plain function is called as it is read; a coroutine function runs in
+#: the sender's own turn, its messages one by one, while those of others go on. What it raises is
+#: sent back as :class:`Failure` if the message has a ``ref``.
+Handler = Callable[[Sender, M, memoryview | None], Awaitable[None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds of one user's (inbox) and one connection's (outbox) messages in memory."""
+
+    inbox_messages: int = 256
+    inbox_bytes: int = 8 << 20
+    outbox_messages: int = 4096
+    outbox_bytes: int = 8 << 20
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """What happened so far."""
+
+    received: int = 0
+    sent: int = 0
+    #: Not a message: wrong number of frames, too long, undecodable.
+    malformed: int = 0
+    #: From users that are no members (any more), or may not send this message.
+    forbidden: int = 0
+    #: Dropped since the sender had too much waiting already.
+    overflowed: int = 0
+    #: To connections that are no more.
+    unroutable: int = 0
+    #: Dropped since the receiver doesn't take them fast enough.
+    congested: int = 0
+    #: Errors of the handler itself.
+    failures: int = 0
+    #: TCP connections accepted, and those whose handshake succeeded.
+    accepted: int = 0
+    admitted: int = 0
+    #: Users cut off because they misbehaved.
+    blocked: int = 0
+    rebuilds: int = 0
+
+    @property
+    def strangers(self) -> int:
+        """Connections that are no members': refused, broken off, or still in their handshake."""
+        return max(0, self.accepted - self.admitted)
+
+
+class Server(Generic[M]):
+    """Receives messages of members and answers on the connections they came from."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        codec: Codec[M],
+        gatekeeper: Gatekeeper,
+        handler: Handler[M],
+        *,
+        permits: Callable[[str, M], bool] | None = None,
+        on_blocked: Callable[[str, str], None] | None = None,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        """``permits(user_id, message)`` narrows what members may send.
+
+        ``on_blocked(user_id, reason)`` is told of a member that was cut off for misbehaving.
+        """
+        self._context = context
+        self._keys = keys
+        self._codec = codec
+        self._gatekeeper = gatekeeper
+        self._handler = handler
+        self._asynchronous = inspect.iscoroutinefunction(handler)
+        self._permits = permits
+        self._on_blocked = on_blocked
+        self._limits = limits or ServerLimits()
+        self.counters = ServerCounters()
+        self._offences = Offences()
+        self._inboxes: dict[str, Inbox] = {}
+        self._outboxes: dict[bytes, Outbox] = {}
+        self._socket: zmq.asyncio.Socket | None = None
+        self._traffic: Traffic | None = None
+        self._monitor: Monitor | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._flushing: asyncio.TimerHandle | None = None
+        self._host = ""
+        self.port = 0
+        self._closed = False
+
+    # --- life --------------------------------------------------------------------------------
+
+    def bind(self, host: str, ports: tuple[int, int], option: str = "--port") -> int:
+        """Listen on the first free port of ``ports`` (half-open) and begin to read.
+
+        Raises:
+            PortInUse: none is free; the message names ``option``.
+            UsageError: ``host`` is no address of this PC.
+            zmq.ZMQError: this process has no descriptor left, or the like.
+        """
+        socket = make_server(self._context, self._keys, ipv6=":" in host)
+        monitor: Monitor | None = None
+        try:
+            monitor = Monitor(socket)
+            self.port = bind(socket, host, ports, option)
+        except (MolinkError, zmq.ZMQError):
+            if monitor is not None:
+                monitor.close()
+            socket.close()
+            raise
+        self._host = host
+        self._socket, self._monitor = socket, monitor
+        self._traffic = Traffic(socket, MAX_FRAMES + 1, self._take, _nothing, self._failed_to_read)
+        self._watching = asyncio.get_running_loop().create_task(
+            self._watch(monitor), name="molink-server-monitor"
+        )
+        return self.port
+
+    async def close(self) -> None:
+        """Stop listening; what waits for a handler is dropped."""
+        self._closed = True
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.gather(self._rebuilding, return_exceptions=True)
+        await self._unbind()
+        inboxes, self._inboxes = self._inboxes, {}
+        await asyncio.gather(*(inbox.close() for inbox in inboxes.values()))
+
+    def deny(self, user_id: str) -> None:
+        """Revoke ``user_id``: nothing it sends counts from now on, and its connections are cut.
+
+        ZAP is asked at handshakes only, so the socket is made anew on the same port; the others
+        reconnect within a fraction of a second.
+        """
+        self._gatekeeper.deny(user_id)
+        self._rebuild_soon()
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def send(self, identity: bytes, message: M, payload: Buffer | None = None) -> bool:
+        """Send on the connection ``identity``; never blocks.
+
+        Returns:
+            Whether the message is on its way; ``False`` if the connection is gone, or doesn't
+            take messages as fast as they come.
+
+        Raises:
+            WireError: the message breaks its own bounds.
+        """
+        parts: list[object] = [identity, *self._codec.encode(message, payload)]
+        waiting = self._outboxes.get(identity)
+        if waiting is None:
+            sent = self._try(parts)
+            if sent is not None:
+                return sent
+            waiting = self._outboxes[identity] = Outbox(
+                self._limits.outbox_messages, self._limits.outbox_bytes
+            )
+        if not waiting.put(parts, 0 if payload is None else memoryview(payload).nbytes):
+            self.counters.congested += 1
+            return False
+        self._flush_soon()
+        return True
+
+    def _try(self, parts: list[object]) -> bool | None:
+        """Send now: whether it worked, or ``None`` if the connection is full."""
+        try:
+            if self._traffic is not None:
+                if not self._traffic.send(parts):
+                    return None
+                self.counters.sent += 1
+                return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                logger.warning("can't send: %s", error)
+        self.counters.unroutable += 1
+        return False
+
+    def _flush_soon(self) -> None:
+        if self._flushing is None and self._outboxes:
+            loop = asyncio.get_running_loop()
+            self._flushing = loop.call_later(_FLUSH_INTERVAL, self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        for identity, waiting in list(self._outboxes.items()):
+            while waiting:
+                sent = self._try(waiting.first())
+                if sent is None:
+                    break
+                if sent:
+                    waiting.pop()
+                else:
+                    waiting.clear()
+            if not waiting:
+                del self._outboxes[identity]
+        self._flush_soon()
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    def _take(self, frames: list[zmq.Frame], parts: int) -> None:
+        user_id = _user_id(frames[-1])
+        if not self._gatekeeper.admits(user_id):
+            self.counters.forbidden += 1
+            return
+        identity = frames[0].bytes
+        try:
+            # The peer's own choice of identity could take another's place.
+            if not identity.startswith(b"\0") or parts > MAX_FRAMES + 1:
+                raise WireError(f"a message of {parts} parts from {identity!r}")
+            message, payload = self._codec.decode([frame.buffer for frame in frames[1:]])
+        except WireError as error:
+            self.counters.malformed += 1
+            self.offend(user_id, str(error))
+            return
+        if self._permits is not None and not self._permits(user_id, message):
+            self.counters.forbidden += 1
+            self.offend(user_id, f"may not send {type(message).__name__}")
+            return
+        self.counters.received += 1
+        self._hand_over(Sender(identity, user_id), message, payload)
+
+    def _hand_over(self, sender: Sender, message: M, payload: memoryview | None) -> None:
+        if not self._asynchronous:
+            self._handle_now(sender, message, payload)
+            return
+        inbox = self._inboxes.get(sender.user_id)
+        if inbox is None:
+            inbox = Inbox(self._limits.inbox_messages, self._limits.inbox_bytes)
+            self._inboxes[sender.user_id] = inbox
+        size = 0 if payload is None else payload.nbytes
+        if not inbox.put(partial(self._handle, sender, message, payload), size):
+            self.counters.overflowed += 1
+
+    def _handle_now(self, sender: Sender, message: M, payload: memoryview | None) -> None:
+        try:
+            self._handler(sender, message, payload)
+        except Exception as error:
+            self._failed(sender, message, error)
+
+    async def _handle(self, sender: Sender, message: M, payload: memoryview | None) -> None:
+        if not self._gatekeeper.admits(sender.user_id):
+            self.counters.forbidden += 1
+            return
+        try:
+            rest = self._handler(sender, message, payload)
+            if rest is not None:
+                await rest
+        except Exception as error:
+            self._failed(sender, message, error)
+
+    def _failed(self, sender: Sender, message: M, error: Exception) -> None:
+        """Answer a request with its :class:`Failure`; log what is no error of the request."""
+        name, text = type(error).__name__, str(error)
+        if not isinstance(error, MolinkError):
+            self.counters.failures += 1
+            logger.exception("handling a %s of %s", type(message).__name__, sender.user_id)
+            name, text = MolinkError.__name__, f"internal error: {name}"
+        ref = getattr(message, "ref", None)
+        if ref is not None:
+            failure: Any = Failure(ref=ref, code=name, message=text[:1024])
+            self.send(sender.identity, failure)
+
+    # --- misbehaviour and revocation ---------------------------------------------------------
+
+    def offend(self, user_id: str, reason: str) -> None:
+        """Count a misdeed of ``user_id``; one too many within a minute and it is cut off."""
+        if not self._offences.count(user_id, asyncio.get_running_loop().time()):
+            return
+        self._gatekeeper.block(user_id)
+        self.counters.blocked += 1
+        logger.warning("%s is cut off: %s", user_id, reason)
+        self._rebuild_soon()
+        if self._on_blocked is not None:
+            self._on_blocked(user_id, reason)
+
+    async def _watch(self, monitor: Monitor) -> None:
+        async for change in monitor.changes():
+            self.counters.accepted += change is Change.ACCEPTED
+            self.counters.admitted += change is Change.CONNECTED
+            # Strangers may come faster than they can be counted.
+            await asyncio.sleep(0)
+
+    def _failed_to_read(self, error: Exception) -> None:
+        logger.error("the reader of port %d failed", self.port, exc_info=error)
+        self._rebuild_soon()
+
+    def _rebuild_soon(self) -> None:
+        if self._closed or self.port == 0 or self._rebuilding is not None:
+            return
+        self._rebuilding = asyncio.get_running_loop().create_task(self._rebuild())
+
+    async def _rebuild(self) -> None:
+        pause, told = _REBIND_FIRST, False
+        try:
+            await self._unbind()
+            while self._socket is None:
+                try:
+                    self.bind(self._host, (self.port, self.port + 1))
+                except (UsageError, zmq.ZMQError) as error:
+                    # libzmq lets go of the port in its own time; anything else (no descriptor
+                    # left, the address gone) may pass too, and without a socket all is lost.
+                    if not told and (pause == _REBIND_MOST or not isinstance(error, PortInUse)):
+                        logger.warning("can't listen on port %d again yet: %s", self.port, error)
+                        told = True
+                    await asyncio.sleep(pause)
+                    pause = min(_REBIND_MOST, 2 * pause)
+            self.counters.rebuilds += 1
+        finally:
+            self._rebuilding = None
+
+    async def _unbind(self) -> None:
+        if self._traffic is not None:
+            self._traffic.close()
+            self._traffic = None
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        self._outboxes.clear()
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _user_id(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""

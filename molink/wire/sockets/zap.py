@@ -1,0 +1,198 @@
+"""Who may connect: the ZAP handler of one process.
+
+CURVE alone proves that a peer holds *some* key; libzmq asks the ZAP handler whether that key may
+talk to us, and takes from it the ``User-Id`` that then comes with each of the peer's messages.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from molink.errors import UsageError
+from molink.facts.identity import peer_id
+from molink.wire.sockets.options import DOMAIN
+
+logger = logging.getLogger(__name__)
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+_REQUEST_FRAMES = 9
+_RESTART_PAUSE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A handshake that was refused: where it came from and the key's peer id."""
+
+    address: str
+    peer: str
+
+
+class Gatekeeper:
+    """Answers every CURVE handshake of a ZeroMQ context, in a thread of its own.
+
+    A thread, since handshakes should not wait for a busy event loop. Start it before any bind. An
+    error while answering refuses that one handshake; an error of the handler itself restarts it.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], on_refused: Callable[[Refusal], None] | None = None
+    ) -> None:
+        """``on_refused`` is called in the gatekeeper's thread."""
+        self.accepted = 0
+        self.refused = 0
+        self._on_refused = on_refused
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
+        self._lock = threading.Lock()
+        #: Public key → user id. Replaced, never changed, so the thread reads it without a lock.
+        self._keys: dict[str, str] = {}
+        self._users: frozenset[str] = frozenset()
+        self._blocked: frozenset[str] = frozenset()
+        self._thread: threading.Thread | None = None
+        self._bell: zmq.Socket[bytes] | None = None
+
+    def start(self) -> None:
+        """Begin to answer. Raises :class:`UsageError` if the context has a handler already."""
+        if self._thread is not None:
+            return
+        try:
+            socket = self._bind()
+        except zmq.ZMQError as error:
+            raise UsageError(f"this context has a ZAP handler already: {error}") from error
+        bell = self._context.socket(zmq.PAIR)
+        bell.bind(self._bell_address)
+        heard = self._context.socket(zmq.PAIR)
+        heard.connect(self._bell_address)
+        self._bell = bell
+        self._thread = threading.Thread(
+            target=self._run, args=(socket, heard), name="molink-gatekeeper", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering; from then on every handshake of the context fails."""
+        if self._thread is None or self._bell is None:
+            return
+        self._bell.send(b"")
+        self._thread.join()
+        self._bell.close(linger=0)
+        self._thread = self._bell = None
+
+    # --- membership --------------------------------------------------------------------------
+
+    def allow(self, public_key: str, user_id: str | None = None) -> str:
+        """Let the holder of ``public_key`` in, as ``user_id`` (default: its peer id)."""
+        user = user_id or peer_id(public_key)
+        with self._lock:
+            self._replace({**self._keys, public_key: user})
+        return user
+
+    def deny(self, user_id: str) -> None:
+        """Forget ``user_id`` and its keys, and whether it was blocked."""
+        with self._lock:
+            self._blocked -= {user_id}
+            self._replace({key: user for key, user in self._keys.items() if user != user_id})
+
+    def block(self, user_id: str) -> None:
+        """Refuse ``user_id``, although a member, until it is denied and allowed again."""
+        with self._lock:
+            self._blocked |= {user_id}
+            self._replace(self._keys)
+
+    def admits(self, user_id: str) -> bool:
+        """Whether messages of ``user_id`` count."""
+        return user_id in self._users
+
+    @property
+    def users(self) -> frozenset[str]:
+        """The user ids that are let in now."""
+        return self._users
+
+    @property
+    def blocked(self) -> frozenset[str]:
+        """The members that are refused because they misbehaved."""
+        return self._blocked
+
+    def _replace(self, keys: dict[str, str]) -> None:
+        self._keys = keys
+        self._users = frozenset(keys.values()) - self._blocked
+
+    # --- the handler's thread ----------------------------------------------------------------
+
+    @property
+    def _bell_address(self) -> str:
+        return f"inproc://molink.gatekeeper.{id(self):x}"
+
+    def _bind(self) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        try:
+            socket.bind(_ENDPOINT)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
+
+    def _run(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> None:
+        with bell:
+            while not self._served_out(socket, bell):
+                if bell.poll(int(_RESTART_PAUSE * 1000)):
+                    return
+                socket = self._bind()
+
+    def _served_out(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> bool:
+        """Serve until the end; ``False`` if the handler failed before that."""
+        try:
+            with socket:
+                self._serve(socket, bell)
+        except zmq.ContextTerminated:
+            pass
+        except Exception:
+            logger.exception("the ZAP handler failed; starting it again")
+            return False
+        return True
+
+    def _serve(self, socket: "zmq.Socket[bytes]", bell: "zmq.Socket[bytes]") -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(bell, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if bell in ready:
+                return
+            frames = socket.recv_multipart()
+            if len(frames) >= _REQUEST_FRAMES - 1:
+                socket.send_multipart(self._answer(frames))
+
+    def _answer(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to a ZAP request: version, request id, status, text, user id, metadata."""
+        try:
+            user = self._judge(frames)
+        except Exception:
+            logger.exception("can't judge a handshake; refusing it")
+            user = None
+        if user is None:
+            self.refused += 1
+            status, text = b"400", b"not a member"
+        else:
+            self.accepted += 1
+            status, text = b"200", b"OK"
+        return [*frames[:4], status, text, (user or "").encode(), b""]
+
+    def _judge(self, frames: list[bytes]) -> str | None:
+        version, _, domain, address, _, mechanism, *credentials = frames[2:]
+        proper = version == b"1.0" and domain == DOMAIN.encode() and mechanism == b"CURVE"
+        if not proper or len(credentials) != 1:
+            return None
+        key = z85.encode(credentials[0]).decode("ascii")
+        user = self._keys.get(key)
+        if user is not None and user in self._users:
+            return user
+        refusal = Refusal(address.decode("utf-8", "replace"), peer_id(key))
+        if self._on_refused is not None:
+            self._on_refused(refusal)
+        return None

@@ -1,1 +1,0 @@
-"""The stage process: receive, order, fuse, run, send."""

@@ -1,0 +1,284 @@
+"""Configs of every family, as they are found on the hub, in facts."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.layout import layer_tensors
+from molink.errors import BrokenModel, UnsupportedModel
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+LISTS = {"short_factor": [1.0] * 9, "long_factor": [4.0] * 9}
+PHI4_MINI = {
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "rope_scaling": {"type": "longrope", **LISTS},
+}
+NAMES = {family: architecture for architecture, family in ARCHITECTURES.items()}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """``load(family, **fields)``; ``...`` removes a field."""
+
+    def make(family, **fields):
+        raw = SIZES | {"architectures": [NAMES[family]]} | fields
+        raw = {name: value for name, value in raw.items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        return ModelConfig.load(tmp_path)
+
+    return make
+
+
+def test_mistral_has_a_window_unless_told_otherwise(load):
+    assert load("mistral").windows == (4096,) * 4
+    assert load("mistral", sliding_window=None).windows == (0,) * 4
+    assert load("mistral", sliding_window=8).windows == (8,) * 4
+
+
+def test_qwen_has_windows_in_its_upper_layers(load):
+    for family in ("qwen2", "qwen3"):
+        asked = {"use_sliding_window": True, "sliding_window": 64}
+        assert load(family, **asked, max_window_layers=3).windows == (0, 0, 0, 64)
+        assert load(family, **asked, max_window_layers=-(2**31)).windows == (64,) * 4
+        assert load(family, **asked).windows == (0,) * 4
+        assert load(family, sliding_window=64, max_window_layers=0).windows == (0,) * 4
+        listed = [FULL, SLIDING, FULL, SLIDING]
+        assert load(family, **asked, layer_types=listed).windows == (0, 64, 0, 64)
+
+
+def test_phi3_is_merged_and_may_scale(load):
+    plain = load("phi3")
+    assert (plain.merged, plain.windows, plain.rope.kind) == (True, (0,) * 4, "default")
+    assert plain.rope.rotary_dim(plain.head_dim) == 24
+    mini = load("phi3", **PHI4_MINI)
+    assert (mini.tied, mini.windows, mini.context) == (True, (262144,) * 4, 131072)
+    assert mini.rope.rotary_dim(mini.head_dim) == 18
+    assert (mini.rope.kind, mini.rope.factor, mini.rope.original_context) == ("longrope", 32, 4096)
+    assert mini.rope.long_factor == (4.0,) * 9
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_phi3_calls_longrope_by_many_names(load, kind):
+    old = load("phi3", **PHI4_MINI | {"rope_scaling": {"type": kind, **LISTS}})
+    new = load(
+        "phi3",
+        **PHI4_MINI | {"rope_scaling": ..., "partial_rotary_factor": ...},
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 4096,
+            **LISTS,
+        },
+    )
+    assert old == new == load("phi3", **PHI4_MINI)
+
+
+def test_mixtral_has_experts_everywhere(load):
+    config = load("mixtral", num_local_experts=8, num_experts_per_tok=2)
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.chosen) == (8, 2)
+    assert (config.experts.inner_size, config.experts.normalized) == (128, True)
+    assert all(config.experts_of(layer) for layer in range(4))
+    assert (config.rope.theta, config.windows) == (1e6, (0,) * 4)
+
+
+def test_qwen3_moe_has_experts_in_some_layers(load):
+    fields = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = load("qwen3_moe", num_experts=16, **fields)
+    assert config == load("qwen3_moe", num_local_experts=16, **fields)
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.inner_size) == (16, 32)
+    assert (config.experts.normalized, config.qk_norm, config.head_dim) == (True, True, 24)
+    assert all(config.experts_of(layer) for layer in range(4))
+    some = load("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[1], **fields)
+    assert [some.experts_of(layer) is not None for layer in range(4)] == [False, False, False, True]
+    windowed = load("qwen3_moe", use_sliding_window=True, sliding_window=7)
+    assert windowed.windows == (7,) * 4
+
+
+def test_gemma2(load):
+    config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
+    assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
+    assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
+    assert (config.activation, config.tied) == ("gelu_tanh", True)
+    assert config.windows == (4096, 0, 4096, 0)
+    assert (config.sandwich_norms, config.norm_offset, config.local_rope) == (True, 1.0, None)
+    assert config.embedding_scale == pytest.approx(96**0.5)
+    free = load("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (free.attention_softcap, free.final_softcap) == (0.0, 0.0)
+
+
+def test_gemma3_in_both_spellings(load):
+    fields = {"num_hidden_layers": 7, "sliding_window": 512}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = load(
+        "gemma3_text",
+        **fields,
+        rope_theta=1e6,
+        rope_local_base_freq=10000,
+        sliding_window_pattern=6,
+        rope_scaling=scaling,
+    )
+    new = load(
+        "gemma3_text",
+        **fields,
+        layer_types=[SLIDING] * 5 + [FULL, SLIDING],
+        rope_parameters={
+            FULL: {"rope_theta": 1e6, **scaling},
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    )
+    assert old == new
+    assert old.windows == (512,) * 5 + (0, 512)
+    assert [old.rope_of(layer) for layer in range(7)] == [1] * 5 + [0, 1]
+    assert [rope.theta for rope in old.ropes] == [1e6, 1e4]
+    assert [rope.factor for rope in old.ropes] == [8.0, 1.0]
+    silent = load("gemma3_text", **fields)
+    assert [rope.theta for rope in silent.ropes] == [1e6, 1e4]
+    assert (silent.windows, silent.qk_norm, silent.final_softcap) == (old.windows, True, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window has to be a positive integer, not 0"),
+        ("mistral", {"sliding_window": -1}, "sliding_window"),
+        ("gemma2", {"sliding_window": 0}, "sliding_window"),
+        ("gemma2", {"sliding_window": None}, "no sliding_window"),
+        ("gemma2", {"layer_types": [FULL]}, "layer_types has 1 entries for 4 layers"),
+        ("gemma2", {"layer_types": [1, 2, 3, 4]}, "layer_types has to be a list"),
+        ("qwen2", {"layer_types": [SLIDING] * 4}, "no sliding_window"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping"),
+        ("gemma3_text", {"final_logit_softcapping": -2}, "final_logit_softcapping"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("gemma3_text", {"rope_parameters": {FULL: 3}}, "full_attention has to be an object"),
+        ("gemma3_text", {"rope_local_base_freq": 1}, "rope_theta"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
+        ("mixtral", {"num_local_experts": 10**6}, "num_local_experts has to be at most"),
+        ("mixtral", {"num_local_experts": 1024, "num_hidden_layers": 4096}, "over 65536 experts"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5"),
+        ("qwen3_moe", {"moe_intermediate_size": 2**30}, "moe_intermediate_size"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers"),
+        ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, "head_dim 2"),
+        ("phi3", {"head_dim": 15}, "head_dim 15"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("phi3", {"partial_rotary_factor": 0.7, "head_dim": 30}, "partial_rotary_factor"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "short_factor is missing"),
+        ("phi3", {"rope_scaling": {"type": "su", **LISTS}}, "short_factor has 9 entries, not 12"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1] * 12, "long_factor": [1] * 11}},
+            "long_factor has 11 entries, not 12",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1] * 12, "long_factor": [0] * 12}},
+            "long_factor has to have positive",
+        ),
+        ("phi3", {"rope_scaling": {"type": "su", **LISTS, "long_factor": "x"}}, "long_factor"),
+        ("phi3", {"rope_scaling": {"type": "su", **LISTS, "long_factor": [None]}}, "long_factor"),
+    ],
+)
+def test_impossible_fields_are_named(load, family, fields, message):
+    with pytest.raises(BrokenModel, match=message) as caught:
+        load(family, **fields)
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_what_is_not_implemented_is_named(load, family, fields, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        load(family, **fields)
+
+
+FIELDS = (
+    *SIZES,
+    *PHI4_MINI,
+    "head_dim",
+    "rms_norm_eps",
+    "hidden_act",
+    "hidden_activation",
+    "attention_bias",
+    "layer_types",
+    "use_sliding_window",
+    "max_window_layers",
+    "sliding_window_pattern",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "norm_topk_prob",
+    "rope_theta",
+    "rope_parameters",
+    "rope_local_base_freq",
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**40), 2**40) | st.integers(-3, 12) | st.just(10**400),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["silu", "longrope", "yarn", "dynamic", "llama3", SLIDING, FULL, ""]),
+)
+ROPES = ("rope_type", "factor", "short_factor", "long_factor", "rope_theta", SLIDING, FULL)
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=13) | st.dictionaries(st.sampled_from(ROPES), inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    family=st.sampled_from(list(NAMES)),
+    fields=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4),
+)
+def test_any_config_is_understood_or_refused(load, family, fields):
+    try:
+        config = load(family, **fields)
+    except (BrokenModel, UnsupportedModel):
+        return
+    assert len(config.windows) == config.layers
+    assert all(window >= 0 for window in config.windows)
+    assert config.heads % config.kv_heads == 0
+    assert layer_tensors(config, config.layers - 1)

@@ -1,0 +1,27 @@
+"""The layout names what transformers writes, all of it and nothing else."""
+
+import pytest
+from safetensors import safe_open
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.families import ARCHITECTURES
+from molink.checkpoint.layout import layer_tensors, stage_tensors
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES.values())
+def test_names_and_shapes_are_those_of_a_checkpoint(make_model, tmp_path, family):
+    folder = make_model(tmp_path, family)
+    config = ModelConfig.load(folder)
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert stage_tensors(config, 0, config.layers) == stored
+
+
+def test_layers_with_and_without_experts(make_model, tmp_path):
+    folder = make_model(tmp_path, "qwen3_moe", mlp_only_layers=[1])
+    config = ModelConfig.load(folder)
+    assert "model.layers.1.mlp.gate_proj.weight" in layer_tensors(config, 1)
+    tensors = layer_tensors(config, 2)
+    assert tensors["model.layers.2.mlp.gate.weight"] == (8, 64)
+    assert tensors["model.layers.2.mlp.experts.7.down_proj.weight"] == (64, 32)
+    assert not any("layers.1" in name for name in tensors)

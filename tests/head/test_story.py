@@ -1,9 +1,0 @@
-from molink.head.story import Story
-
-
-def test_keeps_the_last_transitions():
-    story = Story(length=2)
-    for number in range(3):
-        story.add(float(number), "step", number, "x")
-    story.add(3.0, "end")
-    assert story.lines() == ("2.000000 step 2 x", "3.000000 end")

@@ -1,0 +1,414 @@
+"""The estimator against a small simulated link in virtual time that changes."""
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.facts.ringtimes import LinkFacts
+from molink.link.estimate.estimator import LinkEstimator
+from molink.link.policies.base import (
+    Acknowledged,
+    DecodeStarted,
+    Event,
+    LinkEstimate,
+    Reconnected,
+    Sent,
+)
+from molink.wire.messages.data import Lane
+
+MBPS = 125_000.0
+_BEAT = 0.1
+_ACK_EVERY, _ACK_DELAY = 8, 0.005
+_BEAT_BYTES = 64
+
+
+@dataclass
+class Path:
+    """The rate of a narrowest point in bytes/s, and one-way latency and its jitter in seconds."""
+
+    rate: float
+    latency: float
+    jitter: float = 0.0
+    noise: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def delay(self) -> float:
+        return self.noise.random() * self.jitter
+
+
+@dataclass
+class _InLane:
+    waiting: list[tuple[int, float]] = field(default_factory=list)
+    last: float = 0.0
+    back: float = 0.0
+
+
+class Pipe:
+    """Runs one estimator's sender against a path; ``seen`` has what it estimated, and when."""
+
+    def __init__(self, path: Path, estimator: LinkEstimator | None = None) -> None:
+        self.path = path
+        self.estimator = estimator or LinkEstimator()
+        self.now = 0.0
+        self.in_flight = dict.fromkeys(Lane, 0)
+        self.seen: list[tuple[float, LinkFacts]] = []
+        self.told: list[tuple[float, LinkEstimate]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = count()
+        self._queue: deque[tuple[int, Callable[[], None], Lane]] = deque()
+        self._lanes = {lane: _InLane() for lane in Lane}
+        #: Called after every acknowledgement: what sends when there is room.
+        self.refill: Callable[[], None] = lambda: None
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._count), act))
+
+    def every(self, period: float, act: Callable[[], None], until: float = 1e9) -> None:
+        def again() -> None:
+            if self.now < until:
+                act()
+                self.at(self.now + period, again)
+
+        self.at(self.now, again)
+
+    def run(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+            if (news := self.estimator.news(self.now)) is not None:
+                self.told.append((self.now, news))
+            self.seen.append((self.now, self.estimator.facts(self.now)))
+        self.now = until
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def beats(self) -> None:
+        self.every(_BEAT, self.beat)
+
+    def beat(self) -> None:
+        sent_at = self.now
+        self.estimator.beat_left(sent_at)
+        self._carry(_BEAT_BYTES, lambda: self._answer(sent_at))
+
+    def _answer(self, sent_at: float) -> None:
+        back = self._back(Lane.DECODE)
+
+        def come_back() -> None:
+            assert self.estimator.beat_back(sent_at, self.now)
+
+        self.at(back, come_back)
+
+    def send(self, nbytes: int, lane: Lane = Lane.BULK) -> None:
+        sent_at = self.now
+        self.in_flight[lane] += nbytes
+        self._tell(Sent(lane, nbytes))
+        self._carry(nbytes, lambda: self._arrive(lane, nbytes, sent_at), lane)
+
+    def _carry(self, nbytes: int, arrive: Callable[[], None], lane: Lane = Lane.DECODE) -> None:
+        """Through the narrowest point, which serves one message after another, and across."""
+        self._queue.append((nbytes, arrive, lane))
+        if len(self._queue) == 1:
+            self._serve()
+
+    def _serve(self) -> None:
+        nbytes, arrive, lane = self._queue[0]
+        self.at(self.now + nbytes / self.path.rate, lambda: self._served(arrive, lane))
+
+    def _served(self, arrive: Callable[[], None], lane: Lane) -> None:
+        self._queue.popleft()
+        into = self._lanes[lane]
+        into.last = max(into.last, self.now + self.path.latency + self.path.delay())
+        self.at(into.last, arrive)
+        if self._queue:
+            self._serve()
+
+    def fill(self, window: int, chunk: int, left: list[int]) -> None:
+        """Send ``left[0]`` bytes in chunks, at most ``window`` bytes of them under way."""
+
+        def refill() -> None:
+            while left[0] > 0 and self.in_flight[Lane.BULK] + chunk <= window:
+                left[0] -= chunk
+                self.send(chunk)
+
+        self.refill = refill
+        refill()
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    def _arrive(self, lane: Lane, nbytes: int, sent_at: float) -> None:
+        waiting = self._lanes[lane].waiting
+        waiting.append((nbytes, sent_at))
+        if lane is Lane.BULK or len(waiting) >= _ACK_EVERY:
+            self._acknowledge(lane)
+        elif len(waiting) == 1:
+            self.at(self.now + _ACK_DELAY, lambda: self._acknowledge(lane))
+
+    def _acknowledge(self, lane: Lane) -> None:
+        waiting, self._lanes[lane].waiting = self._lanes[lane].waiting, []
+        if waiting:
+            back = self._back(lane)
+            nbytes, newest = sum(each for each, _ in waiting), waiting[-1][1]
+            self.at(back, lambda: self._landed(lane, nbytes, newest))
+
+    def _back(self, lane: Lane) -> float:
+        """When what leaves the receiver now will be back: nothing overtakes on a connection."""
+        into = self._lanes[lane]
+        into.back = max(into.back, self.now + self.path.latency + self.path.delay())
+        return into.back
+
+    def _landed(self, lane: Lane, nbytes: int, newest: float) -> None:
+        self.in_flight[lane] -= nbytes
+        self._tell(Acknowledged(lane, nbytes, self.now - newest))
+        self.refill()
+
+    def _tell(self, event: Event) -> None:
+        self.estimator.handle(event, self.now)
+
+
+# --- how it adapts ---------------------------------------------------------------------------
+
+FAST, SLOW = 100 * MBPS, 20 * MBPS
+NEAR, FAR = 0.030, 0.090
+#: When the link changes, by when the estimate has to agree, and until when it is watched.
+CHANGE, ADAPTED, END = 6.0, 8.0, 12.0
+PROBES, PROBE = 16, 16 * 1024
+#: Bytes in flight: a little more than the link holds itself while it is fast and near.
+WINDOW, CHUNK = 850_000, 50_000
+
+
+def probe(pipe: Pipe) -> None:
+    for _ in range(PROBES):
+        pipe.send(PROBE)
+
+
+def steady(pipe: Pipe) -> None:
+    """Prefills without end, in chunks."""
+    pipe.fill(WINDOW, CHUNK, [1 << 40])
+
+
+def prefills(pipe: Pipe) -> None:
+    """4 MB every 2 s, in chunks."""
+    left = [0]
+    pipe.fill(WINDOW, CHUNK, left)
+
+    def more() -> None:
+        left[0] = max(left[0], 0) + 4_000_000
+        pipe.refill()
+
+    pipe.every(2.0, more)
+
+
+def gaps(pipe: Pipe) -> None:
+    """6 chunks every 90 ms, between decodes."""
+
+    def chunks() -> None:
+        if pipe.in_flight[Lane.BULK] < 600_000:
+            for _ in range(6):
+                pipe.send(62_500)
+
+    pipe.every(0.09, chunks)
+
+
+def whole(pipe: Pipe) -> None:
+    """Prefills without end, of which 8 MiB stand in the queue."""
+    pipe.fill(8 << 20, 192 * 1024, [1 << 40])
+
+
+def decodes(pipe: Pipe) -> None:
+    """Nothing else."""
+
+
+Load = Callable[[Pipe], None]
+
+
+def run(load: Load, before: Path, rate: float, latency: float, end: float = END) -> Pipe:
+    """A link like ``before`` that gets another rate and latency at :data:`CHANGE`."""
+    path = replace(before, noise=random.Random(1))
+    pipe = Pipe(path)
+    pipe.beats()
+    pipe.every(0.11, lambda: pipe.send(14_000, Lane.DECODE))
+    pipe.at(0.01, lambda: probe(pipe))
+    pipe.at(0.6, lambda: load(pipe))
+
+    def change() -> None:
+        path.rate, path.latency = rate, latency
+
+    pipe.at(CHANGE, change)
+    pipe.run(end)
+    return pipe
+
+
+def rates(pipe: Pipe, begin: float, end: float = END) -> list[float]:
+    return [facts.rate or 0.0 for at, facts in pipe.seen if begin <= at <= end]
+
+
+def latencies(pipe: Pipe, begin: float, end: float = END) -> list[float]:
+    return [facts.latency or 0.0 for at, facts in pipe.seen if begin <= at <= end]
+
+
+def agree(values: list[float], truth: float, share: float) -> bool:
+    return (1 - share) * truth <= min(values) and max(values) <= (1 + share) * truth
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.001])
+@pytest.mark.parametrize("load", [steady, prefills, gaps, whole])
+@pytest.mark.parametrize(("before", "after"), [(FAST, SLOW), (SLOW, FAST)])
+def test_the_rate_is_known_within_two_seconds_of_its_change(
+    load: Load, before: float, after: float, jitter: float
+) -> None:
+    pipe = run(load, Path(before, NEAR, jitter), after, NEAR)
+    assert agree(rates(pipe, 4.0, CHANGE), before, 0.15)
+    assert agree(rates(pipe, ADAPTED), after, 0.15)
+    assert agree(latencies(pipe, 4.0), NEAR, 0.15)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.001])
+@pytest.mark.parametrize("load", [steady, prefills, gaps, decodes])
+@pytest.mark.parametrize(("before", "after"), [(NEAR, FAR), (FAR, NEAR)])
+def test_the_latency_is_known_within_two_seconds_of_its_change(
+    load: Load, before: float, after: float, jitter: float
+) -> None:
+    pipe = run(load, Path(FAST, before, jitter), FAST, after)
+    assert agree(latencies(pipe, 4.0, CHANGE), before, 0.15)
+    assert agree(latencies(pipe, ADAPTED), after, 0.15)
+    assert agree(rates(pipe, ADAPTED + 1.0), FAST, 0.15)
+
+
+@pytest.mark.parametrize("load", [steady, prefills, gaps])
+def test_an_estimate_that_does_not_change_is_not_told_again(load: Load) -> None:
+    pipe = run(load, Path(FAST, NEAR), FAST, NEAR)
+    told = [news.rate for at, news in pipe.told if at >= 4.0]
+    assert len([rate for rate, after in pairwise(told) if rate != after]) <= 1
+    assert max(rates(pipe, 4.0)) <= 1.05 * min(rates(pipe, 4.0))
+
+
+def test_nothing_collapses_when_only_small_messages_flow() -> None:
+    pipe = run(
+        lambda pipe: pipe.fill(WINDOW, CHUNK, [4_000_000]), Path(FAST, NEAR), FAST, NEAR, end=60.0
+    )
+    assert agree(rates(pipe, 2.0, 60.0), FAST, 0.1)
+    assert agree(latencies(pipe, 2.0, 60.0), NEAR, 0.1)
+
+
+@pytest.mark.parametrize("rate", [SLOW, FAST])
+def test_a_probe_gives_a_first_rate(rate: float) -> None:
+    pipe = Pipe(Path(rate, NEAR))
+    pipe.beats()
+    pipe.at(0.0, lambda: probe(pipe))
+    pipe.run(0.4)
+    assert agree([pipe.estimator.facts(0.4).rate or 0.0], rate, 0.15)
+
+
+def test_a_probe_on_a_fast_link_gives_a_lower_bound() -> None:
+    pipe = Pipe(Path(1000 * MBPS, 0.0005))
+    pipe.beats()
+    pipe.at(0.05, lambda: probe(pipe))
+    pipe.run(0.2)
+    assert 300 * MBPS < (pipe.estimator.facts(0.2).rate or 0.0) <= 1000 * MBPS
+
+
+# --- single events ---------------------------------------------------------------------------
+
+
+def test_nothing_is_known_at_first() -> None:
+    estimator = LinkEstimator()
+    assert estimator.facts(0.0) == LinkFacts()
+    assert estimator.news(0.0) is None
+    assert not estimator.beat_back(0.0, 1.0)
+
+
+def test_what_is_remembered_counts_until_it_is_measured() -> None:
+    estimator = LinkEstimator(LinkFacts(0.03, 1e7))
+    assert estimator.news(0.0) == LinkEstimate(0.06, 0.06, 1e7)
+    assert estimator.news(0.1) is None
+    estimator.beat_left(1.0)
+    assert estimator.beat_back(1.0, 1.02)
+    assert not estimator.beat_back(1.0, 1.03), "it came back already"
+    assert estimator.facts(1.02) == LinkFacts(pytest.approx(0.01), 1e7)
+    pipe = Pipe(Path(SLOW, NEAR), LinkEstimator(LinkFacts(0.005, FAST)))
+    pipe.beats()
+    pipe.at(0.1, lambda: steady(pipe))
+    pipe.run(4.0)
+    assert agree(rates(pipe, 2.0), SLOW, 0.15)
+    assert agree(latencies(pipe, 2.0), NEAR, 0.15)
+
+
+def test_an_echo_of_nothing_is_no_measurement() -> None:
+    estimator = LinkEstimator()
+    estimator.beat_left(1.0)
+    for echo in (math.nan, 0.5, -1.0):
+        assert not estimator.beat_back(echo, 1.1)
+    assert estimator.beat_back(1.0, 1.1)
+    assert estimator.facts(1.1).latency == pytest.approx(0.05)
+
+
+def test_a_connection_that_broke_leaves_nothing_under_way() -> None:
+    estimator = LinkEstimator()
+    for lane in Lane:
+        estimator.handle(Sent(lane, 1000), 0.0)
+        estimator.handle(Reconnected(lane), 1.0)
+        estimator.handle(Sent(lane, 1000), 1.0)
+        estimator.handle(Acknowledged(lane, 1000, 0.1), 1.1)
+    assert estimator._meter.in_flight == 0
+
+
+def test_what_was_sent_twice_lands_once() -> None:
+    estimator = LinkEstimator()
+    for at in (0.0, 10.0):
+        for each in range(3):
+            estimator.handle(Sent(Lane.BULK, 1000), at + each / 10)
+    estimator.handle(Acknowledged(Lane.BULK, 3000, 0.1), 10.3)
+    assert estimator._meter.in_flight == 0
+
+
+amounts = st.integers(1, 256 * 1024)
+seconds = st.floats(0, 20)
+events = st.one_of(
+    st.builds(Sent, st.sampled_from(Lane), amounts),
+    st.builds(Acknowledged, st.sampled_from(Lane), amounts, seconds),
+    st.builds(Reconnected, st.sampled_from(Lane)),
+    st.just(DecodeStarted(1, 0.1)),
+    st.sampled_from(["leaves", "back"]),
+    st.floats(),
+)
+
+
+@given(st.lists(st.tuples(events, st.one_of(st.just(0.0), st.floats(-1, 5)))))
+def test_whatever_happens_the_estimate_is_a_sane_number(
+    story: list[tuple[Event | str | float, float]],
+) -> None:
+    estimator, now, left = LinkEstimator(), 0.0, 0.0
+    for event, pause in story:
+        now += pause
+        if event == "leaves":
+            left = now
+            estimator.beat_left(now)
+        elif event == "back":
+            estimator.beat_back(left, now)
+        elif isinstance(event, float):
+            estimator.beat_back(event, now)
+        elif not isinstance(event, str):
+            estimator.handle(event, now)
+        facts = estimator.facts(now)
+        for value in (facts.latency, facts.rate):
+            assert value is None or (math.isfinite(value) and value >= 0)
+        assert facts.rate is None or 0 < facts.rate <= 1e12
+        assert estimator._meter.in_flight >= 0
+        news = estimator.news(now)
+        assert news is None or math.isfinite(news.rtt + news.least_rtt)
+
+
+def test_a_link_is_not_slower_than_what_it_carries() -> None:
+    """Sent one by one and evenly: it is never busy, and still carries so much."""
+    pipe = Pipe(Path(FAST, NEAR), LinkEstimator(LinkFacts(NEAR, SLOW)))
+    pipe.beats()
+    pipe.every(0.02, lambda: pipe.send(100_000))
+    pipe.run(4.0)
+    assert agree(rates(pipe, 1.0), 40 * MBPS, 0.05)

@@ -1,0 +1,251 @@
+"""Rows come out of the codec as they went in; what a stranger sends comes out as an error."""
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.errors import WireError
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.link.packing.compression import RowCodec
+from molink.wire.messages.base import Coding, Payload
+from molink.wire.messages.codec import MAX_PAYLOAD
+
+TRAVEL = ["bf16", "f16", "f32"]
+FLOATS = {"f16": "<f2", "f32": "<f4"}
+
+
+@pytest.fixture(scope="module")
+def codec():
+    return RowCodec()
+
+
+def activations(dtype, rows=16, hidden=512, seed=0):
+    """Rows like those of a model: normal, of a few scales."""
+    random = np.random.default_rng(seed)
+    values = random.normal(size=(rows, hidden)) * np.exp(random.normal(size=(rows, 1)))
+    return bits(values.astype(np.float32), dtype)
+
+
+def bits(values, dtype):
+    if dtype == "bf16":
+        return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+    return values.astype(FLOATS[dtype]).tobytes()
+
+
+def numbers(data, dtype, hidden):
+    if dtype == "bf16":
+        values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = np.frombuffer(data, FLOATS[dtype]).astype(np.float32)
+    return values.reshape(-1, hidden)
+
+
+def header(dtype, data, hidden):
+    return Payload(dtype, (len(data) // hidden // DTYPE_SIZES[dtype], hidden))
+
+
+def packed(codec, dtype="bf16", coding=Coding.LOSSLESS, hidden=512):
+    data = activations(dtype, hidden=hidden)
+    return codec.pack(header(dtype, data, hidden), data, coding)
+
+
+@pytest.mark.parametrize("dtype", TRAVEL)
+def test_every_bit_pattern_of_16_comes_back(codec, dtype):
+    # NaNs with their payloads, infinities, denormals and both zeros among them.
+    words = np.arange(1 << 16, dtype="<u2")
+    if dtype == "f32":
+        words = words.astype("<u4") << 16 | words[::-1]
+    hidden = 256
+    for rows in np.split(words, 4):
+        # Beside many equal ones, so that they are packed at all.
+        data = rows.tobytes()[: MAX_PAYLOAD // 2] + bytes(rows.nbytes)
+        plain = header(dtype, data, hidden)
+        coded, frame = codec.pack(plain, data, Coding.LOSSLESS)
+        assert coded.coding is Coding.LOSSLESS
+        back, out = codec.unpack(coded, frame)
+        assert (back, bytes(out)) == (plain, data)
+
+
+@given(
+    dtype=st.sampled_from(TRAVEL),
+    hidden=st.integers(1, 40),
+    rows=st.lists(st.binary(min_size=4, max_size=4), min_size=1, max_size=80),
+    repeat=st.integers(1, 8),
+)
+def test_any_rows_come_back(codec, dtype, hidden, rows, repeat):
+    row = hidden * DTYPE_SIZES[dtype]
+    data = b"".join((each * row)[:row] for each in rows) * repeat
+    plain = header(dtype, data, hidden)
+    coded, frame = codec.pack(plain, data, Coding.LOSSLESS)
+    assert memoryview(frame).nbytes == coded.wire_bytes <= plain.nbytes
+    assert coded.nbytes == plain.nbytes
+    back, out = codec.unpack(coded, frame)
+    assert (back, bytes(out)) == (plain, data)
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [("bf16", 1.4), ("f16", 1.1), ("f32", 1.15)])
+def test_activations_shrink(codec, dtype, ratio):
+    coded, _ = packed(codec, dtype)
+    assert coded.nbytes / coded.coded > ratio
+
+
+def test_noise_stays_as_it_is(codec):
+    data = np.random.default_rng(1).bytes(8192)
+    plain = header("bf16", data, 512)
+    assert codec.pack(plain, data, Coding.LOSSLESS) == (plain, data)
+    assert codec.pack(plain, data, Coding.PLAIN) == (plain, data)
+    assert codec.unpack(plain, data) == (plain, data)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Payload("i32", (4, 4)),
+        Payload("bf16", (32,)),
+        Payload("bf16", (4, 9)),
+        Payload("bf16", (4, 8), Coding.LOSSLESS, 50),
+    ],
+)
+def test_only_plain_rows_are_packed(codec, payload):
+    with pytest.raises(WireError):
+        codec.pack(payload, bytes(64), Coding.LOSSLESS)
+
+
+def test_more_than_a_message_is_not_packed(codec):
+    with pytest.raises(WireError, match="over"):
+        codec.pack(Payload("bf16", (1, MAX_PAYLOAD)), bytes(2 * MAX_PAYLOAD), Coding.LOSSLESS)
+
+
+# --- 8 bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TRAVEL)
+def test_int8_is_off_by_half_a_step(codec, dtype):
+    data = activations(dtype)
+    coded, frame = codec.pack(header(dtype, data, 512), data, Coding.INT8)
+    assert coded.coded == 16 * (4 + 512)
+    before = numbers(data, dtype, 512)
+    after = numbers(codec.unpack(coded, frame)[1], dtype, 512)
+    scale = np.abs(before).max(axis=1, keepdims=True)
+    rounding = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-23}[dtype]
+    assert (np.abs(after - before) <= scale / 254 * 1.0001 + np.abs(before) * rounding * 2).all()
+    # The largest of a row is exact.
+    np.testing.assert_array_equal(np.abs(after).max(axis=1), scale[:, 0])
+
+
+@pytest.mark.parametrize("dtype", TRAVEL)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad):
+    values = np.ones((3, 64), np.float32)
+    values[0, 5] = bad
+    values[1] = 0
+    data = bits(values, dtype)
+    after = numbers(
+        codec.unpack(*codec.pack(header(dtype, data, 64), data, Coding.INT8))[1], dtype, 64
+    )
+    assert np.isnan(after[0]).all()
+    np.testing.assert_array_equal(after[1:], values[1:])
+
+
+@pytest.mark.parametrize("dtype", TRAVEL)
+def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype):
+    top = np.uint32({"bf16": 0x7F7F0000, "f16": 0x477FE000, "f32": 0x7F7FFFFF}[dtype])
+    least = np.uint32({"bf16": 0x00010000, "f16": 0x33800000, "f32": 1}[dtype])
+    values = np.array([[top] * 8, [least] * 8], "<u4").view("<f4")
+    data = bits(values, dtype)
+    plain = header(dtype, data, 8)
+    out = codec.unpack(*codec.pack(plain, data, Coding.INT8))[1]
+    np.testing.assert_array_equal(numbers(out, dtype, 8), values)
+
+
+@given(data=st.binary(min_size=64, max_size=64), dtype=st.sampled_from(TRAVEL))
+def test_int8_of_any_bits_is_finite_where_the_row_was(codec, data, dtype):
+    data *= 2
+    coded, frame = codec.pack(header(dtype, data, 16), data, Coding.INT8)
+    after = numbers(codec.unpack(coded, frame)[1], dtype, 16)
+    before = numbers(data, dtype, 16)
+    np.testing.assert_array_equal(np.isfinite(before).all(axis=1), np.isfinite(after).all(axis=1))
+
+
+# --- what strangers send -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coding", [Coding.LOSSLESS, Coding.INT8])
+@pytest.mark.parametrize("dtype", TRAVEL)
+@given(data=st.data())
+def test_any_bytes_are_rows_or_an_error(codec, dtype, coding, data):
+    coded, frame = packed(codec, dtype, coding, hidden=32)
+    damaged = bytearray(frame)
+    for _ in range(data.draw(st.integers(0, 4))):
+        damaged[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        damaged = damaged[: data.draw(st.integers(0, len(frame)))]
+    damaged += data.draw(st.binary(max_size=8))
+    shape = data.draw(st.sampled_from([coded.shape, (1, 32), (17, 32), (2**30, 2**30), (1, 1)]))
+    told = Payload(dtype, shape, coding, len(damaged))
+    try:
+        plain, out = codec.unpack(told, bytes(damaged))
+    except WireError:
+        return
+    assert plain == Payload(dtype, shape)
+    assert out.nbytes == plain.nbytes <= MAX_PAYLOAD
+
+
+def frame_of(content):
+    """The frame of 16 x 32 bf16 rows with this as its zstd part."""
+    low = bytes(512)
+    return Payload("bf16", (16, 32), Coding.LOSSLESS, 512 + len(content)), low + content
+
+
+def zstd(data, **options):
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+#: A window of 2 GB, and no size.
+WIDE = b"\x28\xb5\x2f\xfd" + bytes([0x00, 0xA8]) + bytes([0x01, 0x00, 0x00])
+#: A size of 2**60 bytes in a frame of one segment.
+HUGE = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**60).to_bytes(8, "little") + bytes([0x01, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\x28\xb5\x2f\xfd", id="a magic number"),
+        pytest.param(bytes(40), id="zeros"),
+        pytest.param(zstd(bytes(1 << 24)), id="a bomb"),
+        pytest.param(zstd(bytes(511)), id="too little"),
+        pytest.param(zstd(bytes(513)), id="too much"),
+        pytest.param(zstd(bytes(512), write_content_size=False), id="no size"),
+        pytest.param(zstd(bytes(512)) + b"x", id="something after it"),
+        pytest.param(zstd(bytes(512)) * 2, id="two frames"),
+        pytest.param(zstd(bytes(512))[:-1], id="cut short"),
+        pytest.param(WIDE, id="a giant window"),
+        pytest.param(HUGE, id="a giant size"),
+        pytest.param(b"\x50\x2a\x4d\x18" + (512).to_bytes(4, "little"), id="a frame to be skipped"),
+    ],
+)
+def test_other_frames_are_refused(codec, content):
+    with pytest.raises(WireError):
+        codec.unpack(*frame_of(content))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Payload("i32", (4, 8), Coding.LOSSLESS, 64),
+        Payload("u8", (4, 32), Coding.INT8, 64),
+        Payload("bf16", (64,), Coding.LOSSLESS, 64),
+        Payload("bf16", (8, 4), Coding.LOSSLESS, 64),
+        Payload("bf16", (0, 64), Coding.LOSSLESS, 64),
+        Payload("bf16", (8, 8), Coding.LOSSLESS, 63),
+        Payload("f32", (3, 8), Coding.INT8, 64),
+        Payload("f32", (2**31 - 1, 2**31 - 1), Coding.INT8, 64),
+        Payload("bf16", (8, 8)),
+    ],
+)
+def test_headers_that_lie_are_refused(codec, payload):
+    with pytest.raises(WireError):
+        codec.unpack(payload, bytes(64))

@@ -1,0 +1,214 @@
+"""When packing pays, from measurements alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.link.packing.compressor import Choice, Compressor, CompressorLimits, Packed, Worth
+from molink.wire.messages.base import Coding
+
+MBPS = 125_000.0
+BULK, DECODE = True, False
+SIZE = 196_608
+PLAIN = Choice(Coding.PLAIN)
+LOSSLESS = Choice(Coding.LOSSLESS)
+SAMPLE = Choice(Coding.LOSSLESS, sample=True)
+
+
+def message(pack=1e9, unpack=2e9, ratio=1.5, size=SIZE, sample=True):
+    """A message packed and unpacked at these rates in bytes/s."""
+    return Packed(size, round(size / ratio), size / pack, size / unpack if sample else None)
+
+
+def compressor(rate=100 * MBPS, setting="lossless", **limits):
+    made = Compressor(setting, CompressorLimits(**({"samples": 1} | limits)))
+    made.measured(rate)
+    return made
+
+
+def test_nothing_is_packed_if_nobody_asked():
+    made = compressor(setting="none")
+    assert made.choose(BULK, 0.0) == made.choose(DECODE, 0.0) == PLAIN
+
+
+def test_the_first_message_of_a_kind_is_a_sample():
+    made = compressor()
+    assert made.choose(BULK, 0.0) == SAMPLE
+    assert made.choose(BULK, 0.1) == PLAIN
+    assert made.choose(DECODE, 0.1) == SAMPLE
+    assert made.worth(BULK) is None
+
+
+def test_the_first_of_some_samples_may_find_cold_caches():
+    made = compressor(samples=3)
+    for pack in (1e7, 5e8, 1e9):
+        assert made.choose(BULK, 0.0) == SAMPLE
+        made.packed(BULK, message(pack=pack))
+    assert made.packs(BULK)
+    assert made.choose(BULK, 0.1) == LOSSLESS
+    assert made.choose(BULK, 1.0) == SAMPLE
+
+
+def test_it_packs_on_a_slow_link():
+    made = compressor()
+    made.choose(BULK, 0.0)
+    made.packed(BULK, message())
+    assert made.choose(BULK, 0.1) == LOSSLESS
+    # 1.5 ns a byte for work that saves 26.7 of 80 ns.
+    assert made.worth(BULK) == Worth(
+        pytest.approx(80 / (1.5 + 80 / 1.5)), pytest.approx(0.028, 0.01)
+    )
+
+
+def test_it_sends_plain_on_a_fast_link():
+    made = compressor(10_000 * MBPS)
+    made.choose(BULK, 0.0)
+    made.packed(BULK, message())
+    assert made.choose(BULK, 0.1) == PLAIN
+
+
+def test_int8_is_chosen_only_where_asked_for():
+    made = compressor(setting="int8")
+    assert made.choose(BULK, 0.0) == Choice(Coding.INT8, sample=True)
+    made.packed(BULK, message(ratio=2))
+    assert made.choose(BULK, 0.1) == Choice(Coding.INT8)
+
+
+def test_it_decides_again_when_the_rate_changes():
+    made = compressor()
+    made.packed(BULK, message())
+    rates = [100, 5000, 100, 20]
+    decided = []
+    for rate in rates:
+        made.measured(rate * MBPS)
+        decided.append(made.packs(BULK))
+    assert decided == [True, False, True, True]
+
+
+def test_a_link_that_was_not_measured_counts_as_100_mbps():
+    made = compressor(None)
+    made.packed(BULK, message())
+    assert made.packs(BULK)
+    made.measured(5000 * MBPS)
+    assert not made.packs(BULK)
+    made.measured(0.0)
+    assert made.packs(BULK)
+
+
+def test_between_the_thresholds_it_goes_on_as_it_did():
+    made = compressor(share=1.0)
+    rate, size = 1000 * MBPS, 80_000
+    # To be 1.06 times faster, of 8 ns a byte 2.67 may be saved and 2.21 spent.
+    middling = Packed(size, size * 2 // 3, size * 1.107e-9, size * 1.107e-9)
+    made.measured(rate)
+    made.packed(BULK, middling)
+    worth = made.worth(BULK)
+    assert worth is not None
+    assert worth.gain == pytest.approx(1.06, 0.005)
+    assert not made.packs(BULK)
+    made.measured(rate / 2)
+    assert made.packs(BULK)
+    made.measured(rate)
+    assert made.packs(BULK)
+    made.measured(rate * 1.2)
+    assert not made.packs(BULK)
+
+
+def test_a_core_is_not_spent_on_it():
+    # It would be faster, but a third of a core would be busy with it.
+    made = compressor(1000 * MBPS)
+    made.packed(BULK, message(pack=1e9, unpack=1.3e9))
+    worth = made.worth(BULK)
+    assert worth is not None
+    assert worth.gain > 1.12
+    assert worth.share == pytest.approx(0.33, 0.02)
+    assert not made.packs(BULK)
+    # It begins below three quarters of the bound, and goes on up to the bound.
+    made.measured(560 * MBPS)
+    assert made.packs(BULK)
+    made.measured(740 * MBPS)
+    assert made.packs(BULK)
+    made.measured(770 * MBPS)
+    assert not made.packs(BULK)
+    made.measured(740 * MBPS)
+    assert not made.packs(BULK)
+
+
+def test_decode_rows_and_bulk_are_judged_apart():
+    made = compressor(500 * MBPS)
+    made.packed(BULK, message(pack=1.5e9))
+    made.packed(DECODE, message(size=8192, pack=2e8, unpack=3e8))
+    assert made.packs(BULK)
+    assert not made.packs(DECODE)
+
+
+def test_what_does_not_shrink_is_not_packed():
+    made = compressor()
+    made.packed(BULK, message(ratio=1.0))
+    assert not made.packs(BULK)
+    for _ in range(9):
+        made.packed(BULK, message(ratio=1.5))
+    assert made.packs(BULK)
+
+
+def test_one_slow_message_changes_nothing():
+    made = compressor()
+    for _ in range(3):
+        made.packed(BULK, message())
+    made.packed(BULK, message(pack=1e6, unpack=1e6))
+    assert made.packs(BULK)
+
+
+def test_a_busy_machine_stops_it():
+    made = compressor()
+    for _ in range(9):
+        made.packed(BULK, message())
+    assert made.packs(BULK)
+    for _ in range(12):
+        made.packed(BULK, message(pack=3e7, sample=False))
+    assert not made.packs(BULK)
+
+
+def test_while_off_it_tries_a_message_now_and_then():
+    made = compressor(10_000 * MBPS)
+    chosen = []
+    for tenth in range(25):
+        choice = made.choose(BULK, tenth / 10)
+        chosen.append(choice.coding is Coding.LOSSLESS)
+        if chosen[-1]:
+            made.packed(BULK, message())
+    assert [n for n, packed in enumerate(chosen) if packed] == [0, 10, 20]
+
+
+def test_while_on_the_time_to_unpack_is_measured_now_and_then():
+    made = compressor()
+    made.packed(BULK, message())
+    assert [made.choose(BULK, now).sample for now in (0.0, 0.5, 1.0, 1.5)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+rates = st.floats(1e5, 1e10)
+
+
+@given(
+    rate=rates,
+    messages=st.lists(
+        st.tuples(rates, rates, st.floats(1.0, 4.0), st.integers(512, SIZE)), min_size=1
+    ),
+)
+def test_it_packs_only_what_is_faster_and_leaves_the_core(rate, messages):
+    made = compressor(rate)
+    limits = CompressorLimits()
+    for pack, unpack, ratio, size in messages:
+        made.packed(BULK, message(pack, unpack, ratio, size))
+        worth = made.worth(BULK)
+        assert worth is not None
+        if made.packs(BULK):
+            assert worth.gain >= limits.keep
+            assert worth.share <= limits.share
+        else:
+            assert worth.gain < limits.begin or worth.share > 0.75 * limits.share

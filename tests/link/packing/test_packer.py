@@ -1,0 +1,61 @@
+"""The packer of a link: what it measures and what it hands on."""
+
+from itertools import count
+
+import pytest
+
+from molink.link.packing.compression import RowCodec
+from molink.link.packing.compressor import Compressor, CompressorLimits
+from molink.link.packing.packer import RowPacker
+from molink.wire.messages.base import Coding, Payload
+
+ROWS = bytes(range(64)) * 128
+PLAIN = Payload("bf16", (16, 256))
+
+
+def make(setting="lossless", tick=1e-6):
+    """A packer whose clock goes on by ``tick`` seconds each time it is read."""
+    compressor = Compressor(setting)
+    ticks = count()
+    return RowPacker(compressor, lambda: next(ticks) * tick), compressor
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_it_packs_and_measures(bulk):
+    packer, compressor = make()
+    header, data = packer.pack(bulk, PLAIN, memoryview(ROWS))
+    assert header.coding is Coding.LOSSLESS
+    assert header.coded == len(data) < len(ROWS)
+    assert bytes(RowCodec().unpack(header, data)[1]) == ROWS
+    assert compressor.packs(bulk)
+    assert compressor.worth(not bulk) is None
+    worth = compressor.worth(bulk)
+    assert worth is not None
+    # A microsecond to pack and one to unpack.
+    ratio = len(ROWS) / len(data)
+    assert worth.share == pytest.approx(ratio * 12.5e6 * 2e-6 / len(ROWS))
+
+
+def test_it_leaves_rows_alone_where_packing_is_too_slow():
+    packer, compressor = make(tick=1.0)
+    for _ in range(CompressorLimits().samples):
+        header, _ = packer.pack(True, PLAIN, memoryview(ROWS))
+        assert header.coding is Coding.LOSSLESS
+    for _ in range(CompressorLimits().samples):
+        compressor.choose(True, 1e9)
+    rows = memoryview(ROWS)
+    assert packer.pack(True, PLAIN, rows) == (PLAIN, rows)
+
+
+def test_it_decides_by_the_rate():
+    packer, compressor = make(tick=1e-6)
+    packer.pack(True, PLAIN, memoryview(ROWS))
+    assert compressor.packs(True)
+    packer.measured(1e10)
+    assert not compressor.packs(True)
+
+
+def test_none_packs_nothing():
+    packer, _ = make("none")
+    rows = memoryview(ROWS)
+    assert packer.pack(True, PLAIN, rows) == (PLAIN, rows)

@@ -1,0 +1,175 @@
+import itertools
+
+import pytest
+
+from molink.link.policies.adaptive import EVERY, Adaptive
+from molink.link.policies.base import (
+    Acknowledged,
+    DecodeFinished,
+    DecodeStarted,
+    LinkEstimate,
+    Produced,
+    Reconnected,
+    Send,
+    Sent,
+    Wait,
+)
+from molink.link.policies.credit import FIRST_CHUNK, TARGET
+from molink.wire.messages.data import Lane
+
+ROW = 8192
+RATE = 12.5e6
+CHUNK = int(0.005 * RATE) // ROW
+WINDOW = RATE * (0.03 + TARGET + 0.005)
+BOTH = (Lane.DECODE, Lane.BULK)
+
+
+def known_link(predict: bool = True) -> Adaptive:
+    policy = Adaptive(predict)
+    policy.handle(LinkEstimate(0.03, 0.03, RATE), 0.0)
+    return policy
+
+
+def send(policy: Adaptive, now: float) -> int:
+    """Send what may be sent now or a little later; returns how many chunks that was."""
+    chunks = 0
+    while True:
+        match policy.decide(now, BOTH):
+            case Send(_, rows):
+                policy.handle(Sent(Lane.BULK, rows * ROW), now)
+                chunks += 1
+            case Wait(None):
+                return chunks
+            case Wait(float(until)):
+                now = until
+
+
+def test_decode_goes_first_then_chunks() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(1, 8)
+    assert policy.decide(0.0, BOTH) == Send(0, CHUNK)
+    policy.handle(Produced(2, Lane.DECODE, 8, ROW), 0.0)
+    assert policy.decide(0.0, (Lane.BULK,)) == Send(0, CHUNK), "that one can't go yet"
+    assert policy.decide(0.0, BOTH) == Send(2, 8)
+    assert policy.decide(0.0, (Lane.DECODE,)) == Wait()
+
+
+def test_the_credit_window_bounds_what_is_in_flight() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
+    assert policy.decide(0.0, BOTH) == Wait(), "an acknowledgement will wake it"
+    policy.handle(Acknowledged(Lane.BULK, CHUNK * ROW, 0.035), 0.035)
+    assert isinstance(policy.decide(0.035, BOTH), Send)
+
+
+def test_on_an_unknown_link_two_chunks() -> None:
+    policy = Adaptive()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
+    assert policy.decide(0.0, BOTH) == Wait()
+    policy.handle(Reconnected(Lane.BULK), 1.0)
+    assert policy.decide(1.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+
+
+def test_chunks_leave_before_the_decode_rows_are_there() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    policy.handle(DecodeStarted(8, 0.013), 0.0)
+    rows, now = [], 0.0
+    while now < 0.012:
+        match policy.decide(now, BOTH):
+            case Send(_, count):
+                rows.append(count)
+                policy.handle(Sent(Lane.BULK, count * ROW), now)
+            case Wait(float(until)):
+                now = until
+    assert now == pytest.approx(0.013), "when the decode rows are due"
+    assert sum(rows) == int(0.013 * RATE / ROW), "T_a × rate"
+    policy.handle(DecodeFinished(8, 0.1), 0.02)
+    policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.02)
+    assert policy.decide(0.02, BOTH) == Send(1, 8)
+    assert policy.decide(0.02, BOTH) == Send(0, CHUNK)
+
+
+def test_without_prediction_only_the_window_counts() -> None:
+    policy = known_link(predict=False)
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
+    policy.handle(DecodeStarted(8, 0.013), 0.0)
+    assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
+
+
+def test_while_decode_rows_are_overdue_one_chunk_at_a_time_is_under_way() -> None:
+    policy = known_link()
+    policy.handle(DecodeFinished(8, 0.0), 0.0)
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.01)
+    assert policy.decide(0.01, BOTH) == Send(0, CHUNK)
+    policy.handle(Sent(Lane.BULK, CHUNK * ROW), 0.01)
+    held = policy.decide(0.01, BOTH)
+    assert isinstance(held, Wait)
+    assert held.until is not None
+    assert 0.01 < held.until < 0.012, "until there is room for a row"
+    assert policy.decide(held.until, BOTH) == Send(0, 1)
+    assert policy.decide(0.01 + CHUNK * ROW / RATE, BOTH) == Send(0, CHUNK)
+
+
+def test_a_prediction_that_is_far_too_late_holds_nothing_back() -> None:
+    policy = known_link()
+    policy.handle(DecodeFinished(8, 0.0), 0.0)
+    policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.1)
+    assert send(policy, 0.1) > 2
+
+
+@pytest.mark.parametrize("predict", [True, False])
+def test_bulk_gets_a_chunk_every_50_ms_while_decodes_never_stop(predict: bool) -> None:
+    """There is always a decode volume, and a decode step that should be over by now."""
+    policy = known_link(predict)
+    policy.handle(Produced(0, Lane.BULK, 100_000, ROW), 0.0)
+    sent_at, volume = [], 0
+    for tick in range(2000):
+        now = tick * 0.001
+        policy.handle(DecodeStarted(8, 0.0), now)
+        for _ in range(2):
+            volume += 1
+            policy.handle(Produced(volume, Lane.DECODE, 8, ROW), now)
+            if policy.decide(now, BOTH) == Send(0, CHUNK):
+                sent_at.append(now)
+                policy.handle(Sent(Lane.BULK, CHUNK * ROW), now)
+                policy.handle(Acknowledged(Lane.BULK, CHUNK * ROW, 0.035), now)
+    gaps = [after - before for before, after in itertools.pairwise(sent_at)]
+    assert sent_at[0] <= EVERY + 0.001
+    assert max(gaps) <= EVERY + 0.0011
+    assert min(gaps) >= EVERY - 1e-9, "and no more than that"
+
+
+def test_the_oldest_prefill_goes_first_even_if_it_grows_later() -> None:
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, 2)
+    policy.handle(Produced(1, Lane.BULK, 3, ROW), 0.0)
+    policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
+    assert policy.decide(0.0, BOTH) == Send(0, 2)
+    assert policy.decide(0.0, BOTH) == Send(1, 3)
+
+
+def test_a_row_now_and_then_is_no_chunk() -> None:
+    """Intervals that are too short for a chunk don't put off the one that is due."""
+    policy = known_link()
+    policy.handle(Produced(0, Lane.BULK, 100_000, ROW), 0.0)
+    sent = []
+    for tick in range(200):
+        now = tick * 0.01
+        policy.handle(DecodeStarted(8, 0.001), now)
+        while isinstance(decision := policy.decide(now, BOTH), Send):
+            sent.append((now, decision.rows))
+            policy.handle(Sent(Lane.BULK, decision.rows * ROW), now)
+            policy.handle(Acknowledged(Lane.BULK, decision.rows * ROW, 0.035), now)
+    assert {rows for _, rows in sent} == {1, CHUNK}
+    chunks_at = [at for at, rows in sent if rows == CHUNK]
+    gaps = [after - before for before, after in itertools.pairwise(chunks_at)]
+    assert max(gaps) <= EVERY + 0.0101

@@ -1,0 +1,327 @@
+"""The window against a link with one queue, in virtual time."""
+
+import random
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from molink.facts.ringtimes import LinkFacts
+from molink.link.estimate.estimator import LinkEstimator
+from molink.link.policies.base import Acknowledged, Echoed, Event, LinkEstimate, Reconnected, Sent
+from molink.link.policies.credit import (
+    FIRST_CHUNK,
+    LATE,
+    LEAST_CHUNK,
+    LEAST_SHARE,
+    MOST_CHUNK,
+    MOST_SHARE,
+    MOST_WINDOW,
+    PACE,
+    QUIET,
+    STEP,
+    TARGET,
+    VOUCHED,
+    CreditWindow,
+)
+from molink.wire.messages.data import Lane
+
+MBPS = 1e6 / 8
+
+
+@dataclass
+class Bottleneck:
+    """A queue served at ``rate`` bytes/s, and ``latency`` seconds each way; both may change.
+
+    The window is told what the product's estimator finds, by chunks and by a beat every 100 ms.
+    """
+
+    rate: float
+    latency: float
+    estimator: LinkEstimator = field(default_factory=LinkEstimator)
+    window: CreditWindow = field(default_factory=CreditWindow)
+    now: float = 0.0
+    #: Times and new rate and latency.
+    changes: list[tuple[float, float, float]] = field(default_factory=list)
+    #: For each chunk: when it was sent, how long it waited in the queue, when it had left, bytes.
+    log: list[tuple[float, float, float, int]] = field(default_factory=list)
+    sizes: list[tuple[float, float]] = field(default_factory=list)
+    _free_at: float = 0.0
+    #: When they come back, when they were sent, and their bytes: 0 of a beat.
+    _acks: deque[tuple[float, float, int]] = field(default_factory=deque)
+    _beat_at: float = 0.0
+    #: The most that an acknowledgement is late by, at random.
+    jitter: float = 0.0
+    _random: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def send(self, total: float, until: float = 1e9) -> float:
+        """Send ``total`` bytes as the window lets; the time that the last one arrives."""
+        arrived = self.now
+        while total > 0 and self.now < until:
+            if self.now >= self._beat_at:
+                self._beat_at = self.now + 0.1
+                self.estimator.beat_left(self.now)
+                self._transmit(0)
+            chunk = int(min(total, self.window.chunk))
+            opens_at = self.window.opens_at
+            if self.window.fits(chunk) and opens_at <= self.now:
+                total -= chunk
+                arrived = self._transmit(chunk)
+            elif self.window.fits(chunk) and not (self._acks and self._acks[0][0] < opens_at):
+                self.now = opens_at
+            else:
+                self._step()
+        while self._acks:
+            self._step()
+        return arrived
+
+    def _transmit(self, nbytes: int) -> float:
+        while self.changes and self.now >= self.changes[0][0]:
+            _, self.rate, self.latency = self.changes.pop(0)
+        start = max(self.now, self._free_at)
+        self._free_at = start + nbytes / self.rate
+        if nbytes:
+            self.log.append((self.now, start - self.now, self._free_at, nbytes))
+            self._tell(Sent(Lane.BULK, nbytes))
+        back = self._free_at + 2 * self.latency
+        back += self._random.uniform(0, self.jitter)
+        if self._acks:
+            back = max(back, self._acks[-1][0])
+        self._acks.append((back, self.now, nbytes))
+        return self._free_at + self.latency
+
+    def _step(self) -> None:
+        self.now, sent_at, nbytes = self._acks.popleft()
+        if nbytes:
+            self._tell(Acknowledged(Lane.BULK, nbytes, self.now - sent_at))
+        elif self.estimator.beat_back(sent_at, self.now):
+            self._tell(Echoed(self.now - sent_at))
+        news = self.estimator.news(self.now)
+        if news is not None:
+            self.window.handle(news, self.now)
+        self.sizes.append((self.now, self.window.size))
+
+    def _tell(self, event: Event) -> None:
+        self.estimator.handle(event, self.now)
+        self.window.handle(event, self.now)
+
+    def delays(self, first: float = 0.0, last: float = 1e9) -> list[float]:
+        """Queueing delays of the chunks that were sent between two times, sorted."""
+        return sorted(wait for sent_at, wait, _, _ in self.log if first <= sent_at < last)
+
+    def used(self, first: float, last: float) -> float:
+        """Share of the present rate at which bytes left between two times."""
+        nbytes = sum(each for *_, left, each in self.log if first <= left < last)
+        return nbytes / (self.rate * (last - first))
+
+
+def percentile(values: list[float], share: float) -> float:
+    return values[int(share * (len(values) - 1))]
+
+
+def saturated(mbps: float, rtt: float, **options: object) -> Bottleneck:
+    link = Bottleneck(mbps * MBPS, rtt / 2, **options)  # type: ignore[arg-type]
+    link.send(1e12, until=10.0)
+    return link
+
+
+@pytest.mark.parametrize("mbps", [20, 100, 400])
+@pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06, 0.1])
+def test_it_fills_the_link_and_keeps_the_queue_short(mbps: int, rtt: float) -> None:
+    link = saturated(mbps, rtt)
+    assert link.used(1.5, 9.5) >= 0.9
+    delays = link.delays(1.5, 9.5)
+    assert percentile(delays, 0.5) <= 0.015
+    assert percentile(delays, 0.99) <= 0.025 if rtt < 0.1 else 0.040
+
+
+@pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06])
+def test_it_does_not_swing(rtt: float) -> None:
+    """In steady state the window stays within an eighth of its mean, for seconds."""
+    sizes = [size for at, size in saturated(100, rtt).sizes if at > 2]
+    mean = statistics.mean(sizes)
+    assert max(sizes) < 1.125 * mean
+    assert min(sizes) > 0.875 * mean
+    assert 0.85 < mean / (100 * MBPS * (rtt + 0.005 + TARGET)) < 1.15
+
+
+def test_a_gigabit_in_the_office() -> None:
+    link = saturated(1000, 0.002)
+    assert link.used(1.5, 9.5) >= 0.97
+    assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.020
+
+
+def test_acknowledgements_that_come_unevenly() -> None:
+    link = saturated(100, 0.03, jitter=0.01)
+    assert link.used(1.5, 9.5) >= 0.95
+    assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.030
+
+
+@pytest.mark.parametrize(("known", "most"), [(False, 1.4), (True, 1.02)])
+def test_a_whole_prefill(known: bool, most: float) -> None:
+    """14 MB at 100 Mbps and 30 ms there and back, against the same bytes sent as one."""
+    link = Bottleneck(100 * MBPS, 0.015)
+    if known:
+        link.estimator = LinkEstimator(LinkFacts(link.latency, link.rate))
+        link.window.handle(link.estimator.estimate(0.0), 0.0)
+    took = link.send(14e6)
+    assert took <= most * (14e6 / link.rate + link.latency)
+    assert link.delays()[-1] <= 0.020
+
+
+def test_the_rate_drops_to_a_fifth() -> None:
+    link = saturated(100, 0.03, changes=[(3.0, 20 * MBPS, 0.015)])
+    assert link.delays(3.0, 5.0)[-1] <= 0.2
+    assert link.delays(5.0, 9.5)[-1] <= 0.02
+    assert link.used(3.0, 9.5) >= 0.97
+
+
+def test_the_rate_rises_to_five_times() -> None:
+    link = saturated(20, 0.03, changes=[(3.0, 100 * MBPS, 0.015)])
+    assert link.used(3.5, 9.5) >= 0.95
+    assert percentile(link.delays(3.5, 9.5), 0.99) <= 0.020
+
+
+def test_latency_triples() -> None:
+    link = saturated(100, 0.03, changes=[(3.0, 100 * MBPS, 0.045)])
+    assert link.used(5.0, 9.5) >= 0.95
+    assert percentile(link.delays(5.0, 9.5), 0.99) <= 0.030
+
+
+def test_latency_falls_to_a_third() -> None:
+    link = saturated(100, 0.03, changes=[(3.0, 100 * MBPS, 0.005)])
+    assert link.delays(3.0, 9.5)[-1] <= 0.050
+    assert link.delays(5.0, 9.5)[-1] <= 0.030
+    assert link.used(3.0, 9.5) >= 0.96
+
+
+def test_two_chunks_always_fit() -> None:
+    window = CreditWindow()
+    assert window.fits(1 << 20)
+    window.handle(Sent(Lane.BULK, 1 << 20), 0.0)
+    assert window.fits(1 << 20)
+    window.handle(Sent(Lane.BULK, 1 << 20), 0.0)
+    assert not window.fits(1)
+    assert window.in_flight == 2 << 20
+
+
+def test_only_the_bulk_lane_counts() -> None:
+    window = CreditWindow()
+    window.handle(Sent(Lane.DECODE, 1000), 0.0)
+    window.handle(Reconnected(Lane.DECODE), 0.0)
+    window.handle(Acknowledged(Lane.DECODE, 1000, 0.03), 0.03)
+    assert window.in_flight == 0
+
+
+def test_what_is_sent_again_after_a_reconnect_counts_once() -> None:
+    window = CreditWindow()
+    for _ in range(3):
+        window.handle(Sent(Lane.BULK, 1000), 0.0)
+    window.handle(Reconnected(Lane.BULK), 1.0)
+    assert window.in_flight == 0
+    for _ in range(3):
+        window.handle(Sent(Lane.BULK, 1000), 1.0)
+    window.handle(Acknowledged(Lane.BULK, 3000, 0.03), 1.03)
+    window.handle(Acknowledged(Lane.BULK, 3000, 0.03), 1.04)
+    assert window.in_flight == 0
+
+
+def test_a_chunk_is_five_milliseconds_of_the_rate() -> None:
+    window = CreditWindow()
+    assert window.chunk == FIRST_CHUNK
+    for mbps, chunk in ((100, 62_500), (10, LEAST_CHUNK), (1000, MOST_CHUNK)):
+        window.handle(LinkEstimate(0.03, 0.03, mbps * MBPS), 0.0)
+        assert window.chunk == chunk
+    assert window.size == 1000 * MBPS * (0.03 + TARGET) + MOST_CHUNK
+    window.handle(LinkEstimate(0.3, 0.3, 1000 * MBPS), 0.0)
+    assert window.size == MOST_WINDOW
+
+
+def acknowledged(window: CreditWindow, queued: float, times: int = 1) -> float:
+    """A full window of 100 Mbps and 30 ms has its oldest chunk acknowledged, ``queued`` s late."""
+    for _ in range(times):
+        while window.fits(62_500):
+            window.handle(Sent(Lane.BULK, 62_500), 0.0)
+        window.handle(Acknowledged(Lane.BULK, 62_500, 0.035 + queued), 0.0)
+    return window.size
+
+
+def test_delay_corrects_the_estimate_within_bounds() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    wanted = 100 * MBPS * (0.03 + TARGET) + 62_500
+    assert window.size == wanted
+    assert acknowledged(window, TARGET, 100) == wanted
+    grown = acknowledged(window, 0.0)
+    assert grown == pytest.approx(wanted * (1 + STEP * 62_500 / wanted))
+    assert acknowledged(window, 0.0, 1000) == pytest.approx(MOST_SHARE * wanted)
+    assert acknowledged(window, TARGET, 1000) == pytest.approx(wanted)
+    assert acknowledged(window, 0.1, 1000) == pytest.approx(LEAST_SHARE * wanted)
+    window.handle(LinkEstimate(0.03, 0.03, 20 * MBPS), 0.0)
+    assert window.size < 0.25 * wanted
+
+
+def test_a_window_that_is_not_full_does_not_grow() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    before = window.size
+    window.handle(Sent(Lane.BULK, 62_500), 0.0)
+    window.handle(Acknowledged(Lane.BULK, 62_500, 0.03), 0.03)
+    assert window.size == before
+
+
+def test_an_empty_window_is_not_filled_at_once() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(Sent(Lane.BULK, 62_500), 1.0)  # 5 ms of the link's rate
+    assert window.opens_at == pytest.approx(1.0 + 0.005 / PACE - TARGET)
+    for _ in range(5):
+        window.handle(Sent(Lane.BULK, 62_500), 1.0)
+    assert window.opens_at == pytest.approx(1.0 + 0.030 / PACE - TARGET)
+    window.handle(Reconnected(Lane.BULK), 1.001)
+    assert window.opens_at < 1.001
+
+
+def late(window: CreditWindow, now: float) -> float:
+    """A window's worth of chunks comes back 100 ms late; its size then."""
+    for _ in range(8):
+        window.handle(Acknowledged(Lane.BULK, 62_500, 0.135), now)
+    return window.size
+
+
+@pytest.mark.parametrize(
+    "message", [Echoed(0.03 + LATE / 2), Acknowledged(Lane.DECODE, 12_500, 0.031 + LATE / 2)]
+)
+def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: Event) -> None:
+    """While the decode lane finds no queue, the link has none."""
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    whole = window.size
+    window.handle(message, 1.0)
+    assert late(window, 1.0) == whole
+    assert late(window, 1.0 + VOUCHED / 2) == whole
+    assert late(window, 1.0 + VOUCHED) < whole
+
+
+def test_chunks_late_by_a_queue_shrink_it() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    whole = window.size
+    window.handle(Echoed(0.03), 1.0)
+    window.handle(Echoed(0.03 + 2 * LATE), 1.1)
+    assert late(window, 1.1) < whole
+
+
+def test_it_does_not_grow_while_a_beat_finds_a_queue() -> None:
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    whole = window.size
+    window.handle(Echoed(0.03 + 2 * QUIET), -VOUCHED / 2)
+    assert acknowledged(window, 0.0) == whole
+    window.handle(Echoed(0.03 + QUIET / 2), 0.0)
+    assert acknowledged(window, 0.0) == whole, "the queue was there just now"
+    window = CreditWindow()
+    window.handle(LinkEstimate(0.03, 0.03, 100 * MBPS), 0.0)
+    window.handle(Echoed(0.03 + 2 * QUIET), -VOUCHED)
+    assert acknowledged(window, 0.0) > whole

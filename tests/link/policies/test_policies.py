@@ -1,0 +1,203 @@
+"""What holds for every policy, whatever is produced, acknowledged, ready or predicted."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import UsageError
+from molink.link.policies.adaptive import EVERY
+from molink.link.policies.base import (
+    Acknowledged,
+    Decision,
+    DecodeFinished,
+    DecodeStarted,
+    LinkEstimate,
+    Produced,
+    Reconnected,
+    Send,
+    Sent,
+    Wait,
+)
+from molink.link.policies.create import POLICIES, create_policy
+from molink.wire.messages.data import Lane
+
+BOTH = (Lane.DECODE, Lane.BULK)
+#: Bytes of one message.
+MESSAGE = 192 * 1024
+
+
+@dataclass
+class Wire:
+    """Does with a policy what a sender does, and keeps account of the rows."""
+
+    name: str
+    now: float = 0.0
+    ready: Collection[Lane] = BOTH
+    #: Rows produced and not sent, their size and kind, by volume.
+    left: dict[int, tuple[int, int, Lane]] = field(default_factory=dict)
+    volumes: int = 0
+    #: Messages not acknowledged.
+    flying: list[tuple[Lane, int, float]] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.policy = create_policy(self.name)
+
+    def produce(self, kind: Lane, rows: int, row_bytes: int) -> None:
+        self.left[self.volumes] = (rows, row_bytes, kind)
+        self.policy.handle(Produced(self.volumes, kind, rows, row_bytes), self.now)
+        self.volumes += 1
+
+    def grow(self, which: int, rows: int) -> None:
+        if self.volumes == 0:
+            return
+        volume = which % self.volumes
+        before, row_bytes, kind = self.left[volume]
+        self.left[volume] = (before + rows, row_bytes, kind)
+        self.policy.handle(Produced(volume, kind, rows, row_bytes), self.now)
+
+    def decide(self) -> Decision:
+        decision = self.policy.decide(self.now, self.ready)
+        self.decisions.append(decision)
+        if isinstance(decision, Send):
+            left, row_bytes, kind = self.left[decision.volume]
+            assert 1 <= decision.rows <= left, "no rows are sent that aren't there"
+            lane = Lane.BULK if self.policy.one_lane else kind
+            assert lane in self.ready
+            self.left[decision.volume] = (left - decision.rows, row_bytes, kind)
+            self._transmit(lane, decision.rows * row_bytes)
+        return decision
+
+    def _transmit(self, lane: Lane, nbytes: int) -> None:
+        while nbytes > 0:
+            part = min(nbytes, MESSAGE)
+            self.policy.handle(Sent(lane, part + 128), self.now)
+            self.flying.append((lane, part + 128, self.now))
+            nbytes -= part
+
+    def acknowledge(self, count: int) -> None:
+        for lane, nbytes, sent_at in self.flying[:count]:
+            self.policy.handle(Acknowledged(lane, nbytes, self.now - sent_at), self.now)
+        del self.flying[:count]
+
+    def reconnect(self, lane: Lane) -> None:
+        """Everything under way on ``lane`` goes again."""
+        self.policy.handle(Reconnected(lane), self.now)
+        for each, nbytes, _ in self.flying:
+            if each is lane:
+                self.policy.handle(Sent(each, nbytes), self.now)
+
+    def drain(self) -> None:
+        """Both lanes stay ready and everything is acknowledged: all rows leave, soon."""
+        self.ready = BOTH
+        for _ in range(10_000):
+            if not any(rows for rows, _, _ in self.left.values()):
+                return
+            decision = self.decide()
+            if isinstance(decision, Wait):
+                assert self.flying or decision.until is not None, "nobody would ever ask again"
+                if decision.until is not None:
+                    assert decision.until > self.now, "it would ask again at once"
+                    self.now = decision.until
+                else:
+                    self.now += 0.001
+                    self.acknowledge(1)
+        raise AssertionError(f"{self.name} starves {self.left}")
+
+
+rows_of = st.integers(1, 60)
+row_bytes_of = st.sampled_from([128, 4096, 8192, 65_536])
+step = st.one_of(
+    st.tuples(st.just("produce"), st.sampled_from(Lane), rows_of, row_bytes_of),
+    st.tuples(st.just("grow"), st.integers(0, 50), rows_of),
+    st.tuples(st.just("decide"), st.integers(1, 20)),
+    st.tuples(st.just("acknowledge"), st.integers(1, 5)),
+    st.tuples(st.just("pass"), st.floats(0, 0.2)),
+    st.tuples(st.just("ready"), st.sets(st.sampled_from(Lane))),
+    st.tuples(st.just("start"), st.floats(0, 0.1)),
+    st.tuples(st.just("finish"), st.one_of(st.none(), st.floats(0, 0.3))),
+    st.tuples(st.just("estimate"), st.one_of(st.none(), st.floats(1e5, 1e9))),
+    st.tuples(st.just("reconnect"), st.sampled_from(Lane)),
+)
+
+
+def play(wire: Wire, what: str, *args: object) -> None:
+    match what, args:
+        case "decide", (int(times),):
+            for _ in range(times):
+                wire.decide()
+        case "pass", (float(seconds),):
+            wire.now += seconds
+        case "ready", (set(lanes),):
+            wire.ready = sorted(lanes)
+        case "start", (float(predicted),):
+            wire.policy.handle(DecodeStarted(4, predicted), wire.now)
+        case "finish", (float() | None as after,):
+            wire.policy.handle(DecodeFinished(4, after), wire.now)
+        case "estimate", (float() | None as rate,):
+            wire.policy.handle(LinkEstimate(0.03, 0.03, rate), wire.now)
+        case _:
+            getattr(wire, what)(*args)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(steps=st.lists(step, min_size=10, max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_nothing_is_lost_and_everything_leaves(name: str, steps: list[tuple[str]]) -> None:
+    wire, twin = Wire(name), Wire(name)
+    for each in steps:
+        play(wire, *each)
+        play(twin, *each)
+    wire.drain()
+    twin.drain()
+    assert wire.decisions == twin.decisions, "the same events, the same decisions"
+    assert isinstance(wire.decide(), Wait)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "adaptive-unpredicted"])
+@given(steps=st.lists(step, min_size=10, max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_a_decode_never_waits_for_more_than_one_chunk(name: str, steps: list[tuple[str]]) -> None:
+    """Between two decode volumes, at most one chunk; and after one, none for 50 ms."""
+    wire = Wire(name)
+    chunk_at = -EVERY
+    waited = False
+
+    def decide() -> None:
+        nonlocal chunk_at, waited
+        waiting = Lane.DECODE in wire.ready and any(
+            rows for rows, _, kind in wire.left.values() if kind is Lane.DECODE
+        )
+        decision = wire.decide()
+        if not isinstance(decision, Send):
+            assert not waiting, "a decode volume that can go goes"
+            return
+        _, row_bytes, kind = wire.left[decision.volume]
+        if kind is Lane.BULK:
+            assert decision.rows == 1 or decision.rows * row_bytes <= 256 * 1024
+            assert not (waiting and waited), "a second chunk while a decode volume waits"
+            assert not waiting or wire.now >= chunk_at + EVERY
+            waited = waiting
+            if waiting:
+                chunk_at = wire.now
+        else:
+            waited = False
+
+    for what, *args in steps:
+        if what == "decide":
+            for _ in range(args[0]):  # type: ignore[call-overload]
+                decide()
+        else:
+            play(wire, what, *args)
+
+
+def test_policies_by_name() -> None:
+    assert POLICIES == ("concurrent", "fifo", "molink", "adaptive", "adaptive-unpredicted")
+    for name in POLICIES:
+        assert create_policy(name).name == name
+    assert [name for name in POLICIES if create_policy(name).one_lane] == ["fifo", "molink"]
+    with pytest.raises(UsageError, match="choose one of concurrent, fifo, molink, adaptive"):
+        create_policy("lifo")

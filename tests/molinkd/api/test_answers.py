@@ -1,0 +1,305 @@
+"""What the OpenAI routes answer, whole and streamed."""
+
+import json
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient
+
+from molink.wire.messages.data import Sampling
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def post(client: TestClient, route: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(f"/v1/{route}", json={"model": "tiny", **body})
+    assert response.status == 200, await response.text()
+    return await response.json()
+
+
+async def chat(client: TestClient, **body: Any) -> dict[str, Any]:
+    return await post(client, "chat/completions", **{"messages": HI, **body})
+
+
+async def events(client: TestClient, route: str, **body: Any) -> list[dict[str, Any]]:
+    body = {"model": "tiny", "stream": True, **body}
+    response = await client.post(f"/v1/{route}", json=body)
+    assert response.status == 200
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    blocks = (await response.text()).split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+
+
+async def test_models(client, backend) -> None:
+    listed = await (await client.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    one = await (await client.get("/v1/models/tiny")).json()
+    assert one == listed["data"][0]
+    assert one["object"] == "model"
+
+
+async def test_chat(client, backend) -> None:
+    answer = await chat(client)
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": backend.answer, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    tokens = len(backend.tokenizer.encode(backend.answer)) + 1
+    prompt = backend.requests[0].prompt
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": tokens,
+        "total_tokens": len(prompt) + tokens,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    rendered = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert backend.tokenizer.decode(prompt, skip_special=False) == rendered
+
+
+async def test_the_only_model_need_not_be_named(client, backend) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": HI})
+    assert response.status == 200
+    assert (await response.json())["model"] == "tiny"
+
+
+async def test_chat_stream(client, backend) -> None:
+    chunks = await events(
+        client, "chat/completions", messages=HI, stream_options={"include_usage": True}
+    )
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
+    assert text == backend.answer
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(backend.tokenizer.encode(text)) + 1
+    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_no_usage_in_a_stream_unless_asked_for(client, backend) -> None:
+    chunks = await events(client, "chat/completions", messages=HI)
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_completion_and_stream_agree(client, backend) -> None:
+    body = {"prompt": "Say", "max_tokens": 100, "echo": True}
+    whole = await post(client, "completions", **body)
+    chunks = await events(client, "completions", **body)
+    streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert whole["choices"][0]["text"] == streamed == "Say" + backend.answer
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert whole["object"] == chunks[0]["object"] == "text_completion"
+
+
+async def test_completions_default_to_sixteen_tokens(client, backend) -> None:
+    answer = await post(client, "completions", prompt="x")
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+async def test_chat_defaults_to_what_the_context_leaves(client, backend) -> None:
+    await chat(client)
+    request = backend.requests[0]
+    assert request.max_tokens == backend.models()[0].context - len(request.prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_answers_have_seeds_of_their_own(client, backend, stream: bool) -> None:
+    body = {"messages": HI, "n": 3, "seed": 7}
+    if stream:
+        chunks = await events(client, "chat/completions", **body)
+        indices = [chunk["choices"][0]["index"] for chunk in chunks]
+    else:
+        answer = await chat(client, **body)
+        indices = [choice["index"] for choice in answer["choices"]]
+        assert answer["usage"]["prompt_tokens"] == len(backend.requests[0].prompt)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert set(indices) == {0, 1, 2}
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    backend.requests.clear()
+    await chat(client, n=3, seed=7)
+    assert [request.sampling.seed for request in backend.requests] == seeds
+
+
+async def test_seeds_are_drawn_and_negative_ones_accepted(client, backend) -> None:
+    for seed in (None, None, -5, 2**62):
+        await chat(client, seed=seed)
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**53 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+        (["ab", [97]], ["ab", [97]]),
+    ],
+)
+async def test_prompts(client, backend, prompt: Any, prompts: list[Any]) -> None:
+    answer = await post(client, "completions", prompt=prompt, n=2)
+    expected = [
+        tuple(backend.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompts
+    ]
+    sent = [request.prompt for request in backend.requests]
+    assert sent == [one for one in expected for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+async def test_every_parameter_reaches_the_backend(client, backend) -> None:
+    await chat(
+        client,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=3,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        repetition_penalty=1.1,
+        logit_bias={"5": -100, "6": 1.5},
+        stop_token_ids=[9],
+        max_completion_tokens=12,
+        unknown_field={"x": 1},
+        user="me",
+        store=True,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+    )
+    request = backend.requests[0]
+    assert request.sampling == Sampling(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=3,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        repetition_penalty=1.1,
+        logit_bias=((5, -100.0), (6, 1.5)),
+    )
+    assert request.stop_ids == (*backend.tokenizer.eos_ids, 9)
+    assert request.max_tokens == 12
+
+
+async def test_nulls_and_neutral_values_mean_nothing(client, backend) -> None:
+    await chat(
+        client, temperature=None, top_p=0, top_k=-1, stop=None, n=None, seed=None, max_tokens=None
+    )
+    sampling = backend.requests[0].sampling
+    assert (sampling.temperature, sampling.top_k) == (1.0, 0)
+    assert 0 < sampling.top_p < 1e-3
+
+
+async def test_ignore_eos(client, backend) -> None:
+    answer = await chat(client, ignore_eos=True, max_tokens=60)
+    assert backend.requests[0].stop_ids == ()
+    assert answer["usage"]["completion_tokens"] == 60
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stop", ["lo th", ["nothing", "lo th"]])
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_strings(client, backend, stop: Any, include: bool) -> None:
+    answer = await chat(client, stop=stop, include_stop_str_in_output=include)
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] == ("Hello th" if include else "Hel")
+    assert choice["finish_reason"] == "stop"
+    assert (backend.running, backend.closed) == (0, 1)
+    chunks = await events(
+        client,
+        "chat/completions",
+        messages=HI,
+        stop=stop,
+        include_stop_str_in_output=include,
+    )
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == choice["message"]["content"]
+
+
+async def test_a_stream_never_has_half_a_character(client, backend) -> None:
+    backend.answer = "🦊👩‍💻你好"
+    chunks = await events(client, "chat/completions", messages=HI)
+    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(texts) == backend.answer
+    assert "\ufffd" not in "".join(texts)
+
+
+async def test_an_answer_cut_inside_a_character_ends_with_a_replacement(client, backend) -> None:
+    backend.tokens = backend.tokenizer.encode("a🦊")
+    answer = await chat(client, max_tokens=3)
+    assert answer["choices"][0]["message"]["content"] == "a\ufffd"
+
+
+async def test_chat_logprobs(client, backend) -> None:
+    backend.answer = "aé"
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 2}
+    content = (await chat(client, **body))["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["a", "\ufffd", "\ufffd"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "aé"
+    assert content[0]["logprob"] == -0.5
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
+    assert backend.requests[0].sampling.logprobs == 2
+    chunks = await events(client, "chat/completions", **body)
+    streamed = [
+        entry
+        for chunk in chunks
+        for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == content
+
+
+async def test_chat_logprobs_without_alternatives(client, backend) -> None:
+    answer = await chat(client, logprobs=True)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+async def test_completion_logprobs(client, backend) -> None:
+    backend.answer = "the fox"
+    answer = await post(client, "completions", prompt="x", logprobs=3)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == "the fox"
+    assert logprobs["text_offset"][0] == 0
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    assert logprobs["token_logprobs"] == [-0.5] * len(logprobs["tokens"])
+    assert min(logprobs["top_logprobs"][0].values()) == -9999.0
+
+
+async def test_logprobs_end_where_a_stop_string_begins(client, backend) -> None:
+    answer = await chat(client, logprobs=True, stop=" there")
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == "Hello"
+
+
+async def test_message_forms(client, backend) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "name": "x"},
+        {"role": "user", "content": ""},
+    ]
+    await chat(client, messages=messages)
+    text = backend.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+    assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\na\nb<|end|>\n")
+
+
+async def test_special_tokens_of_an_answer(client, backend) -> None:
+    backend.tokens = backend.tokenizer.encode("a<|start|>b")
+    for skip, text in ((None, "ab"), (False, "a<|start|>b")):
+        answer = await chat(client, skip_special_tokens=skip)
+        assert answer["choices"][0]["message"]["content"] == text

@@ -1,0 +1,91 @@
+"""Health, readiness, metrics and the chat page."""
+
+import base64
+import hashlib
+import re
+from typing import Any
+
+from aiohttp.test_utils import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from molinkd.api.metrics import Histogram
+
+
+async def test_health_and_readiness(client: TestClient, backend: Any) -> None:
+    assert (await client.get("/health")).status == 200
+    assert (await client.get("/readyz")).status == 200
+    backend.is_ready = False
+    assert (await client.get("/health")).status == 200
+    response = await client.get("/readyz")
+    assert response.status == 503
+    assert (await response.json())["error"]["code"] == "unavailable"
+
+
+async def test_metrics(client: TestClient, backend: Any) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 5}
+    await client.post("/v1/completions", json=body)
+    await client.post("/v1/completions", json={**body, "model": "no"})
+    await client.get("/nowhere")
+    response = await client.get("/metrics")
+    assert response.content_type == "text/plain"
+    families = {
+        family.name: family for family in text_string_to_metric_families(await response.text())
+    }
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    requests = "molink_endpoint_requests_total"
+    assert samples[requests, "/v1/completions", "200"] == 1
+    assert samples[requests, "/v1/completions", "404"] == 1
+    assert samples[requests, "other", "404"] == 1
+    assert samples["molink_endpoint_generated_tokens_total",] == 5
+    assert samples["molink_endpoint_time_to_first_token_seconds_count",] == 1
+    assert samples["molink_endpoint_inter_token_seconds_count",] == 4
+    assert samples["molink_endpoint_answer_seconds_count",] == 1
+    assert samples["molink_endpoint_running",] == 0
+    assert samples["molink_link_bytes_total",] == 5
+    assert samples["molink_kv_blocks_free", "0:3"] == 7
+    assert samples["molink_kv_blocks_free", "3:6"] == 8
+    assert samples["molink_rows", "3:6"] == 2
+    assert families["molink_rows"].samples[0].labels == {"stage": "3:6"}
+    assert samples["molink_odd_name",] == 1
+    for family in families.values():
+        assert family.documentation.endswith(".")
+        assert " " in family.documentation
+        total = [sample.name.endswith("_total") for sample in family.samples]
+        assert all(total) if family.type == "counter" else not any(total)
+
+
+def test_histogram() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 3.0):
+        histogram.observe(seconds)
+    values = {
+        sample.labels.get("le", sample.name): sample.value
+        for sample in histogram.family("x", "y").samples
+    }
+    assert values == {"0.1": 2, "1.0": 3, "+Inf": 4, "x_count": 4, "x_sum": 3.65}
+
+
+async def test_page(client: TestClient) -> None:
+    response = await client.get("/")
+    page = await response.text()
+    assert response.content_type == "text/html"
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    for kind in ("script", "style"):
+        (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+async def test_page_asks_nobody_else(client: TestClient) -> None:
+    page = await (await client.get("/")).text()
+    outside = re.findall(r"(?:https?:)?//[\w.-]+", page)
+    assert set(outside) <= {"http://www.w3.org"}  # the namespace of the icon
+    assert not re.search(r"\s(?:style|on\w+)=", page)  # the policy forbids inline attributes
+    assert "innerHTML" not in page

@@ -1,0 +1,64 @@
+"""``molink bench stage`` on real small models, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molinkd.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = make_model(tmp_path_factory.mktemp("bench") / "tiny")
+    return made
+
+
+def measure(folder: Path, *more: str) -> int:
+    given = ["--model", str(folder), "--device", "cpu", "--threads", "1", "--seconds", "0.3"]
+    return run(["bench", "stage", *given, *more])
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure(folder, "--layers", "1:3", "--dtype", "f32", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["model"], printed["layers"], printed["threads"]) == ("tiny", [1, 3], 1)
+    assert (printed["device"], printed["dtype"], printed["quantize"]) == ("cpu", "f32", "none")
+    assert printed["decode"][0]["rows"] == 1
+    assert printed["prefill"][0]["rows"] == 8
+    for what in ("read", "compute"):
+        assert printed[what]["share"] > 0
+
+
+def test_a_table_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure(folder) == 0
+    out = capsys.readouterr().out
+    for text in ("tiny, layers 0:3", "T_d", "T_p", "tokens/s", "GB/s measured", "FLOP/s measured"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "text"),
+    [
+        (("--layers", "2"), 2, "--layers is A:B, for example 0:12, not '2'"),
+        (("--layers", "0:9"), 2, "has layers 0:3"),
+        (("--device", "cuda:99"), 2, "a cuda device can't be used"),
+        (("--device", "tpu"), 2, "--device is auto, cpu or cuda:N, not 'tpu'"),
+        (("--model", "no-such-model"), 5, "no model 'no-such-model'"),
+        (("--threads", "-1"), 2, "threads"),
+    ],
+)
+def test_errors_are_one_clear_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, str], code: int, text: str
+) -> None:
+    assert measure(folder, *more) == code
+    assert text in capsys.readouterr().err
+
+
+def test_the_command_line_never_imports_torch() -> None:
+    code = "import sys, molinkd.cli.bench; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

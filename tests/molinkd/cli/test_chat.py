@@ -1,0 +1,205 @@
+"""``molink chat`` against a small endpoint of its own."""
+
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from molinkd.cli import chat
+from molinkd.cli.chat import EventParser, run_chat
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Answers each chat with ``pieces``, or with ``error``; remembers the requests."""
+
+    daemon_threads = False
+    pieces: tuple[str, ...] = ("Hel", "lo", " \x1b[31m🦊")
+    error: tuple[int, str] | None = None
+    ends = True
+    models: tuple[str, ...] = ("first", "second")
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_GET(self) -> None:
+        models = [{"id": name} for name in self.server.models]
+        self._send(200, json.dumps({"data": models}).encode())
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.bodies.append(json.loads(body))
+        self.server.keys.append(self.headers["Authorization"])
+        if self.server.error is not None:
+            status, message = self.server.error
+            self._send(status, json.dumps({"error": {"message": message}}).encode())
+            return
+        chunks = [{"choices": [{"delta": {"content": piece}}]} for piece in self.server.pieces]
+        events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        self._send(200, (events + ("data: [DONE]\n\n" if self.server.ends else "")).encode())
+
+    def _send(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+class Terminal(io.StringIO):
+    """A standard input that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def typing_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def type_in(*lines: str) -> None:
+        monkeypatch.setattr("sys.stdin", Terminal("".join(f"{line}\n" for line in lines)))
+
+    return type_in
+
+
+def test_one_shot(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_chat(endpoint.url, "hi", None, "key", system="Be brief", max_tokens=5)
+    assert code == 0
+    assert capsys.readouterr().out == "Hello [31m🦊\n"
+    assert endpoint.keys == ["Bearer key"]
+    assert endpoint.bodies == [
+        {
+            "max_tokens": 5,
+            "model": "first",
+            "messages": [
+                {"role": "system", "content": "Be brief"},
+                {"role": "user", "content": "hi"},
+            ],
+            "stream": True,
+        }
+    ]
+
+
+def test_a_question_from_a_pipe(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
+    assert run_chat(endpoint.url, model="second") == 0
+    assert endpoint.bodies[0]["model"] == "second"
+    assert endpoint.bodies[0]["messages"] == [{"role": "user", "content": "piped"}]
+    assert "Hello" in capsys.readouterr().out
+
+
+def test_a_conversation(
+    endpoint: Endpoint, typing_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing_in("one", "", "two", "/clear", "/help", "/foo", "three", "/exit", "never")
+    assert run_chat(endpoint.url) == 0
+    roles = [[message["content"] for message in body["messages"]] for body in endpoint.bodies]
+    answer = "".join(endpoint.pieces)
+    assert roles == [["one"], ["one", answer, "two"], ["three"]]
+    shown = capsys.readouterr().out
+    assert "first at " in shown
+    assert "Unknown command '/foo'. Commands: /clear, /exit" in shown
+
+
+def test_an_error_is_no_part_of_the_conversation(
+    endpoint: Endpoint, typing_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.error = (429, "too \x1b[1mbusy")
+    typing_in("one", "two")
+    assert run_chat(endpoint.url) == 0
+    assert [len(body["messages"]) for body in endpoint.bodies] == [1, 1]
+    assert capsys.readouterr().err.count("error: too [1mbusy") == 2
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+    endpoint: Endpoint, typing_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = chat._content
+
+    def interrupted(event: dict[str, Any]) -> str:
+        content = original(event)
+        if content == "lo" and len(endpoint.bodies) == 1:
+            raise KeyboardInterrupt
+        return content
+
+    monkeypatch.setattr(chat, "_content", interrupted)
+    typing_in("one", "two")
+    assert run_chat(endpoint.url) == 0
+    contents = [message["content"] for message in endpoint.bodies[1]["messages"]]
+    assert contents == ["one", "Hel", "two"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "code"),
+    [(404, "no such model", 5), (503, "nobody is there", 6), (400, "bad field", 1)],
+)
+def test_errors(
+    endpoint: Endpoint,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    message: str,
+    code: int,
+) -> None:
+    endpoint.error = (status, message)
+    assert run_chat(endpoint.url, "hi") == code
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_nobody_there(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_chat("http://127.0.0.1:1/v1", "hi") == 6
+    error = capsys.readouterr().err
+    assert "molink up" in error
+    assert error.count("\n") == 1
+
+
+def test_an_endpoint_without_models(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint.models = ()
+    assert run_chat(endpoint.url, "hi") == 5
+    assert "serves no model" in capsys.readouterr().err
+
+
+def test_a_stream_that_breaks_off(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint.ends = False
+    assert run_chat(endpoint.url, "hi") == 6
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Hello")
+    assert "broke off" in captured.err
+
+
+def test_nothing_to_ask(endpoint: Endpoint) -> None:
+    assert run_chat(endpoint.url, "") == 1
+
+
+def test_event_parser_at_any_border() -> None:
+    data = b'data: {"a":1}\n\n: comment\n\nevent: error\r\ndata:{"b":2}\r\n\r\ndata: [DONE]\n\n'
+    for size in (1, 3, 7, len(data)):
+        parser = EventParser()
+        parts = [data[index : index + size] for index in range(0, len(data), size)]
+        events = [event for part in parts for event in parser.feed(part)]
+        assert events == [b'{"a":1}', b'{"b":2}', b"[DONE]"]

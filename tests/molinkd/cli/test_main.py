@@ -1,0 +1,208 @@
+"""The command line: help, errors in one line, exit codes, and finding the daemon."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import molink
+from molink.errors import Unavailable, UsageError
+from molinkd.cli import finding
+from molinkd.cli.demonstration import sample
+from molinkd.cli.main import run, speak_utf8
+from molinkd.peer.demo import first_peer
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Launch
+from molinkd.peer.runfile import RunFile
+from molinkd.peer.settings import Share
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
+    monkeypatch.delenv("MOLINK_TOKEN", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["up", "--help"], ["bench", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_no_arguments_list_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    out = capsys.readouterr().out
+    verbs = "up join demo chat status leave invite revoke bench simulate"
+    for verb in verbs.split():
+        assert f" {verb} " in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"molink {molink.__version__}\n"
+
+
+def test_quantize_and_memory_reach_the_daemon(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launches: list[Launch] = []
+    monkeypatch.setattr(
+        "molinkd.peer.process.run_daemon", lambda launch, _: launches.append(launch)
+    )
+    assert run(["up", "--quantize", "nf4", "--memory", "80%"]) == 0
+    (launch,) = launches
+    assert launch.settings.quantize == "nf4"
+    assert launch.settings.memory == Share(80.0)
+    assert run(["up", "--quantize", "int4"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["status"], 6, "no molink runs here"),
+        (["chat", "hi"], 6, "no molink runs here"),
+        (["invite"], 6, "no molink runs here"),
+        (["invite", "--ttl", "-1"], 2, "--ttl"),
+        (["revoke", "pc"], 6, "no molink runs here"),
+        (["leave"], 2, "in no swarm"),
+        (["join"], 2, "in no swarm"),
+        (["join", ""], 2, "token is empty"),
+        (["join", "hello"], 3, "doesn't begin with"),
+        (["join", "molink-AAAA"], 3, "not a valid join token"),
+        (["up", "--stage", "4:2"], 2, "stage"),
+        (["up", "--memory", "much"], 2, "size"),
+        (["up", "--memory", "150%"], 2, "the command line: memory: a share of memory is above 0%"),
+        (["chat", "--url", "foo", "hi"], 2, "--url is a URL"),
+        (["up", "--model", "no such model!"], 5, "no such model!"),
+        (["up", "--worker-ports", "5"], 2, "worker_ports"),
+    ],
+)
+def test_errors_are_one_clear_line(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.err.startswith("molink: ")
+    assert captured.err.count("\n") == 1
+    assert text in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--bogus"], ["demo", "--peers", "0"]])
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert "Usage" in capsys.readouterr().err
+
+
+def test_a_broken_model_is_named_before_anything_starts(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    assert run(["up", "--model", str(folder)]) == 5
+    assert "config.json" in capsys.readouterr().err
+    assert not (home / "coordinator").exists()
+
+
+def test_a_live_daemon_comes_before_a_demo(home: Path) -> None:
+    place = Home(home)
+    assert finding.find_daemon(place) is None
+    with pytest.raises(Unavailable):
+        finding.need_daemon(home)
+    demo = place.demo(2)
+    demo.create()
+    note = RunFile.of_this_process(1, "http://a", ("http://a", "http://b"))
+    note.save(demo.run_file)
+    found = finding.need_daemon(home)
+    assert found.demo
+    assert found.home == first_peer(demo)
+    assert found.endpoints == ("http://a", "http://b")
+    RunFile.of_this_process(2, "http://live").save(place.run_file)
+    found = finding.need_daemon(home)
+    assert not found.demo
+    assert found.endpoints == ("http://live",)
+
+
+def test_commands_start_without_heavy_imports() -> None:
+    code = (
+        "import sys; from molinkd.cli.main import run; run(['--help']);"
+        "heavy = {'torch', 'transformers', 'aiohttp', 'zmq'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    root = str(Path(molink.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_daemon_never_imports_torch() -> None:
+    code = (
+        "import sys; import molinkd.peer.process; import molinkd.cli.demonstration;"
+        "heavy = {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    root = str(Path(molink.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_drive_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise Unavailable("\x1b[2J")
+
+    monkeypatch.setattr(finding, "need_daemon", fail)
+    assert run(["status"]) == 6
+    assert capsys.readouterr().err == "molink: \\x1b[2J\n"
+
+
+def test_a_peer_is_found_by_name_or_id() -> None:
+    peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
+    status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
+    assert finding.find_peer(status, "pc") == "1"
+    assert finding.find_peer(status, "3") == "3"
+    # An id is nobody else's choice, a name is.
+    assert finding.find_peer(status, "tv") == "tv"
+    with pytest.raises(UsageError, match="2 peers are called tv"):
+        finding.find_peer({**status, "peers": peers[:3]}, "tv")
+    with pytest.raises(UsageError, match="no peer"):
+        finding.find_peer(status, "nobody")
+    with pytest.raises(Unavailable, match="gone"):
+        finding.find_peer({**status, "coordinator": {"state": "unreachable"}}, "pc")
+
+
+def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from molinkd.cli.console import DaemonConsole
+    from molinkd.cli.demonstration import DemoConsole
+    from molinkd.peer.launch import ModelReady, StageNow, Trouble
+
+    evil = "\x1b]0;PWNED\x07[red]"
+    for event in (StageNow(text=evil), Trouble(text=evil), ModelReady(model=evil, ready=True)):
+        DaemonConsole().show(event)
+        DemoConsole().show(1, event)
+    captured = capsys.readouterr()
+    for text in (captured.out, captured.err):
+        assert "PWNED" in text
+        assert not set("\x1b\x07") & set(text)
+
+
+def test_pipes_get_utf8() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="cp1252")
+    speak_utf8((stream, None))
+    print("日本 …", file=stream, flush=True)
+    assert raw.getvalue().decode("utf-8").strip() == "日本 …"
+
+
+def test_the_sample_suits_the_shell() -> None:
+    assert sample("http://u/v1", "win32").strip() == 'molink chat "What is molink?"'
+    curl = sample("http://u/v1", "linux")
+    assert json.loads(curl.split("'")[-2])["stream"] is True

@@ -1,0 +1,72 @@
+"""``molink status`` for people."""
+
+import pytest
+
+from molinkd.cli.tables import show_status
+
+STATE = {
+    "swarm": "home",
+    "coordinator": {"state": "running", "addresses": []},
+    "model": "m",
+    "trouble": "",
+    "peers": [
+        {
+            "name": "[red]pc[/red]",
+            "state": "here",
+            "device": "cpu: x",
+            "endpoint": "http://e",
+            "daemon_pid": 1,
+            "workers": [{"layers": [0, 4], "state": "loading"}],
+        }
+    ],
+    "pipelines": [{"id": "p1", "epoch": 3, "ready": False, "reason": "why not"}],
+}
+
+
+def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    show_status(STATE, demo=True)
+    out = capsys.readouterr().out
+    # What peers call themselves is text, not markup.
+    for text in ("home (demo)", "[red]pc[/red]", "layers 0:4 (loading)", "why not", "epoch 3"):
+        assert text in out
+
+
+def test_how_weights_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status({**STATE, "quantize": "nf4"}, demo=False)
+    show_status({**STATE, "quantize": "none"}, demo=False)
+    quantized, plain = capsys.readouterr().out.split("Swarm ")[1:]
+    assert "model m in nf4" in quantized
+    assert " in " not in plain.splitlines()[0]
+
+
+def test_an_unreachable_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status({**STATE, "coordinator": {"state": "unreachable"}, "trouble": "gone"}, demo=False)
+    assert "Only what this PC knows: gone" in capsys.readouterr().out
+
+
+def test_what_peers_say_drives_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;PWNED\x07\x1b[2J"
+    peer = {**STATE["peers"][0], "name": evil, "device": evil, "endpoint": evil}
+    pipeline = {"id": evil, "epoch": 1, "ready": False, "reason": evil}
+    cut_off = {"peer": evil, "name": evil, "by": "us", "reason": evil}
+    changes = {"model": evil, "peers": [peer], "pipelines": [pipeline], "cut_off": [cut_off]}
+    show_status({**STATE, **changes}, demo=False)
+    out = capsys.readouterr().out
+    assert "PWNED" in out
+    assert not set("\x1b\x07") & set(out)
+
+
+def test_members_that_were_cut_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cut_off = {"peer": "p", "name": "pc", "by": "this PC's control socket", "reason": "nonsense"}
+    show_status({**STATE, "cut_off": [cut_off]}, demo=False)
+    out = capsys.readouterr().out
+    assert "pc (p) was cut off by this PC's control socket: nonsense" in out
+
+
+def test_why_there_is_no_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status({**STATE, "pipelines": [], "trouble": "no model was asked for"}, demo=False)
+    assert "No pipeline: no model was asked for" in capsys.readouterr().out

@@ -1,0 +1,160 @@
+"""The coordinator as the process that a daemon starts."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import zmq.asyncio
+
+from molink.errors import NotAuthorized, TokenError
+from molink.facts.identity import peer_id
+from molink.swarm.token import JoinToken
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import Invite, InviteRequest, Joined, JoinRequest, StatusRequest
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+
+
+class Process:
+    """``python -m molinkd.coordinator`` with a pipe to it."""
+
+    def __init__(self, folder, owner, *more):
+        self.child = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "molinkd.coordinator", "--state", str(folder)),
+                *("--host", "127.0.0.1", "--member", f"{owner.public}:owner", *more),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def announcement(self):
+        return json.loads(self.child.stdout.readline())
+
+    def end(self):
+        """Close its input: returns its exit code and what it logged."""
+        _, log = self.child.communicate(timeout=30)
+        return self.child.returncode, log
+
+
+@pytest.fixture
+def launch(tmp_path):
+    started = []
+
+    def launch(folder, owner, *more):
+        started.append(Process(tmp_path / folder, owner, *more))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.child.kill()
+        process.child.communicate()
+
+
+@pytest.fixture
+def context():
+    context = zmq.asyncio.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+async def ask(context, keys, server_key, addresses, message, timeout=10.0):
+    """One request over a connection of its own."""
+    client = Client(context, keys, control_codec(), server_key, addresses)
+    client.start()
+    try:
+        return await client.request(message, timeout=timeout)
+    finally:
+        await client.close()
+
+
+async def test_a_life(launch, context):
+    owner, joiner = KeyPair.generate(), KeyPair.generate()
+    process = launch("swarm", owner, "--port", "0")
+    said = process.announcement()
+    assert said.keys() == {"port", "public_key", "swarm"}
+    where = (said["public_key"], [f"tcp://127.0.0.1:{said['port']}"])
+
+    reply, _ = await ask(context, owner, *where, InviteRequest(ref=0))
+    assert isinstance(reply, Invite)
+    token = JoinToken.parse(reply.token, time.time())
+    assert (token.swarm, token.coordinator_key) == (said["swarm"], said["public_key"])
+    assert token.addresses == (f"127.0.0.1:{said['port']}",)
+    with pytest.raises(TokenError, match="cut off or mistyped"):
+        JoinToken.parse(reply.token[:-6], time.time())
+    with pytest.raises(TokenError, match="expired on"):
+        JoinToken.parse(reply.token, time.time() + 90_000)
+
+    with pytest.raises(NotAuthorized):
+        await ask(context, joiner, *where, StatusRequest(ref=0))
+    request = JoinRequest(ref=0, public_key=joiner.public, name="joiner", version="1")
+    invited = KeyPair.from_secret(token.secret_key)
+    joined, _ = await ask(context, invited, *where, request)
+    assert isinstance(joined, Joined)
+    assert joined.peer == peer_id(joiner.public)
+
+    process.child.kill()
+    process.child.communicate()
+    again = launch("swarm", owner)
+    assert again.announcement() == said
+    _, payload = await ask(context, joiner, *where, StatusRequest(ref=0))
+    status = json.loads(bytes(payload))
+    assert [(peer["name"], peer["state"]) for peer in status["peers"]] == [
+        ("owner", "away"),
+        ("joiner", "away"),
+    ]
+
+    other = launch("other", owner, "--port", "0")
+    elsewhere = other.announcement()
+    foreign = (elsewhere["public_key"], [f"tcp://127.0.0.1:{elsewhere['port']}"])
+    with pytest.raises(NotAuthorized):
+        await ask(context, invited, *foreign, request)
+    for process in (again, other):
+        code, _ = process.end()
+        assert code == 0
+
+
+def test_one_at_a_time_and_errors_are_one_line(launch, tmp_path):
+    owner = KeyPair.generate()
+    first = launch("swarm", owner, "--port", "0")
+    first.announcement()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "coordinator.key").write_text("nonsense", encoding="utf-8")
+    code, log = launch("broken", owner).end()
+    assert code == 2
+    assert log.splitlines()[-1].startswith("molink: ")
+    assert "holds no CURVE secret key" in log
+    assert "Traceback" not in log
+
+
+def test_it_ends_with_whoever_started_it(launch):
+    process = launch("swarm", KeyPair.generate(), "--port", "0")
+    process.announcement()
+    process.child.stdin.close()
+    assert process.child.wait(timeout=30) == 0
+    process.child.stdin = None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
+def test_it_may_have_many_connections(tmp_path):
+    import resource
+
+    import psutil
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = (
+        "import resource, runpy, sys;"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}));"
+        "runpy.run_module('molinkd.coordinator', run_name='__main__')"
+    )
+    arguments = ["--state", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert json.loads(process.stdout.readline())
+        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
+        process.communicate(timeout=30)

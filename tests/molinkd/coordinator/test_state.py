@@ -1,0 +1,188 @@
+import contextlib
+import sqlite3
+
+import pytest
+
+from molink.errors import InvariantError, StateError
+from molink.facts.identity import peer_id
+from molink.facts.model import ModelFacts
+from molink.facts.profile import Profile
+from molink.swarm.records import (
+    Desired,
+    InvitationRecord,
+    MemberRecord,
+    PipelineRecord,
+    StageRecord,
+    SwarmRecord,
+)
+from molink.wire.messages.control import Member
+from molink.wire.sockets.curve import KeyPair
+from molinkd.coordinator import state as module
+from molinkd.coordinator.state import State
+
+PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)
+KEYS = [KeyPair.generate() for _ in range(2)]
+A, B = (peer_id(keys.public) for keys in KEYS)
+FACTS = ModelFacts(
+    name="toy", layers=6, layer_bytes=1, first_bytes=2, last_bytes=3, kv_bytes=4, context=5
+)
+
+
+@pytest.fixture
+def state(tmp_path):
+    with contextlib.closing(State.open(tmp_path / "state")) as state:
+        state.create_swarm(SwarmRecord("s1", "home", KEYS[0].public))
+        for peer, keys in zip((A, B), KEYS, strict=True):
+            state.save_member(MemberRecord(peer, keys.public, peer[:3]))
+        yield state
+
+
+@contextlib.contextmanager
+def reopened(state):
+    state.close()
+    with contextlib.closing(State.open(state.path.parent)) as again:
+        yield again
+
+
+def pipeline(epoch=1, id="p1", **changes):
+    stages = (StageRecord(A, (0, 3), 5468, 10, PROFILE), StageRecord(B, (3, 6)))
+    return PipelineRecord(id, "toy", epoch, stages, **changes)
+
+
+def test_a_restart_finds_everything(state):
+    announced = Member(
+        peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
+    )
+    state.save_port(5466)
+    state.save_announced(announced)
+    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 99, A))
+    state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0, B))
+    state.delete_invitation("invite:1")
+    state.save_desired(Desired(FACTS, A, 3, "f32", 2))
+    state.commit(pipeline())
+    state.commit(pipeline(epoch=2, formed=True, blocks=10, micro_batches=2))
+    with reopened(state) as again:
+        assert again.swarm() == SwarmRecord("s1", "home", KEYS[0].public, 5466)
+        assert again.members() == [
+            MemberRecord(A, KEYS[0].public, A[:3]),
+            MemberRecord(B, KEYS[1].public, "bob", announced=announced),
+        ]
+        assert again.invitations() == [InvitationRecord("invite:2", KEYS[1].public, 0, B)]
+        assert again.desired() == Desired(FACTS, A, 3, "f32", 2)
+        assert again.pipeline() == pipeline(epoch=2, formed=True, blocks=10, micro_batches=2)
+        assert again.last() == (1, 2)
+
+
+def test_a_new_folder_is_empty(tmp_path):
+    with contextlib.closing(State.open(tmp_path)) as state:
+        assert state.swarm() is None
+        assert state.members() == []
+        assert state.desired() is None
+        assert state.pipeline() is None
+        assert state.last() == (0, 0)
+
+
+def test_a_file_of_the_first_format_goes_on(state):
+    state.save_desired(Desired(FACTS, A))
+    state.commit(pipeline(formed=True, blocks=10))
+    state._db.executescript(
+        """
+        DROP TABLE stages;
+        CREATE TABLE stages (
+            pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE,
+            stage INTEGER NOT NULL, peer TEXT NOT NULL REFERENCES members (peer),
+            first INTEGER NOT NULL, last INTEGER NOT NULL, port INTEGER NOT NULL,
+            max_blocks INTEGER NOT NULL, decode_s REAL NOT NULL, PRIMARY KEY (pipeline, stage)
+        );
+        ALTER TABLE models DROP COLUMN quantize;
+        ALTER TABLE pipelines DROP COLUMN block_size;
+        UPDATE schema SET version = 1;
+        """
+    )
+    for values in (("p1", 0, A, 0, 3, 5468, 10, 0.5), ("p1", 1, B, 3, 6, 0, 0, 0.0)):
+        state._db.execute("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+    with reopened(state) as again:
+        stages = (StageRecord(A, (0, 3), 5468, 10), StageRecord(B, (3, 6)))
+        assert again.pipeline() == PipelineRecord("p1", "toy", 1, stages, True, 10)
+        again.commit(pipeline(epoch=2, block_size=256))
+        assert again.pipeline() == pipeline(epoch=2, block_size=256)
+        assert again.desired() == Desired(FACTS, A)
+        again.save_desired(Desired(FACTS, A, dtype="f32"))
+        assert again.pipeline() is None, "stages go with their pipeline"
+
+
+def test_an_epoch_never_goes_back(state):
+    state.save_desired(Desired(FACTS, A))
+    state.commit(pipeline(epoch=5))
+    with pytest.raises(InvariantError, match="epoch 4 after 5"):
+        state.commit(pipeline(epoch=4))
+    assert state.pipeline() == pipeline(epoch=5)
+
+
+def test_another_model_ends_the_pipeline_but_not_the_counting(state):
+    state.save_desired(Desired(FACTS, A))
+    state.commit(pipeline(epoch=5))
+    state.save_desired(Desired(FACTS, B))
+    assert state.pipeline() is not None
+    state.save_desired(Desired(FACTS, B, dtype="f32"))
+    assert state.pipeline() is None
+    state.commit(pipeline(epoch=6, id="p2"))
+    state.save_desired(Desired(FACTS, B, dtype="f32", quantize="nf4"))
+    assert state.pipeline() is None
+    assert state.desired() == Desired(FACTS, B, dtype="f32", quantize="nf4")
+    other = ModelFacts(
+        name="x", layers=1, layer_bytes=1, first_bytes=1, last_bytes=1, kv_bytes=1, context=1
+    )
+    state.save_desired(Desired(other, B))
+    assert state.pipeline() is None
+    assert state.desired() == Desired(other, B)
+    assert state.last() == (2, 6)
+
+
+def test_standing(state):
+    state.save_standing(B, "revoked")
+    state.save_member(MemberRecord(A, KEYS[0].public, "a", owner=True))
+    state.save_member(MemberRecord(A, KEYS[0].public, "a"))
+    assert [(m.standing, m.owner) for m in state.members()] == [
+        ("member", True),
+        ("revoked", False),
+    ]
+
+
+def test_a_failed_write_changes_nothing(state):
+    with pytest.raises(StateError):
+        state.save_desired(Desired(FACTS, "nobody"))
+    assert state.desired() is None
+    state.save_desired(Desired(FACTS, A))
+
+
+def test_one_process_at_a_time(state, monkeypatch):
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        module.sqlite3, "connect", lambda p, **kw: connect(p, **{**kw, "timeout": 0})
+    )
+    with pytest.raises(StateError, match=r"another coordinator uses .*swarm\.sqlite"):
+        State.open(state.path.parent)
+
+
+def test_a_newer_format_is_refused(state):
+    state._db.execute("UPDATE schema SET version = 99")
+    state.close()
+    with pytest.raises(StateError, match="written by a newer molink"):
+        State.open(state.path.parent)
+
+
+@pytest.mark.parametrize("damage", ["text", "truncated", "foreign"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / module.FILE
+    State.open(tmp_path).close()
+    if damage == "text":
+        path.write_bytes(b"not a database, but long enough to be looked at as if it were" * 40)
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        path.unlink()
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute("CREATE TABLE songs (title TEXT)")
+    with pytest.raises(StateError, match=r"swarm\.sqlite"):
+        State.open(tmp_path)

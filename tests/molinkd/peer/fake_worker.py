@@ -1,0 +1,49 @@
+"""A worker that speaks the pipe and does nothing else: ``python fake_worker.py [how]``.
+
+``how``: ``good``, ``crash`` (after it has loaded), ``deaf`` (ignores everything, even the end of
+its input), ``garbage``.
+"""
+
+import sys
+import time
+
+import msgspec
+
+from molink.wire.messages.pipe import (
+    Formed,
+    FormRing,
+    Loaded,
+    Members,
+    Start,
+    Stats,
+    ToWorker,
+    read_pipe,
+    write_pipe,
+)
+
+
+def main() -> None:
+    how = sys.argv[1] if len(sys.argv) > 1 else "good"
+    decoder = msgspec.msgpack.Decoder(ToWorker)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    if how == "garbage":
+        sink.write(b"\xff" * 64)
+        sink.flush()
+    while how == "deaf":
+        time.sleep(3600)
+    while (message := read_pipe(source, decoder)) is not None:
+        if isinstance(message, Start):
+            write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
+            if how == "crash":
+                print("RuntimeError: out of luck", file=sys.stderr, flush=True)
+                sys.exit(3)
+        elif isinstance(message, Members):
+            count = float(len(message.members))
+            stats = Stats(epoch=0, counters={"steps": 2.0}, gauges={"members": count})
+            write_pipe(sink, stats)
+        elif isinstance(message, FormRing):
+            write_pipe(sink, Formed(epoch=message.epoch))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Connections to heads over real sockets, and the models that a peer can offer."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from molink.errors import Unavailable
+from molink.facts.identity import peer_id
+from molink.swarm.stream import Target
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.control import Route, StageAddress
+from molink.wire.messages.data import Cancel, Token, Tokens
+from molinkd.peer import served as served_module
+from molinkd.peer.heads import Heads
+from molinkd.peer.served import ServedModels
+
+
+def route(net, port: int, epoch: int = 1, *, ready: bool = True) -> Route:
+    head = StageAddress(
+        peer=peer_id(net.keys.public),
+        public_key=net.keys.public,
+        addresses=("127.0.0.1",),
+        port=port,
+    )
+    return Route(
+        pipeline="p1",
+        epoch=epoch,
+        model="m",
+        ready=ready,
+        head=head if ready else None,
+        context=128,
+    )
+
+
+async def test_a_head_is_usable_once_it_is_connected(net) -> None:
+    got, changes, said = [], [], []
+
+    def handle(sender, message, _payload) -> None:
+        got.append(message)
+        server.send(sender.identity, Tokens((Token(1, "k", 0, 7),)))
+
+    server = net.server(data_codec(), handle)
+    heads = Heads(net.context, net.member(), changes.append, lambda *what: said.append(what))
+    heads.update(route(net, server.port))
+    assert heads.targets("m") == []
+    await net.until(lambda: heads.targets("m") == [Target("p1", 1)])
+    assert heads.targets("other") == []
+    heads.send(Target("p1", 1), Cancel("k"))
+    await net.until(lambda: said)
+    assert got == [Cancel("k")]
+    assert said[0][0] == "p1"
+    # Another epoch of the same head goes over the same connection.
+    heads.update(route(net, server.port, 2))
+    assert heads.targets("m") == [Target("p1", 2)]
+    with pytest.raises(Unavailable):
+        heads.send(Target("p1", 1), Cancel("k"))
+    heads.update(route(net, server.port, 1))
+    assert heads.targets("m") == [Target("p1", 2)]
+    heads.update(route(net, 0, 3, ready=False))
+    assert heads.targets("m") == []
+    heads.remove("p1")
+    heads.remove("p1")
+    assert heads.routes == ()
+    assert set(changes) == {"m"}
+    await heads.close()
+
+
+async def test_a_broken_connection_is_a_change(net) -> None:
+    server = net.server(data_codec(), lambda *_: None)
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
+    heads.update(route(net, server.port))
+    await net.until(lambda: heads.targets("m"))
+    await server.close()
+    await net.until(lambda: not heads.targets("m"))
+    with pytest.raises(Unavailable):
+        heads.send(Target("p1", 1), Cancel("k"))
+    await heads.close()
+
+
+async def test_a_false_head_is_not_dialled(net) -> None:
+    server = net.server(data_codec(), lambda *_: None)
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
+    right = route(net, server.port)
+    assert right.head is not None
+    false = msgspec.structs.replace(right.head, peer="0" * 16)
+    heads.update(msgspec.structs.replace(right, head=false))
+    assert heads.targets("m") == []
+    await heads.close()
+
+
+class FakeStore:
+    """A store that fails at first."""
+
+    def __init__(self, folder: Path, failures: int) -> None:
+        self.folder = folder
+        self.failures = failures
+
+    async def metadata(self, model: str, sources: object) -> Path:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise Unavailable("not yet")
+        return self.folder
+
+
+async def test_a_model_is_offered_once_its_tokenizer_is_here(
+    net, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(served_module, "BACK_OFF_S", (0.01,))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    offers: list[list[str]] = []
+    served = ServedModels(
+        FakeStore(tmp_path, 3),
+        lambda models: offers.append([m.name for m in models]),
+        lambda text: None,
+    )
+    served.update(route(net, 1))
+    served.update(route(net, 1, 2))
+    await net.until(lambda: offers == [["m"]])
+    served.remove("other")
+    served.remove("p1")
+    assert offers == [["m"], []]
+    served.update(route(net, 1, 3))
+    await served.close()
+
+
+async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net, tmp_path: Path) -> None:
+    class Broken(FakeStore):
+        async def metadata(self, *_: object) -> Path:
+            raise RecursionError("too deep")
+
+    troubles: list[str] = []
+    served = ServedModels(Broken(tmp_path, 0), lambda models: None, troubles.append)
+    served.update(route(net, 1))
+    await net.until(lambda: troubles)
+    assert troubles == ["m can't be offered here: RecursionError: too deep"]
+    await served.close()

@@ -1,0 +1,81 @@
+"""The state folder, its lock, and the note by which the command line finds the daemon."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from molink.errors import UsageError
+from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.runfile import RunFile, read_run_file
+
+
+def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "env"))
+    assert Home.find().root == tmp_path / "env"
+    assert Home.find(tmp_path / "given").root == tmp_path / "given"
+    monkeypatch.delenv("MOLINK_HOME")
+    assert Home.find().root.is_absolute()
+
+
+def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"can't make the state folder .*--home"):
+        Home(tmp_path / "file" / "home").create()
+
+
+def test_keys_stay_the_same(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home").create()
+    assert home.keys() == home.keys()
+    if sys.platform != "win32":
+        assert (home.root.stat().st_mode & 0o077) == 0
+
+
+def test_two_daemons_cannot_share_a_home(tmp_path: Path) -> None:
+    home = Home(tmp_path).create()
+    first, second = HomeLock(home), HomeLock(home)
+    first.acquire()
+    with pytest.raises(UsageError, match="another molink daemon"):
+        second.acquire()
+    first.release()
+    second.acquire()
+    second.release()
+    second.release()
+
+
+def test_a_dead_process_holds_no_lock(tmp_path: Path) -> None:
+    home = Home(tmp_path).create()
+    code = (
+        "import os, pathlib, sys\n"
+        "from molinkd.peer.home import Home, HomeLock\n"
+        "HomeLock(Home(pathlib.Path(sys.argv[1]))).acquire()\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    lock = HomeLock(home)
+    assert lock.try_acquire()
+    lock.release()
+
+
+def test_a_running_daemon_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    note = RunFile.of_this_process(5467, "http://127.0.0.1:5465")
+    note.save(path)
+    assert read_run_file(path) == note
+
+
+def test_stale_notes_are_recognised(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    assert read_run_file(path) is None
+    note = RunFile.of_this_process(5467, "http://127.0.0.1:5465")
+    # The process id has gone to another process since.
+    msgspec.structs.replace(note, started=note.started - 100).save(path)
+    assert read_run_file(path) is None
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    msgspec.structs.replace(note, pid=ended.pid).save(path)
+    assert read_run_file(path) is None
+    path.write_text("{", encoding="utf-8")
+    assert read_run_file(path) is None

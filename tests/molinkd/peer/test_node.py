@@ -1,0 +1,139 @@
+"""A peer in its swarm, with a coordinator of the test's own making."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from molink.facts.device import Device
+from molink.facts.identity import peer_id
+from molink.swarm.offenders import Offenders
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import (
+    Done,
+    Member,
+    MemberGone,
+    PeerReport,
+    RevokeRequest,
+    Route,
+    StatusReply,
+    StatusRequest,
+    Welcome,
+)
+from molink.wire.messages.pipe import MemberBlocked
+from molink.wire.sockets.curve import KeyPair
+from molinkd.peer import node as module
+from molinkd.peer.device import Measured
+from molinkd.peer.home import Home
+from molinkd.peer.launch import AnyEvent, NotServed
+from molinkd.peer.library import Library
+from molinkd.peer.membership import Membership
+from molinkd.peer.node import Node, Resources
+from molinkd.peer.settings import Settings
+
+OTHER = KeyPair.generate()
+STATUS = {"peers": [{"id": peer_id(OTHER.public), "name": "tv"}], "trouble": "1 of 2 are there"}
+
+
+class Scene:
+    """A node, its coordinator, and what was asked of that."""
+
+    def __init__(self, net, folder: Path) -> None:
+        self.revoked: list[str] = []
+        self.coordinator = net.server(control_codec(), self._handle)
+        self.events: list[AnyEvent] = []
+        keys = net.member()
+        self.control = net.server(control_codec(), lambda *_: None)
+        resources = Resources(
+            settings=Settings(name="pc", stage="none"),
+            home=Home(folder).create(),
+            keys=keys,
+            context=net.context,
+            gatekeeper=net.gatekeeper,
+            server=self.control,
+            library=Library(),
+            offenders=Offenders(),
+            announce=self.events.append,
+        )
+        address = f"127.0.0.1:{self.coordinator.port}"
+        membership = Membership(swarm="s", coordinator_key=net.keys.public, addresses=(address,))
+        self.node = Node(resources, membership, lambda: "http://e")
+        self.node.start(Measured(Device(kind="cpu", name="x", memory=0), bf16=False))
+        self.identity = b""
+
+    def _handle(self, sender, message, _payload) -> None:
+        send = self.coordinator.send
+        match message:
+            case PeerReport() if sender.identity != self.identity:
+                self.identity = sender.identity
+                send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
+            case StatusRequest():
+                text = json.dumps(STATUS).encode()
+                payload = Payload("u8", (len(text),))
+                send(sender.identity, StatusReply(ref=message.ref, payload=payload), text)
+            case RevokeRequest():
+                self.revoked.append(message.target)
+                send(sender.identity, Done(ref=message.ref))
+
+
+@pytest.fixture
+async def scene(net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "WHY_S", 0.01)
+    scene = Scene(net, tmp_path)
+    await net.until(lambda: scene.node.session.welcome)
+    yield scene
+    await scene.node.close()
+
+
+async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net) -> None:
+    assert json.loads(await scene.node.status()) == STATUS
+    peer = peer_id(OTHER.public)
+    told = MemberBlocked(epoch=1, peer=peer, reason="nonsense", previous=False)
+    scene.node._assignments.supervisor._on_message(1, told)
+    (shown,) = json.loads(await scene.node.status())["cut_off"]
+    assert (shown["name"], shown["by"], shown["reason"]) == ("tv", "a stage of this PC", "nonsense")
+    assert "control_members_blocked" in scene.node.requests.metrics().counters
+
+
+async def test_why_a_pipeline_is_not_ready_is_logged(
+    scene: Scene, net, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
+    scene.coordinator.send(scene.identity, route)
+    await net.until(lambda: "m is not ready: 1 of 2 are there" in caplog.text)
+
+
+async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net) -> None:
+    route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
+    for reason in ("one", "one", "", "two"):
+        scene.coordinator.send(scene.identity, structs.replace(route, reason=reason))
+    await net.until(lambda: NotServed(model="m", reason="two") in scene.events)
+    told = [event.reason for event in scene.events if isinstance(event, NotServed)]
+    assert told == ["one", "two"]
+    assert scene.node._heads.reason("m") == "two"
+
+
+async def test_revoking_leaves_time_for_the_answer(scene: Scene, net) -> None:
+    """The one who is shut out counts for nothing at once; connections are cut a little later."""
+    await scene.node.revoke("x")
+    assert scene.revoked == ["x"]
+    peer = peer_id(OTHER.public)
+    member = Member(peer=peer, name="tv", public_key=OTHER.public, addresses=(), control_port=0)
+    scene.coordinator.send(scene.identity, member)
+    await net.until(lambda: net.gatekeeper.admits(peer))
+    scene.coordinator.send(scene.identity, MemberGone(peer=peer))
+    await net.until(lambda: not net.gatekeeper.admits(peer))
+    assert scene.control.counters.rebuilds == 0
+    await net.until(lambda: scene.control.counters.rebuilds == 1)
+
+
+async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net) -> None:
+    first = scene.node._sweep
+    assert first is not None
+    scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
+    await net.until(lambda: scene.node._sweep is not first)
+    assert first.cancelled()

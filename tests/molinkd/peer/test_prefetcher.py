@@ -1,0 +1,88 @@
+"""Files for a stage that is to be: got in the background, and said how far."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from molink.errors import Unavailable
+from molink.wire.messages.control import Prefetch, Prefetched
+from molinkd.peer.prefetcher import Prefetcher
+from molinkd.peer.store import Progress
+
+
+class FakeStore:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.answers: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    async def stage(
+        self, model: str, layers: tuple[int, int], sources: Sequence[str], progress: Progress
+    ) -> Path:
+        self.calls.append(layers)
+        progress.total = 4_000_000
+        answer = await self.answers.get()
+        if answer is not None:
+            raise answer
+        return Path(model)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.store = FakeStore()
+        self.said: asyncio.Queue[Prefetched | None] = asyncio.Queue()
+        self.prefetcher = Prefetcher(self.store, self._changed)  # type: ignore[arg-type]
+
+    def _changed(self) -> None:
+        self.said.put_nowait(self.prefetcher.state)
+
+
+@pytest.fixture
+async def scene():
+    scene = Scene()
+    yield scene
+    await scene.prefetcher.close()
+    assert scene.prefetcher.state is None
+
+
+def wish(number: int = 1, layers: tuple[int, int] = (0, 2)) -> Prefetch:
+    return Prefetch(number=number, layers=layers, model="m", sources=("a",))
+
+
+async def test_files_are_fetched_once(scene: Scene) -> None:
+    scene.prefetcher.begin(wish())
+    assert await scene.said.get() == Prefetched(number=1, state="fetching")
+    scene.prefetcher.begin(wish())
+    await scene.said.get()
+    assert scene.prefetcher.under_way == "" or "MB" in scene.prefetcher.under_way
+    scene.store.answers.put_nowait(None)
+    assert await scene.said.get() == Prefetched(number=1, state="done")
+    scene.prefetcher.begin(wish())
+    assert await scene.said.get() == Prefetched(number=1, state="done")
+    assert scene.store.calls == [(0, 2)]
+    assert scene.prefetcher.under_way == ""
+
+
+async def test_a_failure_is_said_and_may_be_tried_again(scene: Scene) -> None:
+    scene.prefetcher.begin(wish())
+    scene.store.answers.put_nowait(Unavailable("nobody has it"))
+    await scene.said.get()
+    assert await scene.said.get() == Prefetched(number=1, state="failed", reason="nobody has it")
+    scene.prefetcher.begin(wish())
+    scene.store.answers.put_nowait(RuntimeError("oops"))
+    await scene.said.get()
+    said = await scene.said.get()
+    assert said is not None
+    assert "oops" in said.reason
+
+
+async def test_another_wish_ends_the_one_before(scene: Scene) -> None:
+    scene.prefetcher.begin(wish())
+    await asyncio.sleep(0)
+    scene.prefetcher.begin(wish(2, (0, 3)))
+    await asyncio.sleep(0)
+    scene.store.answers.put_nowait(None)
+    said = [await scene.said.get() for _ in range(3)]
+    assert said[-1] == Prefetched(number=2, state="done")
+    assert scene.store.calls == [(0, 2), (0, 3)]

@@ -1,0 +1,154 @@
+"""The connection to the coordinator, with one of the test's own making."""
+
+import pytest
+
+from molink.errors import PortInUse, RequestError
+from molink.facts.device import Device
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import (
+    Done,
+    Goodbye,
+    Invite,
+    InviteRequest,
+    Member,
+    PeerReport,
+    StageReady,
+    Welcome,
+)
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Server
+from molinkd.peer import session as session_module
+from molinkd.peer.membership import Membership
+from molinkd.peer.session import Session
+
+REPORT = PeerReport(
+    name="pc",
+    version="0",
+    addresses=("127.0.0.1",),
+    control_port=1,
+    endpoint="",
+    daemon_pid=1,
+    stage="auto",
+    device=Device(kind="cpu", name="x", memory=1),
+    models=(),
+)
+READY = StageReady(pipeline="p1", epoch=1, stage=0)
+
+
+class FakeCoordinator:
+    """Welcomes whoever reports; remembers what comes."""
+
+    def __init__(self, net) -> None:
+        self.got: list[object] = []
+        self.identity = b""
+        self.server = net.server(control_codec(), self._handle)
+
+    def _handle(self, sender, message, _payload) -> None:
+        self.got.append(message)
+        if isinstance(message, PeerReport) and sender.identity != self.identity:
+            self.identity = sender.identity
+            self.server.send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
+        elif isinstance(message, Goodbye):
+            self.server.send(sender.identity, Done(ref=message.ref))
+        elif isinstance(message, InviteRequest):
+            if message.ttl < 0:
+                raise RequestError("a negative time", "ttl")
+            self.server.send(sender.identity, Invite(ref=message.ref, token="t"))
+
+
+def make_session(net, keys: KeyPair, port: int, heard: list[object]) -> Session:
+    membership = Membership(
+        swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
+    )
+    return Session(
+        net.context,
+        keys,
+        membership,
+        lambda: REPORT,
+        heard.append,
+        lambda: heard.append("welcome"),
+    )
+
+
+async def test_a_report_comes_first_and_then_again_and_again(net, monkeypatch) -> None:
+    monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.tell(READY)
+    assert session.failure
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 3)
+    assert coordinator.got[:3] == [REPORT, REPORT, REPORT]
+    await net.until(lambda: heard == ["welcome"])
+    assert session.failure == ""
+    session.tell(READY)
+    await net.until(lambda: READY in coordinator.got)
+    await session.close()
+
+
+async def test_announcements_and_requests(net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    member = Member(peer="p", name="n", public_key=net.keys.public, addresses=(), control_port=0)
+    coordinator.server.send(coordinator.identity, member)
+    await net.until(lambda: heard == ["welcome", member])
+    reply = await session.request(InviteRequest(ref=0))
+    assert isinstance(reply, Invite)
+    with pytest.raises(RequestError, match="negative"):
+        await session.request(InviteRequest(ref=0, ttl=-1.0))
+    await session.close()
+
+
+async def test_goodbye_is_the_last_word(net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    await session.goodbye()
+    assert isinstance(coordinator.got[-1], Goodbye)
+    said = len(coordinator.got)
+    session.report_now()
+    session.tell(READY)
+    await session.request(InviteRequest(ref=0))
+    assert not {type(one) for one in coordinator.got[said:]} & {PeerReport, StageReady}
+    await session.close()
+
+
+async def test_it_comes_back(net, monkeypatch) -> None:
+    monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    port = coordinator.server.port
+    await coordinator.server.close()
+    await net.until(lambda: not session.welcome)
+    assert session.failure
+    again = FakeCoordinator.__new__(FakeCoordinator)
+    again.got, again.identity = [], b""
+    again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
+    await _bind(net, again.server, port)
+    await net.until(lambda: heard == ["welcome", "welcome"])
+    await session.close()
+    await again.server.close()
+
+
+async def _bind(net, server, port: int) -> None:
+    def bound() -> bool:
+        try:
+            server.bind("127.0.0.1", (port, port + 1))
+        except PortInUse:
+            return False
+        return True
+
+    await net.until(bound)
+
+
+async def test_a_stranger_is_told_so(net) -> None:
+    coordinator = FakeCoordinator(net)
+    session = make_session(net, KeyPair.generate(), coordinator.server.port, [])
+    session.start()
+    await net.until(lambda: "doesn't know this PC" in session.failure)
+    await session.close()

@@ -1,0 +1,180 @@
+"""Settings: the order of the layers, and what is refused."""
+
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import pytest
+
+from molink.errors import UsageError
+from molinkd.peer.home import Home
+from molinkd.peer.settings import Settings, Share, load_settings, parse_size, port_range
+
+
+@pytest.fixture(autouse=True)
+def no_common_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "common"
+    folder.mkdir()
+    monkeypatch.setattr(platformdirs, "user_config_path", lambda *_: folder)
+    return folder
+
+
+def test_later_layers_win(tmp_path: Path, no_common_config: Path) -> None:
+    (no_common_config / "config.toml").write_text(
+        'name = "common"\nhold = 5\nmax_running = 8\n', encoding="utf-8"
+    )
+    (tmp_path / "config.toml").write_text('name = "home"\nhold = 6\n', encoding="utf-8")
+    settings = load_settings(
+        Home(tmp_path), {"name": "given", "hold": None}, {"MOLINK_NAME": "env", "OTHER": "x"}
+    )
+    assert (settings.name, settings.hold, settings.max_running) == ("given", 6.0, 8)
+
+
+def test_text_is_converted() -> None:
+    settings = load_settings(
+        Home(Path("nowhere")),
+        {},
+        {
+            "MOLINK_VRAM_BUDGET": "6GiB",
+            "MOLINK_WORKER_PORTS": "6000-6010",
+            "MOLINK_ADVERTISE": "10.0.0.2, pc.example",
+            "MOLINK_CONTROL_PORT": "7000",
+        },
+    )
+    assert settings.memory == 6 << 30
+    assert settings.worker_ports == (6000, 6010)
+    assert settings.advertise == ("10.0.0.2", "pc.example")
+    assert settings.control_port == 7000
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"stage": "5:3"}, "stage"),
+        ({"stage": "some"}, "stage"),
+        ({"control_port": 70000}, "--control-port is at most 65535, not 70000"),
+        ({"control_port": "many"}, "--control-port can't be 'many'"),
+        ({"dtype": "f64"}, "dtype"),
+        ({"device": "tpu"}, "--device is auto, cpu or cuda:N, not 'tpu'"),
+        ({"worker_ports": "5"}, "worker_ports"),
+        ({"memory": "lots"}, "the command line: memory: not a size: 'lots'"),
+        ({"memory": "12XB"}, "not a size: '12XB'. Write for example 8GB"),
+        ({"memory": "-1GB"}, "not a size"),
+        ({"memory": "0%"}, "above 0% and at most 100%, not 0%"),
+        ({"memory": "150%"}, "above 0% and at most 100%, not 150%"),
+        ({"memory": "100.01%"}, "at most 100%"),
+        ({"memory": "-5%"}, "not a share: '-5%'. Write for example 80%"),
+        ({"memory": "%"}, "not a share"),
+        ({"memory": "nan%"}, "not a share"),
+        ({"memory": -1}, "--memory"),
+        ({"quantize": "int4"}, "--quantize can't be 'int4'"),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+def test_what_cannot_work_is_named(options: dict[str, object], names: str) -> None:
+    with pytest.raises(UsageError, match=names):
+        load_settings(Home(Path("nowhere")), options, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [("80%", Share(80)), (" 12.5 % ", Share(12.5)), ("12GB", 12 * 10**9), ("0", 0), (5000, 5000)],
+)
+def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
+    settings = load_settings(Home(Path("nowhere")), {"memory": text}, {})
+    assert settings.memory == memory
+    again = msgspec.json.decode(msgspec.json.encode(settings), type=Settings)
+    assert again == settings
+
+
+def test_the_command_line_wins_over_a_share_of_the_environment() -> None:
+    environment = {"MOLINK_VRAM_BUDGET": "80%", "MOLINK_QUANTIZE": "nf4"}
+    settings = load_settings(Home(Path("nowhere")), {}, environment)
+    assert (settings.memory, settings.quantize) == (Share(80), "nf4")
+    options = {"memory": "2GB", "quantize": "int8"}
+    settings = load_settings(Home(Path("nowhere")), options, environment)
+    assert (settings.memory, settings.quantize) == (2 * 10**9, "int8")
+    with pytest.raises(UsageError, match=r"the environment .*: memory: .*not 150%"):
+        load_settings(Home(Path("nowhere")), {}, {"MOLINK_VRAM_BUDGET": "150%"})
+
+
+def test_broken_toml_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("name = ", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"config\.toml"):
+        load_settings(Home(tmp_path), {}, {})
+
+
+def test_unknown_key_of_a_file_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("nam = 1", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"config\.toml.*nam"):
+        load_settings(Home(tmp_path), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("8GB", 8 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("512mb", 512 * 10**6),
+        ("2k", 2000),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "rows"), [("auto", 0), (" AUTO", 0), ("0", 0), ("256", 256)])
+def test_rows_of_a_chunk(text: str, rows: int) -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {"chunk_tokens": text}, {}).chunk_tokens == rows
+    assert load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text}).chunk_tokens == rows
+    assert load_settings(nowhere, {}, {}).chunk_tokens == 0
+
+
+def test_micro_batches_may_be_auto() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {}, {"MOLINK_MICRO_BATCHES": "auto"}).micro_batches == 0
+    assert load_settings(nowhere, {}, {"MOLINK_MICRO_BATCHES": "3"}).micro_batches == 3
+
+
+def test_chunk_of_no_number() -> None:
+    for text in ("-1", "many", "1000000"):
+        with pytest.raises(UsageError, match="--chunk-tokens"):
+            load_settings(Home(Path("nowhere")), {"chunk_tokens": text}, {})
+
+
+def test_how_rows_are_packed_for_links() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {}, {}).compression == "lossless"
+    for name in ("none", "lossless", "int8"):
+        assert load_settings(nowhere, {}, {"MOLINK_COMPRESSION": name}).compression == name
+    with pytest.raises(UsageError, match="compression"):
+        load_settings(nowhere, {}, {"MOLINK_COMPRESSION": "zip"})
+
+
+def test_where_links_are_recorded() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert load_settings(nowhere, {}, {}).record == ""
+    assert load_settings(nowhere, {}, {"MOLINK_RECORD": "records"}).record == "records"
+
+
+def test_how_links_send() -> None:
+    nowhere = Home(Path("nowhere"))
+    environment = {"MOLINK_LINK_POLICY": "molink", "MOLINK_CUT_THROUGH": "false"}
+    settings = load_settings(nowhere, {}, environment)
+    assert (settings.link_policy, settings.cut_through) == ("molink", False)
+    assert load_settings(nowhere, {}, {}).cut_through
+    with pytest.raises(UsageError, match=r"link.policy.* is one of concurrent, fifo"):
+        load_settings(nowhere, {}, {"MOLINK_LINK_POLICY": "anyhow"})
+
+
+def test_stage_ranges() -> None:
+    assert Settings(stage="0:12").stage == "0:12"
+    assert Settings(stage="none").stage == "none"
+
+
+def test_port_ranges() -> None:
+    assert port_range(0) == (0, 1)
+    assert port_range(5467)[0] == 5467
+    assert port_range(65535) == (65535, 65536)

@@ -1,0 +1,210 @@
+"""Worker processes, real ones, that speak the pipe: started, heard, ended, never left behind."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import molink
+from molink.wire.messages.control import StageAddress
+from molink.wire.messages.pipe import Formed, FormRing, Loaded, MemberKey, Members, Start
+from molinkd.api.backend import Figures
+from molinkd.peer import supervisor as supervisor_module
+from molinkd.peer.child import BoundedLog, Child
+from molinkd.peer.supervisor import Supervisor, exit_reason
+
+KEY = "k" * 40
+FAKE = Path(__file__).with_name("fake_worker.py")
+MEMBERS = Members(members=(MemberKey(peer="a", public_key=KEY),))
+START = Start(
+    pipeline="p1",
+    stage=0,
+    stages=1,
+    layers=(0, 4),
+    model_dir="x",
+    dtype="auto",
+    device="cpu",
+    threads=1,
+    public_key=KEY,
+    secret_key=KEY,
+    bind="127.0.0.1",
+    ports=(0, 1),
+    kv_bytes=1,
+    block_size=16,
+    max_context=128,
+)
+
+
+class Heard:
+    """What a supervisor reported."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.messages: list[tuple[int, object]] = []
+        self.exits: list[tuple[int, str]] = []
+        self.news = asyncio.Event()
+        command = (sys.executable, str(FAKE), how)
+        self.supervisor = Supervisor(folder, self._said, self._exited, command)
+
+    def _said(self, generation: int, message: object) -> None:
+        self.messages.append((generation, message))
+        self.news.set()
+
+    def _exited(self, generation: int, reason: str) -> None:
+        self.exits.append((generation, reason))
+        self.news.set()
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not met():
+                self.news.clear()
+                await self.news.wait()
+
+
+@pytest.fixture
+async def heard(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Heard]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(molink.__file__).parents[1]))
+    how = getattr(request, "param", "good")
+    heard = Heard(tmp_path, how)
+    yield heard
+    await heard.supervisor.close()
+    me = psutil.Process()
+    assert not [child for child in me.children(recursive=True) if FAKE.name in _line(child)]
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+async def test_a_worker_loads_forms_and_stops(heard: Heard) -> None:
+    pid = heard.supervisor.start(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    generation, loaded = heard.messages[0]
+    assert generation == 1
+    assert isinstance(loaded, Loaded)
+    ring = (StageAddress(peer="a", public_key=KEY, addresses=(), port=1),)
+    heard.supervisor.tell(1, FormRing(epoch=7, ring=ring, blocks=1, micro_batches=1))
+    await heard.until(lambda: len(heard.messages) == 2)
+    assert heard.messages[1] == (1, Formed(epoch=7))
+    heard.supervisor.stop(1)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+    assert heard.exits == []
+
+
+async def test_metrics_never_fall(heard: Heard) -> None:
+    heard.supervisor.start(1, START, MEMBERS)
+    await _until_steps(heard, 2.0)
+    assert heard.supervisor.metrics().stages == {"0:4": {"members": 1.0}}
+    heard.supervisor.start(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
+    await _until_steps(heard, 4.0)
+    figures = heard.supervisor.metrics()
+    assert figures.gauges == {"workers": 2.0}
+    assert figures.stages == {"0:4": {"members": 1.0}, "4:6": {"members": 1.0}}
+    await heard.supervisor.close()
+    assert heard.supervisor.metrics() == Figures({"steps": 4.0}, {"workers": 0.0})
+
+
+async def _until_steps(heard: Heard, steps: float) -> None:
+    deadline = asyncio.get_running_loop().time() + 20
+    while heard.supervisor.metrics().counters.get("steps") != steps:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("heard", ["crash"], indirect=True)
+async def test_a_crash_is_reported_with_its_last_line(heard: Heard, tmp_path: Path) -> None:
+    heard.supervisor.start(5, START, MEMBERS)
+    await heard.until(lambda: bool(heard.exits))
+    assert heard.exits == [(5, "the worker exited with code 3: RuntimeError: out of luck")]
+    assert "out of luck" in (tmp_path / "worker-p1-0.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("heard", ["garbage"], indirect=True)
+async def test_a_worker_that_writes_garbage_is_ended(heard: Heard) -> None:
+    heard.supervisor.start(1, START, MEMBERS)
+    await heard.until(lambda: bool(heard.exits))
+    assert heard.messages == []
+
+
+@pytest.mark.parametrize("heard", ["deaf"], indirect=True)
+async def test_a_deaf_worker_is_killed(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 0.2)
+    pid = heard.supervisor.start(1, START, MEMBERS)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
+    supervisor = Supervisor(
+        tmp_path, lambda *_: None, lambda *_: None, (str(tmp_path / "no-such-program"),)
+    )
+    with pytest.raises(OSError, match="no-such-program"):
+        supervisor.start(1, START, MEMBERS)
+    await supervisor.close()
+
+
+def test_exit_reasons() -> None:
+    assert exit_reason(-9, "") == "the worker was ended by signal 9"
+    assert exit_reason(0xC0000005, "") == "the worker exited with code 0xC0000005"
+    assert exit_reason(1, "a\nb\n\n") == "the worker exited with code 1: b"
+
+
+def test_logs_are_bounded(tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path / "x.log", limit=100)
+    for number in range(100):
+        log.write(f"line {number:04d}\n".encode())
+    log.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"x.log", "x.log.1"}
+    assert max(sizes.values()) <= 100
+    assert "line 0099" in (tmp_path / "x.log").read_text(encoding="utf-8")
+
+
+def test_a_log_that_cannot_be_moved_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(*_: object) -> None:
+        raise PermissionError("somebody reads it")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    log = BoundedLog(tmp_path / "x.log", limit=20)
+    for number in range(9):
+        log.write(f"line {number}\n".encode())
+    log.close()
+    assert (tmp_path / "x.log").read_text(encoding="utf-8").count("line") == 9
+
+
+async def test_a_child_gets_no_secrets_and_its_log_is_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MOLINK_API_KEY", "MOLINK_TOKEN", "MOLINK_OTHER"):
+        monkeypatch.setenv(name, "s3cret")
+    code = (
+        "import os, sys; print('evil\\x1b[2J', file=sys.stderr);"
+        "print(*sorted(n for n in os.environ if n.startswith('MOLINK_')))"
+    )
+    said: list[object] = []
+    ended = asyncio.Event()
+    child = Child(
+        "child",
+        [sys.executable, "-c", code],
+        reader=lambda stream: stream.readline() or None,
+        on_message=said.append,
+        on_exit=lambda _: ended.set(),
+        log_file=tmp_path / "log",
+    )
+    child.start()
+    await asyncio.wait_for(ended.wait(), 20)
+    assert said == [b"MOLINK_OTHER\n"]
+    # Nor does what it logs drive the terminal of who looks at it.
+    assert child.tail == r"evil\x1b[2J"
+    assert (tmp_path / "log").read_bytes() == b"evil\\x1b[2J\n"

@@ -1,0 +1,184 @@
+"""What daemons are told: tokens, rejections, and what happens when they are gone."""
+
+from array import array
+from typing import Any
+
+import pytest
+
+from molink.head.head import Head
+from molink.head.intake import PART_TIMEOUT
+from molink.head.limits import HeadLimits
+from molink.head.request import Emission
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.data import (
+    Beat,
+    Cancel,
+    Credit,
+    Prompt,
+    Rejected,
+    Sampling,
+    Submit,
+    Token,
+    Tokens,
+)
+from molink.wire.sockets.server import Sender
+from molinkd.worker.desk import Desk
+
+HERE = Sender(b"\0conn", "daemon")
+
+
+class Wire:
+    """Records what is sent; connections in ``gone`` can't be reached."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Any]] = []
+        self.gone: set[bytes] = set()
+
+    def __call__(self, identity: bytes, message: Any, payload: Any = None) -> bool:
+        if identity in self.gone:
+            return False
+        self.sent.append((identity, message))
+        return True
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def head() -> Head:
+    return Head(HeadLimits(8, 4, 1, max_running=2, max_waiting=2, max_context=24), epoch=3)
+
+
+@pytest.fixture
+def desk(head: Head, wire: Wire) -> Desk:
+    return Desk(head, "p1", 100, wire)
+
+
+def ask(desk: Desk, key: str, ids: list[int], sender: Sender = HERE, epoch: int = 3) -> None:
+    count = len(ids)
+    desk.handle(sender, Submit("p1", epoch, key, count, count, 4, Sampling()), None, 0.0)
+    payload = memoryview(array("i", ids).tobytes())
+    desk.handle(sender, Prompt(key, 0, Payload("i32", (count,))), payload, 0.0)
+
+
+def reasons(wire: Wire) -> list[tuple[str, str]]:
+    return [(each.key, each.reason) for _, each in wire.sent if isinstance(each, Rejected)]
+
+
+def test_a_request_reaches_the_head(desk: Desk, head: Head) -> None:
+    ask(desk, "k", [1, 2, 3])
+    assert head.live == [("daemon", "k")]
+    desk.handle(HERE, Cancel("k"), None, 0.0)
+    assert (head.live, len(desk)) == ([], 0)
+
+
+def test_another_epoch_is_rejected(desk: Desk, head: Head, wire: Wire) -> None:
+    ask(desk, "old", [1, 2], epoch=2)
+    assert reasons(wire) == [("old", "epoch")]
+    assert head.live == []
+
+
+def test_rejections_name_their_reason(desk: Desk, wire: Wire) -> None:
+    ask(desk, "long", list(range(30)))
+    ask(desk, "strange id", [1, 100])
+    for index in range(5):
+        ask(desk, f"k{index}", [1, 2])
+    assert reasons(wire) == [("long", "too_long"), ("strange id", "invalid"), ("k4", "overloaded")]
+    assert wire.sent[-1][1].retry_after > 0
+
+
+def test_the_same_key_again_replaces_the_request(desk: Desk, head: Head, wire: Wire) -> None:
+    again = Sender(b"\0new", "daemon")
+    ask(desk, "k", [1, 2])
+    ask(desk, "k", [1, 2, 3], again)
+    assert head.live == [("daemon", "k")]
+    desk.deliver([Emission("daemon", Token(3, "k", 3, 7))], 0.0)
+    assert wire.sent == [(again.identity, Tokens((Token(3, "k", 3, 7),)))]
+
+
+def test_a_daemon_that_is_gone_loses_its_requests(desk: Desk, head: Head, wire: Wire) -> None:
+    other = Sender(b"\0other", "other")
+    ask(desk, "a", [1, 2])
+    ask(desk, "b", [1, 2], other)
+    wire.gone.add(HERE.identity)
+    desk.sweep(0.0)
+    assert head.live == [("other", "b")]
+    assert [type(message) for _, message in wire.sent] == [Beat]
+
+
+def test_a_prompt_that_does_not_arrive_whole_is_rejected(desk: Desk, wire: Wire) -> None:
+    desk.handle(HERE, Submit("p1", 3, "k", 5, 5, 4, Sampling()), None, 0.0)
+    desk.sweep(PART_TIMEOUT + 1)
+    assert reasons(wire) == [("k", "failed")]
+    assert len(desk) == 0
+
+
+def test_who_has_to_make_place_is_told(desk: Desk, head: Head, wire: Wire) -> None:
+    for index in range(4):
+        ask(desk, f"k{index}", [1, 2])
+    ask(desk, "new", [1, 2], Sender(b"\0other", "other"))
+    assert reasons(wire) == [("k3", "overloaded")]
+    assert ("other", "new") in head.live
+
+
+def test_an_undeliverable_token_cancels(desk: Desk, head: Head, wire: Wire) -> None:
+    ask(desk, "a", [1, 2])
+    wire.gone.add(HERE.identity)
+    desk.deliver([Emission("daemon", Token(3, "a", 2, 7))], 0.0)
+    assert head.live == []
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_a_daemon_is_told_once_it_can_be_that_tokens_were_lost(
+    desk: Desk, wire: Wire, finish: Any
+) -> None:
+    ask(desk, "a", [1, 2])
+    wire.gone.add(HERE.identity)
+    desk.deliver([Emission("daemon", Token(3, "a", 2, 7, finish=finish))], 0.0)
+    desk.sweep(1.0)
+    assert reasons(wire) == []
+    wire.gone.clear()
+    desk.sweep(2.0)
+    desk.sweep(3.0)
+    assert reasons(wire) == [("a", "epoch")]
+
+
+def test_finished_requests_are_forgotten(desk: Desk, wire: Wire) -> None:
+    ask(desk, "a", [1, 2])
+    desk.deliver([Emission("daemon", Token(3, "a", 2, 7, finish="stop"))], 0.0)
+    assert len(desk) == 0
+    desk.handle(HERE, Credit("a", 3), None, 0.0)
+
+
+def test_close_sends_everyone_to_the_next_epoch(desk: Desk, wire: Wire) -> None:
+    ask(desk, "a", [1, 2])
+    ask(desk, "b", [1, 2], Sender(b"\0other", "other"))
+    desk.close()
+    assert reasons(wire) == [("a", "epoch"), ("b", "epoch")]
+
+
+def test_a_revoked_member_is_forgotten(desk: Desk, head: Head) -> None:
+    ask(desk, "a", [1, 2])
+    desk.forget_owner("daemon", 0.0)
+    assert (head.live, len(desk)) == ([], 0)
+
+
+def test_tokens_of_a_connection_travel_together_within_the_bound(desk: Desk, wire: Wire) -> None:
+    top = tuple((150_000, -float(index)) for index in range(20))
+    for index in range(4):
+        ask(desk, f"k{index}", [1, 2])
+    emissions = [
+        Emission("daemon", Token(2**53, f"k{index % 4}", 2**53, 150_000, -1.5, top))
+        for index in range(16)
+    ]
+    desk.deliver(emissions, 0.0)
+    batches = [message for _, message in wire.sent if isinstance(message, Tokens)]
+    assert 1 < len(batches) < 16
+    assert [token for batch in batches for token in batch.tokens] == [
+        each.message for each in emissions
+    ]
+    for batch in batches:
+        data_codec().encode(batch)

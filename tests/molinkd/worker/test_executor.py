@@ -1,0 +1,134 @@
+"""The compute thread with a stage that runs out of memory."""
+
+import queue
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.ring.segment import Segment, StepDone
+from molink.stage.stage import Stage
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Admit, Rows, Sampling, Volume
+from molinkd.worker import executor as module
+from molinkd.worker.executor import Executor
+from molinkd.worker.requests import RequestTable
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+class HungryStage:
+    """A stage, some steps of which ask for too much; nothing may be made on its device by then."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.error: Exception | None = None
+        self.freed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def forward(self, batch: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self._stage.forward(batch)
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    torch.set_num_threads(1)
+    return ModelFolder.open(make_model(tmp_path_factory.mktemp("executor")))
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    monkeypatch.setattr(module, "release_cached", lambda: calls.append(1))
+    return calls
+
+
+def load(folder: ModelFolder, layers: tuple[int, int]) -> Any:
+    stage = Stage.load(folder, layers, "cpu", "f32")
+    stage.allocate(8, 4)
+    return HungryStage(stage)
+
+
+def step(stage: Any, data: Any, requests: RequestTable) -> StepDone:
+    done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    executor = Executor(stage, requests, lambda function, result: function(result))
+    volume = Volume(9, True, (Rows(0, 0, 2, 1, (0,), True),), Payload("i32", (2,)))
+    executor.submit([Segment(volume, data)], done.put)
+    executor.close()
+    return done.get_nowait()
+
+
+def table() -> RequestTable:
+    requests = RequestTable()
+    requests.admit(Admit(1, 0, Sampling(temperature=0.0), 2))
+    return requests
+
+
+def rows_of(done: StepDone) -> torch.Tensor:
+    (result,) = done.results
+    assert result.rows is not None
+    return torch.frombuffer(result.rows, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (NO_MEMORY, True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_a_failed_step_fails_its_rows_and_says_whether_it_was_memory(
+    folder: ModelFolder, freed: list[int], error: Exception, memory: bool
+) -> None:
+    stage = load(folder, (0, 1))
+    stage.error = error
+    done = step(stage, [1, 2], table())
+    assert done.out_of_memory is memory
+    assert freed == [1] * memory
+    assert done.error is not None
+    assert rows_of(done).isnan().all()
+
+
+def test_at_the_tail_the_request_is_reported_as_failed(
+    folder: ModelFolder, freed: list[int]
+) -> None:
+    stage = load(folder, (1, 3))
+    stage.error = NO_MEMORY
+    done = step(stage, bytearray(2 * 64 * 4), table())
+    (result,) = done.results
+    assert result.sampled is not None
+    assert result.sampled.failed == (0,)
+    assert result.sampled.choices == ()
+
+
+def test_a_failed_step_makes_nothing_on_the_device(
+    folder: ModelFolder, freed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a device that is full, only the PC's own memory is left to report with."""
+    stage = load(folder, (1, 3))
+    stage.error, stage.device = NO_MEMORY, torch.device("meta")
+    done = step(stage, bytearray(2 * 64 * 4), table())
+    assert done.results
+
+
+def test_the_next_step_works_and_its_result_is_what_it_would_have_been(
+    folder: ModelFolder, freed: list[int]
+) -> None:
+    stage = load(folder, (0, 1))
+    expected = rows_of(step(stage, [1, 2], table())).clone()
+    stage.error = NO_MEMORY
+    step(stage, [1, 2], table())
+    stage.error = None
+    done = step(stage, [1, 2], table())
+    assert not done.out_of_memory
+    assert torch.equal(rows_of(done), expected)

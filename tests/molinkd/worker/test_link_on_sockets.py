@@ -1,0 +1,221 @@
+"""A whole link between two workers' sockets on loopback, with CURVE."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from molink.errors import PortInUse
+from molink.facts.identity import peer_id
+from molink.link.heartbeat import Progress
+from molink.link.policies.base import DecodeFinished, DecodeStarted, Policy
+from molink.link.policies.create import POLICIES, create_policy
+from molink.link.receiver import Arrival, LinkReceiver
+from molink.link.recording import Recorder, replay
+from molink.link.sender import LinkSender
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.data import Rows, Tombstone, Volume, VolumePart
+from molink.wire.sockets.server import Server
+from molinkd.worker.dial import dial
+from molinkd.worker.inlink import InLink
+from molinkd.worker.outlink import OutLink
+
+HIDDEN = 256
+
+
+def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
+    header = Volume(tick, prefill, (Rows(1, 0, rows, 0),), Payload("bf16", (rows, HIDDEN)))
+    return header, np.random.default_rng(tick).bytes(rows * HIDDEN * 2)
+
+
+class Pair:
+    """Stage 0 linked to stage 1."""
+
+    def __init__(self, net: Any, policy: str | Policy = "fifo", cut_through: bool = False) -> None:
+        self.net = net
+        self.keys = net.member()
+        self.arrivals: list[Arrival] = []
+        self.deaths: list[str] = []
+        self.server = self.listen(net.server(data_codec(), self.handle))
+        receiver = LinkReceiver(1, HIDDEN, "bf16", cut_through=cut_through)
+        idle = Progress(0, 0, busy=False)
+        user = peer_id(self.keys.public)
+        self.incoming = InLink(self, receiver, "p", 0, user, lambda: idle, self.arrivals.append)
+        address = f"tcp://127.0.0.1:{self.server.port}"
+        self.outgoing = OutLink(
+            dial(net.context, self.keys, net.keys.public, [address]),
+            LinkSender(1, create_policy(policy) if isinstance(policy, str) else policy),
+            "p",
+            0,
+            lambda: idle,
+            self.deaths.append,
+            lambda: None,
+        )
+        # Whatever comes of the test, or the context could never be closed.
+        net.at_end(self.close)
+
+    def listen(self, server: Server[Any]) -> Server[Any]:
+        return server
+
+    def handle(self, sender: Any, message: Any, payload: memoryview | None) -> None:
+        self.incoming.handle(sender, message, payload)
+
+    def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
+        return self.server.send(identity, message, payload)
+
+    def offend(self, user_id: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def restart(self) -> None:
+        """Kill the server's socket and listen on the same port again."""
+        port = self.server.port
+        await self.server.close()
+        net = self.net
+        self.server = Server(net.context, net.keys, data_codec(), net.gatekeeper, self.handle)
+        for _ in range(1000):
+            try:
+                self.server.bind("127.0.0.1", (port, port + 1))
+            except PortInUse:
+                await asyncio.sleep(0.005)
+            else:
+                return
+        raise AssertionError("the port stays in use")
+
+    async def close(self) -> None:
+        await self.outgoing.close()
+        self.incoming.close()
+        await self.server.close()
+
+
+async def test_a_link_survives_broken_connections(net: Any) -> None:
+    pair = Pair(net)
+    pair.outgoing.start()
+    sent: list[tuple[Any, bytes | None]] = []
+    for turn in range(3):
+        for step in range(12):
+            tick = turn * 100 + step
+            header, data = volume(tick, 700 if step % 3 else 3, prefill=step % 3 > 0)
+            sent.append((header, data))
+            pair.outgoing.volume(header, data)
+            if step == 6 and turn:
+                await pair.restart()
+        sent.append((Tombstone(turn * 100 + 50), None))
+        pair.outgoing.control(Tombstone(turn * 100 + 50))
+        await net.until(lambda: len(pair.arrivals) == len(sent))
+    by_tick = sorted(pair.arrivals, key=lambda arrival: arrival.body.tick)  # type: ignore[union-attr]
+    for arrival, (body, data) in zip(by_tick, sent, strict=True):
+        assert arrival.body == body
+        assert arrival.payload == data
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert pair.outgoing.stats.connects >= 6
+    assert pair.deaths == []
+
+
+async def test_a_link_survives_connections_that_are_made_anew(net: Any) -> None:
+    """The old ones live on, and what still comes on them counts no more."""
+    pair = Pair(net)
+    pair.outgoing.start()
+    await net.until(lambda: pair.outgoing.stats.rtt > 0)
+    sent = {tick: volume(tick, 700, prefill=tick % 3 > 0) for tick in range(30)}
+    for tick, (header, data) in sent.items():
+        pair.outgoing.volume(header, data)
+        if tick % 10 == 5:
+            for connection in pair.outgoing._connections.values():
+                connection.channel.redial()
+            await net.until(lambda tick=tick: len(pair.arrivals) > tick)
+    await net.until(lambda: len(pair.arrivals) == len(sent))
+    for arrival in pair.arrivals:
+        assert isinstance(arrival.body, Volume)
+        assert (arrival.body, arrival.payload) == sent[arrival.body.tick]
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert pair.outgoing.stats.connects >= 4
+    assert pair.deaths == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) -> None:
+    """Connections break between the pieces of volumes; rows come as they are produced."""
+    pair = Pair(net, policy, cut_through=True)
+    pair.outgoing.start()
+    sent = {tick: volume(tick, 2000, prefill=tick % 3 > 0) for tick in range(6)}
+    row = HIDDEN * 2
+    for header, data in sent.values():
+        pair.outgoing.volume(header, memoryview(data)[: 500 * row])
+    await net.until(lambda: rows_of(pair, 1) == 500)
+    for first in (500, 1000, 1500):
+        for tick, (_, data) in sent.items():
+            pair.outgoing.more(tick, memoryview(data)[first * row : (first + 500) * row])
+            if tick == 2:
+                await pair.restart()
+        await net.until(lambda first=first: rows_of(pair, 5) == first + 500)
+    await net.until(lambda: all(rows_of(pair, tick) == 2000 for tick in sent))
+    begun = [arrival for arrival in pair.arrivals if isinstance(arrival.body, Volume)]
+    assert len(begun) == len(sent)
+    for arrival in begun:
+        assert isinstance(arrival.body, Volume)
+        assert (arrival.body, arrival.payload) == sent[arrival.body.tick]
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert pair.deaths == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> None:
+    lines: list[bytes] = []
+    pair = Pair(net, Recorder(create_policy(policy), lines.append))
+    pair.outgoing.start()
+    sent = {tick: volume(tick, 1000, prefill=tick % 2 > 0) for tick in range(12)}
+    for tick, (header, data) in sent.items():
+        pair.outgoing.handle(DecodeStarted(4, 0.001))
+        pair.outgoing.volume(header, memoryview(data)[: 2 * HIDDEN])
+        pair.outgoing.handle(DecodeFinished(4, 0.002 if tick % 3 else None))
+        pair.outgoing.more(tick, memoryview(data)[2 * HIDDEN :])
+        if tick == 7:
+            await net.until(lambda: pair.arrivals)
+            await pair.restart()
+    await net.until(lambda: len(pair.arrivals) == len(sent))
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert replay(lines) == []
+    told = {msgspec.json.decode(line).get("event") for line in lines}
+    assert {"Produced", "DecodeStarted", "DecodeFinished", "Sent", "Acknowledged"} <= told
+    assert sum(b'"send"' in line for line in lines) >= len(sent)
+
+
+def rows_of(pair: Pair, tick: int) -> int:
+    """How many rows of a volume have been reported."""
+    bodies = (Volume, VolumePart)
+    return max(
+        (
+            arrival.rows
+            for arrival in pair.arrivals
+            if isinstance(arrival.body, bodies) and arrival.body.tick == tick
+        ),
+        default=0,
+    )
+
+
+async def test_the_next_stage_may_come_late(net: Any) -> None:
+    pair = Pair(net)
+    pair.incoming._receiver.epoch = 0
+    pair.outgoing.start()
+    pair.outgoing.control(Tombstone(1))
+    await net.until(lambda: pair.incoming.stats.strangers >= 3)
+    pair.incoming._receiver.epoch = 1
+    await net.until(lambda: pair.arrivals)
+    await net.until(lambda: pair.outgoing.stats.rtt > 0)
+    assert 0 < pair.outgoing.stats.least_rtt < 5.0
+
+
+@pytest.mark.parametrize("prefill", [True, False])
+async def test_a_large_volume_comes_whole(net: Any, prefill: bool) -> None:
+    pair = Pair(net)
+    pair.outgoing.start()
+    header, data = volume(5, 40_000, prefill)
+    pair.outgoing.volume(header, data)
+    await net.until(lambda: pair.arrivals)
+    assert pair.arrivals[0].body == header
+    assert pair.arrivals[0].payload == data
+    await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
+    assert pair.outgoing.stats.resent == 0

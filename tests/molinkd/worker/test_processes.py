@@ -1,0 +1,301 @@
+"""Real worker processes in a ring, driven over their pipes and sockets as a daemon would."""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq.asyncio
+
+from molink.facts.identity import peer_id
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import data_codec
+from molink.wire.messages.control import StageAddress
+from molink.wire.messages.data import (
+    Cancel,
+    DataMessage,
+    Prompt,
+    Rejected,
+    Sampling,
+    Submit,
+    Tokens,
+)
+from molink.wire.messages.pipe import (
+    Formed,
+    FormRing,
+    FromWorker,
+    Loaded,
+    MemberKey,
+    Members,
+    Start,
+    Stats,
+    read_pipe,
+    write_pipe,
+)
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+
+PROMPT = [257, 72, 101, 108, 108, 111, 258, 10, 44, 99]
+TOKENS = 24
+
+
+@dataclass
+class Stage:
+    """One worker process and the pipe to it."""
+
+    process: subprocess.Popen[bytes]
+    keys: KeyPair
+    port: int = 0
+
+    def tell(self, message: Any) -> None:
+        assert self.process.stdin is not None
+        write_pipe(self.process.stdin, message)
+
+    def hear(self, kind: type[Any]) -> Any:
+        """The next message of ``kind``."""
+        decoder = msgspec.msgpack.Decoder(FromWorker)
+        assert self.process.stdout is not None
+        while True:
+            message = read_pipe(self.process.stdout, decoder)
+            assert message is not None, "the worker has ended"
+            if isinstance(message, kind):
+                return message
+
+    def address(self) -> StageAddress:
+        return StageAddress(
+            peer=peer_id(self.keys.public),
+            public_key=self.keys.public,
+            addresses=("127.0.0.1",),
+            port=self.port,
+        )
+
+
+@contextmanager
+def ring_of(folder: Path, cuts: list[int], client: KeyPair) -> Iterator[list[Stage]]:
+    """Worker processes for layers ``cuts[i]:cuts[i + 1]``, loaded and formed under epoch 1."""
+    stages = []
+    ranges = list(itertools.pairwise(cuts))
+    try:
+        for index, layers in enumerate(ranges):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "molinkd.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            stage = Stage(process, KeyPair.generate())
+            stages.append(stage)
+            stage.tell(_start(folder, index, len(ranges), layers, stage.keys))
+        keys = [client, *(stage.keys for stage in stages)]
+        members = tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
+        blocks = []
+        for stage in stages:
+            stage.tell(Members(members=members))
+            loaded = stage.hear(Loaded)
+            assert loaded.profile.known
+            stage.port = loaded.port
+            blocks.append(loaded.max_blocks)
+        form(stages, 1, min(blocks))
+        yield stages
+    finally:
+        for stage in stages:
+            stage.process.kill()
+            stage.process.wait()
+            for stream in (stage.process.stdin, stage.process.stdout):
+                assert stream is not None
+                stream.close()
+
+
+def form(stages: list[Stage], epoch: int, blocks: int) -> None:
+    ring = tuple(stage.address() for stage in stages)
+    for stage in stages:
+        stage.tell(FormRing(epoch=epoch, ring=ring, blocks=blocks, micro_batches=len(stages)))
+    for stage in stages:
+        assert stage.hear(Formed).epoch == epoch
+
+
+def _start(folder: Path, index: int, stages: int, layers: tuple[int, int], keys: KeyPair) -> Start:
+    return Start(
+        pipeline="p1",
+        stage=index,
+        stages=stages,
+        layers=layers,
+        model_dir=str(folder),
+        dtype="f32",
+        device="cpu",
+        threads=1,
+        public_key=keys.public,
+        secret_key=keys.secret,
+        bind="127.0.0.1",
+        ports=(20000, 65000),
+        kv_bytes=1 << 20,
+        block_size=4,
+        max_context=256,
+        chunk_tokens=16,
+    )
+
+
+class Daemon:
+    """Submits requests and collects their tokens."""
+
+    def __init__(self, client: Client[DataMessage]) -> None:
+        self._client = client
+        self.tokens: dict[str, list[int]] = {}
+        self.rejected: dict[str, str] = {}
+        #: What was said with each request's first token.
+        self.cached: dict[str, int] = {}
+        self._over: dict[str, asyncio.Event] = {}
+
+    def heard(self, message: DataMessage, _: memoryview | None) -> None:
+        if isinstance(message, Tokens):
+            for token in message.tokens:
+                assert token.position == len(self.tokens[token.key])
+                self.tokens[token.key].append(token.token)
+                self.cached.setdefault(token.key, token.cached)
+                if token.finish is not None:
+                    self._over[token.key].set()
+        elif isinstance(message, Rejected):
+            self.rejected[message.key] = message.reason
+            self._over[message.key].set()
+
+    def submit(self, key: str, prompt: list[int], epoch: int = 1, **settings: Any) -> None:
+        sampling = Sampling(**{"temperature": 0.0, **settings})
+        count = len(prompt)
+        self.tokens[key] = list(prompt)
+        self._over[key] = asyncio.Event()
+        self._client.send(Submit("p1", epoch, key, count, count, TOKENS, sampling))
+        part = Prompt(key, 0, Payload("i32", (count,)))
+        self._client.send(part, array("i", prompt).tobytes())
+
+    def cancel(self, key: str) -> None:
+        self._client.send(Cancel(key))
+
+    async def finished(self, key: str) -> list[int]:
+        await asyncio.wait_for(self._over[key].wait(), 60)
+        return self.tokens[key]
+
+
+@asynccontextmanager
+async def daemon_of(head: Stage, keys: KeyPair) -> AsyncIterator[Daemon]:
+    context = zmq.asyncio.Context()
+    daemon: Daemon | None = None
+
+    def heard(message: DataMessage, payload: memoryview | None) -> None:
+        assert daemon is not None
+        daemon.heard(message, payload)
+
+    client = Client(
+        context,
+        keys,
+        data_codec(),
+        head.keys.public,
+        [f"tcp://127.0.0.1:{head.port}"],
+        on_message=heard,
+    )
+    daemon = Daemon(client)
+    client.start()
+    try:
+        await client.wait_connected(20)
+        yield daemon
+    finally:
+        await client.close()
+        context.term()
+
+
+def reference(folder: Path, prompt: list[int]) -> list[int]:
+    """What ``transformers`` generates greedily."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = torch.tensor([prompt])
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0]]
+
+
+@pytest.fixture(scope="module")
+def client_keys() -> KeyPair:
+    return KeyPair.generate()
+
+
+@pytest.mark.parametrize("cuts", [[0, 3], [0, 1, 2, 3]], ids=["one stage", "three stages"])
+async def test_ring_generates_what_transformers_does(
+    make_model: Any, tmp_path: Path, client_keys: KeyPair, cuts: list[int]
+) -> None:
+    folder = make_model(tmp_path / "model")
+    prompts = [PROMPT[: 3 + length] + [length] * length for length in range(8)]
+    expected = [reference(folder, prompt) for prompt in prompts]
+    with ring_of(folder, cuts, client_keys) as stages:
+        async with daemon_of(stages[0], client_keys) as daemon:
+            for index, prompt in enumerate(prompts):
+                daemon.submit(f"r{index}", prompt)
+            results = [await daemon.finished(f"r{index}") for index in range(len(prompts))]
+            assert results == expected
+
+            # What was computed serves those who begin alike, copied parts of blocks included.
+            for index, prompt in enumerate(prompts):
+                daemon.submit(f"again{index}", prompt)
+            daemon.submit("turn", turn := [*expected[3], *PROMPT])
+            again = [await daemon.finished(f"again{index}") for index in range(len(prompts))]
+            turned = await daemon.finished("turn")
+    assert again == expected
+    assert [daemon.cached[f"again{index}"] for index in range(len(prompts))] == [
+        len(prompt) - 1 for prompt in prompts
+    ]
+    assert turned == reference(folder, turn)
+    assert daemon.cached["turn"] == len(expected[3]) - 1
+
+
+async def test_cancel_new_epoch_and_penalties(
+    make_model: Any, tmp_path: Path, client_keys: KeyPair
+) -> None:
+    folder = make_model(tmp_path / "model")
+    with ring_of(folder, [0, 2, 3], client_keys) as stages:
+        async with daemon_of(stages[0], client_keys) as daemon:
+            daemon.submit("cancelled", PROMPT)
+            daemon.cancel("cancelled")
+            daemon.submit("penalized", PROMPT, repetition_penalty=1.3, frequency_penalty=0.5)
+            first = await daemon.finished("penalized")
+            plain = reference(folder, PROMPT)
+            assert first != plain
+
+            stats = stages[0].hear(Stats)
+            # The first reports may be from before the requests.
+            while stats.counters["head_finished_total"] < 1 or stats.gauges["head_blocks_used"]:
+                stats = stages[0].hear(Stats)
+            assert stats.counters["head_finished_total"] == 1
+
+            form(stages, 2, 64)
+            daemon.submit("old", PROMPT, epoch=1)
+            await daemon.finished("old")
+            assert daemon.rejected == {"old": "epoch"}
+            daemon.submit("again", PROMPT, epoch=2, repetition_penalty=1.3, frequency_penalty=0.5)
+            assert await daemon.finished("again") == first
+            daemon.submit("plain", PROMPT, epoch=2)
+            assert await daemon.finished("plain") == plain
+
+
+async def test_worker_ends_with_its_pipe(
+    make_model: Any, tmp_path: Path, client_keys: KeyPair
+) -> None:
+    folder = make_model(tmp_path / "model")
+    with ring_of(folder, [0, 3], client_keys) as stages:
+        process = stages[0].process
+        assert process.stdin is not None
+        process.stdin.close()
+        assert await asyncio.to_thread(process.wait, 30) == 0

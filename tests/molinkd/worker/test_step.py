@@ -1,0 +1,181 @@
+"""A step that fails, fails its requests, at whatever stage, and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.ring.segment import Segment, SegmentResult
+from molink.stage.stage import Stage
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Admit, History, Rows, Sampling, Volume
+from molinkd.worker.requests import RequestTable
+from molinkd.worker.step import failed_step, run_step
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    torch.set_num_threads(1)
+    return ModelFolder.open(make_model(tmp_path_factory.mktemp("step")))
+
+
+def load(folder: ModelFolder, first: int, last: int) -> Stage:
+    stage = Stage.load(folder, (first, last), "cpu", "f32")
+    stage.allocate(8, 4)
+    return stage
+
+
+def table(*requests: int, sampling: Sampling = GREEDY) -> RequestTable:
+    made = RequestTable()
+    for request in requests:
+        made.admit(Admit(request + 1, request, sampling, 2))
+    return made
+
+
+def volume(tick: int, *groups: Rows, prefill: bool = True) -> Volume:
+    count = sum(each.count for each in groups)
+    return Volume(tick, prefill, groups, Payload("i32", (count,)))
+
+
+def two_requests() -> list[Segment]:
+    header = volume(9, Rows(0, 0, 2, 1, (0,), True), Rows(1, 0, 2, 2, (1,), True))
+    return [Segment(header, [1, 2, 3, 4])]
+
+
+def pass_on(results: list[SegmentResult]) -> list[Segment]:
+    return [Segment(result.volume, result.rows) for result in results]
+
+
+def test_failed_rows_travel_as_nan_and_fail_at_the_tail(folder: ModelFolder) -> None:
+    first, last = load(folder, 0, 1), load(folder, 1, 3)
+    healthy = run_step(first, table(0, 1), two_requests())
+    tables = table(0, 1), table(0, 1)
+    tables[0][0].failed = True
+    results = run_step(first, tables[0], two_requests())
+    (result,) = run_step(last, tables[1], pass_on(results))
+    assert result.sampled is not None
+    assert result.sampled.failed == (0,)
+    (expected,) = run_step(load(folder, 1, 3), table(0, 1), pass_on(healthy))
+    assert expected.sampled is not None
+    assert result.sampled.choices == expected.sampled.choices[1:]
+
+
+def test_a_step_that_could_not_run_fails_all_of_its_requests(folder: ModelFolder) -> None:
+    first, middle, last = (load(folder, index, index + 1) for index in range(3))
+    segments = pass_on(failed_step(first, table(0, 1), two_requests()))
+    segments = pass_on(run_step(middle, table(0, 1), segments))
+    (result,) = run_step(last, table(0, 1), segments)
+    assert result.sampled is not None
+    assert (result.sampled.choices, result.sampled.failed) == ((), (0, 1))
+    (result,) = failed_step(last, table(0, 1), segments)
+    assert result.sampled is not None
+    assert (result.sampled.choices, result.sampled.failed) == ((), (0, 1))
+
+
+def test_decode_and_prefill_are_fused_and_split_again(folder: ModelFolder) -> None:
+    alone = load(folder, 0, 1)
+    requests = table(0, 1)
+    (prefilled,) = run_step(alone, requests, [Segment(volume(3, Rows(0, 0, 2, 1, (0,))), [1, 2])])
+    decode = Segment(volume(4, Rows(0, 2, 1, 3), prefill=False), [7])
+    prefill = Segment(volume(5, Rows(1, 0, 3, 2, (1,))), [3, 4, 5])
+    fused = run_step(alone, requests, [decode, prefill])
+    assert [result.volume.tick for result in fused] == [4, 5]
+
+    again, others = load(folder, 0, 1), table(0, 1)
+    run_step(again, others, [Segment(prefilled.volume, [1, 2])])
+    for segment, result in zip([decode, prefill], fused, strict=True):
+        (single,) = run_step(again, others, [segment])
+        one, other = (torch.frombuffer(each.rows, dtype=torch.float32) for each in (single, result))
+        torch.testing.assert_close(one, other)
+
+
+def test_kept_rows_are_those_of_the_remaining_groups(folder: ModelFolder) -> None:
+    stage = load(folder, 0, 3)
+    whole = table(0, 1)
+    (both,) = run_step(stage, whole, two_requests())
+    rest = volume(9, Rows(1, 0, 2, 2, (1,), True))
+    (result,) = run_step(load(folder, 0, 3), table(1), [Segment(rest, [1, 2, 3, 4], kept=(2, 3))])
+    assert both.sampled is not None
+    assert result.sampled is not None
+    assert result.sampled.choices == both.sampled.choices[1:]
+
+
+def test_penalties_see_history_and_what_was_sampled_here(folder: ModelFolder) -> None:
+    stage = load(folder, 0, 3)
+    never_again = Sampling(temperature=0.0, frequency_penalty=2.0, repetition_penalty=100.0)
+    requests = table(0, sampling=never_again)
+    body = History(2, 0, 0, Payload("i32", (3,)))
+    requests.history(body.request, body.first, [1, 2, 3])
+    assert requests[0].history.counts == {1: 0, 2: 0, 3: 1}
+    (result,) = run_step(
+        stage, requests, [Segment(volume(3, Rows(0, 0, 3, 1, (0,), True)), [1, 2, 3])]
+    )
+    assert result.sampled is not None
+    token = result.sampled.choices[0].token
+    assert requests[0].history.counts == {1: 0, 2: 0, 3: 1, token: 1}
+
+
+def test_top_logprobs_come_with_their_token(folder: ModelFolder) -> None:
+    requests = table(0, sampling=Sampling(temperature=0.0, logprobs=3))
+    segment = Segment(volume(3, Rows(0, 0, 2, 1, (0,), True)), [1, 2])
+    (result,) = run_step(load(folder, 0, 3), requests, [segment])
+    assert result.sampled is not None
+    (choice,), (top,) = result.sampled.choices, result.tops
+    assert (top.request, top.position, len(top.tokens)) == (0, 2, 3)
+    assert (top.tokens[0], top.logprobs[0]) == (choice.token, choice.logprob)
+    assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
+
+
+def test_history_needs_no_order_of_prompt_and_answer(tmp_path: Path) -> None:
+    made = table(0)
+    made.history(0, 0, [1])
+    made.history(0, 1, [2, 3])
+    made.history(0, 3, [4])
+    assert made[0].history.counts == {1: 0, 2: 0, 3: 1, 4: 1}
+    made.release(0)
+    assert len(made) == 0
+
+
+def test_a_prompts_first_chunk_is_rotated_like_its_last(make_model: Any, tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 8}
+    folder = ModelFolder.open(make_model(tmp_path, "phi3", 0, **fields))
+
+    def rows(*counts: int) -> torch.Tensor:
+        stage, requests, start, found = load(folder, 0, 2), table(0), 0, []
+        for count in counts:
+            blocks = () if start else (0, 1, 2)
+            header = volume(start + 1, Rows(0, start, count, start, blocks))
+            (result,) = run_step(
+                stage, requests, [Segment(header, list(range(start, start + count)))]
+            )
+            assert result.rows is not None
+            found.append(torch.frombuffer(result.rows, dtype=torch.float32))
+            start += count
+        return torch.cat(found)
+
+    torch.testing.assert_close(rows(4, 8), rows(12))
+
+
+def test_tables_are_whole_even_if_a_copy_fails(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, requests = load(folder, 0, 2), table(0, 1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(stage, "copy_block", fail)
+    header = volume(9, Rows(0, 2, 2, 1, (0,), True, 5), Rows(1, 0, 2, 2, (1,), True))
+    with pytest.raises(RuntimeError, match="no copy"):
+        run_step(stage, requests, [Segment(header, [1, 2, 3, 4])])
+    assert [requests[request].blocks for request in (0, 1)] == [[0], [1]]

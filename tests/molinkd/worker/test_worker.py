@@ -1,0 +1,211 @@
+"""A worker without a model: what it tells its daemon when something goes wrong."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import molinkd.worker.worker
+from molink.errors import MolinkError
+from molink.facts.identity import peer_id
+from molink.facts.profile import Profile
+from molink.wire.messages.control import StageAddress
+from molink.wire.messages.pipe import (
+    Formed,
+    FormRing,
+    Loaded,
+    MemberBlocked,
+    MemberKey,
+    Members,
+    Start,
+    Stats,
+    WorkerFailed,
+)
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.options import make_client
+from molinkd.worker.worker import Worker
+
+KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
+PROFILE = Profile(decode=((1, 0.1),), prefill=((16, 0.2),))
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+class FakePipe:
+    """The daemon: gives orders and hears reports."""
+
+    def __init__(self) -> None:
+        self.order: Callable[[Any], None] = print
+        self.heard: list[Any] = []
+        self.listening = asyncio.Event()
+
+    def listen(self, loop: Any, handle: Callable[[Any], None]) -> None:
+        self.order = handle
+        self.listening.set()
+
+    def send(self, message: Any) -> None:
+        self.heard.append(message)
+
+    def said(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+class FakeStage:
+    """The second of two stages."""
+
+    is_first, is_last = False, True
+    config = SimpleNamespace(hidden_size=8, context=64, vocab_size=10)
+    travel_dtype = "f32"
+    weight_bytes = 3 << 20
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.allocated = 0
+
+    def block_bytes(self, size: int) -> int:
+        return 1 << 20
+
+    def allocate(self, blocks: int, size: int) -> None:
+        self.allocated += 1
+        if self.error is not None:
+            raise self.error
+
+
+def start() -> Start:
+    return Start(
+        pipeline="p1",
+        stage=1,
+        stages=2,
+        layers=(2, 4),
+        model_dir="nowhere",
+        dtype="f32",
+        device="cpu",
+        threads=1,
+        public_key=KEYS.public,
+        secret_key=KEYS.secret,
+        bind="127.0.0.1",
+        ports=(20000, 65000),
+        kv_bytes=16 << 20,
+        block_size=4,
+        max_context=64,
+    )
+
+
+def ring(epoch: int) -> FormRing:
+    stages = tuple(
+        StageAddress(
+            peer=peer_id(keys.public), public_key=keys.public, addresses=("127.0.0.1",), port=1
+        )
+        for keys in (PREVIOUS, KEYS)
+    )
+    return FormRing(epoch=epoch, ring=stages, blocks=7, micro_batches=2)
+
+
+def members(*keys: KeyPair) -> Members:
+    return Members(
+        members=tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
+    )
+
+
+@asynccontextmanager
+async def running(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]
+) -> AsyncIterator[tuple[FakePipe, Worker, "asyncio.Task[None]"]]:
+    monkeypatch.setattr(molinkd.worker.worker, "_load_stage", load)
+    monkeypatch.setattr(molinkd.worker.worker, "profile_stage", lambda *_: PROFILE)
+    pipe: Any = FakePipe()
+    worker = Worker(start(), pipe)
+    task = asyncio.create_task(worker.run())
+    try:
+        await pipe.listening.wait()
+        yield pipe, worker, task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_running_out_of_memory_while_loading_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(_: Any) -> Any:
+        raise NO_MEMORY
+
+    async with running(monkeypatch, load) as (pipe, _, task):
+        with pytest.raises(MolinkError):
+            await task
+    (failed,) = pipe.heard
+    assert failed.kind == "WorkerError"
+    assert failed.message.startswith("layers 2:4 can't run on cpu: OutOfMemoryError: CUDA out of")
+
+
+def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = molinkd.worker.worker
+    done: list[Any] = []
+    folder = SimpleNamespace(config=SimpleNamespace(context=64))
+    monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
+    monkeypatch.setattr(module, "limit_memory", lambda *given: done.append(given))
+    monkeypatch.setattr(
+        module.Stage, "load", lambda *given, **more: done.append((*given[1:], more))
+    )
+    order = msgspec.structs.replace(start(), device="cuda:1", memory=8 << 30, quantize="nf4")
+    module._load_stage(order)
+    assert done == [
+        ("cuda:1", 8 << 30),
+        ((2, 4), "cuda:1", "f32", {"quantize": "nf4"}),
+    ]
+
+
+async def test_running_out_of_memory_for_blocks_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(monkeypatch, lambda _: FakeStage(NO_MEMORY)) as (pipe, _, task):
+        pipe.order(ring(1))
+        with pytest.raises(MolinkError):
+            await task
+    (failed,) = pipe.said(WorkerFailed)
+    assert "no memory on cpu for 7 KV blocks (7 MiB) beside 3 MiB of weights" in failed.message
+    assert pipe.said(Formed) == []
+
+
+async def test_a_repeated_order_is_answered_again(
+    monkeypatch: pytest.MonkeyPatch, net: Any
+) -> None:
+    stage = FakeStage()
+    async with running(monkeypatch, lambda _: stage) as (pipe, _, _task):
+        for epoch in (3, 3, 2, 4):
+            pipe.order(ring(epoch))
+        await net.until(lambda: len(pipe.said(Formed)) == 3)
+    assert [formed.epoch for formed in pipe.said(Formed)] == [3, 3, 4]
+    assert stage.allocated == 2
+
+
+async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
+    monkeypatch: pytest.MonkeyPatch, net: Any
+) -> None:
+    async with running(monkeypatch, lambda _: FakeStage()) as (pipe, worker, _):
+        pipe.order(members(PREVIOUS))
+        pipe.order(ring(1))
+        await net.until(lambda: pipe.said(Formed))
+        address = f"tcp://127.0.0.1:{pipe.said(Loaded)[0].port}"
+        with make_client(net.context, PREVIOUS, KEYS.public, address) as socket:
+            for _ in range(20):
+                await socket.send_multipart([b"not", b"a", b"message"])
+            await net.until(lambda: pipe.said(MemberBlocked))
+        pipe.order(ring(2))
+        await net.until(lambda: len(pipe.said(MemberBlocked)) == 2)
+        await net.until(
+            lambda: any(stats.counters["members_blocked_total"] == 1 for stats in pipe.said(Stats))
+        )
+        # Removed and let in again, it may connect again.
+        for order in (members(), members(PREVIOUS), ring(3)):
+            pipe.order(order)
+        await net.until(lambda: len(pipe.said(Formed)) == 3)
+        assert peer_id(PREVIOUS.public) in worker._gatekeeper.users
+    first, second = pipe.said(MemberBlocked)
+    assert (first.peer, first.previous) == (peer_id(PREVIOUS.public), True)
+    assert "parts" in first.reason
+    assert (first.epoch, second.epoch, second.reason) == (1, 2, first.reason)

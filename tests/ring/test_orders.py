@@ -1,0 +1,392 @@
+"""Lanes deliver in any order, requests are cancelled and share blocks: logits stay the same.
+
+So they do if prefill rows arrive and run in pieces of any size.
+"""
+
+import itertools
+import random
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.ring.scoreboard import Scoreboard
+from molink.ring.segment import Segment
+from molink.ring.work import block_ids
+from molink.stage.base import SequenceRows, StageInput
+from molink.stage.stage import Stage
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Admit, Release, Rows, Sampling, Table, Tombstone, Volume
+from molinkd.worker.requests import RequestTable
+from molinkd.worker.step import run_step
+
+BLOCK = 4
+A, C, B, D, E = range(5)
+#: B begins with A's first 8 tokens and reads them from A's blocks; D gets the blocks of C. E begins
+#: with A's first 11: it reads 8 from A's blocks and copies 3 that A goes on writing after.
+TOKENS = {
+    A: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14],
+    B: [5, 9, 2, 7, 1, 8, 3, 6, 40, 41, 42, 43],
+    C: [30, 31, 32, 33, 34, 35, 36, 37, 38],
+    D: [50, 51, 52, 53, 54, 55, 56, 57, 58],
+    E: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 60, 61, 62],
+}
+GREEDY = Sampling(temperature=0.0)
+
+#: What is to be sampled, whatever becomes of C.
+WANTED = {
+    *((A, position) for position in range(8, 14)),
+    *((B, position) for position in range(10, 13)),
+    *((D, position) for position in range(7, 10)),
+    *((E, position) for position in range(13, 15)),
+}
+
+Logits = dict[tuple[int, int], torch.Tensor]
+
+
+class RecordingStage:
+    """A stage whose last output can be looked at."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.output: torch.Tensor | None = None
+
+    def forward(self, batch: StageInput) -> torch.Tensor:
+        self.output = self._stage.forward(batch)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+class AnyPieces:
+    """Cuts volumes anywhere, and waits for more rows now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        return self._random.randint(0 if coming else 1, here)
+
+
+@dataclass(frozen=True)
+class More:
+    """Further rows of a volume, on their way."""
+
+    tick: int
+
+
+@dataclass
+class Hop:
+    """One stage, its two incoming lanes and its scoreboard.
+
+    With ``split``, it may be told of a part of the rows that are next on the bulk lane.
+    """
+
+    stage: Any
+    board: Scoreboard
+    split: random.Random | None = None
+    decode: deque[tuple[Any, Any]] = field(default_factory=deque)
+    bulk: deque[tuple[Any, Any]] = field(default_factory=deque)
+    requests: RequestTable = field(default_factory=RequestTable)
+    #: Rows of volumes that have begun to arrive, with room for all, and how many are there.
+    buffers: dict[int, tuple[bytearray, int]] = field(default_factory=dict)
+
+    def put(self, body: Any, data: Any) -> None:
+        bulk = isinstance(body, More) or (isinstance(body, Volume) and body.prefill)
+        (self.bulk if bulk else self.decode).append((body, data))
+
+    def deliver(self, lane: deque[tuple[Any, Any]]) -> None:
+        body, data = lane.popleft()
+        if lane is not self.bulk or isinstance(data, list):
+            self.board.arrive(body, data, 0.0)
+            return
+        size = self.stage.config.hidden_size * 4
+        rows = count = len(data) // size
+        if self.split is not None:
+            count = self.split.randint(1, rows)
+        if count < rows:
+            lane.appendleft((More(body.tick), data[count * size :]))
+        self._arrive(body, data[: count * size], size)
+
+    def _arrive(self, body: Any, data: bytearray, size: int) -> None:
+        if isinstance(body, Volume):
+            room = bytearray(sum(group.count for group in body.rows) * size)
+            self.buffers[body.tick] = room, 0
+        room, before = self.buffers[body.tick]
+        after = before + len(data) // size
+        room[before * size : after * size] = data
+        self.buffers[body.tick] = room, after
+        if isinstance(body, Volume):
+            self.board.arrive(body, room, 0.0, after)
+        else:
+            self.board.extend(body.tick, after, 0.0)
+
+
+def rows(request: int, start: int, count: int, after: int, blocks: tuple[int, ...] = ()) -> Rows:
+    return Rows(request, start, count, after, blocks, sample=True)
+
+
+def volume(tick: int, *groups: Rows, prefill: bool) -> tuple[Volume, list[int]]:
+    tokens = [
+        token for each in groups for token in TOKENS[each.request][each.start :][: each.count]
+    ]
+    return Volume(tick, prefill, groups, Payload("i32", (len(tokens),))), tokens
+
+
+def script() -> list[tuple[Any, Any]]:
+    """What stage 0 is given, up to the release of C."""
+    return [
+        (Admit(1, A, GREEDY, 9), None),
+        (Admit(2, C, GREEDY, 8), None),
+        volume(3, rows(A, 0, 8, 1, (3, 7)), rows(C, 0, 4, 2, (5,)), prefill=True),
+        volume(4, rows(A, 8, 1, 3, (1,)), prefill=True),
+        volume(5, rows(A, 9, 1, 4), prefill=False),
+        (Admit(6, B, GREEDY, 9), None),
+        # B reads what A's tick 3 writes into blocks 3 and 7.
+        volume(7, rows(B, 8, 2, 6, (3, 7, 9)), rows(C, 4, 3, 3, (6,)), prefill=True),
+        volume(8, rows(A, 10, 1, 5), rows(B, 10, 1, 7), prefill=False),
+        (Release(9, C, 7), None),
+        volume(10, rows(A, 11, 1, 8), rows(B, 11, 1, 8), prefill=False),
+        volume(11, rows(A, 12, 1, 10, (8,)), prefill=False),
+    ]
+
+
+def afterword() -> list[tuple[Any, Any]]:
+    """What follows once the release of C has gone round, and what E begins with has come back."""
+    return [
+        (Admit(12, D, GREEDY, 8), None),
+        volume(13, rows(D, 0, 7, 12, (6, 5)), prefill=True),
+        volume(14, rows(D, 7, 1, 13), prefill=False),
+        volume(15, rows(D, 8, 1, 14, (2,)), prefill=False),
+        (Admit(16, E, GREEDY, 14), None),
+        (Table(17, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
+        volume(18, Rows(E, 11, 2, 17, (0, 4), True, source=1), prefill=True),
+        volume(19, rows(E, 13, 1, 18), prefill=False),
+    ]
+
+
+class Driver:
+    """Runs the script over a ring of stages; ``pick`` chooses what happens next."""
+
+    def __init__(self, stages: list[Stage], pick: Any, pieces: int | None = None) -> None:
+        self.hops = [Hop(RecordingStage(stage), Scoreboard()) for stage in stages]
+        if pieces is not None:
+            for hop in self.hops:
+                hop.board = Scoreboard(cutting=AnyPieces(pieces))
+                hop.split = random.Random(pieces)
+        #: Pieces that were neither the first nor the only one of their volume.
+        self.later_pieces = 0
+        self._pick = pick
+        self.logits: Logits = {}
+        self.ended: list[Any] = []
+
+    def run(self) -> Logits:
+        self._drive(deque(script()), deque(afterword()))
+        return self.logits
+
+    def settle(self) -> None:
+        """Let everything that is on its way come to its end."""
+        self._drive(deque(), deque())
+
+    def _drive(self, todo: deque[Any], later: deque[Any]) -> None:
+        while True:
+            moves: list[Any] = [hop.decode for hop in self.hops if hop.decode]
+            moves += [hop.bulk for hop in self.hops if hop.bulk]
+            moves += [hop for hop in self.hops if hop.board.queued]
+            if todo:
+                moves.append(todo)
+            elif later and (A, 11) in self.logits and self._released():
+                moves.append(later)
+            if not moves:
+                break
+            self._do(self._pick(moves), todo, later)
+        for hop in self.hops:
+            hop.board.validate()
+            assert hop.board.waiting == 0
+
+    def _released(self) -> bool:
+        return any(isinstance(body, Release) for body in self.ended)
+
+    def _do(self, move: Any, todo: deque[Any], later: deque[Any]) -> None:
+        if move is todo or move is later:
+            self.hops[0].put(*move.popleft())
+            return
+        for index, hop in enumerate(self.hops):
+            if move is hop:
+                self._compute(index)
+            elif move is hop.decode or move is hop.bulk:
+                hop.deliver(move)
+                self._forward(index, hop.board.complete((), 0.0))
+
+    def _compute(self, index: int) -> None:
+        hop = self.hops[index]
+        work = hop.board.take(0.0)
+        if work is None:
+            return
+        self.later_pieces += sum(part.first > 0 for part in work.parts)
+        segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
+        results = run_step(hop.stage, hop.requests, segments)
+        if hop.stage.is_last:
+            groups = [each for segment in segments for each in segment.volume.rows if each.sample]
+            for each, logits in zip(groups, hop.stage.output, strict=True):
+                self.logits[each.request, each.start + each.count] = logits.clone()
+        else:
+            for part, result in zip(work.parts, results, strict=True):
+                body = More(part.volume.tick) if part.first else part.whole
+                self.hops[index + 1].put(body, bytearray(result.rows))
+        self._forward(index, hop.board.complete(work.ticks, 0.0))
+
+    def _forward(self, index: int, controls: Any) -> None:
+        for control in controls:
+            if isinstance(control.body, Admit):
+                self.hops[index].requests.admit(control.body)
+            elif isinstance(control.body, Table):
+                blocks = block_ids(control.body, control.data)
+                self.hops[index].requests.table(control.body.request, blocks)
+            elif isinstance(control.body, Release):
+                self.hops[index].requests.release(control.body.request)
+            if index + 1 < len(self.hops):
+                self.hops[index + 1].put(control.body, control.data)
+            else:
+                self.ended.append(control.body)
+
+
+@pytest.fixture(scope="module")
+def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
+    torch.set_num_threads(1)
+    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("orders")))
+    return [Stage.load(folder, (layer, layer + 1), "cpu", "f32") for layer in range(3)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Logits:
+    """Every request alone and at once, on the whole model."""
+    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("whole")))
+    stage = Stage.load(folder, (0, 3), "cpu", "f32")
+    expected: Logits = {}
+    for request, tokens in TOKENS.items():
+        stage.allocate(8, BLOCK)
+        batch = StageInput(
+            tokens=torch.tensor(tokens),
+            hidden=None,
+            sequences=(SequenceRows(0, len(tokens), range(4)),),
+            logit_rows=tuple(range(len(tokens))),
+        )
+        for index, logits in enumerate(stage.forward(batch)):
+            expected[request, index + 1] = logits
+    return expected
+
+
+def in_turn(moves: list[Any]) -> Any:
+    return moves[-1]
+
+
+def bulk_first(moves: list[Any]) -> Any:
+    """Prefill overtakes: whatever lies on a bulk lane or can be computed goes before control."""
+    return moves[-1] if len(moves) == 1 else moves[-2]
+
+
+def decode_first(moves: list[Any]) -> Any:
+    return moves[0]
+
+
+def shuffled(seed: int) -> Any:
+    return random.Random(seed).choice
+
+
+ORDERS = {
+    "in turn": in_turn,
+    "bulk first": bulk_first,
+    "decode first": decode_first,
+    **{f"random {seed}": shuffled(seed) for seed in range(40)},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_logits_do_not_depend_on_the_order_of_arrival(
+    stages: list[Stage], undisturbed: Logits, order: str
+) -> None:
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, ORDERS[order])
+    logits = driver.run()
+
+    kept = {key: value for key, value in logits.items() if key[0] != C}
+    assert set(kept) == WANTED
+    for key, value in logits.items():
+        torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_logits_do_not_depend_on_how_volumes_are_cut(
+    stages: list[Stage], undisturbed: Logits, seed: int
+) -> None:
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, shuffled(seed), seed)
+    logits = driver.run()
+    assert driver.later_pieces > 5
+    assert {key for key in logits if key[0] != C} == WANTED
+    for key, value in logits.items():
+        torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)
+
+
+def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> None:
+    """A volume that has only rows of a cancelled request is not computed anywhere after."""
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, in_turn)
+    first = driver.hops[0]
+    first.board.arrive(Admit(1, C, GREEDY, 8), None, 0.0)
+    first.board.arrive(Release(3, C, 2), None, 0.0)
+    first.board.arrive(*volume(2, rows(C, 0, 4, 1, (5,)), prefill=True), 0.0)
+    bodies = [control.body for control in first.board.complete((), 0.0)]
+    assert bodies == [Admit(1, C, GREEDY, 8), Tombstone(2), Release(3, C, 2)]
+    assert first.board.take(0.0) is None
+
+
+@torch.inference_mode()
+def spoil(stage: Stage, slots: list[int]) -> None:
+    """Write NaN to slots of the pool, in all layers."""
+    pool = stage._pool
+    assert pool is not None
+    rows = torch.full((len(slots), 2, pool.kv_heads, pool.head_dim), torch.nan)
+    for layer in range(stage.layers[1] - stage.layers[0]):
+        pool.write(layer, torch.tensor(slots), rows)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3)], ids=["whole", "two stages"])
+def test_copied_positions_give_the_logits_of_computed_ones(
+    make_model: Any, tmp_path: Any, undisturbed: Logits, cuts: tuple[int, ...]
+) -> None:
+    """What the copy's source holds beyond, another request's or nothing usable, is not seen."""
+    folder = ModelFolder.open(make_model(tmp_path))
+    ranges = itertools.pairwise(cuts)
+    stages = [Stage.load(folder, layers, "cpu", "f32") for layers in ranges]
+    for stage in stages:
+        stage.allocate(10, BLOCK)
+    driver = Driver(stages, in_turn)
+    parts = [
+        (Admit(1, A, GREEDY, 13), None),
+        volume(2, rows(A, 0, 11, 1, (3, 7, 1)), prefill=True),
+        volume(3, rows(A, 11, 1, 2), prefill=False),
+        (Admit(4, E, GREEDY, 14), None),
+        (Table(5, E, Payload("i32", (2,))), array("i", (3, 7)).tobytes()),
+        volume(6, Rows(E, 11, 1, 5, (0,), True, source=1), prefill=True),
+        volume(7, rows(E, 12, 2, 6, (4,)), prefill=True),
+    ]
+    for number, part in enumerate(parts):
+        if number == 3:
+            # The target as an earlier owner left it, and what follows in the source.
+            for stage in stages:
+                spoil(stage, [0, 1, 2, 3, BLOCK + 3])
+        driver.hops[0].put(*part)
+        driver.settle()
+    assert {key for key in driver.logits if key[0] == E} == {(E, 12), (E, 14)}
+    for key, value in driver.logits.items():
+        torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)

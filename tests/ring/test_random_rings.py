@@ -1,0 +1,607 @@
+"""A whole ring without I/O: the real head, real scoreboards, and stages that check their KV.
+
+What a real stage keeps of a position depends on all tokens up to it. So each simulated one keeps
+in every slot of every block the tokens up to and including that position: those that it reads in
+the slot before, and the row's. It reads all positions of a request when it runs a row. A block
+reused, shared or copied too early or wrongly, a row run too early, twice or after its request's
+release, or a block table out of order shows as a wrong entry. The tail computes tokens from what it
+reads, so a request's text proves the rest.
+
+Prefill rows may travel and run in pieces of any size: a stage is told of some while others are
+still on their way.
+"""
+
+import random
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from molink.errors import Overloaded
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import LinkFacts
+from molink.head.head import Head
+from molink.head.job import PATIENCE
+from molink.head.limits import HeadLimits
+from molink.head.request import Emission, HeadRequest
+from molink.ring.collector import Collector
+from molink.ring.limits import BoardLimits
+from molink.ring.scoreboard import Scoreboard
+from molink.ring.segment import SegmentResult
+from molink.ring.work import Work
+from molink.wire.messages.data import (
+    Admit,
+    Choice,
+    History,
+    Rejected,
+    Release,
+    Sampled,
+    Sampling,
+    Table,
+    Token,
+    Tombstone,
+    Volume,
+)
+
+STOP = 7
+VOCABULARY = 40
+#: Requests with this seed fail at the tail once they are of a certain length.
+FAILING, FAILS_AT = 13, 6
+#: A row on its way: request, position, and all tokens up to there as they should be.
+Row = tuple[int, int, tuple[int, ...]]
+
+
+def model(tokens: list[int], seed: int) -> int:
+    """The token that follows ``tokens``."""
+    return crc32(repr((tokens, seed)).encode()) % VOCABULARY
+
+
+def reference(request: HeadRequest) -> list[int]:
+    """What the request should be answered with."""
+    tokens = list(request.tokens)
+    for _ in range(request.max_tokens):
+        tokens.append(model(tokens, request.sampling.seed))
+        if tokens[-1] in request.stop_ids:
+            break
+    return tokens[len(request.tokens) :]
+
+
+@dataclass(frozen=True)
+class AnyPieces:
+    """Cuts volumes anywhere, and waits for more rows now and then."""
+
+    salt: int
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        dice = crc32(repr((self.salt, here, coming, riding)).encode())
+        return 0 if coming and dice % 3 == 0 else 1 + dice // 3 % here
+
+
+@dataclass(frozen=True)
+class More:
+    """Further rows of a volume, on their way."""
+
+    tick: int
+
+
+@dataclass
+class State:
+    """A request at a stage."""
+
+    admit: Admit
+    blocks: list[int] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
+
+
+class Stage:
+    """A scoreboard and a KV pool that remembers who wrote what."""
+
+    def __init__(self, index: int, last: bool, limits: HeadLimits, cutting=None) -> None:
+        self.index, self.last, self.block_size = index, last, limits.block_size
+        bounds = BoardLimits(blocks=limits.blocks, block_size=limits.block_size)
+        self.board = Scoreboard(bounds, cutting)
+        #: Rows of volumes that have come in part.
+        self.incoming: dict[int, list[Row]] = {}
+        self.collector = Collector()
+        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.requests: dict[int, State] = {}
+        self.running: list[Work] = []
+
+    def arrive(self, body, data) -> list[tuple[int, object, object]]:
+        if isinstance(body, Admit):
+            self.requests[body.request] = State(body)
+        elif isinstance(body, History):
+            state = self.requests[body.request]
+            assert body.first == len(state.history)
+            state.history += data
+        elif isinstance(body, Table):
+            self.requests[body.request].blocks += memoryview(data).cast("i")
+        if isinstance(body, More):
+            self.incoming[body.tick] += data
+            self.board.extend(body.tick, len(self.incoming[body.tick]), 0.0)
+        elif isinstance(body, Volume):
+            self.incoming[body.tick] = rows = list(data)
+            self.board.arrive(body, rows, 0.0, len(rows))
+        else:
+            self.board.arrive(body, data, 0.0)
+        return self.forward(())
+
+    def forward(self, ticks) -> list[tuple[int, object, object]]:
+        """Controls for the next stage's decode lane."""
+        out = []
+        for control in self.board.complete(ticks, 0.0):
+            if isinstance(control.body, Release):
+                del self.requests[control.body.request]
+            out.append((0, control.body, control.data))
+        return out
+
+    def take(self) -> list[tuple[int, object, object]]:
+        work = self.board.take(0.0)
+        if work is not None:
+            self.running.append(work)
+        return self.forward(())
+
+    def finish(self, which: int) -> list[tuple[int, object, object]]:
+        """Run a work: all copies, writes and then reads; rows leave before controls."""
+        work = self.running.pop(which)
+        out = []
+        parts = []
+        for part in work.parts:
+            self._copy(part.volume)
+        for part in work.parts:
+            rows = list(part.data)
+            if part.kept is not None:
+                rows = [rows[index] for index in part.kept]
+            assert all(group.count for group in part.volume.rows)
+            assert len(rows) == sum(group.count for group in part.volume.rows)
+            parts.append((part, rows))
+            self._write(part.volume, rows)
+        for part, rows in parts:
+            volume = part.volume
+            choices, failed = self._read(volume)
+            if self.last:
+                sampled = Sampled(volume.tick, tuple(choices), tuple(failed))
+                result = SegmentResult(volume, None, sampled)
+                bodies = self.collector.add(sampled, result, last=part.last)
+                out += [(0, body, None) for body in bodies]
+            else:
+                body = More(volume.tick) if part.first else part.whole
+                out.append((int(volume.prefill), body, rows))
+        return out + self.forward(work.ticks)
+
+    def _slot(self, state: State, position: int) -> tuple[int, int]:
+        return state.blocks[position // self.block_size], position % self.block_size
+
+    def _copy(self, volume: Volume) -> None:
+        for group in volume.rows:
+            state = self.requests[group.request]
+            state.blocks += group.blocks
+            if group.source >= 0:
+                target, end = self._slot(state, group.start)
+                assert end
+                for offset in range(self.block_size):
+                    self.kv.pop((target, offset), None)
+                for offset in range(end):
+                    self.kv[target, offset] = self.kv[group.source, offset]
+
+    def _write(self, volume: Volume, rows: list[Row]) -> None:
+        first = 0
+        for group in volume.rows:
+            state = self.requests[group.request]
+            assert group.start + group.count <= len(state.blocks) * self.block_size
+            for offset in range(group.count):
+                request, position, tokens = rows[first + offset]
+                assert (request, position) == (group.request, group.start + offset)
+                before = self.kv[self._slot(state, position - 1)] if position else ()
+                self.kv[self._slot(state, position)] = (*before, tokens[-1])
+                assert (*before, tokens[-1]) == tokens
+            first += group.count
+
+    def _read(self, volume: Volume) -> tuple[list[Choice], list[int]]:
+        choices, failed = [], []
+        for group in volume.rows:
+            state, end = self.requests[group.request], group.start + group.count
+            tokens = list(self.kv[self._slot(state, end - 1)])
+            for position in range(end):
+                assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
+            if state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT:
+                failed.append(group.request)
+            elif self.last and group.sample:
+                choices.append(self._sample(state, group, tokens))
+        return choices, failed
+
+    def _sample(self, state: State, group, tokens: list[int]) -> Choice:
+        token = model(tokens, state.admit.sampling.seed)
+        if state.admit.sampling.needs_history:
+            assert state.history == tokens
+            state.history.append(token)
+        return Choice(group.request, len(tokens), token)
+
+
+@dataclass
+class Client:
+    """What a daemon knows of a request."""
+
+    request: HeadRequest
+    expected: list[int]
+    got: list[int] = field(default_factory=list)
+    over: bool = False
+
+    @property
+    def position(self) -> int:
+        return len(self.request.tokens) + len(self.got)
+
+
+class Ring:
+    """Head, stages, and the two lanes of each hop; someone else decides what happens next."""
+
+    def __init__(self, stages: int, limits: HeadLimits, cutting=None) -> None:
+        self.limits = limits
+        self.head = Head(limits, 3)
+        self.cutting = cutting
+        self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
+        self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
+        self.clients: dict[str, Client] = {}
+        self.now = 0.0
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def submit(self, request: HeadRequest) -> bool:
+        try:
+            displaced = self.head.submit(request, self.now)
+        except Overloaded:
+            return False
+        self.clients[request.key] = Client(request, reference(request))
+        self._emit(displaced)
+        return True
+
+    def cancel(self, key: str) -> None:
+        self.clients[key].over = True
+        self.head.cancel(self.clients[key].request.owner, key, self.now)
+
+    def credit(self, key: str) -> None:
+        client = self.clients[key]
+        self.head.credit(client.request.owner, key, client.position, self.now)
+
+    def next(self, prefill: bool = True) -> bool:
+        batch = self.head.next(self.now, prefill=prefill)
+        if batch is None:
+            return False
+        assert batch.control or batch.volumes
+        ticks = [control.body.tick for control in batch.control]
+        ticks += [volume.header.tick for volume in batch.volumes]
+        assert ticks == sorted(ticks)
+        for control in batch.control:
+            data = control.ids
+            if isinstance(control.body, Table):
+                data = array("i", control.ids).tobytes()
+            self._send(0, self.stages[0].arrive(control.body, data))
+        for volume in batch.volumes:
+            rows = self._rows(volume.header)
+            assert [tokens[-1] for _, _, tokens in rows] == list(volume.tokens)
+            self._send(0, self.stages[0].arrive(volume.header, rows))
+        return True
+
+    def _rows(self, volume: Volume) -> list[Row]:
+        rows = []
+        for group in volume.rows:
+            request = self.head._roster.of_id(group.request).request
+            client = self.clients[request.key]
+            tokens = (*request.tokens, *client.got)
+            for position in range(group.start, group.start + group.count):
+                rows.append((group.request, position, tokens[: position + 1]))
+        return rows
+
+    def deliver(self, hop: int, lane: int) -> None:
+        body, data = self.lanes[hop, lane].popleft()
+        if hop + 1 < len(self.stages):
+            self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
+        elif isinstance(body, Sampled):
+            self._emit(self.head.sampled(body, {}, self.now))
+        elif isinstance(body, Release):
+            self.head.released(body.tick, self.now)
+        elif isinstance(body, Tombstone):
+            self._emit(self.head.tombstone(body.tick, self.now))
+
+    def part(self, hop: int, count: int) -> None:
+        """Deliver only the first ``count`` of the rows that are next on a bulk lane."""
+        body, rows = self.lanes[hop, 1].popleft()
+        self.lanes[hop, 1].appendleft((More(body.tick), rows[count:]))
+        self._send(hop + 1, self.stages[hop + 1].arrive(body, rows[:count]))
+
+    def take(self, index: int) -> None:
+        self._send(index, self.stages[index].take())
+
+    def finish(self, index: int, which: int = 0) -> None:
+        self._send(index, self.stages[index].finish(which))
+
+    def _send(self, hop: int, messages) -> None:
+        for lane, body, data in messages:
+            self.lanes[hop, lane].append((body, data))
+
+    def _emit(self, emissions: list[Emission]) -> None:
+        for emission in emissions:
+            token = emission.message
+            client = self.clients[token.key]
+            assert not client.over
+            if isinstance(token, Rejected) and token.reason == "overloaded":
+                client.over = True
+                continue
+            if isinstance(token, Rejected):
+                assert token.reason == "failed"
+                assert client.request.sampling.seed == FAILING
+                assert client.position >= FAILS_AT
+                client.over = True
+                continue
+            assert token.position == client.position
+            client.got.append(token.token)
+            assert client.got == client.expected[: len(client.got)]
+            if token.finish is not None:
+                client.over = True
+                stopped = token.token in client.request.stop_ids
+                assert token.finish == ("stop" if stopped else "length")
+                assert client.got == client.expected
+
+    # --- what could happen -----------------------------------------------------------------------
+
+    def events(self) -> list[tuple]:
+        """Everything inside the ring that could happen now."""
+        found: list[tuple] = [("deliver", *key) for key, lane in self.lanes.items() if lane]
+        for (hop, kind), lane in self.lanes.items():
+            if self.cutting and kind and lane and len(lane[0][1]) > 1:
+                found += [("part", hop, count) for count in {1, len(lane[0][1]) // 2}]
+        for stage in self.stages:
+            if stage.board.queued > len(stage.running) and len(stage.running) < 2:
+                found.append(("take", stage.index))
+            found += [("finish", stage.index, which) for which in range(len(stage.running))]
+        return found
+
+    def do(self, event: tuple) -> None:
+        getattr(self, event[0])(*event[1:])
+
+    def drain(self, choose, most: int = 20_000) -> None:
+        """Let everything run to its end; it must get there."""
+        for _ in range(most):
+            for key, client in self.clients.items():
+                if not client.over:
+                    self.credit(key)
+            issued = self.next()
+            events = self.events()
+            if events:
+                self.do(choose(events))
+            elif not issued:
+                break
+            self.validate()
+        assert not self.head.live
+        assert not self.head.stats()[1]["head_blocks_used"]
+        self.check_empty()
+
+    def validate(self) -> None:
+        self.head.validate()
+        for stage in self.stages:
+            stage.board.validate()
+
+    def check_empty(self) -> None:
+        assert all(client.over for client in self.clients.values())
+        assert not any(self.lanes.values())
+        assert self.head.strays == 0
+        for stage in self.stages:
+            assert not stage.requests
+            assert not stage.running
+            assert not stage.board.waiting
+            assert not len(stage.collector)
+            misbehaved = stage.board.counts.keys() - {"dropped_groups", "buried_volumes"}
+            assert not misbehaved
+
+
+def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
+    """New tokens, often after what an earlier request began with, or was answered."""
+    tokens = [rng.randrange(VOCABULARY) for _ in range(total)]
+    if ring.clients and rng.random() < 0.8:
+        client = rng.choice(list(ring.clients.values()))
+        known = [*client.request.tokens, *client.got]
+        shared = rng.choice([len(known), rng.randint(0, len(known))])
+        tokens[:shared] = known[: min(total, shared)]
+    return tuple(tokens)
+
+
+#: With long latencies chunks go unpaired, where the number of micro-batches is not fixed.
+STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
+
+
+def make_request(rng: random.Random, ring: Ring, key: str, most: int) -> HeadRequest:
+    """A request that fits into a KV pool of ``most`` tokens."""
+    total = rng.randint(1, rng.choice([1, max(1, most // 4), max(1, most - 1)]))
+    answer = rng.randint(1, max(1, min(most - total, 16)))
+    tokens = make_prompt(rng, ring, total)
+    penalty = rng.choice([0.0, 0.5])
+    return HeadRequest(
+        owner=rng.choice(["one", "two", "two", "two"]),
+        key=key,
+        tokens=tokens,
+        prompt_tokens=rng.randint(1, total),
+        max_tokens=answer,
+        sampling=Sampling(seed=rng.choice([FAILING, *range(20)]), presence_penalty=penalty),
+        stop_ids=(STOP,) if rng.random() < 0.3 else (),
+        window=rng.choice([1, 2, 5, 256]),
+    )
+
+
+@given(
+    stages=st.integers(1, 4),
+    micro_batches=st.integers(0, 4),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    blocks=st.integers(2, 20),
+    chunk_tokens=st.sampled_from([2, 8, 64]),
+    max_running=st.sampled_from([1, 4, 8]),
+    prefix_cache=st.sampled_from([True, True, True, False]),
+    cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
+    seed=st.integers(0, 1 << 32),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_request_gets_its_own_tokens(
+    stages,
+    micro_batches,
+    block_size,
+    blocks,
+    chunk_tokens,
+    max_running,
+    prefix_cache,
+    cutting,
+    seed,
+):
+    """Any order of deliveries, cancels, preemptions and credits gives the reference's text."""
+    rng = random.Random(seed)
+    limits = HeadLimits(
+        blocks,
+        block_size,
+        micro_batches,
+        chunk_tokens,
+        max_running=max_running,
+        max_waiting=8,
+        prefix_cache=prefix_cache,
+        profiles=(STAGE,) * stages,
+        stages=stages,
+    )
+    ring = Ring(stages, limits, cutting)
+    most = min(blocks * block_size, 40)
+    pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
+    restless = rng.choice([0.0, 0.05, 0.2])
+    for step in range(rng.randrange(20, 120)):
+        ring.now += rng.choice([0.0, 0.0, PATIENCE / 3])
+        live = [key for key, client in ring.clients.items() if not client.over]
+        if rng.random() < 0.1:
+            ring.head.set_links([LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages)
+        dice = rng.random()
+        if dice < 0.2 and len(ring.clients) < 24:
+            for number in range(rng.randrange(1, 5)):
+                ring.submit(make_request(rng, ring, f"r{step}.{number}", most))
+        elif dice < 0.6 and live:
+            ring.credit(rng.choice(live))
+        ring.next(prefill=rng.random() < 0.9)
+        if rng.random() < restless and live:
+            ring.cancel(rng.choice(live))
+            ring.next()
+        ring.validate()
+        for _ in range(rng.randrange(pace)):
+            if events := ring.events():
+                ring.do(rng.choice(events))
+                ring.validate()
+    ring.drain(rng.choice)
+
+
+class RingMachine(RuleBasedStateMachine):
+    """The same, with hypothesis choosing each step, so that a failure shrinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        limits = HeadLimits(6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3)
+        self.ring = Ring(3, limits, AnyPieces(1))
+        self.count = 0
+
+    def live(self) -> list[str]:
+        return [key for key, client in self.ring.clients.items() if not client.over]
+
+    @rule(
+        tokens=st.integers(1, 8),
+        shared=st.integers(0, 8),
+        answer=st.integers(1, 4),
+        window=st.integers(1, 3),
+    )
+    def submit(self, tokens, shared, answer, window):
+        self.count += 1
+        ids = tuple(i if i < shared else (self.count + i) % VOCABULARY for i in range(tokens))
+        sampling = Sampling(seed=self.count)
+        owner = f"owner {self.count % 2}"
+        self.ring.submit(
+            HeadRequest(owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
+        )
+
+    @rule(seconds=st.sampled_from([1.0, PATIENCE]))
+    def wait(self, seconds):
+        self.ring.now += seconds
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.ring.cancel(data.draw(st.sampled_from(self.live())))
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def credit(self, data):
+        self.ring.credit(data.draw(st.sampled_from(self.live())))
+
+    @rule()
+    def next(self):
+        self.ring.next()
+
+    @precondition(lambda self: self.ring.events())
+    @rule(data=st.data())
+    def event(self, data):
+        self.ring.do(data.draw(st.sampled_from(self.ring.events())))
+
+    @invariant()
+    def valid(self):
+        self.ring.validate()
+
+    def teardown(self):
+        self.ring.drain(lambda events: events[0])
+
+
+TestRingMachine = RingMachine.TestCase
+TestRingMachine.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+
+
+def advance(ring: Ring) -> None:
+    """One undisturbed round: everything in the ring comes home, in order."""
+    while events := ring.events():
+        ring.do(events[-1])
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "in flight", "between"])
+def test_cancel_frees_blocks_within_one_iteration(stages, when):
+    ring = Ring(stages, HeadLimits(64, 4, 2, chunk_tokens=8))
+    request = HeadRequest("daemon", "a", tuple(range(20)), 20, 30, Sampling())
+    ring.submit(request)
+    ring.submit(HeadRequest("daemon", "b", (1, 2, 3), 3, 30, Sampling()))
+    rounds = {"waiting": 0, "prefilling": 1, "in flight": 5, "between": 5}[when]
+    for _ in range(rounds):
+        ring.next()
+        advance(ring)
+    if when in ("prefilling", "in flight"):
+        ring.next()
+    ring.cancel("a")
+    ring.next()
+    advance(ring)
+    _, gauges = ring.head.stats()
+    held = len(ring.head._roster.find("daemon", "b").blocks)
+    assert gauges["head_blocks_used"] == held
+    assert gauges["head_cancel_iterations_max"] == (0 if when == "waiting" else 1)
+    ring.drain(lambda events: events[0])
+
+
+def test_a_rejected_row_ends_only_its_own_request():
+    ring = Ring(2, HeadLimits(64, 4, 2))
+    for key in "ab":
+        ring.submit(HeadRequest("daemon", key, (1, 2, 3), 3, 30, Sampling(seed=ord(key))))
+    ring.next()
+    events = []
+    ring._emit = events.extend
+    while not (lane := ring.lanes[1, 0]) or not isinstance(lane[0][0], Sampled):
+        ring.do(ring.events()[-1])
+    sampled, data = lane.popleft()
+    first = sampled.choices[0].request
+    kept = tuple(choice for choice in sampled.choices if choice.request != first)
+    lane.appendleft((Sampled(sampled.tick, kept, (first,)), data))
+    ring.deliver(1, 0)
+    rejected, token = (emission.message for emission in events)
+    assert isinstance(rejected, Rejected)
+    assert (rejected.key, rejected.reason) == ("a", "failed")
+    assert isinstance(token, Token)
+    assert token.key == "b"

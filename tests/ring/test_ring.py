@@ -1,0 +1,474 @@
+"""The ring's shell, with a stage that computes nothing and a link that carries nothing."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from molink.facts.profile import Profile
+from molink.head.batch import Batch, HeadControl, HeadVolume
+from molink.link.policies.base import DecodeFinished, DecodeStarted
+from molink.ring.patience import MAX_FAILED_STEPS
+from molink.ring.ring import Ring
+from molink.ring.segment import SegmentResult, StageShape, StepDone
+from molink.ring.steptimes import SLACK
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import (
+    Admit,
+    Choice,
+    History,
+    Release,
+    Rows,
+    Sampled,
+    Sampling,
+    Table,
+    Tombstone,
+    TopLogprobs,
+    Volume,
+    VolumePart,
+)
+from molinkd.worker.requests import RequestTable
+
+PROFILE = Profile(decode=((1, 0.25),), prefill=((16, 0.5),))
+
+
+MIDDLE_STAGE = StageShape(is_last=False, hidden=2, vocabulary=100, dtype="f32")
+
+
+class ScriptedExecutor:
+    """Ends steps when the test says so."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, Callable[[StepDone], None]]] = []
+
+    def submit(self, segments: Any, done: Callable[[StepDone], None]) -> None:
+        self.steps.append((segments, done))
+
+    def end(
+        self, seconds: float = 0.5, error: str | None = None, out_of_memory: bool = False
+    ) -> None:
+        segments, done = self.steps.pop(0)
+        results = [self.result(each.volume) for each in segments]
+        done(StepDone(results, seconds, error, out_of_memory))
+
+    def result(self, volume: Volume) -> SegmentResult:
+        return SegmentResult(volume, bytearray(8), None)
+
+
+class SamplingExecutor(ScriptedExecutor):
+    """A last stage's: token 7 for whoever samples, and no token for requests that have failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: tuple[int, ...] = ()
+
+    def result(self, volume: Volume) -> SegmentResult:
+        ends = [(rows.request, rows.start + rows.count) for rows in volume.rows if rows.sample]
+        choices = tuple(Choice(each, end, 7) for each, end in ends if each not in self.failed)
+        tops = tuple(TopLogprobs(each.request, each.position, (7,), (0.0,)) for each in choices)
+        failed = tuple(rows.request for rows in volume.rows if rows.request in self.failed)
+        return SegmentResult(volume, None, Sampled(volume.tick, choices, failed), tops)
+
+
+class RecordingOutlet:
+    """Keeps what is sent; ``full`` and ``error`` are the test's to set."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.error: Exception | None = None
+        self.sent: list[Any] = []
+        self.events: list[Any] = []
+
+    def control(self, body: Any, payload: Any = None) -> None:
+        self.sent.append(body)
+
+    def volume(self, header: Volume, rows: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.sent.append(header)
+
+    def more(self, tick: int, rows: Any) -> None:
+        self.sent.append(("more", tick))
+
+    def handle(self, event: Any) -> None:
+        self.events.append(event)
+
+
+def make_ring(
+    executor: Any,
+    head: Any,
+    desk: Any,
+    on_broken: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    cut_through: bool = True,
+) -> Ring:
+    requests = RequestTable()
+    return Ring(
+        MIDDLE_STAGE,
+        requests,
+        executor,
+        head,
+        desk,
+        PROFILE,
+        on_broken,
+        clock,
+        cut_through=cut_through,
+    )
+
+
+class Bench:
+    """A ring's shell at a middle stage, and everything around it."""
+
+    def __init__(self, executor: ScriptedExecutor | None = None) -> None:
+        self.executor = executor or ScriptedExecutor()
+        self.outlet = RecordingOutlet()
+        self.broken: list[str] = []
+        self.ring = make_ring(self.executor, None, None, self.broken.append)
+        self.ring.open(self.outlet)
+        self.ring.arrive(Admit(1, 0, Sampling(), 4), None)
+
+    def volume(self, tick: int, after: int, prefill: bool = False, count: int = 1) -> Volume:
+        rows = Rows(0, 4, count, after, (tick,))
+        return Volume(tick, prefill, (rows,), Payload("f32", (count, 2)))
+
+    def stranger(self, tick: int) -> None:
+        """Prefill rows of a request that was never admitted."""
+        volume = Volume(tick, True, (Rows(7, 0, 1, 1, (tick,)),), Payload("f32", (1, 2)))
+        self.ring.arrive(volume, bytearray(8))
+
+    def arrive(self, tick: int, after: int, **options: Any) -> None:
+        volume = self.volume(tick, after, **options)
+        self.ring.arrive(volume, bytearray(volume.payload.nbytes))
+
+    async def end(self, **options: Any) -> None:
+        self.executor.end(**options)
+        await asyncio.sleep(0)
+
+
+def states(bench: Bench) -> RequestTable:
+    requests = bench.ring._requests
+    assert isinstance(requests, RequestTable)
+    return requests
+
+
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
+
+
+async def test_a_volume_goes_through_and_the_policy_hears_of_it(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    (((segment,), _),) = bench.executor.steps
+    assert segment.volume.tick == 2
+    await bench.end()
+    assert [body.tick for body in bench.outlet.sent] == [1, 2]
+    assert bench.outlet.sent[1].payload == Payload("f32", (1, 2))
+    assert bench.outlet.events == [DecodeStarted(1, 0.25), DecodeFinished(1)]
+    assert bench.ring.progress.completed == 2
+
+
+async def test_how_long_a_step_should_take_is_told_while_it_runs(bench: Bench) -> None:
+    assert bench.ring.progress.predicted == 0
+    bench.arrive(2, 1, prefill=True, count=8)
+    assert bench.ring.progress.predicted == SLACK * 0.5
+    assert bench.ring.progress.queued == 1
+    await bench.end(seconds=1.0)
+    assert bench.ring.progress.predicted == 0
+    bench.arrive(3, 2)
+    assert bench.ring.progress.predicted == pytest.approx(SLACK * 0.25 * 1.1)
+
+
+async def test_a_full_link_holds_work_back_until_it_drains(bench: Bench) -> None:
+    bench.outlet.full = True
+    bench.arrive(2, 1)
+    assert bench.executor.steps == []
+    assert bench.ring.progress.queued == 0, "it waits for the link, not for this stage"
+    bench.outlet.full = False
+    bench.ring.pump()
+    assert len(bench.executor.steps) == 1
+
+
+async def test_an_error_of_our_own_ends_the_stage(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    bench.outlet.error = ValueError("no room")
+    await bench.end()
+    assert bench.broken == ["ValueError: no room"]
+    bench.arrive(3, 1)
+    assert bench.executor.steps == [], "nothing is computed any more"
+
+
+async def test_steps_that_fail_one_after_another_end_the_stage(bench: Bench) -> None:
+    for tick in range(2, 2 + MAX_FAILED_STEPS):
+        assert bench.broken == []
+        bench.arrive(tick, tick - 1)
+        await bench.end(error="device lost")
+    (reason,) = bench.broken
+    assert "device lost" in reason
+
+
+async def test_large_batches_that_run_out_of_memory_end_no_stage(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    await bench.end()
+    for tick in range(3, 3 + 2 * MAX_FAILED_STEPS):
+        bench.arrive(tick, tick - 1, prefill=True, count=8)
+        await bench.end(error="OutOfMemoryError", out_of_memory=True)
+    assert bench.broken == []
+    assert bench.ring.steps.failed == 2 * MAX_FAILED_STEPS
+    # Their rows travel on, as NaN, so that the tail reports the requests as failed.
+    assert bench.ring.progress.completed == 2 + 2 * MAX_FAILED_STEPS
+
+
+async def test_a_device_without_memory_for_small_ones_does(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    await bench.end()
+    for tick in range(3, 3 + MAX_FAILED_STEPS):
+        assert bench.broken == []
+        bench.arrive(tick, tick - 1)
+        await bench.end(error="OutOfMemoryError", out_of_memory=True)
+    assert bench.broken == ["5 steps failed one after another: OutOfMemoryError"]
+
+
+async def test_a_good_step_in_between_is_forgiving(bench: Bench) -> None:
+    for tick in range(2, 20):
+        bench.arrive(tick, tick - 1)
+        await bench.end(error=None if tick % 2 else "a hiccup")
+    assert bench.broken == []
+
+
+async def test_a_step_that_ends_after_the_epoch_is_ignored(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    bench.ring.close()
+    await bench.end()
+    assert [body.tick for body in bench.outlet.sent] == [1]
+
+
+async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) -> None:
+    bench.arrive(2, 1)
+    release = Release(4, 0, 3, (2,))
+    bench.ring.arrive(release, None)
+    bench.arrive(3, 2)
+    assert bench.outlet.sent[1:] == [Tombstone(3)]
+    await bench.end()
+    assert [body.tick for body in bench.outlet.sent[1:]] == [3, 2, 4]
+    assert not bench.ring.progress.busy
+
+
+async def test_what_can_not_run_goes_on_as_a_tombstone_at_once(bench: Bench) -> None:
+    bench.stranger(2)
+    assert bench.outlet.sent[1:] == [Tombstone(2)]
+
+
+async def test_what_waits_for_rows_that_can_not_run_waits_no_longer(bench: Bench) -> None:
+    bench.arrive(3, 2)
+    assert not bench.executor.steps
+    bench.stranger(2)
+    assert len(bench.executor.steps) == 1
+    assert bench.outlet.sent[1:] == [Tombstone(2)]
+    bench.ring.scoreboard.validate()
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
+    bench: Bench, last: bool
+) -> None:
+    bench.ring._stage = replace(MIDDLE_STAGE, is_last=last)
+    history = History(4, 0, 0, Payload("i32", (5,)))
+    bench.ring.arrive(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
+    bench.ring.arrive(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
+    bench.ring.arrive(history, bytearray(array("i", [7, 8, 9, 10, 11]).tobytes()))
+    known = states(bench)[0].history.counts
+    assert known == ({7: 0, 8: 0, 9: 0, 10: 0, 11: 1} if last else {})
+    bench.ring.arrive(Release(5, 0, 1), None)
+    passed = [Tombstone(2), Tombstone(3), *([] if last else [history]), Release(5, 0, 1)]
+    assert bench.outlet.sent[1:] == passed
+    assert bench.broken == []
+    assert bench.ring.stats()[0]["stage_refused_total"] == 2.0
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
+    bench: Bench, last: bool
+) -> None:
+    bench.ring._stage = replace(MIDDLE_STAGE, is_last=last)
+    table = Table(2, 0, Payload("i32", (2,)))
+    bench.ring.arrive(table, bytearray(array("i", [7, 5]).tobytes()))
+    bench.ring.arrive(Table(3, 0, Payload("i32", (2,))), bytearray(4))
+    assert states(bench)[0].blocks == [7, 5]
+    assert bench.outlet.sent[1:] == [*([] if last else [table]), Tombstone(3)]
+    assert bench.broken == []
+
+
+async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
+    released: list[int] = []
+    head: Any = SimpleNamespace(next=lambda _: None, released=lambda tick, _: released.append(tick))
+    desk: Any = SimpleNamespace()
+    ring = make_ring(ScriptedExecutor(), head, desk, lambda _: None)
+    ring.open(RecordingOutlet())
+    for request in (3, 4):
+        ring.arrive(TopLogprobs(request, 7, (1,), (-0.5,)), None)
+    ring.arrive(Release(9, 3, 8), None)
+    assert released == [9]
+    assert list(ring._front._tops) == [(4, 7)]
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+
+def part(bench: Bench, tick: int, arrived: int) -> None:
+    """Rows of a volume arrive: ``arrived`` in all."""
+    bench.ring.arrive(VolumePart(tick, 1, Payload("f32", (1, 2))), None, arrived)
+
+
+def running(bench: Bench) -> tuple[int, int, bytes]:
+    """Start, count and data of what runs."""
+    (((segment,), _),) = bench.executor.steps
+    (rows,) = segment.volume.rows
+    return rows.start, rows.count, bytes(segment.data)
+
+
+async def test_rows_go_on_while_more_are_coming(bench: Bench) -> None:
+    volume = bench.volume(2, 1, prefill=True, count=50)
+    data = bytearray(400)
+    bench.ring.arrive(volume, data, 15)
+    assert bench.executor.steps == [], "no pass yet"
+    data[8 * 15 : 8 * 16] = b"rowrowro"
+    part(bench, 2, 16)
+    assert running(bench) == (4, 16, bytes(8 * 15) + b"rowrowro")
+    part(bench, 2, 40)
+    await bench.end()
+    assert bench.outlet.sent[1:] == [volume]
+    assert bench.outlet.sent[1].payload == Payload("f32", (50, 2)), "all rows are announced"
+    assert running(bench)[:2] == (20, 18), "what is left is worth a pass"
+    await bench.end()
+    assert bench.executor.steps == []
+    assert bench.ring.progress.queued == 0, "it waits for the link"
+    part(bench, 2, 50)
+    assert running(bench)[:2] == (38, 16)
+    assert bench.ring.progress.completed == 2
+    await bench.end()
+    assert bench.outlet.sent[2:] == [("more", 2), ("more", 2)]
+    assert states(bench)[0].blocks == [], "the stage would have learnt them"
+    assert bench.ring.stats()[0]["stage_steps_total"] == 3
+    assert bench.ring.stats()[0]["stage_rows_total"] == 50
+    bench.arrive(3, 2)
+    assert len(bench.executor.steps) == 1
+
+
+async def test_a_release_waits_for_the_rows_that_were_announced(bench: Bench) -> None:
+    bench.ring.arrive(bench.volume(2, 1, prefill=True, count=50), bytearray(400), 20)
+    await bench.end()
+    bench.ring.arrive(Release(3, 0, 2), None)
+    part(bench, 2, 50)
+    await bench.end()
+    assert [type(body) for body in bench.outlet.sent[1:]] == [Volume, tuple, Release]
+    assert not bench.ring.progress.busy
+
+
+async def test_failures_in_the_midst_of_a_volume_count_one_by_one(bench: Bench) -> None:
+    bench.ring.arrive(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 20)
+    for arrived in range(40, 40 + 20 * MAX_FAILED_STEPS, 20):
+        assert bench.broken == []
+        await bench.end(error="device lost")
+        part(bench, 2, arrived)
+    (reason,) = bench.broken
+    assert "device lost" in reason
+    assert bench.ring.steps.failed == MAX_FAILED_STEPS
+
+
+async def test_parts_of_nothing_are_counted(bench: Bench) -> None:
+    part(bench, 9, 3)
+    bench.ring.arrive(VolumePart(2, 1, Payload("f32", (1, 2))), None)
+    assert bench.ring.stats()[0]["stage_refused_total"] == 1
+    assert bench.ring.strays == 1
+    assert bench.broken == []
+
+
+async def test_the_tail_reports_a_volume_once() -> None:
+    executor = SamplingExecutor()
+    bench = Bench(executor)
+    bench.ring._stage = replace(MIDDLE_STAGE, is_last=True)
+    for request in (1, 2):
+        bench.ring.arrive(Admit(1 + request, request, Sampling(), 4), None)
+    groups = tuple(
+        Rows(request, 0, 20, request + 1, (request,), sample=request != 2) for request in range(3)
+    )
+    volume = Volume(4, True, groups, Payload("f32", (60, 2)))
+    bench.ring.arrive(volume, bytearray(480), 30)
+    await bench.end()
+    top = TopLogprobs(0, 20, (7,), (0.0,))
+    assert bench.outlet.sent[1:] == [top]
+    executor.failed = (1,)
+    part(bench, 4, 60)
+    await bench.end()
+    assert bench.outlet.sent[1:] == [top, Sampled(4, (Choice(0, 20, 7),), (1,))]
+    assert bench.ring.progress.completed == 4
+
+
+async def test_without_cut_through_volumes_are_stored_and_forwarded() -> None:
+    bench = Bench()
+    bench.ring = make_ring(bench.executor, None, None, bench.broken.append, cut_through=False)
+    bench.ring.open(bench.outlet)
+    bench.ring.arrive(Admit(1, 0, Sampling(), 4), None)
+    bench.ring.arrive(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 499)
+    assert bench.executor.steps == []
+    part(bench, 2, 500)
+    assert running(bench)[:2] == (4, 500)
+
+
+async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
+    """The first stage has all rows at once; what decodes does not wait for the last of them."""
+    asked: list[bool] = []
+
+    def next_batch(_: float, *, prefill: bool = True) -> Batch | None:
+        asked.append(prefill)
+        return batches.pop(0) if batches and prefill == batches[0][0] else None
+
+    def volume(tick: int, prefill: bool, count: int) -> HeadVolume:
+        rows = Rows(int(not prefill), 4, count, tick - 2, (tick,), True)
+        header = Volume(tick, prefill, (rows,), Payload("i32", (count,)))
+        return HeadVolume(header, list(range(count)))
+
+    admits = tuple(HeadControl(Admit(tick, tick - 1, Sampling(), 4)) for tick in (1, 2))
+    batches: list[Any] = [(True, Batch(admits, (volume(3, True, 200),)))]
+    head: Any = SimpleNamespace(
+        next=lambda now, *, prefill=True: (next_batch(now, prefill=prefill) or (None, None))[1]
+    )
+    executor, outlet = ScriptedExecutor(), RecordingOutlet()
+    ring = make_ring(executor, head, SimpleNamespace(), lambda _: None)
+    ring.open(outlet)
+    (segment,) = executor.steps[0][0]
+    assert list(segment.data) == list(range(67))
+    batches.append((False, Batch((), (volume(4, False, 1),))))
+    ring.pump()
+    assert len(batches) == 1, "not while a step runs"
+    executor.end()
+    decode, prefill = executor.steps[0][0]
+    assert (decode.volume.tick, prefill.volume.tick) == (4, 3)
+    assert list(prefill.data) == list(range(67, 133 + 1))
+    executor.end()
+    executor.end()
+    assert asked[-2:] == [False, True]
+    ticks = [body[1] if isinstance(body, tuple) else body.tick for body in outlet.sent]
+    assert ticks == [1, 2, 3, 4, 3, 3]
+
+
+async def test_time_that_nobody_uses_is_counted() -> None:
+    now = [100.0]
+    executor = ScriptedExecutor()
+    ring = make_ring(executor, None, None, lambda _: None, clock=lambda: now[0])
+    ring.open(RecordingOutlet())
+    now[0] = 110.0
+    ring.arrive(Admit(1, 0, Sampling(), 4), None)
+    now[0] = 111.0
+    ring.arrive(Volume(2, False, (Rows(0, 4, 1, 1, (0,)),), Payload("f32", (1, 2))), bytearray(8))
+    now[0] = 114.0
+    executor.end()
+    now[0] = 116.0
+    counters, gauges = ring.stats()
+    assert counters["stage_bubble_seconds_total"] == 3.0
+    assert gauges["stage_bubble_share"] == 0.5

@@ -1,0 +1,244 @@
+"""Exact decisions of a scoreboard about volumes that arrive and run in pieces."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from molink.errors import InvariantError
+from molink.ring.limits import BoardLimits
+from molink.ring.scoreboard import Scoreboard
+from molink.ring.work import Ready, Work
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Admit, Release, Rows, Sampling, Tombstone, Volume
+
+
+@dataclass(frozen=True)
+class Tens:
+    """Pieces of ten rows, less only at the end."""
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        return 10 if here > 10 else here if not coming else 10 * (here == 10)
+
+
+def admit(tick: int, request: int) -> Admit:
+    return Admit(tick, request, Sampling(), 4)
+
+
+def rows(request: int, after: int, count: int, start: int = 0) -> Rows:
+    return Rows(request, start, count, after, (request,), True)
+
+
+def volume(tick: int, *groups: Rows, prefill: bool = True) -> Volume:
+    count = sum(group.count for group in groups)
+    return Volume(tick, prefill, groups, Payload("u8", (count, 1)))
+
+
+def board_with(*requests: int, **limits: int) -> Scoreboard:
+    """Requests of these ids are admitted, by ticks 1, 2, …"""
+    board = Scoreboard(BoardLimits(**limits), Tens())
+    for tick, request in enumerate(requests, 1):
+        board.arrive(admit(tick, request), None, 0.0)
+    board.complete((), 0.0)
+    return board
+
+
+def arrive(board: Scoreboard, body, arrived: int | None = None) -> list:
+    """A message comes; returns the bodies to be forwarded."""
+    data = bytearray(range(body.payload.nbytes)) if isinstance(body, Volume) else None
+    board.arrive(body, data, 0.0, arrived)
+    board.validate()
+    return [control.body for control in board.complete((), 0.0)]
+
+
+def extend(board: Scoreboard, tick: int, arrived: int) -> None:
+    board.extend(tick, arrived, 0.0)
+    board.validate()
+    assert board.complete((), 0.0) == []
+
+
+def take(board: Scoreboard) -> Work:
+    work = board.take(0.0)
+    assert work is not None
+    board.validate()
+    return work
+
+
+def ran(board: Scoreboard, *ticks: int) -> list:
+    out = [control.body for control in board.complete(ticks, 0.0)]
+    board.validate()
+    return out
+
+
+def sizes(ready: Ready | None) -> list[tuple[int, int, int]]:
+    """Request, start and count of a piece's groups."""
+    assert ready is not None
+    return [(group.request, group.start, group.count) for group in ready.volume.rows]
+
+
+def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last():
+    board = board_with(0, 1)
+    whole = volume(3, rows(0, 1, 4), rows(1, 2, 21))
+    arrive(board, whole, 4)
+    arrive(board, volume(4, rows(0, 3, 1, start=4), prefill=False))
+    assert (board.queued, board.waiting) == (0, 2), "both wait for what is on its way"
+    assert board.take(0.0) is None
+    extend(board, 3, 12)
+    assert board.queued == 1
+    work = take(board)
+    assert work.ticks == (3,)
+    assert sizes(work.prefill) == [(0, 0, 4), (1, 0, 6)]
+    assert work.prefill.whole is whole
+    assert (work.prefill.first, work.prefill.last) == (0, False)
+    assert bytes(work.prefill.data) == bytes(range(10))
+    extend(board, 3, 25)
+    assert board.take(0.0) is None, "one piece of a volume at a time"
+    assert ran(board, 3) == []
+    assert board.last_completed == 1
+    assert sizes(take(board).prefill) == [(1, 6, 10)]
+    ran(board, 3)
+    last = take(board)
+    assert sizes(last.prefill) == [(1, 16, 5)]
+    assert last.prefill.last
+    assert (board.queued, board.waiting) == (1, 1)
+    ran(board, 3)
+    assert board.last_completed == 3
+    assert take(board).ticks == (4,)
+
+
+def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces():
+    board = board_with(0, 1)
+    arrive(board, volume(4, rows(0, 1, 2), prefill=False), 1)
+    arrive(board, volume(3, rows(1, 2, 15)))
+    assert take(board).ticks == (3,)
+    ran(board, 3)
+    extend(board, 4, 2)
+    assert take(board).ticks == (4, 3)
+
+
+def test_a_later_volume_fills_the_time_in_which_rows_are_awaited():
+    board = board_with(0, 1)
+    arrive(board, volume(3, rows(0, 1, 30)), 10)
+    arrive(board, volume(4, rows(1, 2, 5)))
+    assert take(board).ticks == (3,)
+    ran(board, 3)
+    assert take(board).ticks == (4,)
+    extend(board, 3, 20)
+    assert take(board).ticks == (3,), "beside another one that runs"
+    ran(board, 4)
+    ran(board, 3)
+
+
+def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over():
+    board = board_with(0, 1, 2)
+    arrive(board, volume(4, rows(0, 1, 5), rows(1, 2, 5), rows(2, 3, 20)), 12)
+    assert arrive(board, Release(5, 1, after=4)) == []
+    assert board.take(0.0) is None, "seven rows are left of those that are here"
+    extend(board, 4, 16)
+    work = take(board)
+    assert sizes(work.prefill) == [(0, 0, 5), (2, 0, 5)]
+    assert [group.request for group in work.prefill.whole.rows] == [0, 2]
+    assert (bytes(work.prefill.data), work.prefill.kept) == (
+        bytes(range(15)),
+        (*range(5), *range(10, 15)),
+    )
+    extend(board, 4, 30)
+    ran(board, 4)
+    work = take(board)
+    assert (sizes(work.prefill), work.prefill.kept) == ([(2, 5, 10)], None)
+    ran(board, 4)
+    take(board)
+    assert ran(board, 4) == [Release(5, 1, after=4)]
+    assert board.counts == {"dropped_groups": 1}
+
+
+def test_after_its_first_piece_a_release_waits_for_the_last():
+    board = board_with(0, 1)
+    arrive(board, volume(3, rows(0, 1, 12), rows(1, 2, 12)), 10)
+    take(board)
+    release = Release(4, 1, after=3)
+    assert arrive(board, release) == []
+    ran(board, 3)
+    assert arrive(board, volume(5, rows(1, 3, 1, start=12))) == [Tombstone(5)]
+    extend(board, 3, 24)
+    assert sizes(take(board).prefill) == [(0, 10, 2), (1, 0, 8)], "its rows have been announced"
+    assert ran(board, 3) == []
+    take(board)
+    assert ran(board, 3) == [release]
+    assert board.counts == {"dropped_groups": 1, "buried_volumes": 1}
+
+
+def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun():
+    board = board_with(0)
+    arrive(board, volume(2, rows(0, 1, 20)), 10)
+    take(board)
+    ran(board, 2)
+    release = Release(3, 0, after=1)
+    assert arrive(board, release) == []
+    extend(board, 2, 20)
+    take(board)
+    assert ran(board, 2) == [release]
+
+
+def test_rows_of_a_buried_volume_are_ignored_when_they_come():
+    board = board_with(0)
+    arrive(board, volume(2, rows(0, 1, 20)), 9)
+    release = Release(3, 0, after=2)
+    assert arrive(board, release) == [Tombstone(2), release]
+    extend(board, 2, 20)
+    assert board.take(0.0) is None
+    assert board.refused == 0
+
+
+def test_parts_that_make_no_sense_are_counted_and_ignored():
+    board = board_with(0)
+    arrive(board, volume(2, rows(0, 1, 20)), 9)
+    for tick, arrived in ((2, 9), (2, 5), (2, 21), (7, 3)):
+        extend(board, tick, arrived)
+    assert board.counts == {"bad_parts": 4}
+    assert board.refused == 4
+    assert board.take(0.0) is None
+    for arrived in (0, -1, 3):
+        assert arrive(board, volume(8 + arrived, rows(0, 1, 2)), arrived) == [
+            Tombstone(8 + arrived)
+        ]
+
+
+def test_rows_that_do_not_wait_for_those_before_them_are_dropped():
+    board = board_with(0)
+    arrive(board, volume(2, rows(0, 1, 20)), 10)
+    take(board)
+    ran(board, 2)
+    arrive(board, volume(3, rows(0, 1, 1, start=20), prefill=False))
+    assert board.take(0.0) is None
+    assert board.counts["unfit_groups"] == 1
+
+
+def test_bytes_wait_until_the_last_piece_was_taken():
+    board = board_with(0, 1, waiting_bytes=30)
+    arrive(board, volume(3, rows(0, 1, 20)), 10)
+    take(board)
+    ran(board, 3)
+    assert arrive(board, volume(5, rows(1, 2, 11))) == [Tombstone(5)]
+    extend(board, 3, 20)
+    take(board)
+    assert arrive(board, volume(6, rows(1, 2, 30))) == []
+
+
+def test_whether_only_rests_are_queued():
+    board = board_with(0, 1)
+    arrive(board, volume(3, rows(0, 1, 20)))
+    assert not board.only_rests
+    take(board)
+    ran(board, 3)
+    assert board.only_rests
+    arrive(board, volume(4, rows(1, 2, 1), prefill=False))
+    assert not board.only_rests
+
+
+def test_a_piece_can_be_completed_only_once():
+    board = board_with(0)
+    arrive(board, volume(2, rows(0, 1, 20)))
+    take(board)
+    ran(board, 2)
+    with pytest.raises(InvariantError, match="tick 2 completed but not taken"):
+        board.complete((2,), 0.0)

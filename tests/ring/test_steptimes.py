@@ -1,0 +1,82 @@
+"""Predictions of steps: never too short for a healthy stage, whatever came before."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.facts.profile import Profile
+from molink.ring.steptimes import SLACK, StepTimes
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Rows, Volume
+
+PROFILE = Profile(
+    decode=((1, 0.01), (8, 0.024)),
+    prefill=((16, 0.05), (64, 0.2)),
+    context=100,
+    decode_token_s=1e-5,
+    prefill_token_s=1e-6,
+)
+
+
+def decode(*contexts: int) -> Volume:
+    rows = tuple(Rows(i, start, 1, 1) for i, start in enumerate(contexts))
+    return Volume(9, False, rows, Payload("i32", (len(rows),)))
+
+
+def chunk(count: int, start: int = 0) -> Volume:
+    return Volume(9, True, (Rows(0, start, count, 1),), Payload("i32", (count,)))
+
+
+@pytest.mark.parametrize(
+    ("volumes", "seconds"),
+    [
+        ([decode(100)], 0.01),
+        ([decode(0, 50, 100)], 0.014),
+        ([decode(1100, 100)], 0.012 + 2 * 500 * 1e-5),
+        ([chunk(64)], 0.2),
+        ([chunk(32, start=1000)], 0.1 + 32 * 1000 * 1e-6),
+        ([decode(100), chunk(64)], 0.21),
+    ],
+)
+def test_a_step_takes_as_long_as_its_volumes_one_after_another(volumes, seconds) -> None:
+    expected = StepTimes(PROFILE).begin(volumes)
+    assert expected.likely == pytest.approx(seconds)
+    assert expected.most == pytest.approx(SLACK * seconds)
+
+
+def test_without_a_measured_chunk_a_row_counts_as_a_step() -> None:
+    times = StepTimes(Profile(decode=((1, 0.5),)))
+    assert times.begin([chunk(64)]).likely == 32.0
+
+
+def test_without_a_profile_nothing_is_predicted() -> None:
+    times = StepTimes(Profile())
+    assert times.begin([decode(1), chunk(64)]).most == 0.0
+    times.end(5.0)
+    assert times.begin([chunk(64)]).most == 0.0
+
+
+def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -> None:
+    times = StepTimes(PROFILE)
+    for _ in range(100):
+        times.begin([decode(100)])
+        times.end(0.03)
+    slow = times.begin([decode(100)])
+    assert slow.likely == pytest.approx(0.03, rel=0.01)
+    assert slow.most == pytest.approx(SLACK * 0.03, rel=0.01)
+    for _ in range(100):
+        times.begin([decode(100)])
+        times.end(0.005)
+    quick = times.begin([decode(100)])
+    assert quick.likely == pytest.approx(0.005, rel=0.01)
+    assert quick.most == pytest.approx(SLACK * 0.01)
+
+
+@given(st.lists(st.floats(0, 10), max_size=50), st.integers(1, 1024), st.integers(0, 10_000))
+def test_after_any_past_a_chunk_has_more_time_than_was_measured(past, count, start) -> None:
+    times = StepTimes(PROFILE)
+    for seconds in past:
+        times.begin([decode(100)])
+        times.end(seconds)
+    most = times.begin([chunk(count, start)]).most
+    assert most >= SLACK * PROFILE.prefill_s(count, start) * (1 - 1e-9)

@@ -1,0 +1,62 @@
+"""Norms in the rows' own type and, for 16-bit rows, in float32."""
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm, load_norm
+from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.loading import weights
+from molink.stage.loading.weights import WeightReader
+
+NAME = "model.layers.0.input_layernorm.weight"
+
+
+def load(folder, dtype):
+    opened = ModelFolder.open(folder)
+    with WeightReader(opened, TORCH_DTYPES[dtype], torch.device("cpu")) as reader:
+        return load_norm(reader, opened.config, NAME), reader.read(NAME)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kind", "kept"),
+    [
+        ("llama", "f32", PlainNorm, torch.float32),
+        ("llama", "bf16", PlainNorm, torch.bfloat16),
+        ("llama", "f16", WideNorm, torch.float32),
+        ("gemma2", "f32", PlainNorm, torch.float32),
+        ("gemma2", "bf16", WideNorm, torch.float32),
+        ("gemma2", "f16", WideNorm, torch.float32),
+    ],
+)
+def test_weights_are_offset_in_full_precision(
+    make_model, tmp_path, monkeypatch, family, dtype, kind, kept
+):
+    monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
+    norm, stored = load(make_model(tmp_path, family), dtype)
+    assert isinstance(norm, kind)
+    assert norm.weight.dtype == kept
+    assert torch.equal(norm.weight.float(), stored.float() + (family == "gemma2"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_norms_are_wide_ones(make_model, tmp_path, monkeypatch, family):
+    folder = make_model(tmp_path, family, head_dim=32)
+    compiled, _ = load(folder, "bf16")
+    if not isinstance(compiled, CompiledNorm):
+        pytest.skip("this CPU has no compiled norms")
+    monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
+    usual, stored = load(folder, "bf16")
+    assert torch.equal(compiled.weight, stored.float() + (family == "gemma2"))
+    rows = torch.randn(5, len(stored)).bfloat16()
+    torch.testing.assert_close(compiled(rows), usual(rows), rtol=2**-6, atol=1e-5)
+
+
+def test_16_bit_rows_are_rounded_once():
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = torch.linspace(0.9, 1.1, 64)
+    wide = rows.double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    normed = WideNorm(weight, 1e-6, rows.dtype)(rows)
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(normed.double(), exact, atol=0, rtol=2**-8)

@@ -1,0 +1,127 @@
+"""What a capture asks of CUDA, with a stand-in for it; `test_graphs.py` has it on a GPU."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from molink.stage.graphs import capture
+from molink.stage.graphs.capture import CudaCaptures
+
+MIB = 1 << 20
+
+
+class FakeCuda:
+    """Streams and memory of a GPU that computes nothing."""
+
+    def __init__(self):
+        self.here = SimpleNamespace(wait_stream=lambda other: self.told.append("wait"))
+        self.current = self.here
+        self.allocated = self.peak = 3 * MIB
+        self.free = 1000 * MIB
+        self.told = []
+        self.capturing = False
+
+    def make_stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        # As torch does: not restored if ending the capture fails.
+        before, self.current, self.capturing = self.current, stream, True
+        try:
+            yield
+        except RuntimeError:
+            raise RuntimeError("CUDA error: capture invalidated") from None
+        self.capturing, self.current = False, before
+        self.free -= 8 * MIB
+
+    def take(self, nbytes):
+        self.peak = max(self.peak, self.allocated + nbytes)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+
+    def reset(device):
+        fake.peak = fake.allocated
+
+    @contextmanager
+    def on(device):
+        yield
+
+    capture._stream_for.cache_clear()
+    for name, stand_in in {
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": fake.make_stream,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: fake.told.append("replay")),
+        "current_stream": lambda device: fake.current,
+        "stream": fake.stream,
+        "graph": fake.graph,
+        "device": on,
+        "synchronize": lambda device: fake.told.append("synchronize"),
+        "empty_cache": lambda: fake.told.append("empty"),
+        "mem_get_info": lambda device: (fake.free, 0),
+        "reset_peak_memory_stats": reset,
+        "memory_allocated": lambda device: fake.allocated,
+        "max_memory_allocated": lambda device: fake.peak,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    yield fake
+    capture._stream_for.cache_clear()
+
+
+DEVICE = torch.device("cuda:0")
+
+
+def test_work_is_captured_after_two_runs(cuda):
+    captures, runs = CudaCaptures(DEVICE), []
+    replay = captures.capture(lambda: runs.append(cuda.capturing), 64 * MIB)
+    assert runs == [False, False, True]
+    assert captures.nbytes == 8 * MIB
+    assert replay is not None
+    replay()
+    assert cuda.told == ["wait", "synchronize", "empty", "replay"]
+
+
+def test_captures_share_a_stream_and_its_workspaces(cuda):
+    assert CudaCaptures(DEVICE)._stream is CudaCaptures(DEVICE)._stream
+
+
+def test_work_that_needs_too_much_is_not_captured(cuda):
+    def work():
+        cuda.take(65 * MIB)
+        assert not cuda.capturing
+
+    captures = CudaCaptures(DEVICE)
+    assert captures.capture(work, 64 * MIB) is None
+    assert captures.capture(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
+
+
+def test_nor_is_work_for_which_there_is_no_memory(cuda):
+    def work():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert CudaCaptures(DEVICE).capture(work, 64 * MIB) is None
+    assert cuda.told == ["wait", "synchronize", "empty"]
+    assert cuda.current is cuda.here
+
+
+def test_a_capture_that_fails_leaves_no_stream_in_place(cuda):
+    def work():
+        if cuda.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="invalidated"):
+        CudaCaptures(DEVICE).capture(work, 64 * MIB)
+    assert cuda.current is cuda.here

@@ -1,0 +1,222 @@
+"""Decode steps on fixed memory give what they give otherwise; on a GPU, as CUDA graphs.
+
+On a CPU a graph is the work itself: all that pads, loads and chooses is the same.
+"""
+
+import pytest
+import torch
+
+from molink.stage import stage as stages
+from molink.stage.attention.flash import FlashAttention
+from molink.stage.base import SequenceRows
+from molink.stage.stage import Stage
+
+#: Enough steps for each bucket to be captured and replayed.
+STEPS = 6
+MIXES = {"one": [5], "three": [30, 2, 17], "five": [1, 2, 3, 4, 5], "long": [300, 260]}
+
+
+class WorkItself:
+    """Stands in for :class:`CudaCaptures`."""
+
+    nbytes = 0
+
+    def __init__(self, device, eager=2.0, replayed=1.0, fails_after=99, fit=99):
+        self.seconds_by_turn = [eager, replayed]
+        self.fails_after, self.fit = fails_after, fit
+        self.captured = 0
+        self.replayed = 0
+
+    def capture(self, work, most):
+        assert most >= 1 << 20
+        self.captured += 1
+        if self.captured > self.fails_after:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.captured > self.fit:
+            return None
+
+        def replay():
+            self.replayed += 1
+            work()
+
+        return replay
+
+    def seconds(self, work):
+        work()
+        self.seconds_by_turn.reverse()
+        return self.seconds_by_turn[1]
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """``captures(**options)``: stages loaded from now on have graphs; returns all stand-ins."""
+    made = []
+
+    def prepare(**options):
+        def make(device):
+            made.append(WorkItself(device, **options))
+            return made[-1]
+
+        monkeypatch.setattr(Stage, "_may_have_graphs", True)
+        monkeypatch.setattr(stages, "CudaCaptures", make)
+        return made
+
+    return prepare
+
+
+def decode(ring, prompts, tables, tokens):
+    """Logits of a few decode steps after the prompts, one row of each."""
+    for prompt, table in zip(prompts, tables, strict=True):
+        ring.run(prompt, [SequenceRows(0, len(prompt), table)], [])
+    found = []
+    for step in range(STEPS):
+        rows = [
+            SequenceRows(len(prompt) + step, 1, table)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        found.append(ring.run(tokens[step : step + len(rows)], rows).cpu())
+    return torch.stack(found)
+
+
+def run_both(make_ring, folder, random_tokens, lengths, prepare, **options):
+    """The same with and without graphs."""
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
+    size = options.get("block_size", 8)
+    tables, free = [], list(range(200))
+    for prompt in prompts:
+        count = -(-(len(prompt) + STEPS) // size)
+        tables.append(free[: 2 * count : 2])
+        del free[: 2 * count : 2]
+    options |= {"blocks": 200}
+    plain = decode(make_ring(folder, (1,), **options), prompts, tables, random_tokens(40, 99))
+    prepare()
+    ring = make_ring(folder, (1,), **options)
+    return plain, decode(ring, prompts, tables, random_tokens(40, 99)), ring
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_padded_steps_give_the_same(
+    make_model, tmp_path, make_ring, random_tokens, captures, mix, family
+):
+    folder = make_model(tmp_path, family, 3)
+    made = []
+    plain, replayed, ring = run_both(
+        make_ring, folder, random_tokens, MIXES[mix], lambda: made.append(captures())
+    )
+    torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+    # Each stage has tried one row at first; steps of more rows were captured, timed and used too.
+    alone = mix == "one"
+    assert [each.captured for each in made[0]] == ([1, 1] if alone else [2, 2])
+    assert all(each.replayed >= 5 for each in made[0])
+    assert all(stage.graph_bytes > 0 for stage in ring.stages)
+
+
+def test_flash_on_fixed_pages(
+    make_model, tmp_path, make_ring, random_tokens, captures, paged, monkeypatch
+):
+    folder = make_model(tmp_path, "qwen2", 3)
+
+    def flash(name, shape, *given):
+        return FlashAttention(shape, paged)
+
+    def prepare():
+        captures()
+        monkeypatch.setattr(stages, "create_attention", flash)
+
+    plain, replayed, _ = run_both(make_ring, folder, random_tokens, [30, 2, 17], prepare)
+    torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+
+
+def test_slower_graphs_are_not_used(make_model, tmp_path, make_ring, random_tokens, captures):
+    folder = make_model(tmp_path, "qwen2", 3)
+    made = []
+    plain, other, ring = run_both(
+        make_ring, folder, random_tokens, [9, 4], lambda: made.append(captures(eager=1, replayed=2))
+    )
+    assert torch.equal(other, plain)
+    assert [each.captured for each in made[0]] == [1, 1]
+    assert [stage.graph_bytes for stage in ring.stages] == [0, 0]
+
+
+def test_a_capture_that_fails_later_leaves_the_step_whole(
+    make_model, tmp_path, make_ring, random_tokens, captures, caplog
+):
+    folder = make_model(tmp_path, "qwen2", 3)
+    made = []
+    plain, other, _ = run_both(
+        make_ring, folder, random_tokens, [9, 4], lambda: made.append(captures(fails_after=1))
+    )
+    torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
+    assert [each.captured for each in made[0]] == [2, 2]
+    assert "no CUDA graphs" in caplog.text
+
+
+def test_a_graph_that_would_take_too_much_stops_no_other(
+    make_model, tmp_path, make_ring, random_tokens, captures
+):
+    folder = make_model(tmp_path, "qwen2", 3)
+    made = []
+    plain, other, ring = run_both(
+        make_ring, folder, random_tokens, [9, 4], lambda: made.append(captures(fit=1))
+    )
+    torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
+    assert [each.captured for each in made[0]] == [2, 2]  # nor is it tried again
+    before = [each.replayed for each in made[0]]
+    ring.run([1], [SequenceRows(0, 1, (199,))])
+    assert [each.replayed for each in made[0]] == [count + 1 for count in before]
+
+
+def test_no_request_has_the_spare_block(make_model, tmp_path, make_ring, captures):
+    from molink.errors import InvariantError
+
+    captures()
+    ring = make_ring(make_model(tmp_path, "qwen2", 3), blocks=4)
+    with pytest.raises(InvariantError, match="block 4 is not in a pool of 4"):
+        ring.run([1], [SequenceRows(0, 1, (4,))])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("block_size", [8, 256])
+def test_cuda_graphs_give_what_eager_steps_give(
+    make_model, tmp_path, make_ring, random_tokens, monkeypatch, dtype, mix, block_size
+):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    from molink.stage.graphs.capture import CudaCaptures
+
+    folder = make_model(tmp_path, "qwen3", 3, head_dim=64)
+    monkeypatch.setattr(Stage, "_may_have_graphs", False)
+
+    class Always(CudaCaptures):
+        """Whatever the times are: a graph has to be right before it is fast."""
+
+        turn = 0
+
+        def seconds(self, work):
+            super().seconds(work)
+            self.turn += 1
+            return 1.0 if self.turn % 2 else 0.5
+
+    def prepare():
+        monkeypatch.setattr(Stage, "_may_have_graphs", True)
+        monkeypatch.setattr(stages, "CudaCaptures", Always)
+        # Torch takes memory by 2 or 20 MiB, which is more than so few layers may have.
+        monkeypatch.setattr(stages, "GRAPH_BYTES", 1 << 30)
+
+    plain, replayed, ring = run_both(
+        make_ring,
+        folder,
+        random_tokens,
+        MIXES[mix],
+        prepare,
+        device="cuda:0",
+        dtype=dtype,
+        block_size=block_size,
+    )
+    made = 1 if mix == "one" else 2  # that of one row is made at first
+    assert [len(stage._graphs._graphs) for stage in ring.stages] == [made] * len(ring.stages)
+    tolerance = 2e-3 if dtype == "f32" else 0.05 * float(plain.std())
+    torch.testing.assert_close(replayed, plain, atol=tolerance, rtol=0)

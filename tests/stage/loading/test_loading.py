@@ -1,0 +1,146 @@
+"""What loading takes: full precision for no more than a part of a layer at a time."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from molink.checkpoint.folder import ModelFolder
+from molink.errors import BrokenModel
+from molink.stage.linear import quantized
+from molink.stage.stage import Stage
+
+LAYERS = 8
+LAYER_BYTES = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
+
+
+def is_gone(reference: weakref.ref[torch.Tensor]) -> bool:
+    return reference() is None
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes that results of operators hold, and the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Whether a thing is gone, and its bytes.
+        self._live: dict[int, tuple[Callable[[], bool], int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage).expired, storage.nbytes()
+            else:  # oneDNN's packed weights
+                gone = partial(is_gone, weakref.ref(tensor))
+                self._live[id(tensor)] = gone, tensor.nbytes
+        self._live = {key: item for key, item in self._live.items() if not item[0]()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+@contextmanager
+def counted() -> Iterator[Allocations]:
+    with Allocations() as allocations:
+        yield allocations
+
+
+@pytest.fixture(scope="module")
+def folder(make_model, tmp_path_factory) -> ModelFolder:
+    made = make_model(
+        tmp_path_factory.mktemp("model"),
+        "llama",
+        0,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=LAYERS,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    return ModelFolder.open(made)
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_quantizing_takes_less_than_the_stage_and_two_layers(folder, mode):
+    with counted() as allocations:
+        stage = Stage.load(folder, (0, LAYERS), dtype="f32", quantize=mode)
+    assert stage.weight_bytes < allocations.peak < stage.weight_bytes + 2 * LAYER_BYTES
+
+
+def test_the_measure_sees_what_is_not_quantized(folder):
+    with counted() as allocations:
+        stage = Stage.load(folder, (0, LAYERS), dtype="f32")
+    assert LAYERS * LAYER_BYTES < stage.weight_bytes <= allocations.peak
+
+
+def test_a_large_weight_is_quantized_in_parts(folder, monkeypatch):
+    """bitsandbytes takes several times the bytes of what it is given at once."""
+    given: list[int] = []
+    quantize = quantized.quantize_nf4
+    monkeypatch.setattr("molink.stage.linear.unpacked._PART", 2**16)
+    monkeypatch.setattr(
+        quantized, "quantize_nf4", lambda rows: (given.append(rows.numel()), quantize(rows))[1]
+    )
+    whole = Stage.load(folder, (1, 2), dtype="f32", quantize="nf4")
+    assert max(given) <= 2**16
+    assert sum(given) == LAYER_BYTES // 4
+    assert whole.weight_bytes < LAYER_BYTES / 6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("mode", ["none", "int8", "nf4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_a_weight_that_is_no_number_is_named(qwen, tmp_path, name, mode, value):
+    from safetensors.torch import load_file, save_file
+
+    tensors = {key: tensor.clone() for key, tensor in load_file(qwen / FILE).items()}
+    tensors[name].view(-1)[-1] = value
+    for path in qwen.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(BrokenModel, match=f"{FILE}: tensor {name} holds NaN or infinity"):
+        Stage.load(ModelFolder.open(tmp_path), (0, 3), dtype="f32", quantize=mode)
+
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def qwen(make_model, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen"), "qwen2", 0)
+
+
+def test_large_weights_whose_sum_overflows_are_fine(qwen, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors = {key: tensor.clone() for key, tensor in load_file(qwen / FILE).items()}
+    tensors[name].fill_(1e36)
+    for path in qwen.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, tmp_path / FILE)
+    opened = ModelFolder.open(tmp_path)
+    assert Stage.load(opened, (0, 3), dtype="f32").weight_bytes > 0
+    with pytest.raises(BrokenModel, match=rf"{name} holds .*float16"):
+        Stage.load(opened, (0, 3), dtype="f16")

@@ -1,0 +1,82 @@
+"""top_k, top_p and min_p keep the tokens that Hugging Face's processors keep."""
+
+import pytest
+import torch
+
+from molink.stage.sampling.filters import Filters, cut, weigh
+from molink.wire.messages.data import Sampling
+
+SETTINGS = [
+    Sampling(),
+    Sampling(top_k=1),
+    Sampling(top_k=50),
+    Sampling(top_k=100),
+    Sampling(top_k=10**6),
+    Sampling(top_p=1e-6),
+    Sampling(top_p=0.3),
+    Sampling(top_p=0.95),
+    Sampling(top_p=0.9999),
+    Sampling(min_p=0.3),
+    Sampling(min_p=1.0),
+    Sampling(top_k=80, top_p=0.6),
+    Sampling(top_k=3000, top_p=0.9999),
+    Sampling(top_k=20, top_p=0.99, min_p=0.05),
+]
+
+
+def kept_by_transformers(logits, sampling):
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores, ids = logits[None].double(), torch.zeros(1, 1, dtype=torch.int64)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+    return scores[0].isfinite()
+
+
+def thresholds(likeliest, logits, settings):
+    """Of rows ``logits``, by their tokens ``likeliest``."""
+    filters = Filters.of(settings, logits.shape[1], torch.device("cpu"))
+    totals = weigh(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
+    return cut(likeliest, totals, filters)
+
+
+def kept(logits, settings):
+    least, _ = thresholds(logits.sort(-1, descending=True).values, logits, settings)
+    return logits >= least
+
+
+@pytest.mark.parametrize("vocabulary", [30, 64, 65, 3000])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+def test_all_together_keep_what_each_keeps_alone(vocabulary, scale):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(len(SETTINGS), vocabulary, generator=generator) * scale
+    found = kept(logits, SETTINGS)
+    for row, sampling in enumerate(SETTINGS):
+        expected = kept_by_transformers(logits[row], sampling)
+        # Another order of summing may put the edge of a nucleus one token off.
+        assert (expected != found[row]).sum() <= (sampling.top_p < 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 2999])
+@pytest.mark.parametrize("step", [0.0, 0.25])
+def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size, step):
+    logits = torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(size)) * 4
+    if step:  # with many ties, as logits in bf16 have
+        logits = (logits / step).round() * step
+    ordered = logits.sort(-1, descending=True).values
+    least, _ = thresholds(ordered, logits, SETTINGS)
+    found, enough = thresholds(ordered[:, :size], logits, SETTINGS)
+    assert torch.equal(found[enough], least[enough])
+    assert (least[enough, 0] > ordered[enough, size - 1]).all(), "more may be as likely"
+    assert enough.any() or size == 1
+    assert not enough[SETTINGS.index(Sampling())]
+
+
+def test_ties_at_the_edge_stay_together():
+    logits = torch.tensor([[0.5, 1.0, 0.5, 0.5, 0.1]]).log()
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert kept(logits, [sampling]).tolist() == [[True, True, True, True, False]]

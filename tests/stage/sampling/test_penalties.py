@@ -1,0 +1,74 @@
+"""Penalties and biases against plain references."""
+
+import torch
+
+from molink.stage.sampling.history import History
+from molink.stage.sampling.penalties import SampleRow, penalize
+from molink.wire.messages.data import Sampling
+
+
+def reference(logits, s, prompt, generated):
+    """OpenAI's and Hugging Face's formulas, token by token."""
+    result = logits.clone()
+    for token in set(prompt) | set(generated):
+        value = result[token]
+        factor = s.repetition_penalty
+        result[token] = value * factor if value < 0 else value / factor
+    for token in generated:
+        result[token] -= s.frequency_penalty
+    for token in set(generated):
+        result[token] -= s.presence_penalty
+    for token, bias in s.logit_bias:
+        result[token] += bias
+    return result
+
+
+def test_rows_with_different_settings():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    everything = Sampling(
+        repetition_penalty=0.8,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        logit_bias=((3, -100.0), (7, 4.5)),
+    )
+    cases = [
+        (Sampling(), [1, 2], [3]),
+        (Sampling(repetition_penalty=1.7), [1, 2, 2, 5], [5, 29]),
+        (Sampling(presence_penalty=0.5), [1], [3, 3, 4]),
+        (Sampling(frequency_penalty=-0.7), [1], [3, 3, 4]),
+        (everything, [3, 8], [8, 8, 0]),
+    ]
+    found = penalize(logits, [SampleRow(s, 9, History(*tokens)) for s, *tokens in cases])
+    expected = torch.stack([reference(logits[i], *case) for i, case in enumerate(cases)])
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[0], logits[0])
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[4, 9, 4, 17]])
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
+    row = SampleRow(Sampling(repetition_penalty=1.3), 4, History([4, 9], [4, 17]))
+    torch.testing.assert_close(penalize(logits, [row]), expected)
+
+
+def test_nothing_to_do_copies_nothing():
+    logits = torch.randn(2, 30)
+    assert penalize(logits, [SampleRow(Sampling(), 0, History([1], [2]))] * 2) is logits
+
+
+def test_ids_beyond_the_vocabulary_are_passed_over():
+    logits = torch.randn(2, 30)
+    sampling = Sampling(repetition_penalty=2.0, logit_bias=((30, 5.0), (10**6, 1.0)))
+    row = SampleRow(sampling, 2, History([30, -1], [99, -7]))
+    assert torch.equal(penalize(logits, [row, row]), logits)
+
+
+def test_no_history_yet():
+    logits = torch.randn(2, 30)
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0)
+    assert torch.equal(
+        penalize(logits, [SampleRow(sampling, 0), SampleRow(sampling, 0, History())]), logits
+    )

@@ -1,0 +1,193 @@
+"""Tokens are picked as asked, by noise that depends on seed and position alone."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from molink.stage.sampling.history import History
+from molink.stage.sampling.noise import uniform
+from molink.stage.sampling.sampler import SampleRow, sample
+from molink.wire.messages.data import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def logits_of(rows, vocabulary, seed=0, scale=3.0):
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def draw(logits, sampling, seeds):
+    """The token drawn from one row of logits under each of many seeds."""
+    rows = [
+        SampleRow(Sampling(**{**as_dict(sampling), "seed": seed}), position=7) for seed in seeds
+    ]
+    return [token.token for token in sample(logits.expand(len(rows), -1), rows)]
+
+
+def as_dict(sampling):
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie():
+    logits = torch.zeros(3, 50)
+    logits[0, [9, 30]] = 2.0
+    logits[1, 49] = 1.0
+    assert [t.token for t in sample(logits, [SampleRow(GREEDY, 0)] * 3)] == [9, 49, 0]
+
+
+def test_no_rows():
+    assert sample(torch.empty(0, 50), []) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite(bad, temperature):
+    logits = logits_of(3, 20)
+    logits[1, 4] = bad
+    sampling = Sampling(temperature=temperature, logprobs=2)
+    found = sample(logits, [SampleRow(sampling, 0)] * 3)
+    assert found[1] is None
+    assert found[0] is not None
+    assert found[2] is not None
+
+
+def test_the_logits_are_left_unchanged():
+    logits = logits_of(2, 40)
+    before = logits.clone()
+    sampling = Sampling(
+        temperature=0.5, top_p=0.8, repetition_penalty=1.3, logit_bias=((3, 5.0),), logprobs=3
+    )
+    sample(logits, [SampleRow(sampling, 1, History([1, 2], [3]))] * 2)
+    assert torch.equal(logits, before)
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    logits = logits_of(1, 300)
+    row = SampleRow(Sampling(seed=11), 5)
+    alone = sample(logits, [row])[0]
+    others = [SampleRow(Sampling(seed=3, top_k=5), 1), row, SampleRow(GREEDY, 1)]
+    among = sample(torch.cat([logits_of(1, 300, 1), logits, logits_of(1, 300, 2)]), others)[1]
+    assert among.token == alone.token
+    seeds = {sample(logits, [SampleRow(Sampling(seed=s), 5)])[0].token for s in range(30)}
+    places = {sample(logits, [SampleRow(Sampling(seed=11), p)])[0].token for p in range(30)}
+    assert len(seeds) > 3
+    assert len(places) > 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=5),
+        Sampling(top_p=0.7),
+        Sampling(min_p=0.1),
+        Sampling(temperature=1.5, top_k=12, top_p=0.8, min_p=0.02),
+    ],
+)
+def test_frequencies_follow_the_distribution(sampling):
+    logits, draws = logits_of(1, 40, scale=2.0), 4000
+    expected = reference_weights(logits[0], sampling)
+    counts = Counter(draw(logits, sampling, range(draws)))
+    assert set(counts) <= {i for i, p in enumerate(expected.tolist()) if p > 0}
+    # Chi-squared over all tokens: its mean is the number of tokens, its spread sqrt(2 x number).
+    kept = [(p * draws, counts[i]) for i, p in enumerate(expected.tolist()) if p > 0]
+    chi = sum((seen - mean) ** 2 / mean for mean, seen in kept)
+    assert chi < len(kept) + 5 * math.sqrt(2 * len(kept))
+
+
+@pytest.mark.parametrize("vocabulary", [50, 300, 8192, 20000])
+@pytest.mark.parametrize("step", [0.0, 0.125])
+def test_tokens_are_those_of_the_plain_formula(vocabulary, step):
+    """Whichever way is taken: among the likeliest tokens, or all, in blocks or not."""
+    settings = [
+        {},
+        {"temperature": 0.5, "top_k": 20, "top_p": 0.8},
+        {"top_k": 1},
+        {"top_k": 64},
+        {"top_k": 5000},
+        {"top_p": 0.95},
+        {"top_p": 0.99999},
+        {"temperature": 3.0, "top_p": 0.97},
+        {"min_p": 0.2},
+        {"min_p": 1e-9},
+    ]
+    logits = logits_of(len(settings), vocabulary)
+    if step:  # with many ties, as logits in bf16 have
+        logits = (logits / step).round() * step
+    for seed in range(5):
+        rows = [SampleRow(Sampling(seed=seed, **each), 3) for each in settings]
+        found = [each.token for each in sample(logits, rows)]
+        expected = [plain_formula(logits[i], row.sampling) for i, row in enumerate(rows)]
+        assert found == expected
+        alone = [sample(logits[i : i + 1], [row])[0].token for i, row in enumerate(rows)]
+        assert alone == found
+
+
+def plain_formula(logits, sampling):
+    """The token for noise at position 3: the filters by sorting, then the inverse cumulative sum.
+
+    Tokens as likely as the last one kept stay.
+    """
+    weights = ((logits.double() - logits.max()) / sampling.temperature).exp()
+    if sampling.top_k:
+        weights[weights < weights.sort(descending=True).values[: sampling.top_k][-1]] = 0
+    ordered = weights.sort(descending=True).values
+    inside = ordered.cumsum(0) - ordered < sampling.top_p * ordered.sum()
+    weights[weights < max(ordered[inside][-1], sampling.min_p)] = 0
+    cumulative = weights.cumsum(0)
+    aim = cumulative[-1] * uniform(sampling.seed, 3)
+    return int((cumulative <= aim).sum())
+
+
+def reference_weights(logits, sampling):
+    """Probabilities by transformers' own processors."""
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    scores, ids = logits[None].double(), torch.zeros(1, 1, dtype=torch.int64)
+    if sampling.temperature != 1.0:
+        scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+    return scores[0].softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature):
+    logits = logits_of(4, 100)
+    rows = [SampleRow(Sampling(temperature=temperature, seed=i), i) for i in range(4)]
+    assert [t.token for t in sample(logits, rows)] == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_the_models_own():
+    logits = logits_of(3, 60)
+    expected = logits.log_softmax(-1)
+    biased = Sampling(temperature=0.0, logprobs=3, logit_bias=((5, 100.0),))
+    plain, none = Sampling(temperature=2.0, seed=4, logprobs=0), Sampling(seed=1)
+    first, second, third = sample(
+        logits, [SampleRow(biased, 2), SampleRow(plain, 2), SampleRow(none, 2)]
+    )
+    assert first.token == 5
+    assert first.logprob == pytest.approx(expected[0, 5].item(), abs=1e-5)
+    values, ids = expected[0].topk(3)
+    assert [token for token, _ in first.top] == ids.tolist()
+    assert [value for _, value in first.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert second.logprob == pytest.approx(expected[1, second.token].item(), abs=1e-5)
+    assert second.top == ()
+    assert math.isnan(third.logprob)
+
+
+def test_more_logprobs_than_tokens():
+    found = sample(logits_of(1, 5), [SampleRow(Sampling(logprobs=20), 0)])[0]
+    assert len(found.top) == 5

@@ -1,0 +1,240 @@
+"""A swarm on paper: members that report, and a reconciler that is told."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from molink.facts.device import Device
+from molink.facts.model import ModelFacts
+from molink.facts.profile import Profile
+from molink.swarm.audit import audit
+from molink.swarm.events import (
+    Commit,
+    MemberAdded,
+    Reported,
+    Send,
+    Serve,
+    StageSaid,
+    Tick,
+)
+from molink.swarm.reconciler import Reconciler
+from molink.swarm.records import Desired, MemberRecord
+from molink.wire.messages.control import (
+    Assign,
+    Form,
+    Member,
+    PeerReport,
+    Prefetch,
+    Prefetched,
+    Route,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+    Welcome,
+    WorkerState,
+)
+
+GB = 10**9
+FACTS = ModelFacts(
+    name="toy",
+    layers=6,
+    layer_bytes=GB,
+    first_bytes=0,
+    last_bytes=0,
+    kv_bytes=0,
+    context=4096,
+)
+#: Too little for a head to go by.
+QUICK = Profile(decode=((1, 0.01),))
+BLOCKS = {"a": 100, "b": 80, "c": 90}
+
+
+def key(name):
+    return name * 40
+
+
+def member(name, **changes):
+    return MemberRecord(name, key(name), name.upper(), **changes)
+
+
+def report(
+    name, *workers, stage="auto", memory=100 * GB, pid=1, models=(), prefetched=None, block_size=1
+):
+    return PeerReport(
+        name=name.upper(),
+        version="1",
+        addresses=(f"10.0.0.{ord(name)}",),
+        control_port=5467,
+        endpoint="http://127.0.0.1:5465",
+        daemon_pid=pid,
+        stage=stage,
+        device=Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9, block_size=block_size),
+        models=models or (("toy",) if name == "a" else ()),
+        workers=workers,
+        prefetched=prefetched,
+    )
+
+
+def worker(state, epoch, stage, layers, pipeline="p1"):
+    return WorkerState(
+        pid=1, pipeline=pipeline, stage=stage, layers=layers, state=state, epoch=epoch
+    )
+
+
+class Paper:
+    """Drives a reconciler; ``sent`` holds what it told peers since it was last asked."""
+
+    def __init__(self, *names, min_peers=1, now=100.0, **restored):
+        self.now = now
+        self.members = [member(name) for name in names]
+        self.reconciler = Reconciler("s1", self.members, self.now, **restored)
+        self.min_peers = min_peers
+        self.decisions = []
+        self.committed = []
+        self._routes = {}
+
+    def do(self, event):
+        decisions = self.reconciler.handle(event, self.now)
+        audit(self.reconciler)
+        live = self.reconciler.registry.sessions
+        assert all(d.peer in live for d in decisions if isinstance(d, Send))
+        self.decisions += decisions
+        self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
+        return decisions
+
+    def take(self, *, about_members=False, with_reasons=False):
+        """What was sent since, as ``(peer, message)``; greetings and reasons only if asked for."""
+        decisions, self.decisions = self.decisions, []
+        if not with_reasons:
+            decisions = [d for one in decisions if (d := self._without_reason(one)) is not None]
+        boring = () if about_members else (Welcome, Member)
+        return [
+            (d.peer, d.message)
+            for d in decisions
+            if isinstance(d, Send) and not isinstance(d.message, boring)
+        ]
+
+    def _without_reason(self, decision):
+        """The decision, but not a route of which only the reason is new."""
+        match decision:
+            case Send(peer, Welcome()):
+                self._routes.pop(peer, None)
+            case Send(peer, Route() as route):
+                route = msgspec.structs.replace(route, reason="")
+                if self._routes.get(peer) == route:
+                    return None
+                self._routes[peer] = route
+                return Send(peer, route)
+        return decision
+
+    def wait(self, seconds, *alive):
+        """Let time pass in ticks while ``alive`` peers report what they run."""
+        for _ in range(round(seconds / 0.25)):
+            self.now += 0.25
+            for name in alive:
+                self.do(Reported(name, self.reconciler.registry.sessions[name].report))
+            self.do(Tick())
+
+    def report(self, name, *workers, fresh=False, **changes):
+        self.do(Reported(name, report(name, *workers, **changes), fresh))
+
+    def join(self, name, **changes):
+        self.do(MemberAdded(member(name)))
+        self.report(name, **changes)
+
+    def serve(self, **changes):
+        values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, **changes}
+        self.do(Serve(Desired(**values)))
+
+    def loaded(self, message: Assign, peer, port=5468, blocks=None, profile=QUICK):
+        self.do(
+            StageSaid(
+                peer,
+                StageLoaded(
+                    pipeline=message.pipeline,
+                    epoch=message.epoch,
+                    stage=message.stage,
+                    port=port,
+                    max_blocks=BLOCKS.get(peer, 70) if blocks is None else blocks,
+                    profile=profile,
+                ),
+            )
+        )
+
+    def ready(self, peer, stage, epoch, pipeline="p1"):
+        self.do(StageSaid(peer, StageReady(pipeline=pipeline, epoch=epoch, stage=stage)))
+
+    def failed(self, peer, stage, epoch, pipeline="p1", **changes):
+        self.do(
+            StageSaid(
+                peer,
+                StageFailed(pipeline=pipeline, epoch=epoch, stage=stage, reason="oops", **changes),
+            )
+        )
+
+    def obey(self, batch=None):
+        """Peers carry out what they were told, until nothing more is asked; their reports too."""
+        everything = []
+        while batch := batch or self.take():
+            everything += batch
+            for peer, message in batch:
+                if isinstance(message, Prefetch):
+                    self.prefetched(peer, message.number)
+                elif isinstance(message, Assign):
+                    self.loaded(message, peer)
+                elif isinstance(message, Form):
+                    stage = next(i for i, a in enumerate(message.ring) if a.peer == peer)
+                    self.ready(peer, stage, message.epoch, message.pipeline)
+            batch = None
+        self.show_workers()
+        return everything
+
+    def prefetched(self, peer, number, state="done", reason=""):
+        said = Prefetched(number=number, state=state, reason=reason)
+        old = self.reconciler.registry.sessions[peer].report
+        self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
+
+    def show_workers(self):
+        """Every stage of the formation shows up in its peer's report."""
+        formation = self.reconciler.formation
+        if formation is None:
+            return
+        for stage, record in enumerate(formation.record.stages):
+            state = "ready" if formation.state == "ready" else "loading"
+            shown = worker(state, formation.record.epoch, stage, record.layers, formation.record.id)
+            old = self.reconciler.registry.sessions[record.peer].report
+            self.do(
+                Reported(
+                    record.peer,
+                    report(
+                        record.peer,
+                        shown,
+                        stage=old.stage,
+                        memory=old.device.memory,
+                        pid=old.daemon_pid,
+                    ),
+                )
+            )
+
+
+@pytest.fixture(scope="session")
+def kit():
+    """What tests build their swarms from."""
+    return SimpleNamespace(
+        Paper=Paper, member=member, report=report, worker=worker, facts=FACTS, GB=GB
+    )
+
+
+@pytest.fixture
+def running():
+    """Three peers that serve the toy in epoch 1, with nothing more to be told."""
+    paper = Paper("a", "b", "c", min_peers=3)
+    paper.serve()
+    for name in "abc":
+        paper.report(name)
+    paper.wait(1.5, *"abc")
+    paper.obey()
+    assert paper.reconciler.ready
+    paper.take()
+    return paper

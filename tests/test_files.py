@@ -1,0 +1,44 @@
+import pytest
+
+from molink import files
+from molink.files import patiently, plain_name
+
+
+class Locked:
+    """An act that is not permitted a few times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __call__(self) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise PermissionError("in use")
+        return "done"
+
+
+def test_patience_is_for_windows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(files, "_REFUSES", False)
+    with pytest.raises(PermissionError):
+        patiently(Locked(1))
+    monkeypatch.setattr(files, "_REFUSES", True)
+    assert patiently(Locked(3)) == "done"
+    with pytest.raises(PermissionError):
+        patiently(Locked(1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("p1", "p1"),
+        ("../../x", "x"),
+        ("a:b\\c", "a_b_c"),
+        ("con", "_con"),
+        ("LPT1.v2", "_LPT1.v2"),
+        ("cond", "cond"),
+        ("...", "otherwise"),
+    ],
+)
+def test_plain_names(text: str, plain: str) -> None:
+    assert plain_name(text, "otherwise") == plain

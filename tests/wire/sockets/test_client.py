@@ -1,0 +1,269 @@
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from molink.errors import MessageTooLarge, NotAuthorized, Overloaded, Unavailable, UsageError
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec, data_codec
+from molink.wire.messages.control import Done, Failure, StatusRequest
+from molink.wire.messages.data import Cancel, Prompt
+from molink.wire.messages.transfer import FileList, FilesRequest
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Sender
+
+
+async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    told: list[str] = []
+    stranger = net.client(
+        control_codec(), KeyPair.generate(), server.port, on_refused=told.append, name="the swarm"
+    )
+    with pytest.raises(NotAuthorized, match=r"the swarm at tcp://.* doesn't know this PC"):
+        await stranger.wait_connected(5)
+    assert "join" in told[0]
+    fooled = net.client(
+        control_codec(), net.member(), server.port, server_key=KeyPair.generate().public
+    )
+    with pytest.raises(Unavailable, match="another key"):
+        await fooled.wait_connected(0.5)
+    assert server.counters.strangers >= 2
+    assert net.gatekeeper.refused >= 1
+
+
+async def test_nobody_there(net: Any) -> None:
+    client = net.client(control_codec(), net.member(), 1, name="the coordinator")
+    with pytest.raises(Unavailable, match=r"coordinator doesn't answer at tcp://127\.0\.0\.1:1"):
+        await client.request(StatusRequest(ref=0), timeout=0.1)
+    with pytest.raises(Unavailable, match="not connected"):
+        client.send(StatusRequest(ref=0))
+
+
+async def test_no_address(net: Any) -> None:
+    keys = net.member()
+    client = Client(net.context, keys, control_codec(), net.keys.public, ["tcp://a b:x"])
+    with pytest.raises(UsageError, match="no address"):
+        client.start()
+    await client.close()
+    client = Client(net.context, keys, control_codec(), net.keys.public, [])
+    with pytest.raises(UsageError, match="no address"):
+        client.start()
+
+
+async def test_the_second_address_is_tried(net: Any) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    addresses = ["tcp://127.0.0.1:1", f"tcp://127.0.0.1:{server.port}"]
+    client = net.client(control_codec(), net.member(), 0, addresses=addresses)
+    await client.wait_connected(10)
+
+
+async def test_a_member_that_is_let_in_later_gets_in(net: Any) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    keys = KeyPair.generate()
+    client = net.client(control_codec(), keys, server.port)
+    with pytest.raises(NotAuthorized):
+        await client.wait_connected(5)
+    net.gatekeeper.allow(keys.public)
+    await client.wait_connected(5)
+
+
+async def test_reconnecting(net: Any) -> None:
+    events: list[str] = []
+
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        if isinstance(message, Cancel):
+            events.append(message.key)
+
+    server = net.server(data_codec(), handle)
+    port = server.port
+
+    def hello() -> None:
+        events.append("connect")
+        client.send(Cancel("hello"))
+
+    client = net.client(
+        data_codec(),
+        net.member(),
+        port,
+        on_connect=hello,
+        on_disconnect=lambda: events.append("disconnect"),
+    )
+    await net.until(lambda: "hello" in events)
+    await server.close()
+    await net.until(lambda: "disconnect" in events)
+    assert not client.connected
+    again = await rebound(net, handle, port)
+    await net.until(lambda: events.count("hello") == 2)
+    assert events == ["connect", "hello", "disconnect", "connect", "hello"]
+    await again.close()
+
+
+async def test_a_stalled_connection_is_given_up_for_a_new_one(net: Any) -> None:
+    senders: list[Sender] = []
+    events: list[str] = []
+    server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
+
+    def hello() -> None:
+        events.append("connect")
+        client.send(Cancel("hello"))
+
+    client = net.client(
+        data_codec(),
+        net.member(),
+        server.port,
+        on_connect=hello,
+        on_disconnect=lambda: events.append("disconnect"),
+    )
+    await net.until(lambda: senders)
+    client.redial()
+    await net.until(lambda: len(senders) == 2)
+    assert events == ["connect", "disconnect", "connect"]
+    assert senders[0].identity != senders[1].identity
+    assert client.connected
+
+
+async def test_an_attempt_is_given_up_for_a_new_one(net: Any) -> None:
+    events: list[str] = []
+    client = net.client(
+        data_codec(), net.member(), 1, on_disconnect=lambda: events.append("disconnect")
+    )
+    client.redial()
+    with pytest.raises(Unavailable):
+        await client.wait_connected(0.05)
+    assert events == []
+
+
+async def rebound(net: Any, handle: Any, port: int) -> Any:
+    """A server on the port that another has just let go."""
+    from molink.errors import PortInUse
+    from molink.wire.sockets.server import Server
+
+    server: Server[Any] = Server(net.context, net.keys, data_codec(), net.gatekeeper, handle)
+    while True:
+        try:
+            server.bind("127.0.0.1", (port, port + 1))
+        except PortInUse:
+            await asyncio.sleep(0.005)
+        else:
+            return server
+
+
+async def test_requests_fail_when_the_connection_breaks(net: Any) -> None:
+    got: list[Any] = []
+    server = net.server(control_codec(), lambda _, message, __: got.append(message))
+    client = net.client(control_codec(), net.member(), server.port)
+    request = asyncio.ensure_future(client.request(StatusRequest(ref=0), timeout=30))
+    await net.until(lambda: got)
+    await server.close()
+    with pytest.raises(Unavailable, match="broke"):
+        await request
+
+
+async def test_requests_fail_when_the_client_is_closed(net: Any) -> None:
+    got: list[Any] = []
+    server = net.server(control_codec(), lambda _, message, __: got.append(message))
+    client = net.client(control_codec(), net.member(), server.port)
+    request = asyncio.ensure_future(client.request(StatusRequest(ref=0), timeout=30))
+    await net.until(lambda: got)
+    await client.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await request
+
+
+async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
+    senders: list[tuple[Sender, Any]] = []
+    server = net.server(control_codec(), lambda sender, m, _: senders.append((sender, m)))
+    client = net.client(control_codec(), net.member(), server.port, name="the coordinator")
+    await client.wait_connected(5)
+    with pytest.raises(Unavailable, match=r"didn't answer a StatusRequest in 0\.05 s"):
+        await client.request(StatusRequest(ref=0), timeout=0.05)
+    await net.until(lambda: senders)
+    later = asyncio.create_task(client.request(StatusRequest(ref=0)))
+    await net.until(lambda: len(senders) == 2)
+    for sender, message in senders:
+        server.send(sender.identity, Done(ref=message.ref))
+    assert await later == (Done(ref=senders[1][1].ref), None)
+
+
+async def test_a_reply_without_end_is_an_error(net: Any) -> None:
+    enough = asyncio.Event()
+
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        while not enough.is_set():
+            server.send(sender.identity, FileList(ref=message.ref, files=(), more=True))
+            await asyncio.sleep(0)
+
+    server = net.server(control_codec(), handle)
+    client = net.client(control_codec(), net.member(), server.port)
+    with pytest.raises(MessageTooLarge, match="FilesRequest without end"):
+        await client.request_all(FilesRequest(ref=0, model="m"), timeout=20)
+    enough.set()
+    assert client._pending == {}
+
+
+async def test_an_unknown_failure_is_still_an_error(net: Any) -> None:
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        server.send(sender.identity, Failure(ref=message.ref, code="Iterable", message="no"))
+
+    server = net.server(control_codec(), handle)
+    client = net.client(control_codec(), net.member(), server.port)
+    with pytest.raises(Exception, match="no") as caught:
+        await client.request(StatusRequest(ref=0))
+    assert type(caught.value).__name__ == "MolinkError"
+
+
+async def test_a_callback_that_fails_does_not_end_the_client(net: Any) -> None:
+    senders: list[Sender] = []
+    server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    client = net.client(data_codec(), net.member(), server.port, on_connect=fail, on_message=fail)
+    await client.wait_connected(5)
+    client.send(Cancel("a"))
+    await net.until(lambda: senders)
+    server.send(senders[0].identity, Cancel("b"))
+    client.send(Cancel("a"))
+    await net.until(lambda: len(senders) == 2)
+
+
+async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
+    got: list[int] = []
+
+    def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        got.append(message.first)
+
+    server = net.server(data_codec(), handle)
+    client = net.client(data_codec(), net.member(), server.port, max_bytes=8 << 20)
+    await client.wait_connected(5)
+    data = bytes(256 * 1024)
+    message = Prompt("k", 0, Payload("u8", (len(data),)))
+    sent = 0
+    with contextlib.suppress(Overloaded):
+        while sent < 1000:
+            client.send(Prompt("k", sent, message.payload), data)
+            sent += 1
+    assert client.congested
+    assert sent < 200
+    await net.until(lambda: len(got) == sent)
+    assert got == list(range(sent))
+    await net.until(lambda: not client.congested)
+
+
+async def test_what_comes_after_a_break_is_sent_however_full_the_socket_was(net: Any) -> None:
+    """The break may come before what waits for the socket has begun to wait."""
+    got: list[int] = []
+    server = net.server(data_codec(), lambda _, message, __: got.append(message.first))
+    client = net.client(data_codec(), net.member(), server.port)
+    await client.wait_connected(5)
+    data = bytes(256 * 1024)
+    payload = Payload("u8", (len(data),))
+    while not client.congested:
+        client.send(Prompt("k", 0, payload), data)
+    client._drop("the connection broke")
+    assert not client.congested
+    client.send(Prompt("k", 1, payload), data)
+    await net.until(lambda: got[-1:] == [1])

@@ -1,0 +1,182 @@
+"""What strangers and members that misbehave can do to a server: nothing that lasts."""
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec, data_codec
+from molink.wire.messages.control import Done, StatusRequest
+from molink.wire.messages.data import Cancel, Prompt
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.options import make_client
+from molink.wire.sockets.server import Sender, Server
+
+_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+class Victim:
+    """A server and a member that goes on being served."""
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+        self.blocked: list[tuple[str, str]] = []
+        self.server: Server[Any] = net.server(
+            control_codec(), self.handle, on_blocked=lambda *told: self.blocked.append(told)
+        )
+        self.client: Client[Any] = net.client(control_codec(), net.member(), self.server.port)
+        self.address = f"tcp://127.0.0.1:{self.server.port}"
+
+    async def handle(self, sender: Sender, message: Any, payload: memoryview | None) -> None:
+        self.server.send(sender.identity, Done(ref=message.ref))
+
+    async def serves(self) -> None:
+        """Passes if the member still gets its answer."""
+        reply, _ = await self.client.request(StatusRequest(ref=0))
+        assert isinstance(reply, Done)
+
+
+@pytest.fixture
+async def victim(net: Any) -> AsyncIterator[Victim]:
+    made = Victim(net)
+    await made.serves()
+    before = psutil.Process().memory_info().rss
+    yield made
+    await made.serves()
+    assert psutil.Process().memory_info().rss - before < 48 << 20
+
+
+async def closed_by_server(reader: asyncio.StreamReader) -> None:
+    """Wait until the server has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(65536):
+            pass
+
+
+async def test_no_curve(victim: Victim) -> None:
+    with victim.net.context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(victim.address)
+        strangers = victim.server.counters.strangers
+        await victim.net.until(lambda: victim.server.counters.strangers > strangers)
+        await victim.serves()
+    assert victim.server.counters.received == 2
+
+
+async def test_unknown_key(victim: Victim) -> None:
+    keys, server_key = KeyPair.generate(), victim.net.keys.public
+    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+        with pytest.raises(zmq.Again):
+            await socket.send(b"x", zmq.DONTWAIT)
+        await victim.net.until(lambda: victim.net.gatekeeper.refused == 1)
+        await victim.net.until(lambda: victim.server.counters.strangers == 1)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100,
+        bytes(range(256)) * 4,
+        # ZMTP 1.0: a frame of 4 GiB before anything else.
+        b"\xff" + struct.pack(">Q", 1 << 32) + b"\x00" + bytes(1000),
+        # ZMTP 3.1: a proper greeting, then a command of 4 GiB, of 2 EiB, and a message of 4 GiB.
+        _GREETING + b"\x06" + struct.pack(">Q", 1 << 32) + bytes(1000),
+        _GREETING + b"\x06" + struct.pack(">Q", 1 << 61) + bytes(1000),
+        _GREETING + b"\x02" + struct.pack(">Q", 1 << 32) + bytes(1000),
+        _GREETING + b"\x04\x05\x05HELLO",
+    ],
+    ids=["http", "bytes", "zmtp1", "command", "exbibytes", "message", "hello"],
+)
+async def test_raw_tcp(victim: Victim, noise: bytes) -> None:
+    strangers = victim.server.counters.strangers
+    connections = [await asyncio.open_connection("127.0.0.1", victim.server.port) for _ in range(5)]
+    for reader, writer in connections:
+        with contextlib.suppress(ConnectionError):
+            writer.write(noise)
+            await writer.drain()
+            await victim.serves()
+            await closed_by_server(reader)
+        writer.close()
+    await victim.net.until(lambda: victim.server.counters.strangers == strangers + 5)
+
+
+@pytest.mark.parametrize("size", [0, 1, 200_000])
+async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
+    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+    parts = [bytes(size)] * (800 if size < 1000 else 80)
+    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+        await socket.send_multipart(parts)
+        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+        header = control_codec().encode(StatusRequest(ref=7))
+        await socket.send_multipart(header)
+        assert control_codec().decode(await socket.recv_multipart(copy=False))[0] == Done(ref=7)
+
+
+async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> None:
+    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+        for _ in range(40):
+            await socket.send_multipart([b"not", b"a", b"message"])
+        await victim.net.until(lambda: victim.blocked)
+        assert victim.blocked[0][0] == "offender"
+        assert victim.net.gatekeeper.blocked == {"offender"}
+        await victim.net.until(lambda: victim.server.counters.rebuilds == 1)
+        await victim.net.until(lambda: victim.net.gatekeeper.refused)
+    assert victim.server.counters.malformed == 16
+    await victim.net.until(lambda: victim.client.connected)
+    victim.net.gatekeeper.deny("offender")
+    victim.net.gatekeeper.allow(keys.public, "offender")
+    client = victim.net.client(control_codec(), keys, victim.server.port)
+    await client.request(StatusRequest(ref=0))
+
+
+async def test_oversize_from_a_member(victim: Victim) -> None:
+    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+    header = data_codec().encode(Prompt("k", 0, Payload("u8", (1,))), b"x")[0]
+    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+        await socket.send_multipart([header, bytes(300 * 1024)])
+        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+        # Beyond MAXMSGSIZE libzmq itself cuts the connection.
+        await socket.send_multipart([header, bytes(2 << 20)])
+        await socket.send_multipart(control_codec().encode(StatusRequest(ref=1)))
+        await victim.serves()
+    assert victim.server.counters.malformed == 1
+
+
+async def test_a_member_can_not_choose_its_identity(victim: Victim) -> None:
+    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+    with make_client(victim.net.context, keys, server_key) as socket:
+        socket.set(zmq.ROUTING_ID, b"somebody")
+        socket.connect(victim.address)
+        await socket.send_multipart(control_codec().encode(StatusRequest(ref=1)))
+        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+
+
+async def test_a_message_of_the_other_plane(victim: Victim) -> None:
+    keys, server_key = victim.net.member("offender"), victim.net.keys.public
+    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+        await socket.send_multipart(data_codec().encode(Cancel("k")))
+        await victim.net.until(lambda: victim.server.counters.malformed == 1)
+
+
+async def test_a_server_that_sends_garbage(net: Any) -> None:
+    told: list[str] = []
+    senders: list[Sender] = []
+    server = net.server(control_codec(), lambda sender, *_: senders.append(sender))
+    client = net.client(
+        control_codec(), net.member(), server.port, on_refused=told.append, name="the head"
+    )
+    await client.wait_connected(5)
+    client.send(StatusRequest(ref=1))
+    await net.until(lambda: senders)
+    for _ in range(16):
+        await server._socket.send_multipart([senders[0].identity, *[b"x"] * 900])
+    await net.until(lambda: told)
+    assert "the head misbehaves" in told[0]

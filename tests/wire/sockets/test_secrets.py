@@ -1,0 +1,81 @@
+import stat
+import sys
+
+import pytest
+
+from molink.errors import UsageError
+from molink.wire.sockets import secrets
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX modes")
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@posix
+def test_a_secret_is_its_owners_alone(tmp_path):
+    folder = secrets.private_folder(tmp_path / "a" / "b")
+    secrets.write_secret(folder / "key", "one")
+    secrets.write_secret(folder / "key", "two")
+    assert secrets.read_secret(folder / "key") == "two"
+    assert mode(folder / "key") == 0o600
+    assert mode(folder) == 0o700
+    assert [entry.name for entry in folder.iterdir()] == ["key"]
+
+
+@posix
+def test_access_given_since_is_taken_away(tmp_path):
+    path = tmp_path / "key"
+    secrets.write_secret(path, "x")
+    path.chmod(0o644)
+    secrets.read_secret(path)
+    assert mode(path) == 0o600
+
+
+def test_keys_are_made_once(tmp_path):
+    path = tmp_path / "state" / "peer.key"
+    keys = secrets.load_keys(path)
+    assert secrets.load_keys(path) == keys
+    assert keys.secret not in repr(keys)
+
+
+@pytest.mark.parametrize("text", ["", "short", "\N{SNOWMAN}" * 40, '"' * 40])
+def test_a_file_without_a_key_is_named(tmp_path, text):
+    path = tmp_path / "peer.key"
+    secrets.write_secret(path, text)
+    with pytest.raises(UsageError, match=r"peer\.key holds no CURVE secret key"):
+        secrets.load_keys(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    secrets.write_secret(path, "old")
+
+    def full(_descriptor):
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(secrets.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        secrets.write_secret(path, "new")
+    assert path.read_text(encoding="utf-8") == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
+
+
+def test_the_windows_user_is_named_by_its_security_id(monkeypatch):
+    monkeypatch.setattr(secrets, "_run", lambda command: '"pc\\me","S-1-5-21-7-1001"\n')
+    assert secrets._user_sid() == "S-1-5-21-7-1001"
+
+
+def test_a_refusal_of_the_system_tool_is_shown():
+    with pytest.raises(UsageError, match="ended with 3: no"):
+        secrets._run([sys.executable, "-c", "import sys; print('no'); sys.exit(3)"])
+
+
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path):
+    folder = tmp_path / "peer.key"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(UsageError, match=r"peer\.key can't be read"):
+        secrets.load_keys(folder)
+    if sys.platform != "win32":
+        assert folder.stat().st_mode & 0o777 == 0o755

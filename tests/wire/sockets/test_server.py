@@ -1,0 +1,294 @@
+import asyncio
+import errno
+import tracemalloc
+from typing import Any
+
+import pytest
+import zmq
+
+import molink.wire.sockets.server
+from molink.errors import (
+    ModelNotFound,
+    MolinkError,
+    NotAuthorized,
+    PortInUse,
+    Unavailable,
+    UsageError,
+)
+from molink.facts.identity import peer_id
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec, data_codec
+from molink.wire.messages.control import Done, LeaveRequest, StatusRequest, Welcome
+from molink.wire.messages.data import Prompt
+from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.options import make_client
+from molink.wire.sockets.server import Sender, Server, ServerLimits
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class Echo:
+    """A control server that answers every request and keeps who sent what."""
+
+    def __init__(self, net: Any, **options: Any) -> None:
+        self.seen: list[tuple[Sender, Any]] = []
+        self.error: Exception | None = None
+        self.server: Server[Any] = net.server(control_codec(), self.handle, **options)
+        self.port = self.server.port
+
+    async def handle(self, sender: Sender, message: Any, payload: memoryview | None) -> None:
+        self.seen.append((sender, message))
+        if self.error is not None:
+            raise self.error
+        self.server.send(sender.identity, Done(ref=message.ref))
+
+
+async def test_a_request_is_authorised_and_answered(net: Any) -> None:
+    echo = Echo(net)
+    keys = net.member()
+    client = net.client(control_codec(), keys, echo.port)
+    reply, payload = await client.request(StatusRequest(ref=0))
+    assert isinstance(reply, Done)
+    assert payload is None
+    assert echo.seen[0][0].user_id == peer_id(keys.public)
+    assert net.gatekeeper.accepted == 1
+
+
+async def test_a_given_user_id(net: Any) -> None:
+    echo = Echo(net)
+    client = net.client(control_codec(), net.member("invite:abc"), echo.port)
+    await client.request(StatusRequest(ref=0))
+    assert echo.seen[0][0].user_id == "invite:abc"
+
+
+async def test_permits_narrows_what_a_user_may_say(net: Any) -> None:
+    def permits(user: str, message: Any) -> bool:
+        return not user.startswith("invite:") or isinstance(message, LeaveRequest)
+
+    echo = Echo(net, permits=permits)
+    client = net.client(control_codec(), net.member("invite:abc"), echo.port)
+    await client.request(LeaveRequest(ref=0))
+    with pytest.raises(Unavailable):
+        await client.request(StatusRequest(ref=0), timeout=0.1)
+    assert echo.server.counters.forbidden == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "failures"),
+    [(ModelNotFound("no model m"), ModelNotFound, 0), (ValueError("secret"), MolinkError, 1)],
+)
+async def test_what_a_handler_raises_comes_back(
+    net: Any, raised: Exception, expected: type[Exception], failures: int
+) -> None:
+    echo = Echo(net)
+    echo.error = raised
+    client = net.client(control_codec(), net.member(), echo.port)
+    with pytest.raises(expected) as caught:
+        await client.request(StatusRequest(ref=0))
+    assert "secret" not in str(caught.value)
+    assert echo.server.counters.failures == failures
+    echo.error = None
+    await client.request(StatusRequest(ref=0))
+
+
+async def test_a_split_reply_and_a_payload(net: Any) -> None:
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        if isinstance(message, FilesRequest):
+            for number in range(3):
+                files = (FileEntry(name=f"f{number}", size=number),)
+                reply = FileList(ref=message.ref, files=files, more=number < 2)
+                server.send(sender.identity, reply)
+        else:
+            data = bytes(range(200)) * 5
+            server.send(
+                sender.identity, ReadReply(ref=message.ref, payload=Payload("u8", (1000,))), data
+            )
+
+    server = net.server(control_codec(), handle)
+    client = net.client(control_codec(), net.member(), server.port)
+    replies = await client.request_all(FilesRequest(ref=0, model="m"))
+    assert [reply.files[0].name for reply, _ in replies] == ["f0", "f1", "f2"]
+    read = ReadRequest(ref=0, model="m", file="f", offset=0, length=1000)
+    _, payload = await client.request(read)
+    assert bytes(payload) == bytes(range(200)) * 5
+
+
+async def test_the_server_speaks_first(net: Any) -> None:
+    echo = Echo(net)
+    got: list[Any] = []
+    client = net.client(
+        control_codec(), net.member(), echo.port, on_message=lambda message, _: got.append(message)
+    )
+    await client.request(StatusRequest(ref=0))
+    assert echo.server.send(echo.seen[0][0].identity, Welcome(swarm="s", peer="p"))
+    await net.until(lambda: got)
+    assert got == [Welcome(swarm="s", peer="p")]
+
+
+async def test_sending_to_nobody_is_counted(net: Any) -> None:
+    echo = Echo(net)
+    assert not echo.server.send(b"\0abcd", Done(ref=1))
+    assert echo.server.counters.unroutable == 1
+
+
+async def test_the_next_free_port_is_taken(net: Any) -> None:
+    one = Echo(net)
+    other = Server(net.context, net.keys, control_codec(), net.gatekeeper, lambda *_: None)
+    with pytest.raises(PortInUse, match="--control-port"):
+        other.bind("127.0.0.1", (one.port, one.port + 1), "--control-port")
+    try:
+        assert one.port < other.bind("127.0.0.1", (one.port, one.port + 50)) < one.port + 50
+    finally:
+        await other.close()
+    with pytest.raises(UsageError, match="listen"):
+        other.bind("203.0.113.9", (0, 1))
+
+
+async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
+    echo = Echo(net)
+    bad, good = net.member(), net.member()
+    events: list[str] = []
+    revoked = net.client(
+        control_codec(),
+        bad,
+        echo.port,
+        on_disconnect=lambda: events.append("gone"),
+        on_refused=events.append,
+    )
+    broken: list[bool] = []
+    member = net.client(control_codec(), good, echo.port, on_disconnect=lambda: broken.append(True))
+    await revoked.request(StatusRequest(ref=0))
+    await member.request(StatusRequest(ref=0))
+    echo.server.deny(peer_id(bad.public))
+    revoked.send(StatusRequest(ref=9))
+    await net.until(lambda: echo.server.counters.rebuilds == 1)
+    await net.until(lambda: broken)
+    await member.request(StatusRequest(ref=0))
+    await net.until(lambda: len(events) >= 2)
+    with pytest.raises(NotAuthorized, match="join"):
+        await revoked.request(StatusRequest(ref=0))
+    assert sum(sender.user_id == peer_id(bad.public) for sender, _ in echo.seen) == 1
+    net.gatekeeper.allow(bad.public)
+    await revoked.request(StatusRequest(ref=0))
+
+
+@pytest.mark.parametrize("where", ["make_server", "Monitor", "bind"])
+@pytest.mark.parametrize("error", [zmq.ZMQError(errno.EMFILE), UsageError("the address is gone")])
+async def test_a_server_listens_again_whatever_hinders_it(
+    net: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    error: Exception,
+) -> None:
+    echo = Echo(net)
+    client = net.client(control_codec(), net.member(), echo.port)
+    await client.request(StatusRequest(ref=0))
+    work, tries = getattr(molink.wire.sockets.server, where), []
+
+    def fail_twice(*arguments: Any, **options: Any) -> Any:
+        tries.append(where)
+        if len(tries) <= 2:
+            raise error
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(molink.wire.sockets.server, where, fail_twice)
+    echo.server.deny("somebody")
+    await net.until(lambda: echo.server.counters.rebuilds == 1)
+    assert len(tries) == 3
+    assert sum("can't listen" in record.message for record in caplog.records) == 1
+    await client.request(StatusRequest(ref=0))
+
+
+async def test_a_flood_fills_only_its_senders_inbox(net: Any) -> None:
+    busy = asyncio.Event()
+    flooder, member = net.member("flooder"), net.member("member")
+
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        if sender.user_id == "flooder":
+            await busy.wait()
+        else:
+            server.send(sender.identity, Done(ref=message.ref))
+
+    limits = ServerLimits(inbox_messages=20, inbox_bytes=1 << 20)
+    server = net.server(control_codec(), handle, limits=limits)
+    flood = net.client(control_codec(), flooder, server.port, max_messages=10000)
+    quiet = net.client(control_codec(), member, server.port)
+    await flood.wait_connected(5)
+    for _ in range(3000):
+        flood.send(StatusRequest(ref=1))
+    for _ in range(5):
+        await quiet.request(StatusRequest(ref=0), timeout=5)
+    await net.until(lambda: server.counters.overflowed == 3000 - 20)
+    busy.set()
+
+
+async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
+    busy = asyncio.Event()
+    handled: list[int] = []
+
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        await busy.wait()
+        handled.append(message.first)
+
+    server = net.server(data_codec(), handle, limits=ServerLimits(inbox_bytes=4 << 20))
+    client = net.client(data_codec(), net.member(), server.port, max_bytes=1 << 30)
+    await client.wait_connected(5)
+    data = bytes(256 * 1024)
+    tracemalloc.start()
+    for number in range(300):
+        client.send(Prompt("k", number, Payload("u8", (len(data),))), data)
+    await net.until(lambda: server.counters.received == 300)
+    assert server.counters.overflowed == 300 - 15
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    busy.set()
+    await net.until(lambda: len(handled) == 15)
+    assert handled == list(range(15))
+
+
+async def test_a_slow_receiver_is_dropped_to_not_waited_for(net: Any) -> None:
+    limits = ServerLimits(outbox_messages=100, outbox_bytes=4 << 20)
+    seen: list[Sender] = []
+    server = net.server(data_codec(), lambda sender, *_: seen.append(sender), limits=limits)
+    keys = net.member()
+    with make_client(
+        net.context, keys, net.keys.public, f"tcp://127.0.0.1:{server.port}"
+    ) as socket:
+        prompt = Prompt("k", 0, Payload("u8", (4,)))
+        await socket.send_multipart(data_codec().encode(prompt, b"abcd"))
+        await net.until(lambda: seen)
+        data = bytes(256 * 1024)
+        big = Prompt("k", 0, Payload("u8", (len(data),)))
+        sent = [server.send(seen[0].identity, big, data) for _ in range(400)]
+        assert not sent[-1]
+        assert server.counters.congested > 0
+        for _ in range(sum(sent)):
+            await socket.recv_multipart()
+        assert server.send(seen[0].identity, prompt, b"abcd")
+        assert len(await socket.recv_multipart()) == 2
+
+
+async def test_closing_drops_what_waits(net: Any) -> None:
+    started: list[int] = []
+
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        started.append(message.ref)
+        await asyncio.Event().wait()
+
+    server = net.server(control_codec(), handle)
+    client = net.client(control_codec(), net.member(), server.port)
+    await client.wait_connected(5)
+    for ref in range(5):
+        client.send(StatusRequest(ref=ref))
+    await net.until(lambda: started)
+    await server.close()
+    assert started == [0]
+    assert not server.send(b"\0abcd", Done(ref=1))
+
+
+def test_keys_do_not_show_their_secret() -> None:
+    keys = KeyPair.generate()
+    assert keys.secret not in repr(keys)

@@ -1,0 +1,118 @@
+import contextlib
+from typing import Any
+
+import pytest
+import zmq
+
+from molink.errors import UsageError
+from molink.facts.identity import peer_id
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import Done, StatusRequest
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Sender, Server
+from molink.wire.sockets.zap import Gatekeeper, Refusal
+
+
+@pytest.fixture
+async def echo(net: Any) -> Server[Any]:
+    async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        server.send(sender.identity, Done(ref=message.ref))
+
+    server: Server[Any] = net.server(control_codec(), handle)
+    return server
+
+
+def test_members_come_and_go() -> None:
+    with zmq.Context() as context:
+        gate = Gatekeeper(context)
+        one, two = KeyPair.generate().public, KeyPair.generate().public
+        assert gate.allow(one) == peer_id(one)
+        assert gate.allow(two, "invite:x") == "invite:x"
+        assert gate.users == {peer_id(one), "invite:x"}
+        gate.block("invite:x")
+        assert not gate.admits("invite:x")
+        gate.allow(two, "invite:x")
+        assert not gate.admits("invite:x")
+        gate.deny("invite:x")
+        assert gate.blocked == frozenset()
+        gate.allow(two, "invite:x")
+        assert gate.admits("invite:x")
+        gate.deny("nobody")
+        gate.close()
+
+
+async def test_one_per_context(net: Any) -> None:
+    with zmq.Context() as context:
+        one, two = Gatekeeper(context), Gatekeeper(context)
+        one.start()
+        one.start()
+        with pytest.raises(UsageError, match="already"):
+            two.start()
+        one.close()
+        one.close()
+
+        def started() -> bool:
+            with contextlib.suppress(UsageError):
+                two.start()
+                return True
+            return False
+
+        # libzmq closes a socket, and frees its address, some time later.
+        await net.until(started)
+        two.close()
+
+
+async def test_a_callback_that_raises_locks_nobody_out(
+    net: Any, echo: Server[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Refusal] = []
+
+    def fail(refusal: Refusal) -> None:
+        told.append(refusal)
+        raise ValueError("no")
+
+    net.gatekeeper._on_refused = fail
+    net.client(control_codec(), KeyPair.generate(), echo.port)
+    await net.until(lambda: net.gatekeeper.refused)
+    await net.client(control_codec(), net.member(), echo.port).request(StatusRequest(ref=0))
+    assert told[0].address == "127.0.0.1"
+    assert "can't judge" in caplog.records[0].message
+    assert not any("starting it again" in record.message for record in caplog.records)
+
+
+async def test_a_handler_that_fails_is_started_again(
+    net: Any, echo: Server[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer, failures = net.gatekeeper._answer, []
+
+    def fail_first(frames: list[bytes]) -> Any:
+        if not failures:
+            failures.append(1)
+            raise ValueError("no")
+        return answer(frames)
+
+    monkeypatch.setattr(net.gatekeeper, "_answer", fail_first)
+    client = net.client(control_codec(), net.member(), echo.port)
+    await client.request(StatusRequest(ref=0), timeout=15)
+    assert sum("starting it again" in record.message for record in caplog.records) == 1
+
+
+async def test_without_a_gatekeeper_nobody_gets_in(net: Any, echo: Server[Any]) -> None:
+    net.gatekeeper.close()
+    client = net.client(control_codec(), net.member(), echo.port)
+    await net.until(lambda: client.failure is not None)
+    assert not client.connected
+
+
+async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[Any]) -> None:
+    head = [b"i", b"", b"1.0", b"1"]
+    key = bytes(32)
+    for rest in (
+        [b"*", b"127.0.0.1", b"", b"CURVE", key],
+        [b"molink", b"127.0.0.1", b"", b"NULL"],
+        [b"molink", b"127.0.0.1", b"", b"PLAIN", b"user", b"password"],
+        [b"molink", b"127.0.0.1", b"", b"CURVE", b"short"],
+        [b"molink", b"127.0.0.1", b"", b"CURVE", key],
+    ):
+        reply = net.gatekeeper._answer([*head, *rest])
+        assert reply[:5] == [*head, b"400"]
