@@ -22,9 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from molink.errors import MolinkError
 from molink.stage.attention.base import AttentionShape, BackendName, create_attention
-from molink.stage.base import SequenceRows
-from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
+from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _CONTEXTS, _BATCHES = (1024, 8192), (1, 8)
 

@@ -16,10 +16,10 @@ import sys
 
 import psutil
 
-from molink.bench.client import BenchClient, Endpoint
 from molink.bench.clock import MonotonicClock
-from molink.bench.plan import plan_sizes
-from molink.bench.run import run_plan
+from molink.bench.http import BenchClient, BenchTarget
+from molink.bench.planned import plan_sizes
+from molink.bench.runner import run_plan
 from tools.swarm_processes import swarm_processes
 
 #: Seconds of CPU time: of a process, and of its first thread, which has the event loop.
@@ -51,7 +51,7 @@ async def _measure(
     clock = MonotonicClock()
     count = options.warmup + options.requests
     plan = plan_sizes(options.input_tokens, options.output_tokens, float("inf"), count, seed=0)
-    async with BenchClient(Endpoint(url), clock) as client:
+    async with BenchClient(BenchTarget(url), clock) as client:
         await client.prepare()
         for part in (plan[: options.warmup], plan[options.warmup :]):
             before = {process: _times(process) for process in processes}

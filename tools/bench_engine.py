@@ -24,8 +24,8 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.layout import EMBEDDING
-from molink.stage.base import SequenceRows, StageInput
-from molink.stage.limits import peak_read_rate
+from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.measure.peaks import peak_read_rate
 from molink.stage.stage import Stage
 from molinkd.peer.platform import huge_pages
 from tools.serving.rounds import compare
@@ -82,7 +82,9 @@ def _against_llama(
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
     streamed = _streamed_bytes(folder)
-    share = [rate * streamed / most for rate, most in zip(ours["decode"], bandwidth, strict=True)]
+    share = [
+        rate * streamed / maximum for rate, maximum in zip(ours["decode"], bandwidth, strict=True)
+    ]
     return {
         "decode": _compare(ours["decode"], theirs["decode"]),
         "prefill": _compare(ours["prefill"], theirs["prefill"]),

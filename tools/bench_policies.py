@@ -13,10 +13,10 @@ from molink.link.policies.base import (
     Acknowledged,
     DecodeFinished,
     DecodeStarted,
+    LanePolicy,
     LinkEstimate,
-    Policy,
     Produced,
-    Send,
+    SendRows,
     Sent,
 )
 from molink.link.policies.create import POLICIES, create_policy
@@ -60,7 +60,7 @@ def measure(name: str, volumes: int) -> dict[str, object]:
         asked = time.perf_counter()
         decision = policy.decide(now, BOTH)
         decided = time.perf_counter()
-        if isinstance(decision, Send):
+        if isinstance(decision, SendRows):
             sends += 1
             policy.handle(Sent(Lane.BULK, ROW), now)
             policy.handle(Acknowledged(Lane.BULK, ROW, 0.06), now)
@@ -83,7 +83,7 @@ def produced(volume: int) -> Produced:
     return Produced(volume, Lane.BULK, 512, ROW)
 
 
-def events(policy: Policy, volume: int, now: float) -> None:
+def events(policy: LanePolicy, volume: int, now: float) -> None:
     """What happens before a decision: a decode step, and a volume of it."""
     policy.handle(DecodeStarted(8, 0.02), now - 0.02)
     policy.handle(DecodeFinished(8, 0.1), now)

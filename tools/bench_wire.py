@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from molink.link.heartbeat import Progress
+from molink.link.heartbeat import StageProgress
 from molink.link.policies.create import create_policy
 from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender
@@ -61,7 +61,7 @@ async def _serve(pipe: Any, keys: KeyPair, client_public: str) -> None:
             incoming.handle(sender, message, payload)
 
     server = Server(context, keys, data_codec(), gatekeeper, handle)
-    idle = Progress(0, 0, busy=True)
+    idle = StageProgress(0, 0, busy=True)
     receiver = LinkReceiver(1, HIDDEN, "bf16")
     incoming = InLink(server, receiver, PIPELINE, 0, user, lambda: idle, lambda _: None)
     pipe.send(server.bind("127.0.0.1", (0, 1)))
@@ -121,7 +121,7 @@ class Bench:
 
     async def link(self) -> dict[str, float]:
         """Bytes/s of prefill volumes through a link, acknowledged."""
-        idle = Progress(0, 0, busy=True)
+        idle = StageProgress(0, 0, busy=True)
         link = OutLink(
             dial(self.context, self.keys, self.server_key, [self.address]),
             LinkSender(1, create_policy("fifo")),
@@ -144,7 +144,7 @@ class Bench:
         while link.stats.unacknowledged_bytes:  # noqa: ASYNC110  a counter, not an event
             await asyncio.sleep(0.001)
         result = _rate(tick * len(data), start, busy)
-        result["rtt_ms"] = round(link.stats.least_rtt * 1000, 3)
+        result["rtt_ms"] = round(link.stats.min_rtt * 1000, 3)
         await link.close()
         return result
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from molink.link.heartbeat import Progress
+from molink.link.heartbeat import StageProgress
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver
@@ -88,8 +88,8 @@ async def receive(config: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _progress() -> Progress:
-    return Progress(0, 0, busy=True)
+def _progress() -> StageProgress:
+    return StageProgress(0, 0, busy=True)
 
 
 class Sending:

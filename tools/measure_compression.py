@@ -35,9 +35,9 @@ from molink.checkpoint.folder import ModelFolder
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.packing.compression import RowCodec, entropy_coder
 from molink.link.packing.planes import Planes
-from molink.stage.base import SequenceRows, StageInput
-from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
+from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import MAX_PAYLOAD
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer
@@ -134,12 +134,12 @@ def raw(rows: Tensor, dtype: Any) -> bytes:
 
 def best_seconds(work: Callable[[], object], repeat: int) -> float:
     """The least time of this thread that ``work`` took."""
-    least = math.inf
+    minimum = math.inf
     for _ in range(repeat):
         start = time.thread_time()
         work()
-        least = min(least, time.thread_time() - start)
-    return least
+        minimum = min(minimum, time.thread_time() - start)
+    return minimum
 
 
 def messages(data: bytes, row: int, size: int) -> list[bytes]:

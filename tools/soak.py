@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
-from molink.bench.client import BenchClient, Endpoint
 from molink.bench.clock import MonotonicClock
-from molink.bench.plan import PlannedRequest, plan_sizes
+from molink.bench.http import BenchClient, BenchTarget
+from molink.bench.planned import PlannedRequest, plan_sizes
 from molink.bench.report import summarize
-from molink.bench.run import run_plan
+from molink.bench.runner import run_plan
 from molink.bench.sample import Sample
 from tools.swarm_processes import swarm_processes
 
@@ -79,7 +79,7 @@ async def _soak(
     )
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(BenchClient(Endpoint(url), clock)) for url in urls
+            await stack.enter_async_context(BenchClient(BenchTarget(url), clock)) for url in urls
         ]
         for client in clients:
             await client.prepare()

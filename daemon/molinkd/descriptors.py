@@ -20,10 +20,10 @@ def raise_descriptor_limit() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
+        maximum = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
         if soft == resource.RLIM_INFINITY:
             return
-        for wanted in (min(most, _OPEN_MAX), most):
+        for wanted in (min(maximum, _OPEN_MAX), maximum):
             if wanted > soft:
                 with contextlib.suppress(OSError, ValueError):
                     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -67,8 +67,8 @@ def _parse(
 ) -> ModelConfig:
     family = _family(raw, where)
     fields = Fields(raw, where)
-    hidden = fields.integer("hidden_size", most=_MAX_HIDDEN)
-    layers = fields.integer("num_hidden_layers", most=_MAX_LAYERS)
+    hidden = fields.integer("hidden_size", maximum=_MAX_HIDDEN)
+    layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", 2048, MAX_CONTEXT)
     eps = fields.number("rms_norm_eps", 1e-6)
     if eps < 0:
@@ -76,10 +76,10 @@ def _parse(
     traits = parse_traits(family, fields, layers)
     return ModelConfig(
         family=family,
-        vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
+        vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCABULARY),
         hidden_size=hidden,
         layers=layers,
-        intermediate_size=fields.integer("intermediate_size", most=_MAX_INTERMEDIATE),
+        intermediate_size=fields.integer("intermediate_size", maximum=_MAX_INTERMEDIATE),
         norm_eps=eps,
         context=max(positions, traits.rope.reach),
         dtype=_dtype(fields, fallback),

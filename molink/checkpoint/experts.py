@@ -48,9 +48,9 @@ def mixtral_experts(fields: Fields, layers: int) -> Experts:
         BrokenModel: a field that is impossible; named.
     """
     experts = Experts(
-        count=fields.integer("num_local_experts", 8, most=_MAX_EXPERTS),
+        count=fields.integer("num_local_experts", 8, maximum=_MAX_EXPERTS),
         chosen=fields.integer("num_experts_per_tok", 2),
-        inner_size=fields.integer("intermediate_size", most=_MAX_INNER),
+        inner_size=fields.integer("intermediate_size", maximum=_MAX_INNER),
         normalized=True,
         module="block_sparse_moe",
         gate="w1",
@@ -69,11 +69,11 @@ def qwen3_experts(fields: Fields, layers: int) -> Experts:
     step = fields.integer("decoder_sparse_step", 1)
     plain = frozenset(fields.integers("mlp_only_layers"))
     # transformers 5 writes `num_local_experts` for what checkpoints call `num_experts`.
-    known = fields.integer("num_local_experts", 128, most=_MAX_EXPERTS)
+    known = fields.integer("num_local_experts", 128, maximum=_MAX_EXPERTS)
     experts = Experts(
-        count=fields.integer("num_experts", known, most=_MAX_EXPERTS),
+        count=fields.integer("num_experts", known, maximum=_MAX_EXPERTS),
         chosen=fields.integer("num_experts_per_tok", 8),
-        inner_size=fields.integer("moe_intermediate_size", 768, most=_MAX_INNER),
+        inner_size=fields.integer("moe_intermediate_size", 768, maximum=_MAX_INNER),
         normalized=fields.boolean("norm_topk_prob", False),
         dense=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
     )

@@ -85,7 +85,7 @@ def _base(
     rope: RopeConfig | None = None,
 ) -> Traits:
     """What all families have. Without ``head_dim`` its default is the heads' share of a row."""
-    heads = fields.integer("num_attention_heads", most=_MAX_HEADS)
+    heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
     share = max(1, fields.integer("hidden_size") // heads)
     head_dim = fields.integer("head_dim", head_dim or share)
     return Traits(

@@ -82,13 +82,13 @@ class Fields:
     def _wrong(self, name: str, wanted: str, value: object) -> BrokenModel:
         return BrokenModel(f"{self.where}: {name} has to be {wanted}, not {repr(value)[:80]}")
 
-    def integer(self, name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-        """A positive integer up to ``most``."""
+    def integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
+        """A positive integer up to ``maximum``."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._wrong(name, "a positive integer", value)
-        if value > most:
-            raise self._wrong(name, f"at most {most}", value)
+        if value > maximum:
+            raise self._wrong(name, f"at most {maximum}", value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

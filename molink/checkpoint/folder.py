@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from molink.checkpoint.config import ModelConfig, WeightDType
-from molink.checkpoint.facts import model_facts
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import Stored, stored_tensors
 from molink.checkpoint.strays import refuse_strays
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError

@@ -9,10 +9,10 @@ from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.model import BLOCK_SIZE, ModelFacts, Quantize
-from molink.facts.profile import MOST_CHUNK_ROWS
+from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
-LEAST_TOKENS = 2048
+MIN_TOKENS = 2048
 #: Captured decode graphs, all row counts together: bytes for each layer.
 GRAPH_BYTES = 2 << 20
 #: float32 logits, and one copy while they are made.
@@ -29,12 +29,12 @@ _PADDED = 2
 class Load:
     """Rows that one step has at most: ``chunk`` of a prompt, and ``decodes`` streams' next ones."""
 
-    chunk: int = MOST_CHUNK_ROWS
+    chunk: int = MAX_CHUNK_ROWS
     decodes: int = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class StageSetup:
     """What a stage is to run on, and how: ``dtype`` as the user names it."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -83,7 +83,7 @@ class Footprint:
     graphs: int = 0
 
     @classmethod
-    def of(cls, facts: ModelFacts, target: Target) -> "Footprint":
+    def of(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
         """That of a model on a target."""
         element, mode, load = target.element_bytes(facts), target.mode(facts), target.load
 
@@ -117,9 +117,9 @@ class Footprint:
         )
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """Tokens for which a stage must have KV blocks."""
-        return -(-min(self.context, LEAST_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
+        return -(-min(self.context, MIN_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
 
     def weights(self, layers: int, *, opens: bool, closes: bool) -> int:
         """Of a stage that holds ``layers`` layers and the ends that it touches."""
@@ -139,13 +139,13 @@ class Footprint:
         """Least bytes with which a stage of ``layers`` layers works, without the margin."""
         return (
             self.weights(layers, opens=opens, closes=closes)
-            + self.activations(self.least_tokens, closes=closes)
+            + self.activations(self.min_tokens, closes=closes)
             + self.cuda_graphs(layers)
-            + layers * self.least_tokens * self.token
+            + layers * self.min_tokens * self.token
         )
 
     def capacity(self, room: int, *, opens: bool, closes: bool) -> int:
         """Most layers that fit ``room`` bytes; negative if not even the rest does."""
         free = room - self.needs(0, opens=opens, closes=closes)
-        layer = self.layer + self.layer_graphs + self.least_tokens * self.token
+        layer = self.layer + self.layer_graphs + self.min_tokens * self.token
         return free // layer if layer else (1 << 30 if free >= 0 else -1)

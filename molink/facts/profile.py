@@ -12,7 +12,7 @@ import msgspec
 
 #: Rows of the largest prefill chunk that is made where nobody says otherwise: larger ones take more
 #: memory for their activations than they save time (SARATHI: 512 cost at most 10 %).
-MOST_CHUNK_ROWS = 512
+MAX_CHUNK_ROWS = 512
 #: Few enough for a message's header.
 MAX_POINTS = 32
 #: Longest time of a point, in seconds: whatever is above is no measurement.

@@ -7,7 +7,7 @@ from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 
 #: Bounds of ``Retry-After``, in seconds.
-RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+RETRY_MIN, RETRY_MAX = 1.0, 60.0
 #: Weight of the latest interval between two departures.
 _SMOOTHING = 0.2
 
@@ -54,8 +54,8 @@ class Admission:
     @property
     def retry_after(self) -> float:
         """Seconds until a place in the queue is likely to be free."""
-        wait = RETRY_LEAST if self._interval is None else self._interval
-        return float(min(RETRY_MOST, max(RETRY_LEAST, math.ceil(wait))))
+        wait = RETRY_MIN if self._interval is None else self._interval
+        return float(min(RETRY_MAX, max(RETRY_MIN, math.ceil(wait))))
 
     def _check_fields(self, request: HeadRequest) -> None:
         if not request.tokens:

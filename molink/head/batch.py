@@ -8,7 +8,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import MAX_GROUPS, Admit, History, Release, Rows, Table, Volume
 
 #: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
-_GROUP_BYTES_MOST = 4000
+_GROUP_BYTES_MAX = 4000
 #: Most bytes of a group without block ids: array, request, start, count, after, array, sample,
 #: no block to copy from. A block id takes ``_BLOCK_BYTES`` at most.
 _GROUP_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1
@@ -72,7 +72,7 @@ class VolumeBuilder:
         """
         if len(self._groups) >= MAX_GROUPS:
             return 0
-        return (_GROUP_BYTES_MOST - self._bytes - _GROUP_BYTES) // _BLOCK_BYTES - 1
+        return (_GROUP_BYTES_MAX - self._bytes - _GROUP_BYTES) // _BLOCK_BYTES - 1
 
     def add(self, job: Job, count: int, blocks: Sequence[int], released: int) -> None:
         """Issue the next ``count`` rows of ``job``, which bring ``blocks`` to its block table.

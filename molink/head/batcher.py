@@ -155,9 +155,9 @@ class Batcher:
         reading the weights twice. They do where that matters little: :mod:`molink.head.depth`.
         """
         self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
-        most, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
-        apart = self._ledger.volumes(prefill=False) + len(self._alone) < most
-        paired = flying < most and (beside or apart)
+        maximum, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
+        apart = self._ledger.volumes(prefill=False) + len(self._alone) < maximum
+        paired = flying < maximum and (beside or apart)
         if not paired and not self.micro_batches.decides:
             return 0
         jobs = self._roster.prefilling()
@@ -172,10 +172,10 @@ class Batcher:
         room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows
         return rows if room and flying < self.micro_batches.prefills(rows, before, streams) else 0
 
-    def _add_chunk(self, builder: VolumeBuilder, job: Job, most: int) -> int:
-        """Add up to ``most`` prefill rows of a job; how many it got."""
+    def _add_chunk(self, builder: VolumeBuilder, job: Job, maximum: int) -> int:
+        """Add up to ``maximum`` prefill rows of a job; how many it got."""
         in_header = (job.announced + builder.room) * self._limits.block_size - job.issued
-        count = min(most, len(job.tokens) - job.issued, in_header)
+        count = min(maximum, len(job.tokens) - job.issued, in_header)
         self._add_rows(builder, job, count)
         self.prefill_rows += count
         return count

@@ -21,33 +21,33 @@ here they never wait for a prompt, so that nothing has to be balanced.
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from molink.facts.profile import MOST_CHUNK_ROWS, Profile
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 
 #: How much longer a chunk may make an iteration. Below 2, since no step is exactly as predicted.
 STRETCH = 1.7
 #: Without decodes, a chunk may be this much slower than the best one.
 NEAR_BEST = 1.08
 #: Where nothing within the bound is to be had: how much dearer than the least a chunk may be.
-NEAR_LEAST = 1.1
+NEAR_MIN = 1.1
 #: Rows of a chunk where no stage's times are known.
 UNKNOWN_ROWS = 512
 #: Chunks are compared in steps of this many rows at least, and none is smaller without need.
 _STEP = 16
 #: Chunks of this size may be made even where no profile goes so far.
-_LEAST_MOST = 128
+_MIN_MAX = 128
 #: Without decodes no chunk is smaller, whatever a noisy measurement says.
-_LEAST_ALONE = 64
+_MIN_ALONE = 64
 #: Beside decodes it may be, in steps of so many rows: where weights come from memory once for all
 #: rows of a step, or late in a long prompt, when attention to all before is what costs.
-_LEAST_BESIDE = 4
+_MIN_BESIDE = 4
 _REMEMBERED = 1024
 #: So many steps of rows are left, or more: a long prompt.
 _MANY = 256
 
 
-def most_chunk_rows(fixed: int) -> int:
+def max_chunk_rows(fixed: int) -> int:
     """Rows of the largest chunk there can be; ``fixed`` is the setting, 0 = as decided here."""
-    return fixed or MOST_CHUNK_ROWS
+    return fixed or MAX_CHUNK_ROWS
 
 
 class ChunkSize:
@@ -63,8 +63,8 @@ class ChunkSize:
         self._tile = max((profile.tile for profile in self._profiles), default=1)
         self._step = -(-_STEP // self._tile) * self._tile
         measured = min((each.prefill[-1][0] for each in self._profiles), default=0)
-        most = min(MOST_CHUNK_ROWS, max(_LEAST_MOST, self._tile, measured))
-        self._most = most // self._step * self._step or self._step
+        maximum = min(MAX_CHUNK_ROWS, max(_MIN_MAX, self._tile, measured))
+        self._maximum = maximum // self._step * self._step or self._step
         self._remembered: dict[tuple[int, int, int], int] = {}
 
     def set_micro_batches(self, count: int) -> None:
@@ -85,7 +85,7 @@ class ChunkSize:
             return UNKNOWN_ROWS
         riding = -(-decoding // self._micro_batches)
         # Rounded, so that what was decided once can be remembered.
-        before = before // _LEAST_MOST * _LEAST_MOST
+        before = before // _MIN_MAX * _MIN_MAX
         steps = 0 if riding else max(1, min(-(-left // self._step), _MANY))
         key = riding, steps, before
         if key not in self._remembered:
@@ -107,7 +107,7 @@ class ChunkSize:
             for rows in self._ladder(0)
             if rows < left + self._step and _is_coarse(rows // self._step)
         ]
-        sizes = [rows for rows in sizes if rows >= min(_LEAST_ALONE, sizes[-1])]
+        sizes = [rows for rows in sizes if rows >= min(_MIN_ALONE, sizes[-1])]
         times = [self._prompt_s(left, rows, before) for rows in sizes]
         good = NEAR_BEST * min(times)
         return next(rows for rows, seconds in zip(sizes, times, strict=True) if seconds <= good)
@@ -124,11 +124,11 @@ class ChunkSize:
 
         It is no larger than pays: than one for a long prompt that nobody would wait for.
         """
-        most = self._efficient(_MANY * self._step, before)
+        maximum = self._efficient(_MANY * self._step, before)
         sizes = [rows - riding for rows in self._ladder(riding)]
-        sizes = [rows for rows in sizes if rows <= most] or sizes[:1]
-        least = self._turn_s(sizes[0], riding, before)
-        bound = max(STRETCH * self._turn_s(0, riding, before), NEAR_LEAST * least)
+        sizes = [rows for rows in sizes if rows <= maximum] or sizes[:1]
+        minimum = self._turn_s(sizes[0], riding, before)
+        bound = max(STRETCH * self._turn_s(0, riding, before), NEAR_MIN * minimum)
         fitting = bisect_right(sizes, bound, key=lambda rows: self._turn_s(rows, riding, before))
         return sizes[max(0, fitting - 1)]
 
@@ -151,10 +151,10 @@ class ChunkSize:
         first = -(-(riding + step // 2) // step) * step  # a chunk is half a step at least
         parts = [step >> shift for shift in range(step.bit_length() - 1, 0, -1)]
         below = [rows for rows in parts if rows >= max(_STEP, 2 * riding)]
-        sizes = [*below, *range(first, max(first, self._most) + 1, step)]
+        sizes = [*below, *range(first, max(first, self._maximum) + 1, step)]
         if not riding:
             return sizes
-        return [*range(riding + _LEAST_BESIDE, sizes[0], _LEAST_BESIDE), *sizes]
+        return [*range(riding + _MIN_BESIDE, sizes[0], _MIN_BESIDE), *sizes]
 
     def _step_s(self, profile: Profile, rows: int, riding: int, before: int) -> float:
         """Seconds of a fused step: what all rows' matrix products take, and decodes' attention.

@@ -6,14 +6,14 @@ from molink.errors import InvariantError, RequestError
 from molink.facts.ringtimes import LinkFacts
 from molink.facts.story import Story
 from molink.head.admission import Admission
-from molink.head.audit import audit
 from molink.head.batch import Batch
 from molink.head.batcher import Batcher
 from molink.head.cache import BlockCache
+from molink.head.invariants import audit
 from molink.head.job import Job
 from molink.head.ledger import Ledger
 from molink.head.limits import HeadLimits
-from molink.head.policies.base import Policy
+from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
 from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
@@ -39,7 +39,9 @@ class Head:
     to ``sampled``, ``tombstone`` and ``released``. ``now`` is in seconds of any monotonic clock.
     """
 
-    def __init__(self, limits: HeadLimits, epoch: int, policy: Policy | None = None) -> None:
+    def __init__(
+        self, limits: HeadLimits, epoch: int, policy: SchedulingPolicy | None = None
+    ) -> None:
         self.limits = limits
         self.epoch = epoch
         self._cache = BlockCache(limits)

@@ -10,7 +10,7 @@ MAX_SPAN = 1 << 15
 
 
 @dataclass(slots=True, eq=False)
-class Trip:
+class TurnCount:
     """Counts iterations of the ring from a moment on: volumes issued one after another's return."""
 
     mark: int
@@ -24,8 +24,8 @@ class Ledger:
         self.last = 0
         #: In order of tick.
         self._volumes: dict[int, Volume] = {}
-        self._releases: dict[int, Trip | None] = {}
-        self._trips: list[Trip] = []
+        self._releases: dict[int, TurnCount | None] = {}
+        self._trips: list[TurnCount] = []
         self._counts = {True: 0, False: 0}
         #: Rows of the prefill volumes in flight.
         self.prefill_rows = 0
@@ -70,13 +70,13 @@ class Ledger:
                 trip.mark = self.last
         return volume.rows
 
-    def cancelled(self) -> Trip:
+    def cancelled(self) -> TurnCount:
         """Begin to count the iterations that a cancel takes."""
-        trip = Trip(self.last)
+        trip = TurnCount(self.last)
         self._trips.append(trip)
         return trip
 
-    def released(self, tick: int, trip: Trip | None) -> None:
+    def released(self, tick: int, trip: TurnCount | None) -> None:
         """A release goes out; ``trip`` if it is that of a cancel."""
         self._releases[tick] = trip
 

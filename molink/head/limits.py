@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from molink.errors import UsageError
-from molink.facts.profile import MOST_CHUNK_ROWS, Profile
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 
@@ -44,10 +44,10 @@ class HeadLimits:
             "max_waiting": (0, 1 << 20),
             "max_context": (1, 1 << 24),
         }
-        for name, (least, most) in bounds.items():
+        for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)
-            if not least <= value <= most:
-                raise UsageError(f"{name} must be from {least} to {most}, not {value}")
+            if not minimum <= value <= maximum:
+                raise UsageError(f"{name} must be from {minimum} to {maximum}, not {value}")
 
     @property
     def longest(self) -> int:
@@ -60,7 +60,7 @@ class HeadLimits:
 
         All could wait at one stage, which has room for the largest chunks of ``2N`` micro-batches.
         """
-        return 2 * self.stages * MOST_CHUNK_ROWS
+        return 2 * self.stages * MAX_CHUNK_ROWS
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of ``tokens`` tokens."""

@@ -46,8 +46,8 @@ def prospects(times: RingTimes, streams: int, context: float = 0) -> list[Prospe
 
 def best_of(curve: Sequence[Prospect]) -> Prospect:
     """The smallest count that is as good as any, or nearly so."""
-    least = min(each.token_s for each in curve)
-    return next(each for each in curve if each.token_s <= (1 + WORTH) * least)
+    minimum = min(each.token_s for each in curve)
+    return next(each for each in curve if each.token_s <= (1 + WORTH) * minimum)
 
 
 def _prospect(times: RingTimes, count: int, streams: int, context: float) -> Prospect:

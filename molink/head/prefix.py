@@ -157,12 +157,12 @@ class PrefixTree:
         """The block below ``parent`` with most leading ``tokens``, and how many; -1 if none."""
         keys = self._keys.get(parent, [])
         at = bisect_left(keys, tokens)
-        best, most = -1, 0
+        best, maximum = -1, 0
         for key in keys[max(0, at - 1) : at + 1]:
             common = _common(key, tokens)
-            if common > most:
-                best, most = self._children[parent, key], common
-        return best, most
+            if common > maximum:
+                best, maximum = self._children[parent, key], common
+        return best, maximum
 
 
 def _common(one: Key, other: Key) -> int:

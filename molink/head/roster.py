@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.head.job import Job
-from molink.head.ledger import Trip
-from molink.head.policies.base import Policy
+from molink.head.ledger import TurnCount
+from molink.head.policies.base import SchedulingPolicy
 from molink.head.prefix import ROOT, Match
 
 
@@ -24,7 +24,7 @@ class Leaving:
     blocks: tuple[int, ...]
     last: int
     also: tuple[int, ...]
-    trip: Trip | None
+    trip: TurnCount | None
     tokens: Sequence[int]
     computed: int
     node: int
@@ -41,7 +41,7 @@ class Leaving:
 class Roster:
     """Keeps jobs in exactly one place each: waiting in the policy, admitted, or gone."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
         self._jobs: dict[tuple[str, str], Job] = {}
         #: By request id, which rises with each admission.
@@ -114,10 +114,10 @@ class Roster:
         waiting = list(self.policy.waiting())
         abandoned = next((job for job in waiting if job.abandoned(now)), None)
         held = Counter(job.request.owner for job in waiting)
-        most = max(held, key=held.__getitem__, default=owner)
-        if abandoned is not None or held[most] < held[owner] + 2:
+        maximum = max(held, key=held.__getitem__, default=owner)
+        if abandoned is not None or held[maximum] < held[owner] + 2:
             return abandoned
-        theirs = [job for job in reversed(waiting) if job.request.owner == most]
+        theirs = [job for job in reversed(waiting) if job.request.owner == maximum]
         return next((job for job in theirs if job.stalled), theirs[0])
 
     def longest_stalled(self) -> Job | None:
@@ -174,7 +174,7 @@ class Roster:
         job.state = "waiting"
         self.policy.push_back(job, now)
 
-    def remove(self, job: Job, trip: Trip | None = None) -> None:
+    def remove(self, job: Job, trip: TurnCount | None = None) -> None:
         """The job is over, at whatever point it is."""
         del self._jobs[job.request.owner, job.request.key]
         if job.state == "waiting":
@@ -188,7 +188,7 @@ class Roster:
         leaving, self._leaving = self._leaving, []
         return leaving
 
-    def _depart(self, job: Job, trip: Trip | None) -> None:
+    def _depart(self, job: Job, trip: TurnCount | None) -> None:
         del self._admitted[job.id]
         self._prefilling.pop(job.id, None)
         self._idle.pop(job.id, None)

@@ -25,7 +25,7 @@ FIRST_PATIENCE = 60.0
 _LONGEST_ROUND_TRIP = 60.0
 #: The least round trip is that of so many seconds, and of so many beats at most.
 _LATELY = 1.25
-_MOST_BEATS = 64
+_MAX_BEATS = 64
 #: Trips of so many seconds have to agree where each by itself may mean something else.
 _PATIENTLY = 1.6
 #: What is under way beside a beat, as a share of what the link can deliver in its round trip:
@@ -37,7 +37,7 @@ _OWN_PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StageProgress:
     """What a stage tells its neighbours of itself.
 
     ``completed`` is the last tick its compute thread has completed, ``queued`` how many volumes
@@ -67,7 +67,7 @@ class BeatClock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _BeatTrip:
     at: float
     seconds: float
     #: Without the time it waited behind what had been sent just before, as far as is known.
@@ -80,7 +80,7 @@ class _Trip:
 class RoundTrip:
     """Seconds there and back, from the echoes of beats.
 
-    ``least`` is the link's own: the least of late, without the wait behind our own messages. A
+    ``minimum`` is the link's own: the least of late, without the wait behind our own messages. A
     beat on a link that was full all the while says only that the link's own is not longer. One on
     a link that seems half empty may have met a lower rate instead: it counts if all did of late, by
     when the rate is known.
@@ -89,11 +89,11 @@ class RoundTrip:
     def __init__(self, start: float | None = None) -> None:
         """``start`` is believed until something is measured."""
         self.smooth = 0.0 if start is None else start
-        self._least = start
+        self._minimum = start
         self._measured = False
         #: Beats that have not come back: when they left, bytes under way then, and their wait.
-        self._away: deque[tuple[float, int, float]] = deque(maxlen=_MOST_BEATS)
-        self._trips: deque[_Trip] = deque(maxlen=_MOST_BEATS)
+        self._away: deque[tuple[float, int, float]] = deque(maxlen=_MAX_BEATS)
+        self._trips: deque[_BeatTrip] = deque(maxlen=_MAX_BEATS)
 
     def left(self, now: float, ahead: int, wait: float) -> None:
         """A beat leaves.
@@ -118,8 +118,8 @@ class RoundTrip:
             return False
         self.smooth += (seconds - self.smooth) / (8 if self._measured else 1)
         if not self._measured:
-            self._measured, self._least = True, None
-        self._trips.append(_Trip(now, seconds, max(seconds - wait, 0.0), ahead, rate))
+            self._measured, self._minimum = True, None
+        self._trips.append(_BeatTrip(now, seconds, max(seconds - wait, 0.0), ahead, rate))
         return True
 
     def at_most(self, seconds: float, now: float) -> bool:
@@ -130,29 +130,29 @@ class RoundTrip:
         known = min((trip.seconds for trip in self._trips), default=_LONGEST_ROUND_TRIP)
         news = 0 < seconds < known
         if news:
-            self._trips.append(_Trip(now, seconds, 0.0, 0, 0.0))
+            self._trips.append(_BeatTrip(now, seconds, 0.0, 0, 0.0))
         return news
 
-    def least(self, now: float, rate: float | None) -> float | None:
+    def minimum(self, now: float, rate: float | None) -> float | None:
         """The least round trip of late; ``rate`` is as above. ``None`` = unknown."""
         while len(self._trips) > 1 and self._trips[0].at < now - _PATIENTLY:
             self._trips.popleft()
         if not self._trips:
-            return self._least
+            return self._minimum
         recent = [trip for trip in self._trips if trip.at >= now - _LATELY] or [self._trips[-1]]
         alone = [trip.alone for trip in recent if _share(trip, rate) <= _LITTLE]
         long = now - self._trips[0].at >= _PATIENTLY - BUSY_INTERVAL
         if not alone and long and all(_share(trip, rate) < _MUCH for trip in self._trips):
             alone = [trip.alone for trip in self._trips]
         if alone:
-            self._least = min(alone)
+            self._minimum = min(alone)
         longest = min(trip.seconds for trip in recent)
-        if self._least is None or self._least > longest:
-            self._least = longest
-        return self._least
+        if self._minimum is None or self._minimum > longest:
+            self._minimum = longest
+        return self._minimum
 
 
-def _share(trip: _Trip, rate: float | None) -> float:
+def _share(trip: _BeatTrip, rate: float | None) -> float:
     """How much was under way beside a beat, as a share of what the link can deliver meanwhile.
 
     Above :data:`_MUCH`, or where it waited for longer than it travelled, the link was full.

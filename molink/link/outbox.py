@@ -5,14 +5,14 @@ from itertools import count
 
 from molink.errors import WireError
 from molink.link.lane import size_of
-from molink.link.policies.base import Produced, Send
+from molink.link.policies.base import Produced, SendRows
 from molink.link.volume import OutVolume
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Lane, Probe, RingBody, Volume, VolumePart
 
 
-class Outbox:
+class LinkQueues:
     """Queues of one link, and what its policy has granted of the volumes."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Outbox:
         self.nbytes -= size_of(payload)
         return Probe(Payload("u8", (memoryview(payload).nbytes,))), payload
 
-    def grant(self, decision: Send) -> bool:
+    def grant(self, decision: SendRows) -> bool:
         """Let rows go: those that are there, however many the policy says; ``False`` if none."""
         volume = self._volumes.get(decision.volume)
         rows = min(decision.rows, volume.available) if volume is not None else 0
@@ -103,11 +103,11 @@ class Outbox:
         """The volume of which rows may go on ``lane``."""
         return self._volumes[self._grants[lane][0]] if lane in self._grants else None
 
-    def take_rows(self, lane: Lane, most: int) -> tuple[Volume | VolumePart, memoryview]:
-        """The next message of what was granted: at most ``most`` bytes, but one row at least."""
+    def take_rows(self, lane: Lane, maximum: int) -> tuple[Volume | VolumePart, memoryview]:
+        """The next message of what was granted: at most ``maximum`` bytes, but one row at least."""
         name, granted = self._grants.pop(lane)
         volume = self._volumes[name]
-        body, data, rows = volume.cut(granted, most)
+        body, data, rows = volume.cut(granted, maximum)
         self.nbytes -= data.nbytes
         if granted > rows:
             self._grants[lane] = (name, granted - rows)

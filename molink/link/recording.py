@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from molink.errors import UsageError
-from molink.link.policies.base import Decision, Event, Policy, Send, Wait
+from molink.link.policies.base import Decision, Event, LanePolicy, SendRows, Wait
 from molink.link.policies.create import create_policy
 from molink.wire.messages.data import Lane
 
@@ -58,16 +58,16 @@ class Difference:
     replayed: Decision
 
 
-class Recorder:
+class RecordedPolicy:
     """A policy that notes everything it is told and decides, and else is the one it wraps."""
 
     def __init__(
-        self, policy: Policy, write: Callable[[bytes], object], most: int = MAX_BYTES
+        self, policy: LanePolicy, write: Callable[[bytes], object], maximum: int = MAX_BYTES
     ) -> None:
-        """``write`` takes whole lines, ``most`` bytes of them at most."""
+        """``write`` takes whole lines, ``maximum`` bytes of them at most."""
         self._policy = policy
         self._write = write
-        self._left = most
+        self._left = maximum
         self._encoder = msgspec.json.Encoder()
         self._line(_Opened(policy.name, VERSION))
 
@@ -97,7 +97,7 @@ class Recorder:
         """Ask the policy and note the answer."""
         lanes = tuple(ready)
         decision = self._policy.decide(now, ready)
-        if isinstance(decision, Send):
+        if isinstance(decision, SendRows):
             self._line(_Decided(at=now, ready=lanes, send=(decision.volume, decision.rows)))
         else:
             self._line(_Decided(at=now, ready=lanes, wait=decision.until))
@@ -115,7 +115,7 @@ class Recorder:
 
 
 def replay(
-    lines: Iterable[bytes | str], create: Callable[[str], Policy] = create_policy
+    lines: Iterable[bytes | str], create: Callable[[str], LanePolicy] = create_policy
 ) -> list[Difference]:
     """Tell a fresh policy of the same name the same, and compare what it decides.
 
@@ -123,7 +123,7 @@ def replay(
         UsageError: a line is no line of a recording; says which.
     """
     differences: list[Difference] = []
-    policy: Policy | None = None
+    policy: LanePolicy | None = None
     number = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -137,7 +137,7 @@ def replay(
                 continue
         except (msgspec.MsgspecError, UsageError, ValueError) as error:
             raise UsageError(f"line {number} of the recording: {error}") from None
-        recorded = Wait(record.wait) if record.send is None else Send(*record.send)
+        recorded = Wait(record.wait) if record.send is None else SendRows(*record.send)
         replayed = policy.decide(record.at, list(record.ready))
         if replayed != recorded:
             differences.append(Difference(number, record.at, recorded, replayed))

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
 from molink.link.estimate.estimator import LinkEstimator
 from molink.link.lane import Outgoing, OutLane, header_fits
-from molink.link.outbox import Outbox
-from molink.link.packing.packing import Packer, Packing
-from molink.link.policies.base import Acknowledged, Echoed, Event, Policy, Reconnected, Send, Sent
+from molink.link.outbox import LinkQueues
+from molink.link.packing.packing import PackedBytes, Packer
+from molink.link.policies.base import (
+    Acknowledged,
+    Echoed,
+    Event,
+    LanePolicy,
+    Reconnected,
+    SendRows,
+    Sent,
+)
 from molink.link.volume import OutVolume
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data import Ack, Lane, RingBody, Volume
@@ -42,7 +50,7 @@ class LinkSender:
     def __init__(
         self,
         epoch: int,
-        policy: Policy,
+        policy: LanePolicy,
         limits: SenderLimits | None = None,
         packer: Packer | None = None,
         estimator: LinkEstimator | None = None,
@@ -50,11 +58,11 @@ class LinkSender:
         self.epoch = epoch
         self._policy = policy
         self._limits = limits or SenderLimits()
-        self.packing = Packing(packer)
+        self.packing = PackedBytes(packer)
         #: Learns from what is sent and acknowledged; whoever sends beats tells it of them.
         self.estimator = estimator or LinkEstimator()
         self._lanes = {lane: OutLane(epoch, lane) for lane in BOTH_LANES}
-        self._outbox = Outbox()
+        self._outbox = LinkQueues()
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
@@ -153,13 +161,13 @@ class LinkSender:
     # --- sending -----------------------------------------------------------------------------
 
     def poll(
-        self, now: float, ready: Collection[Lane] = BOTH_LANES, most: int = 16
+        self, now: float, ready: Collection[Lane] = BOTH_LANES, maximum: int = 16
     ) -> list[Outgoing]:
-        """At most ``most`` messages to send now, on those lanes whose sockets are ``ready``."""
+        """At most ``maximum`` messages to send now, on those lanes whose sockets are ``ready``."""
         self._rewind_stalled(now)
         self.wake_at = None
         batch: list[Outgoing] = []
-        while len(batch) < most:
+        while len(batch) < maximum:
             out = self._next(now, ready)
             if out is None:
                 break
@@ -182,7 +190,7 @@ class LinkSender:
         # What was granted goes on first where it can; a lane that can't take it holds up no other.
         if not any(self._outbox.granted(lane) for lane in ready):
             decision = self._policy.decide(now, ready)
-            if not isinstance(decision, Send):
+            if not isinstance(decision, SendRows):
                 self.wake_at = decision.until
                 return None
             there = self._outbox.grant(decision)

@@ -65,14 +65,14 @@ class OutVolume:
         self.given += count
         return count
 
-    def cut(self, rows: int, most: int) -> tuple[Volume | VolumePart, memoryview, int]:
-        """The next message: at most ``rows`` rows in at most ``most`` bytes (but one row at least).
+    def cut(self, rows: int, maximum: int) -> tuple[Volume | VolumePart, memoryview, int]:
+        """The next message: at most ``rows`` rows in at most ``maximum`` bytes (but a row).
 
         Returns:
             Its body, its rows as bytes, and how many they are.
         """
         buffer = self._buffers[0]
-        rows = min(rows, max(1, most // self.row_bytes), buffer.nbytes // self.row_bytes)
+        rows = min(rows, max(1, maximum // self.row_bytes), buffer.nbytes // self.row_bytes)
         data, rest = buffer[: rows * self.row_bytes], buffer[rows * self.row_bytes :]
         if rest.nbytes:
             self._buffers[0] = rest

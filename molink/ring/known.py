@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.ring.limits import BoardLimits
+from molink.ring.board_limits import BoardLimits
 from molink.ring.tickset import TickSet
 from molink.wire.messages.data import History, Rows
 

@@ -9,12 +9,12 @@ from molink.wire.messages.data import LinkReport
 INTERVAL = 1.0
 HASTE = 0.2
 #: Reports of one link that may come at once, when a link that was cut delivers again.
-MOST_WAITING = 32
+MAX_WAITING = 32
 #: Relative changes that are worth a report, and one in haste.
 _NOTICEABLE = 0.02
 _LARGE = 0.1
 #: Bytes/s; times by a rate below it would be no numbers any more, and nothing arrives in them.
-_LEAST_RATE = 1.0
+_MIN_RATE = 1.0
 
 
 class LinkRound:
@@ -46,8 +46,8 @@ class LinkRound:
             change = max(
                 _change(report.latency, self._told.latency), _change(report.rate, self._told.rate)
             )
-            least = HASTE if change > _LARGE else INTERVAL
-            if change <= _NOTICEABLE or now < self._told_at + least:
+            minimum = HASTE if change > _LARGE else INTERVAL
+            if change <= _NOTICEABLE or now < self._told_at + minimum:
                 return None
         elif facts == LinkFacts():
             return None
@@ -64,7 +64,7 @@ class LinkRound:
 
     def goes_on(self, report: LinkReport, now: float) -> bool:
         """Whether the next stage has not seen it yet, and it is not one of a flood."""
-        earliest = now - MOST_WAITING * HASTE
+        earliest = now - MAX_WAITING * HASTE
         due_at = max(self._due_at[report.stage], earliest) + HASTE
         if report.stage == self._next or due_at > now:
             return False
@@ -78,7 +78,7 @@ class LinkRound:
 
 
 def _sensible(report: LinkReport) -> bool:
-    known = report.rate == 0 or _LEAST_RATE <= report.rate < math.inf
+    known = report.rate == 0 or _MIN_RATE <= report.rate < math.inf
     return known and 0 <= report.latency < math.inf
 
 

@@ -29,7 +29,7 @@ All rows of a volume that has arrived run sooner or later, as whatever is the la
 
 from typing import Protocol
 
-from molink.facts.profile import MOST_CHUNK_ROWS, Profile
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 
 #: A pass is worth it if a row costs at most this many times what it does in the best one.
 COSTLY = 2.0
@@ -38,9 +38,9 @@ NEAR_BEST = 1.25
 #: Pieces may be dearer than that if their passes take no more of the time in which rows arrive.
 SHARE = 0.5
 #: No piece has fewer rows without need, so that messages stay few.
-LEAST_ROWS = 16
+MIN_ROWS = 16
 #: What is there at once is not cut into smaller ones, whatever a noisy measurement says.
-LEAST_CUT = 64
+MIN_CUT = 64
 
 
 class Cutting(Protocol):
@@ -71,15 +71,15 @@ class EfficientPieces:
         """``profile`` has points of prefill passes; ``forwards``: rows go on to another stage."""
         self._forwards = forwards
         self._tile = profile.tile
-        most = min(MOST_CHUNK_ROWS, max(LEAST_ROWS, profile.prefill[-1][0]))
-        sizes = sorted({*range(LEAST_ROWS, most + 1, LEAST_ROWS), most})
+        maximum = min(MAX_CHUNK_ROWS, max(MIN_ROWS, profile.prefill[-1][0]))
+        sizes = sorted({*range(MIN_ROWS, maximum + 1, MIN_ROWS), maximum})
         # Only whole tiles cost what they should.
         sizes = [rows for rows in sizes if rows % self._tile == 0] or [self._tile]
         costs = [profile.prefill_s(rows) / rows for rows in sizes]
-        self.least = self._fewest(sizes, costs, COSTLY)
-        small = range(LEAST_ROWS, self.least, LEAST_ROWS)
+        self.minimum = self._fewest(sizes, costs, COSTLY)
+        small = range(MIN_ROWS, self.minimum, MIN_ROWS)
         self._small = [(rows, profile.prefill_s(rows)) for rows in small]
-        self.enough = max(LEAST_CUT, self._fewest(sizes, costs, NEAR_BEST))
+        self.enough = max(MIN_CUT, self._fewest(sizes, costs, NEAR_BEST))
 
     @staticmethod
     def _fewest(sizes: list[int], costs: list[float], factor: float) -> int:
@@ -93,21 +93,21 @@ class EfficientPieces:
             return min(here, -(-(even + riding) // self._tile) * self._tile - riding)
         if not coming:
             return here
-        least = self._least_at(pace)
+        minimum = self._min_at(pace)
         # What stays behind must be worth a pass of its own.
-        spare = min(here, here + coming - least)
+        spare = min(here, here + coming - minimum)
         tiled = (spare + riding) // self._tile * self._tile - riding
-        if tiled >= (LEAST_ROWS if riding else least):
+        if tiled >= (MIN_ROWS if riding else minimum):
             return tiled
-        return spare if spare >= least and least < self.least else 0
+        return spare if spare >= minimum and minimum < self.minimum else 0
 
-    def _least_at(self, pace: float) -> int:
+    def _min_at(self, pace: float) -> int:
         """The fewest rows that are worth a pass if ``pace`` of them arrive in a second."""
         if pace > 0:
             for rows, seconds in self._small:
                 if seconds * pace <= SHARE * rows:
                     return rows
-        return self.least
+        return self.minimum
 
 
 def create_cutting(profile: Profile, *, cut_through: bool, forwards: bool) -> Cutting:

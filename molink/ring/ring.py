@@ -10,21 +10,21 @@ from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
-from molink.link.heartbeat import Progress
+from molink.link.heartbeat import StageProgress
 from molink.link.policies.base import DecodeFinished, DecodeStarted
+from molink.ring.board_limits import BoardLimits
 from molink.ring.bubbles import Bubbles
 from molink.ring.collector import Collector
 from molink.ring.front import Front, FrontDesk
-from molink.ring.limits import BoardLimits
 from molink.ring.linkround import LinkRound
 from molink.ring.outlet import Outlet
 from molink.ring.pieces import create_cutting
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.segment import (
     Executing,
-    Requests,
     Segment,
     SegmentResult,
+    StageRequests,
     StageShape,
     StepDone,
 )
@@ -68,7 +68,7 @@ class Ring:
     def __init__(
         self,
         stage: StageShape,
-        requests: Requests,
+        requests: StageRequests,
         executor: Executing,
         head: Head | None,
         desk: FrontDesk | None,
@@ -201,7 +201,7 @@ class Ring:
         self._computing = True
         self._note(now)
         expected = self._times.begin(part.volume for part in work.parts)
-        self.predicted = expected.most
+        self.predicted = expected.maximum
         if work.decode is not None and self._outlet is not None:
             self._outlet.handle(DecodeStarted(count_rows(work.decode.volume), expected.likely))
         # On the compute thread, by molinkd.worker.step.
@@ -339,11 +339,11 @@ class Ring:
         return self._strays + (self._front.strays if self._front is not None else 0)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StageProgress:
         """What the neighbours are told; work that a full link holds back is not waited for."""
         board = self.scoreboard
         held = self._outlet is not None and self._outlet.full and not self._computing
-        return Progress(
+        return StageProgress(
             completed=board.last_completed,
             queued=0 if held else board.queued,
             busy=len(self._requests) > 0,

@@ -44,7 +44,7 @@ before itself or the same request twice; for rows whose ``after`` is complete bu
 never admitted or has earlier rows that are not complete, or whose block table does not hold them or
 is no honest one, or that copy from no honest block; for an ``Admit`` of an id that is not new; for
 a ``History`` or ``Table`` of a request that is not live, or that is not the next ids of it, no
-blocks, or late; for whatever exceeds the :class:`~molink.ring.limits.BoardLimits`, which keep the
+blocks, or late; for whatever exceeds the ``BoardLimits``, which keep the
 memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is ignored;
 so are further rows of a volume that never came, or has had as many. A ``Release`` of a request that
 is not live completes like any other, and such a request can't be admitted later; ticks in it that
@@ -57,8 +57,8 @@ from collections.abc import Iterable, Iterator
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
+from molink.ring.board_limits import BoardLimits
 from molink.ring.known import KnownRequests
-from molink.ring.limits import BoardLimits
 from molink.ring.pieces import Cutting, WholeVolumes
 from molink.ring.releases import Releases
 from molink.ring.tickset import TickSet

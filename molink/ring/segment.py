@@ -60,8 +60,8 @@ class StepDone:
     out_of_memory: bool = False
 
 
-class Requests(Protocol):
-    """What a stage knows of each request; :class:`molinkd.worker.requests.RequestTable` is one."""
+class StageRequests(Protocol):
+    """What a stage knows of each request; the worker has ``RequestTable``."""
 
     def admit(self, message: Admit) -> None:
         """A request begins."""

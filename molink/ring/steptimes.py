@@ -14,19 +14,19 @@ SMOOTHING = 0.1
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step: ``likely``, and ``most``, which it should not exceed."""
+    """Seconds of a step: ``likely``, and ``maximum``, which it should not exceed."""
 
     likely: float
-    most: float
+    maximum: float
 
 
 class StepTimes:
     """Predicts steps by a stage's profile, corrected by how long those before have taken.
 
-    An under-estimate is dangerous: a stage that is busy for longer than five times ``most`` counts
-    as dead, the ring is formed anew, and the same step comes again. So decode and prefill rows
-    count as two passes one after another, and steps that were quicker than the profile never
-    lower ``most``.
+    An under-estimate is dangerous: a stage that is busy for longer than five times ``maximum``
+    counts as dead, the ring is formed anew, and the same step comes again. So decode and prefill
+    rows count as two passes one after another, and steps that were quicker than the profile never
+    lower ``maximum``.
     """
 
     def __init__(self, profile: Profile) -> None:

@@ -8,7 +8,7 @@ from molink.wire.messages.data import Volume
 #: Weight of the last turn in the running mean of how much longer than the floor turns take.
 SMOOTHING = 0.2
 #: A turn counts as at most so many floors: a request may have waited for other things.
-MOST_PACE = 4.0
+MAX_PACE = 4.0
 #: Rows that are later than this share of their turn are not expected any more.
 OVERDUE = 0.5
 
@@ -30,7 +30,7 @@ class _Expected:
     @property
     def gone_at(self) -> float:
         """When they are forgotten: until then, their return still tells how long a turn takes."""
-        return self.finished_at + (1 + OVERDUE) * MOST_PACE * self.floor
+        return self.finished_at + (1 + OVERDUE) * MAX_PACE * self.floor
 
 
 class TurnClock:
@@ -81,7 +81,7 @@ class TurnClock:
         """How long the turn took of those that came back together and in time."""
         entries = {id(self._of[each]): self._of[each] for each in requests if each in self._of}
         for entry in entries.values():
-            seen = min(MOST_PACE, (now - entry.finished_at) / entry.floor)
+            seen = min(MAX_PACE, (now - entry.finished_at) / entry.floor)
             self._pace += SMOOTHING * (seen - self._pace) / len(entries)
 
     def _next(self, now: float) -> float | None:

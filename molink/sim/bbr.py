@@ -8,7 +8,7 @@ from collections import deque
 from enum import Enum
 from math import inf, log
 
-from molink.sim.congestion import FIRST_WINDOW, SEGMENT, Acknowledged
+from molink.sim.congestion import FIRST_WINDOW, SEGMENT, SegmentsAcked
 
 #: Doubles the delivery rate in a round trip (section 4.3.2.1).
 HIGH_GAIN = 2 / log(2)
@@ -25,7 +25,7 @@ _FULL_ROUNDS, _FULL_GROWTH = 3, 1.25
 #: Seconds for which the least round trip counts, and those of ProbeRTT (sections 4.1.2.3, 4.3.5).
 ROUND_TRIP_S, PROBE_S = 10.0, 0.2
 #: The window of ProbeRTT, and the least at all times.
-LEAST_WINDOW = 4 * SEGMENT
+MIN_WINDOW = 4 * SEGMENT
 #: Pacing stays a little below the rate, so that no queue remains (Linux).
 _MARGIN = 0.99
 #: Bursts that a window has to have room for besides, on both ends (Linux).
@@ -81,7 +81,7 @@ class BbrTcp:
         self._is_full = False
         self._full_rate, self._full_rounds = 0.0, 0
         self._phase, self._phase_at = _FIRST_PHASE, 0.0
-        self._least, self._least_at = inf, 0.0
+        self._minimum, self._min_at = inf, 0.0
         self._probed_at: float | None = None
         self._probe_round_end = 0
         self._restarted = False
@@ -109,7 +109,7 @@ class BbrTcp:
     def sent(self, now: float, in_flight: int, limited: bool) -> None:
         """No matter."""
 
-    def acknowledged(self, what: Acknowledged) -> None:
+    def acknowledged(self, what: SegmentsAcked) -> None:
         """Update the model, then what it says (section 3.4)."""
         self._delivered, self._in_flight = what.delivered, what.in_flight
         begins = what.delivered_before >= self._round_end
@@ -133,7 +133,7 @@ class BbrTcp:
         self._save_window()
         self._recovering = self._conserving = True
         self._round_end = self._delivered
-        self.window = max(in_flight, LEAST_WINDOW)
+        self.window = max(in_flight, MIN_WINDOW)
 
     def recovered(self, now: float) -> None:
         """The window is what it was."""
@@ -158,13 +158,13 @@ class BbrTcp:
         self._full_rounds += 1
         self._is_full = self._full_rounds >= _FULL_ROUNDS
 
-    def _cycle(self, what: Acknowledged) -> None:
+    def _cycle(self, what: SegmentsAcked) -> None:
         """The next phase of ProbeBW, if it is time (section 4.3.4.3)."""
         if self.mode is not Mode.PROBE_BW:
             return
         before = what.in_flight + what.nbytes
         gain = _CYCLE[self._phase]
-        over = what.now - self._phase_at > self._least
+        over = what.now - self._phase_at > self._minimum
         if gain > 1:
             over = over and (what.lost > 0 or before >= self._target(gain))
         elif gain < 1:
@@ -173,7 +173,7 @@ class BbrTcp:
             self._phase = (self._phase + 1) % len(_CYCLE)
             self._phase_at = what.now
 
-    def _drain(self, what: Acknowledged) -> None:
+    def _drain(self, what: SegmentsAcked) -> None:
         if self.mode is Mode.STARTUP and self._is_full:
             self.mode = Mode.DRAIN
         if self.mode is Mode.DRAIN and what.in_flight <= self._target(1.0):
@@ -183,12 +183,12 @@ class BbrTcp:
         self.mode = Mode.PROBE_BW
         self._phase, self._phase_at = _FIRST_PHASE, now
 
-    def _probe_round_trip(self, what: Acknowledged, begins: bool) -> None:
+    def _probe_round_trip(self, what: SegmentsAcked, begins: bool) -> None:
         """The least round trip, and ProbeRTT when it is old (section 4.3.5)."""
         now = what.now
-        is_old = now > self._least_at + ROUND_TRIP_S
-        if what.round_trip < self._least or is_old:
-            self._least, self._least_at = what.round_trip, now
+        is_old = now > self._min_at + ROUND_TRIP_S
+        if what.round_trip < self._minimum or is_old:
+            self._minimum, self._min_at = what.round_trip, now
         if is_old and not self._restarted and self.mode is not Mode.PROBE_RTT:
             self.mode = Mode.PROBE_RTT
             self._save_window()
@@ -198,7 +198,7 @@ class BbrTcp:
             if self._probed_at is not None:
                 if what.delivered_before >= self._probe_round_end:
                     self._end_probe(now)
-            elif what.in_flight <= LEAST_WINDOW:
+            elif what.in_flight <= MIN_WINDOW:
                 self._probed_at = now
                 self._probe_round_end = what.delivered
         self._restarted = False
@@ -206,7 +206,7 @@ class BbrTcp:
     def _end_probe(self, now: float) -> None:
         if self._probed_at is None or now < self._probed_at + PROBE_S:
             return
-        self._least_at = now
+        self._min_at = now
         self.window = max(self.window, self._prior_window)
         if self._is_full:
             self._probe_rate(now)
@@ -234,14 +234,14 @@ class BbrTcp:
 
     def _target(self, gain: float) -> float:
         """Bytes in flight: bandwidth-delay products and bursts (section 4.2.3.2)."""
-        if self._least == inf:
+        if self._minimum == inf:
             return FIRST_WINDOW
         extra = _BURSTS * burst_of(self.pacing)
         if self.mode is Mode.PROBE_BW and self._phase == 0:
             extra += 2 * SEGMENT
-        return gain * self.rate * self._least + extra
+        return gain * self.rate * self._minimum + extra
 
-    def _resize(self, what: Acknowledged) -> None:
+    def _resize(self, what: SegmentsAcked) -> None:
         """The window (section 4.2.3)."""
         if what.lost:
             self.window = max(self.window - what.lost, SEGMENT)
@@ -254,9 +254,9 @@ class BbrTcp:
                 self.window = min(self.window + what.nbytes, target)
             elif self.window < target or what.delivered < FIRST_WINDOW:
                 self.window += what.nbytes
-            self.window = max(self.window, LEAST_WINDOW)
+            self.window = max(self.window, MIN_WINDOW)
         if self.mode is Mode.PROBE_RTT:
-            self.window = min(self.window, LEAST_WINDOW)
+            self.window = min(self.window, MIN_WINDOW)
 
     def _save_window(self) -> None:
         if self._recovering or self.mode is Mode.PROBE_RTT:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from molink.bench.plan import PlannedRequest
+from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import MolinkError
 from molink.head.head import Head

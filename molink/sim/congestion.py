@@ -15,11 +15,11 @@ SEGMENT = 1448
 #: The first window (RFC 6928).
 FIRST_WINDOW = 10 * SEGMENT
 #: A retransmission timeout is the round trip and this, at least (RFC 6298; 0.2 s is Linux's).
-LEAST_TIMEOUT = 0.2
+MIN_TIMEOUT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledged:
+class SegmentsAcked:
     """What one acknowledgement says, once the connection has taken note of it.
 
     ``round_trip`` in seconds; ``delivered`` is the sum of all bytes that have arrived, and
@@ -56,7 +56,7 @@ class Controller(Protocol):
     def sent(self, now: float, in_flight: int, limited: bool) -> None:
         """All has left that may; ``limited`` by the window, and not for want of bytes."""
 
-    def acknowledged(self, what: Acknowledged) -> None:
+    def acknowledged(self, what: SegmentsAcked) -> None:
         """Bytes have arrived."""
 
     def lost(self, now: float, in_flight: int) -> None:
@@ -72,7 +72,7 @@ class Controller(Protocol):
 def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
-    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.congestion`.
+    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.steady`.
 
     Raises:
         UsageError: there is none of that name.

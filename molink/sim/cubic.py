@@ -5,7 +5,7 @@ Sections are those of RFC 9438 unless another is named.
 
 from math import ceil, inf
 
-from molink.sim.congestion import FIRST_WINDOW, LEAST_TIMEOUT, SEGMENT, Acknowledged
+from molink.sim.congestion import FIRST_WINDOW, MIN_TIMEOUT, SEGMENT, SegmentsAcked
 from molink.sim.hystart import HyStart
 
 #: Segments/s³ by which the window grows, and what is left of it after a loss (sections 4.1, 4.6).
@@ -18,7 +18,7 @@ _FIRST_GROWTH = 1 / 20
 #: Of a window per round trip: the pace in slow start and beyond (Linux, tcp_update_pacing_rate).
 _SLOW_PACE, _PACE = 2.0, 1.2
 #: It grows by one segment for two that are acknowledged at most (section 4.4).
-_MOST_GROWTH = 0.5
+_MAX_GROWTH = 0.5
 
 
 class CubicTcp:
@@ -48,7 +48,7 @@ class CubicTcp:
         self._in_flight = 0
         # Whether the window is used (Linux, tcp_cwnd_validate).
         self._limited = False
-        self._most_in_flight = 0
+        self._max_in_flight = 0
         self._used_until = self._delivered = 0
         self._used = 0
         self._used_at = 0.0
@@ -76,9 +76,9 @@ class CubicTcp:
         if (
             limited
             or self._delivered >= self._used_until
-            or (not self._limited and in_flight > self._most_in_flight)
+            or (not self._limited and in_flight > self._max_in_flight)
         ):
-            self._limited, self._most_in_flight = limited, in_flight
+            self._limited, self._max_in_flight = limited, in_flight
             self._used_until = self._delivered + in_flight
         if self._is_used:
             self._used, self._used_at = 0, now
@@ -95,7 +95,7 @@ class CubicTcp:
     def _is_used(self) -> bool:
         """Whether the window may grow (section 5.8)."""
         slow = self.window < self.threshold
-        return self._limited or (slow and self.window < 2 * self._most_in_flight)
+        return self._limited or (slow and self.window < 2 * self._max_in_flight)
 
     def _remember(self) -> None:
         """A smaller window grows back to three quarters as fast as in slow start (RFC 2861)."""
@@ -103,11 +103,11 @@ class CubicTcp:
 
     @property
     def _timeout(self) -> float:
-        return self._round_trip + LEAST_TIMEOUT
+        return self._round_trip + MIN_TIMEOUT
 
     # --- growth ----------------------------------------------------------------------------------
 
-    def acknowledged(self, what: Acknowledged) -> None:
+    def acknowledged(self, what: SegmentsAcked) -> None:
         """Grow."""
         self._round_trip = what.round_trip
         self._delivered = what.delivered
@@ -145,7 +145,7 @@ class CubicTcp:
             by = max(by, _FIRST_GROWTH)
         self._w_est += _RENO * segments / window
         by = max(by, (self._w_est - window) / window)
-        self.window += min(by, _MOST_GROWTH) * segments * SEGMENT
+        self.window += min(by, _MAX_GROWTH) * segments * SEGMENT
 
     # --- losses ----------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class CubicTcp:
         self.threshold = max(window * _DECREASE, 2.0) * SEGMENT
         self._epoch = None
 
-    def _repair(self, what: Acknowledged) -> None:
+    def _repair(self, what: SegmentsAcked) -> None:
         """Proportional rate reduction, with slow start when too little is in flight (RFC 6937)."""
         self._repaired += what.nbytes
         if what.in_flight > self.threshold:
@@ -191,7 +191,7 @@ class CubicTcp:
 class PacedCubicTcp(CubicTcp):
     """One that has begun under BBR: Linux goes on pacing such a connection.
 
-    Decode lanes are switched so (:mod:`molink.wire.sockets.congestion`).
+    Decode lanes are switched so (:mod:`molink.wire.sockets.steady`).
     """
 
     def __init__(self, round_trip: float) -> None:
@@ -200,7 +200,7 @@ class PacedCubicTcp(CubicTcp):
         self._smoothed = round_trip
         self._pace()
 
-    def acknowledged(self, what: Acknowledged) -> None:
+    def acknowledged(self, what: SegmentsAcked) -> None:
         """Grow, and pace accordingly."""
         super().acknowledged(what)
         self._smoothed += (what.round_trip - self._smoothed) / 8

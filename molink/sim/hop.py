@@ -13,7 +13,7 @@ from molink.link.receiver import Arrival, LinkReceiver
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.sim.agenda import Agenda
 from molink.sim.medium import Medium, OnTransfer
-from molink.sim.packer import packing_s
+from molink.sim.packing import packing_s
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Ack, Frame, Lane, RingBody, Volume, VolumePart

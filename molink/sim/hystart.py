@@ -2,44 +2,44 @@
 
 from math import inf
 
-from molink.sim.congestion import SEGMENT, Acknowledged
+from molink.sim.congestion import SEGMENT, SegmentsAcked
 
 #: Smaller windows don't look, in segments.
-_LEAST_WINDOW = 16
+_MIN_WINDOW = 16
 #: Acknowledgements of one train are no further apart, in seconds.
 _TRAIN_GAP = 0.002
 #: Round trips that are looked at before their least one counts.
 _SAMPLES = 8
 #: How much longer than the least the round trips of a full link are: an eighth, within bounds.
 _DELAY_SHARE = 1 / 8
-_LEAST_DELAY, _MOST_DELAY = 0.004, 0.016
+_MIN_DELAY, _MAX_DELAY = 0.004, 0.016
 
 
 class HyStart:
     """Two signs that a window is as large as the link: a long train, or longer round trips."""
 
     def __init__(self) -> None:
-        self._least = inf
+        self._minimum = inf
         self._round_end = -1
         self._round_begin = self._last = 0.0
         self._samples = 0
-        self._least_of_round = inf
+        self._min_of_round = inf
 
-    def is_full(self, what: Acknowledged, window: float) -> bool:
+    def is_full(self, what: SegmentsAcked, window: float) -> bool:
         """Whether slow start should end; told every acknowledgement in it."""
         now = what.now
-        self._least = min(self._least, what.round_trip)
+        self._minimum = min(self._minimum, what.round_trip)
         if what.delivered > self._round_end:
             self._round_end = what.delivered + what.in_flight
             self._round_begin = self._last = now
-            self._samples, self._least_of_round = 0, inf
-        if window < _LEAST_WINDOW * SEGMENT:
+            self._samples, self._min_of_round = 0, inf
+        if window < _MIN_WINDOW * SEGMENT:
             return False
         if now - self._last <= _TRAIN_GAP:
             self._last = now
-            if now - self._round_begin > self._least / 2:
+            if now - self._round_begin > self._minimum / 2:
                 return True
-        self._least_of_round = min(self._least_of_round, what.round_trip)
+        self._min_of_round = min(self._min_of_round, what.round_trip)
         self._samples += 1
-        more = min(max(_LEAST_DELAY, self._least * _DELAY_SHARE), _MOST_DELAY)
-        return self._samples > _SAMPLES and self._least_of_round > self._least + more
+        more = min(max(_MIN_DELAY, self._minimum * _DELAY_SHARE), _MAX_DELAY)
+        return self._samples > _SAMPLES and self._min_of_round > self._minimum + more

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from molink.sim.agenda import Action, Agenda
 from molink.sim.congestion import Controller
-from molink.sim.tcp import Connection, Passed
+from molink.sim.tcp import Passed, TcpConnection
 from molink.sim.uplink import Uplink
 from molink.wire.messages.data import Lane
 
@@ -117,7 +117,7 @@ class TcpMedium:
         self._latency = latency
         self._queue = queue
         self._lanes = {
-            lane: Connection(
+            lane: TcpConnection(
                 agenda,
                 uplink,
                 latency,

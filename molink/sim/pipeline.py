@@ -3,29 +3,29 @@
 from collections.abc import Sequence
 from functools import partial
 
-from molink.bench.plan import PlannedRequest
+from molink.bench.planned import PlannedRequest
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.chunk import most_chunk_rows
+from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
-from molink.ring.limits import BoardLimits
+from molink.ring.board_limits import BoardLimits
 from molink.ring.ring import Ring
 from molink.ring.segment import StageShape
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients
 from molink.sim.congestion import create_controller
-from molink.sim.executor import NoRequests, SimExecutor
 from molink.sim.hop import Hop
 from molink.sim.medium import IdealMedium, Medium, TcpMedium
-from molink.sim.packer import SimPacker
+from molink.sim.packing import SimPacker
 from molink.sim.profiles import MBPS
 from molink.sim.roofline import rooflines
 from molink.sim.scenario import Scenario
+from molink.sim.stages import NoRequests, SimExecutor
 from molink.sim.timeline import Timeline
 from molink.sim.uplink import Uplink
 from molink.wire.messages.data import MAX_GROUPS, MAX_MICRO_BATCHES
@@ -38,7 +38,7 @@ BLOCK_SIZE = 16
 CONTEXT = 32_768
 #: Bytes of rows that a stage may be kept waiting with: nobody floods anybody here.
 _WAITING_BYTES = 8 << 30
-_MOST_WAITING = 1 << 20
+_MAX_WAITING = 1 << 20
 #: A ring that serves requests and has no token for so many seconds has lost something.
 _STUCK = 600.0
 
@@ -62,7 +62,7 @@ class Pipeline:
                 " add --stages"
             )
         self._blocks = tokens // BLOCK_SIZE
-        rows = max(most_chunk_rows(scenario.chunk_tokens), MAX_GROUPS)
+        rows = max(max_chunk_rows(scenario.chunk_tokens), MAX_GROUPS)
         self._zeros = memoryview(bytes(rows * self._row_bytes))
         self._head = Head(self._head_limits(), EPOCH)
         self.clients = Clients(self.agenda, self._head, plan, self._pump_head)
@@ -117,7 +117,7 @@ class Pipeline:
             micro_batches=scenario.micro_batches,
             chunk_tokens=scenario.chunk_tokens,
             max_running=scenario.max_running,
-            max_waiting=_MOST_WAITING,
+            max_waiting=_MAX_WAITING,
             max_context=CONTEXT,
             prefix_cache=False,
             profiles=self._profiles,
@@ -216,7 +216,7 @@ class Pipeline:
         return RingTimes(self._profiles, links, self._row_bytes).turn_s(1)
 
     @property
-    def most_micro_batches(self) -> int:
+    def max_micro_batches(self) -> int:
         """``K`` at the end."""
         return int(self._head.stats()[1]["head_micro_batches"])
 

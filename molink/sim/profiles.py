@@ -118,7 +118,7 @@ _Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
 _MAY_BE_ZERO = {"latency_ms", "handling_ms", "step_ms"}
 #: Keys that are shares of 1.
 _SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
-_MOST = 1e9
+_MAXIMUM = 1e9
 
 
 def load_device(name: str) -> DeviceProfile:
@@ -202,9 +202,9 @@ def _check(profile: DeviceProfile | ModelProfile | LinkProfile, where: str) -> N
         value = getattr(profile, each.name)
         if isinstance(value, str | bool):
             continue
-        least = 0.0 if each.name in _MAY_BE_ZERO else math.ulp(0.0)
-        most = 1.0 if each.name in _SHARES else _MOST
-        if not least <= value <= most:
+        minimum = 0.0 if each.name in _MAY_BE_ZERO else math.ulp(0.0)
+        maximum = 1.0 if each.name in _SHARES else _MAXIMUM
+        if not minimum <= value <= maximum:
             bound = "0 or more" if each.name in _MAY_BE_ZERO else "above 0"
-            top = f" and at most {most:g}" if most == 1.0 or value > most else ""
+            top = f" and at most {maximum:g}" if maximum == 1.0 or value > maximum else ""
             raise UsageError(f"{where}: {each.name} has to be {bound}{top}, not {value:g}")

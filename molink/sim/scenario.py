@@ -11,7 +11,7 @@ from molink.wire.messages.data import MAX_MICRO_BATCHES
 Compression = Literal["none", "lossless"]
 
 #: Stages of a ring, as many as the wire can name.
-MOST_STAGES = 64
+MAX_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,18 @@ class Scenario:
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
-            "--stages": (self.stages, 1, MOST_STAGES),
+            "--stages": (self.stages, 1, MAX_STAGES),
             "--micro-batches": (self.micro_batches, 0, MAX_MICRO_BATCHES),
             "--tensors": (self.tensors, 1, 2),
             "--chunk-tokens": (self.chunk_tokens, 0, 1 << 16),
             "--max-running": (self.max_running, 1, 1024),
             "--compression-ratio": (self.compression_ratio, 1, 100),
         }
-        for option, (value, least, most) in bounds.items():
-            if not least <= value <= most:
-                raise UsageError(f"{option} has to be from {least:g} to {most:g}, not {value:g}")
+        for option, (value, minimum, maximum) in bounds.items():
+            if not minimum <= value <= maximum:
+                raise UsageError(
+                    f"{option} has to be from {minimum:g} to {maximum:g}, not {value:g}"
+                )
         if self.compression not in ("none", "lossless"):
             raise UsageError(f"--compression is none or lossless, not {self.compression}")
         if self.stages > self.model_profile.layers:

@@ -7,7 +7,7 @@ from math import inf
 
 from molink.sim.agenda import Agenda
 from molink.sim.bbr import burst_of
-from molink.sim.congestion import LEAST_TIMEOUT, SEGMENT, Acknowledged, Controller
+from molink.sim.congestion import MIN_TIMEOUT, SEGMENT, Controller, SegmentsAcked
 from molink.sim.uplink import Uplink
 
 #: Bytes that leave and are acknowledged together: two segments (RFC 1122, section 4.2.3.2).
@@ -36,14 +36,14 @@ class _Pair:
 
 
 @dataclass(slots=True)
-class _Message:
+class _TcpMessage:
     begin: int
     end: int
     passed: Passed
     sent_at: float = 0.0
 
 
-class Connection:
+class TcpConnection:
     """Sends messages over an uplink and a latency as its congestion control lets it.
 
     Acknowledgements are selective (RFC 2018) and nothing is reordered on the way, so what left
@@ -72,8 +72,8 @@ class Connection:
         self.unsent = 0
         self._next = 0
         #: Messages of which nothing has left, and those that have not arrived.
-        self._waiting: deque[_Message] = deque()
-        self._messages: deque[_Message] = deque()
+        self._waiting: deque[_TcpMessage] = deque()
+        self._messages: deque[_TcpMessage] = deque()
         #: What was sent, in the order of the stream: from the first that has not arrived on, and
         #: from the first that was not acknowledged on.
         self._awaited: deque[_Pair] = deque()
@@ -106,7 +106,7 @@ class Connection:
                 self.controller.starts(now, now - self._sent_at)
                 self._first_sent_at = self._delivered_at = now
         begin = self._next + self.unsent
-        self._waiting.append(_Message(begin, begin + nbytes, passed))
+        self._waiting.append(_TcpMessage(begin, begin + nbytes, passed))
         self.unsent += nbytes
         self._send()
 
@@ -221,7 +221,7 @@ class Connection:
         self._delivered_at = now
         round_trip = round(now - pair.sent_at, 6)  # clocks count microseconds
         self._smoothed += (round_trip - self._smoothed) / 8
-        what = Acknowledged(
+        what = SegmentsAcked(
             now,
             pair.nbytes,
             round_trip,
@@ -266,7 +266,7 @@ class Connection:
     def _watch(self) -> None:
         """If no acknowledgement can come, try again after a while."""
         if self._flight and not self._coming:
-            wait = self._smoothed + LEAST_TIMEOUT if self._probing else 2 * self._smoothed
+            wait = self._smoothed + MIN_TIMEOUT if self._probing else 2 * self._smoothed
             self._agenda.at(self._sent_at + wait, self._stalled, self._sent_at)
 
     def _stalled(self, since: float) -> None:

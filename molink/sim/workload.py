@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from molink.bench.plan import PlannedRequest
+from molink.bench.planned import PlannedRequest
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
 
@@ -15,7 +15,7 @@ from molink.errors import UsageError
 Arrivals = Literal["poisson", "trace"]
 
 #: Requests of one simulation: a bound against a slip of the pen.
-MOST_REQUESTS = 1_000_000
+MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class Workload:
     def __post_init__(self) -> None:
         _check("--rate", self.rate, above=0)
         _check("--duration", self.duration, above=0)
-        _check("--warmup", self.warmup, least=0)
+        _check("--warmup", self.warmup, minimum=0)
         for option, tokens in (
             ("--input-tokens", self.input_tokens),
             ("--output-tokens", self.output_tokens),
             ("--max-prompt", self.max_prompt),
             ("--max-output", self.max_output),
         ):
-            _check(option, tokens, least=1)
+            _check(option, tokens, minimum=1)
         if self.arrivals not in ("poisson", "trace"):
             raise UsageError(f"--arrivals is poisson or trace, not {self.arrivals}")
-        if self.rate * (self.warmup + self.duration) > MOST_REQUESTS:
-            raise UsageError(f"that is over {MOST_REQUESTS} requests: lower --rate or --duration")
+        if self.rate * (self.warmup + self.duration) > MAX_REQUESTS:
+            raise UsageError(f"that is over {MAX_REQUESTS} requests: lower --rate or --duration")
 
     def plan(self) -> list[PlannedRequest]:
         """The requests in order of arrival; ``at`` counts from the start of the warm-up.
@@ -117,7 +117,7 @@ def _again(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
         yield from sizes
 
 
-def _check(option: str, value: float, *, above: float = -math.inf, least: float = 0) -> None:
-    if not (math.isfinite(value) and value > above and value >= least):
-        bound = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
+def _check(option: str, value: float, *, above: float = -math.inf, minimum: float = 0) -> None:
+    if not (math.isfinite(value) and value > above and value >= minimum):
+        bound = f"above {above:g}" if above > -math.inf else f"at least {minimum:g}"
         raise UsageError(f"{option} has to be a number {bound}, not {value:g}")

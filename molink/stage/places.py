@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 from molink.errors import InvariantError
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
 

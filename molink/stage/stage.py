@@ -16,24 +16,24 @@ from molink.stage.attention.base import (
     BackendName,
     create_attention,
 )
-from molink.stage.base import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder, load_decoder
-from molink.stage.decoder.rope import Rope
-from molink.stage.dtypes import (
-    TORCH_DTYPES,
-    DTypeChoice,
-    choose_dtype,
-    choose_travel,
-    residual_dtype,
-)
+from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaCaptures
 from molink.stage.graphs.graphs import DecodeGraphs, DecodeRows
 from molink.stage.loading.weights import WeightReader
 from molink.stage.places import locate
 from molink.stage.pool import KVPool, block_bytes
-from molink.stage.transfer import upload, upload_integers
+from molink.stage.to_device import upload, upload_integers
+from molink.stage.torch_dtypes import (
+    TORCH_DTYPES,
+    DTypeChoice,
+    choose_dtype,
+    choose_travel,
+    residual_dtype,
+)
 
 
 class Stage:
@@ -213,8 +213,8 @@ class Stage:
             if batch.tokens is None:
                 raise InvariantError("the first stage was given no tokens")
             # On CUDA an id beyond the table would end every later computation of the process.
-            least, greatest = batch.tokens.aminmax()
-            if least < 0 or greatest >= self.config.vocab_size:
+            minimum, greatest = batch.tokens.aminmax()
+            if minimum < 0 or greatest >= self.config.vocab_size:
                 raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
             rows = self._decoder.embed(upload(batch.tokens, self.device))
             return rows.to(self._residual)

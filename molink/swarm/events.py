@@ -93,7 +93,7 @@ Instruction = (
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     """Tell a live peer."""
 
     peer: str
@@ -114,4 +114,4 @@ class Announce:
     member: Member
 
 
-Decision = Send | Commit | Announce
+Decision = SendMessage | Commit | Announce

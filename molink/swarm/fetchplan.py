@@ -23,7 +23,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """``length`` bytes at ``offset`` of the source's ``file`` belong at ``target`` of ours."""
 
     file: str
@@ -41,7 +41,7 @@ class GroupPlan:
     spans: tuple[TensorSpan, ...]
     nbytes: int
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[FilePiece]:
         """The reads that fill the file, in order."""
         target = len(self.header)
         for span in self.spans:
@@ -106,11 +106,11 @@ def plan_group(
     return GroupPlan(group_file(group), header, placed, len(header) + end)
 
 
-def cut(file: str, offset: int, nbytes: int, target: int = 0) -> Iterator[Piece]:
+def cut(file: str, offset: int, nbytes: int, target: int = 0) -> Iterator[FilePiece]:
     """A range of a file in pieces of at most :data:`PIECE_BYTES`."""
     for done in range(0, nbytes, PIECE_BYTES):
         length = min(PIECE_BYTES, nbytes - done)
-        yield Piece(file, offset + done, length, target + done)
+        yield FilePiece(file, offset + done, length, target + done)
 
 
 def _check(name: str, span: TensorSpan, stored: Stored) -> None:

@@ -80,7 +80,7 @@ FromStage = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked
 
 
 @dataclass(slots=True)
-class _Stage:
+class _KeptStage:
     assign: Assign
     generation: int
     state: StageState = "fetching"
@@ -100,7 +100,7 @@ class Keeper:
     """All assignments of this peer, by pipeline."""
 
     def __init__(self) -> None:
-        self._stages: dict[str, _Stage] = {}
+        self._stages: dict[str, _KeptStage] = {}
         self._generations = 0
         self._story: deque[str] = deque(maxlen=64)
 
@@ -124,7 +124,7 @@ class Keeper:
         if stage is not None:
             decisions.append(StopWorker(stage.generation))
         self._generations += 1
-        self._stages[message.pipeline] = _Stage(message, self._generations)
+        self._stages[message.pipeline] = _KeptStage(message, self._generations)
         return [*decisions, Fetch(self._generations, message)]
 
     def profile(self, message: StageProfile) -> None:
@@ -205,7 +205,7 @@ class Keeper:
                 stage.neighbour = _stage_failed(stage.assign, message.reason, previous_blocked=True)
                 return [Tell(stage.neighbour)]
 
-    def _formed(self, stage: _Stage, epoch: int) -> list[Decision]:
+    def _formed(self, stage: _KeptStage, epoch: int) -> list[Decision]:
         if epoch != stage.assign.epoch or epoch != stage.forming:
             return []
         stage.state = "ready"
@@ -250,7 +250,7 @@ class Keeper:
             if stage.state == "ready" and stage.forming != stage.assign.epoch:
                 raise InvariantError(f"{pipeline} is ready in another epoch", self._story)
 
-    def _find(self, generation: int) -> _Stage | None:
+    def _find(self, generation: int) -> _KeptStage | None:
         for stage in self._stages.values():
             if stage.generation == generation:
                 return stage
@@ -266,7 +266,7 @@ def _in_order(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ..
     return tuple(profiles.get(stage, UNKNOWN) for stage in range(stages))
 
 
-def _describe(stage: _Stage) -> str:
+def _describe(stage: _KeptStage) -> str:
     first, last = stage.assign.layers
     reason = f": {stage.reason}" if stage.state == "failed" else ""
     return f"stage {stage.assign.stage} (layers {first}:{last}) {stage.state}{reason}"
@@ -286,7 +286,7 @@ def _same_worker(old: Assign, new: Assign) -> bool:
     )
 
 
-def _stage_loaded(stage: _Stage) -> StageLoaded:
+def _stage_loaded(stage: _KeptStage) -> StageLoaded:
     assert stage.loaded is not None
     return StageLoaded(
         pipeline=stage.assign.pipeline,
@@ -302,7 +302,7 @@ def _stage_ready(assign: Assign) -> StageReady:
     return StageReady(pipeline=assign.pipeline, epoch=assign.epoch, stage=assign.stage)
 
 
-def _repeated(stage: _Stage) -> list[Tell]:
+def _repeated(stage: _KeptStage) -> list[Tell]:
     """All that the coordinator has been told of a stage's present state."""
     told: list[Tell] = []
     if stage.loaded is not None:

@@ -32,8 +32,8 @@ class Costs:
 
     @classmethod
     def of(cls, need: Footprint) -> "Costs":
-        """Those that :meth:`~molink.facts.memory.Footprint.needs` sums up."""
-        tokens = need.least_tokens
+        """Those that :meth:`~molink.facts.memory_plan.Footprint.needs` sums up."""
+        tokens = need.min_tokens
         return cls(
             layer_weights=need.layer,
             layer_room=need.layer_graphs + tokens * need.token,
@@ -215,7 +215,7 @@ def _share(gap: Gap, order: Sequence[Runner], floor: float) -> Split | None:
     caps = [stage.cap for stage in stages]
     if min(caps) < 1 or sum(caps) < gap.layers or len(order) > gap.layers:
         return None
-    slowest = max(floor, _least_slowest(gap.layers, stages))
+    slowest = max(floor, _min_slowest(gap.layers, stages))
     counts = _cheapest(gap.layers, stages, slowest)
     total = sum(stage.seconds(count) for stage, count in zip(stages, counts, strict=True))
     return Split(slowest, total, tuple(zip(order, counts, strict=True)))
@@ -232,7 +232,7 @@ class _Line:
     def seconds(self, layers: int) -> float:
         return self.fixed + layers * self.each
 
-    def most_within(self, seconds: float) -> int:
+    def max_within(self, seconds: float) -> int:
         """Most layers in at most ``seconds`` (exactly as :meth:`seconds` computes them)."""
         if self.each == 0 or self.seconds(self.cap) <= seconds:
             return self.cap
@@ -242,7 +242,7 @@ class _Line:
         return min(self.cap, count)
 
 
-def _least_slowest(layers: int, stages: Sequence[_Line]) -> float:
+def _min_slowest(layers: int, stages: Sequence[_Line]) -> float:
     """Hand out layers one by one to whoever is done soonest with it: no split is better."""
     counts = [1] * len(stages)
     heap = [(stage.seconds(2), i) for i, stage in enumerate(stages) if stage.cap > 1]
@@ -262,7 +262,7 @@ def _cheapest(layers: int, stages: Sequence[_Line], slowest: float) -> list[int]
     counts = [1] * len(stages)
     left = layers - len(stages)
     for i in sorted(range(len(stages)), key=lambda i: (stages[i].each, i)):
-        more = min(left, stages[i].most_within(slowest) - 1)
+        more = min(left, stages[i].max_within(slowest) - 1)
         counts[i] += more
         left -= more
     return counts

@@ -16,8 +16,8 @@ from statistics import median
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.footprint import Footprint, Target
-from molink.facts.memory import refusal, size, smaller_modes, usable
+from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.memory_plan import refusal, size, smaller_modes, usable
 from molink.facts.model import LayerRange, ModelFacts, Quantize
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 
@@ -93,7 +93,7 @@ def place(
 ) -> Placement | Unplaceable:
     """Place a model over ``candidates``, which are in the order in which they joined."""
     try:
-        return _Placer(facts, candidates, Target(dtype=dtype, quantize=quantize)).place()
+        return _Placer(facts, candidates, StageSetup(dtype=dtype, quantize=quantize)).place()
     except _NoPlacement as reason:
         return Unplaceable(str(reason))
 
@@ -109,7 +109,9 @@ def parse_range(stage: str) -> LayerRange | None:
 class _Placer:
     """One call of :func:`place`."""
 
-    def __init__(self, facts: ModelFacts, candidates: Sequence[Candidate], target: Target) -> None:
+    def __init__(
+        self, facts: ModelFacts, candidates: Sequence[Candidate], target: StageSetup
+    ) -> None:
         """``target`` has what is the same at every peer: dtype and quantization."""
         self.facts, self.candidates, self.common = facts, candidates, target
         widens = target.dtype == "auto" and facts.element_bytes < _WIDE
@@ -129,7 +131,7 @@ class _Placer:
         costs = Costs.of(Footprint.of(self.facts, self.target(candidate)))
         return Runner(candidate.peer, usable(candidate.memory), rate, costs)
 
-    def target(self, candidate: Candidate) -> Target:
+    def target(self, candidate: Candidate) -> StageSetup:
         """How a peer would run a stage."""
         kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
         return replace(self.common, kind=kind, bf16=candidate.bf16)

@@ -20,7 +20,7 @@ from molink.swarm.events import (
     MemberAdded,
     MemberRemoved,
     Reported,
-    Send,
+    SendMessage,
     Serve,
     StageSaid,
     Tick,
@@ -392,7 +392,7 @@ class Reconciler:
 
     def _send(self, peer: str, message: Instruction) -> None:
         if self.registry.live(peer):
-            self._out.append(Send(peer, message))
+            self._out.append(SendMessage(peer, message))
 
     def _note(self, now: float, text: str) -> None:
         self._story.append(f"{now:.1f} {text}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from molink.swarm.events import Announce, Decision, Instruction, Send
+from molink.swarm.events import Announce, Decision, Instruction, SendMessage
 from molink.swarm.records import MemberRecord
 from molink.wire.messages.control import Member, MemberGone, PeerReport, Route, RouteGone, Welcome
 
@@ -14,7 +14,7 @@ MAX_ADDRESSES = 3
 
 
 @dataclass(slots=True)
-class Session:
+class PeerSession:
     """A peer that is there: its last report, when that came, and what it has been told."""
 
     report: PeerReport
@@ -37,7 +37,7 @@ class Registry:
             member.peer: member for member in members if member.standing == "member"
         }
         #: Keys are members.
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, PeerSession] = {}
 
     def name(self, peer: str) -> str:
         """What people call a peer."""
@@ -69,8 +69,8 @@ class Registry:
         decisions: list[Decision] = []
         session = self.sessions.get(peer)
         if session is None or fresh:
-            self.sessions[peer] = Session(report, now)
-            decisions.append(Send(peer, Welcome(swarm=self._swarm, peer=peer)))
+            self.sessions[peer] = PeerSession(report, now)
+            decisions.append(SendMessage(peer, Welcome(swarm=self._swarm, peer=peer)))
         else:
             session.report, session.seen = report, now
         member = self.members[peer]
@@ -104,7 +104,7 @@ class Registry:
 
     def broadcast(self, message: Instruction) -> list[Decision]:
         """Tell everybody who is there."""
-        return [Send(peer, message) for peer in self.sessions]
+        return [SendMessage(peer, message) for peer in self.sessions]
 
     def publish_members(self) -> list[Decision]:
         """Tell everybody what they don't know yet of the others."""
@@ -114,7 +114,7 @@ class Registry:
             for other, member in all_members.items():
                 if other != peer and session.members.get(other) != member:
                     session.members[other] = member
-                    decisions.append(Send(peer, member))
+                    decisions.append(SendMessage(peer, member))
         return decisions
 
     def publish_route(self, route: Route) -> list[Decision]:
@@ -123,7 +123,7 @@ class Registry:
         for peer, session in self.sessions.items():
             if session.routes.get(route.pipeline) != route:
                 session.routes[route.pipeline] = route
-                decisions.append(Send(peer, route))
+                decisions.append(SendMessage(peer, route))
         return decisions
 
     def end_route(self, pipeline: str) -> list[Decision]:

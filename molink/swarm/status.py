@@ -8,7 +8,7 @@ from molink.facts.device import Device
 from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
-from molink.swarm.registry import Session
+from molink.swarm.registry import PeerSession
 from molink.wire.messages.control import PeerReport
 
 #: Bound of the reply's payload, in bytes.
@@ -58,7 +58,7 @@ def encode_status(status: dict[str, Any]) -> bytes:
     return text
 
 
-def _peer(member: MemberRecord, session: Session | None) -> dict[str, Any]:
+def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
     told = member.announced
     shown: dict[str, Any] = {
         "id": member.peer,

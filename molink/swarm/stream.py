@@ -40,7 +40,7 @@ class StreamLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HeadEpoch:
     """A pipeline that can take requests now, in its epoch."""
 
     pipeline: str
@@ -51,16 +51,16 @@ class Target:
 class SendSubmit:
     """Submit to the head of ``target``: the message, then the ids in parts."""
 
-    target: Target
+    target: HeadEpoch
     submit: Submit
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToHead:
     """Send a short message to the head of ``target``."""
 
-    target: Target
+    target: HeadEpoch
     message: Cancel | Credit
 
 
@@ -78,7 +78,7 @@ class Fail:
     error: MolinkError
 
 
-Act = SendSubmit | Send | Emit | Fail
+Act = SendSubmit | SendToHead | Emit | Fail
 
 
 class Stream:
@@ -102,10 +102,10 @@ class Stream:
         self._granted = 0
         self._attempt = 0
         #: Where the last submission went; ``None`` before the first.
-        self._submitted: Target | None = None
+        self._submitted: HeadEpoch | None = None
         #: A submission that its head may still be working on though we gave it up.
-        self._abandoned: tuple[Target, str] | None = None
-        self._available: Target | None = None
+        self._abandoned: tuple[HeadEpoch, str] | None = None
+        self._available: HeadEpoch | None = None
         #: When the present wait began; ``None`` once a token has come since.
         self._waiting_since: float | None = now
         self._submitted_at = now
@@ -136,7 +136,7 @@ class Stream:
         if self.state == "waiting":
             self._last_reason = reason
 
-    def head(self, target: Target | None, now: float) -> list[Act]:
+    def head(self, target: HeadEpoch | None, now: float) -> list[Act]:
         """The head that can be asked now; ``None`` while there is none."""
         self._available = target
         if self.state == "running" and target != self._submitted:
@@ -201,7 +201,7 @@ class Stream:
         self._credited = self._taken
         self._granted = max(self._granted, self._taken + self._window)
         position = len(self._prompt) + self._taken
-        return [Send(self._submitted, Credit(self.attempt_key, position))]
+        return [SendToHead(self._submitted, Credit(self.attempt_key, position))]
 
     def cancel(self) -> list[Act]:
         """The client has gone."""
@@ -239,10 +239,10 @@ class Stream:
         if not self._taken <= len(self._emitted) <= self.request.max_tokens:
             raise InvariantError(f"{self._taken} taken, {len(self._emitted)} emitted", self._story)
 
-    def _submit(self, target: Target, now: float) -> list[Act]:
+    def _submit(self, target: HeadEpoch, now: float) -> list[Act]:
         acts: list[Act] = []
         if self._abandoned is not None and self._abandoned[0] == target:
-            acts.append(Send(target, Cancel(self._abandoned[1])))
+            acts.append(SendToHead(target, Cancel(self._abandoned[1])))
         self._abandoned = None
         self._attempt += 1
         self._submitted, self._submitted_at = target, now
@@ -293,7 +293,7 @@ class Stream:
 
     def _cancel(self) -> list[Act]:
         assert self._submitted is not None
-        return [Send(self._submitted, Cancel(self.attempt_key))]
+        return [SendToHead(self._submitted, Cancel(self.attempt_key))]
 
     def _end(self, error: MolinkError) -> list[Act]:
         acts = self._cancel() if self.state == "running" else []

@@ -108,8 +108,8 @@ def size_of(value: object) -> int:
     return len(value) if isinstance(value, Sized) else 64
 
 
-def text_size(value: object, most: int) -> int:
-    """Characters of ``value`` written out, about; stops counting beyond ``most``.
+def text_size(value: object, maximum: int) -> int:
+    """Characters of ``value`` written out, about; stops counting beyond ``maximum``.
 
     Raises:
         TemplateTooCostly: it is nested beyond ``MAX_DEPTH``.
@@ -125,7 +125,7 @@ def text_size(value: object, most: int) -> int:
                 continue
             parts = _parts(item)
             total += _ELEMENT * len(parts)
-            if total > most:
+            if total > maximum:
                 return total
             inner.extend(parts)
         if not inner:

@@ -7,7 +7,7 @@ import tokenizers
 
 from molink.errors import BrokenModel
 from molink.text.native import failing_as
-from molink.text.pieces import Pieces
+from molink.text.token_pieces import Pieces
 
 #: Tokens that a character may be spread over before its bytes count as invalid.
 MAX_HELD_TOKENS = 8
@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
 
 
 class IncrementalDetokenizer:
-    """For decoders that :mod:`molink.text.pieces` knows: O(1) per token.
+    """For decoders that :mod:`molink.text.token_pieces` knows: O(1) per token.
 
     With ``continues`` the text goes on from a prompt, so a leading space stays; otherwise the
     result is what ``tokenizers`` would decode from all tokens at once. Bytes that are no UTF-8

@@ -13,8 +13,8 @@ from molink.text.defaults import GenerationDefaults, TokenIds, as_ids
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
 from molink.text.growth import growth_of
 from molink.text.native import failing_as
-from molink.text.pieces import create_pieces
 from molink.text.template import ChatTemplate, load_template
+from molink.text.token_pieces import create_pieces
 
 #: Longest text in characters, and longest one after the tokenizer's own replacements.
 MAX_CHARACTERS = 8 * 2**20
@@ -25,7 +25,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 T = TypeVar("T")
 
 
-class _ModelFacts(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     """What prompts need to know of ``config.json``."""
 
     vocab_size: int | None = None
@@ -76,7 +76,7 @@ class Tokenizer:
         source = read_bytes(path)
         longest = min(MAX_CHARACTERS, MAX_GROWN // growth_of(source, str(path)))
         config = _read_object(folder / "tokenizer_config.json")
-        model = _read(folder / "config.json", _ModelFacts) or _ModelFacts()
+        model = _read(folder / "config.json", _TokenizerModel) or _TokenizerModel()
         special = _special_texts(_read_object(folder / "special_tokens_map.json"))
         special.update(_special_texts(config))
         defaults = GenerationDefaults.load(folder)

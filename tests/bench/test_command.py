@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from molink.errors import MolinkError, Unavailable, UsageError
-from molinkd.cli.bench import bench_app
+from molinkd.cli.bench_serve import bench_app
 
 RUNNER = CliRunner()
 KEYS = {
@@ -99,7 +99,7 @@ def test_an_interrupt_prints_what_was_measured(fake, threaded_url: str) -> None:
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from molink.bench import run\n"
-        "import molinkd.cli.bench as command\n"
+        "import molinkd.cli.bench_serve as command\n"
         "done = []\n"
         "def tell(plan, send, *, on_sample, **rest):\n"
         "    def count(sample):\n"

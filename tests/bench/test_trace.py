@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.bench.plan import PlannedRequest, plan_sizes, plan_trace
+from molink.bench.planned import PlannedRequest, plan_sizes, plan_trace
 from molink.bench.trace import TraceRow, read_trace
 from molink.errors import UsageError
 

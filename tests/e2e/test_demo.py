@@ -109,8 +109,8 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo, tools) -> None:
     for usage in (again.usage, last.usage):
         assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     assert again.choices[0].message.content == first.choices[0].message.content
-    hits, least = "molink_head_prefix_hit_tokens_total", 2 * (first.usage.prompt_tokens - 1)
-    tools.wait_for(lambda: tools.metrics(at_head)[hits] >= least, demo)
+    hits, minimum = "molink_head_prefix_hit_tokens_total", 2 * (first.usage.prompt_tokens - 1)
+    tools.wait_for(lambda: tools.metrics(at_head)[hits] >= minimum, demo)
     assert 0 < tools.metrics(at_head)["molink_head_prefix_hit_rate"] < 1
 
 

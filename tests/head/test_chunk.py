@@ -4,20 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.facts.profile import MOST_CHUNK_ROWS, Profile
-from molink.head.chunk import STRETCH, UNKNOWN_ROWS, ChunkSize, most_chunk_rows
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile
+from molink.head.chunk import STRETCH, UNKNOWN_ROWS, ChunkSize, max_chunk_rows
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024)
 
 
-def profile(base: float, row: float, tile: int = 1, most: int = 1024, **fields: float) -> Profile:
+def profile(
+    base: float, row: float, tile: int = 1, maximum: int = 1024, **fields: float
+) -> Profile:
     """Passes that take ``base`` seconds, and ``row`` more for each row of full tiles."""
 
     def seconds(rows: int) -> float:
         return base + row * -(-rows // tile) * tile
 
     decode = tuple((x, seconds(x)) for x in (1, 2, 4, 8, 16, 32, 64))
-    prefill = tuple((x, seconds(x)) for x in ROWS if x <= most)
+    prefill = tuple((x, seconds(x)) for x in ROWS if x <= maximum)
     return Profile(decode=decode, prefill=prefill, tile=tile, **fields)
 
 
@@ -30,13 +32,13 @@ CPU = profile(0.04, 0.005)
 
 def test_a_setting_is_obeyed() -> None:
     assert ChunkSize(77, [GPU], 1).rows(decoding=8, left=4096) == 77
-    assert most_chunk_rows(77) == 77
+    assert max_chunk_rows(77) == 77
 
 
 @pytest.mark.parametrize("profiles", [[], [Profile()], [Profile(decode=((1, 0.1),))]])
 def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
     assert ChunkSize(0, profiles, 1).rows(decoding=8, left=4096) == UNKNOWN_ROWS
-    assert most_chunk_rows(0) == MOST_CHUNK_ROWS
+    assert max_chunk_rows(0) == MAX_CHUNK_ROWS
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def test_decodes_are_spread_over_the_micro_batches() -> None:
 def test_beside_decodes_a_chunk_is_no_larger_than_alone() -> None:
     slow_decodes = Profile(decode=((1, 5.0),), prefill=GPU.prefill)
     chunks = ChunkSize(0, [slow_decodes], 1)
-    most = chunks.rows(0, left=1 << 20)
-    assert most - 16 < chunks.rows(4, left=1 << 20) <= most
+    maximum = chunks.rows(0, left=1 << 20)
+    assert maximum - 16 < chunks.rows(4, left=1 << 20) <= maximum
     assert (chunks.rows(4, left=16) + 4) % 16 == 0
 
 
@@ -98,7 +100,7 @@ def test_a_context_that_costs_makes_chunks_smaller() -> None:
 
 
 def test_no_chunk_is_larger_than_what_was_measured() -> None:
-    assert ChunkSize(0, [GPU, profile(0.02, 1e-4, most=256)], 2).rows(0, left=4096) <= 256
+    assert ChunkSize(0, [GPU, profile(0.02, 1e-4, maximum=256)], 2).rows(0, left=4096) <= 256
     slow = Profile(decode=((1, 1.0),), prefill=((16, 2.0), (32, 2.1)))
     assert ChunkSize(0, [slow], 1).rows(0, left=4096) == 128
 
@@ -139,7 +141,7 @@ def test_whatever_stages_say_there_is_progress_within_bounds(
 ) -> None:
     chunks = ChunkSize(0, profiles, micro_batches)
     rows = chunks.rows(decoding, left, before)
-    assert 1 <= rows <= MOST_CHUNK_ROWS
+    assert 1 <= rows <= MAX_CHUNK_ROWS
     assert chunks.rows(decoding, left, before) == rows
 
 

@@ -33,9 +33,9 @@ def test_what_each_count_promises() -> None:
 
 
 def test_a_ring_that_is_busy_goes_round_no_faster_than_its_slowest_stage() -> None:
-    least, *more = prospects(ring(0.0, rate=None), 12)
-    assert least.token_s == pytest.approx(3 * 0.014)
-    assert least.busy == pytest.approx(1.0)
+    minimum, *more = prospects(ring(0.0, rate=None), 12)
+    assert minimum.token_s == pytest.approx(3 * 0.014)
+    assert minimum.busy == pytest.approx(1.0)
     assert more[0].token_s == pytest.approx(4 * 0.013)
 
 

@@ -77,29 +77,29 @@ def came_back(trip: RoundTrip, sent_at: float, seconds: float, ahead: int = 0) -
 
 def test_round_trips() -> None:
     trip = RoundTrip()
-    assert trip.least(0.0, RATE) is None
+    assert trip.minimum(0.0, RATE) is None
     for wrong in (math.nan, math.inf, -1.0, 0.5):
         trip.left(1.0, 0, 0.0)
         assert not trip.came_back(wrong, RATE, 2.0)
     assert not came_back(trip, 3.0, 0.0)
     assert not came_back(trip, 4.0, 61.0)
-    assert trip.least(70.0, RATE) is None
+    assert trip.minimum(70.0, RATE) is None
     assert came_back(trip, 70.0, 0.030)
     assert came_back(trip, 70.1, 0.046)
-    assert trip.least(70.2, RATE) == pytest.approx(0.030)
+    assert trip.minimum(70.2, RATE) == pytest.approx(0.030)
     assert 0.030 < trip.smooth < 0.046
 
 
 def test_the_least_round_trip_is_that_of_late() -> None:
     trip = RoundTrip(start=0.5)
-    assert trip.least(0.0, RATE) == trip.smooth == 0.5
+    assert trip.minimum(0.0, RATE) == trip.smooth == 0.5
     assert came_back(trip, 0.0, 0.6)
-    assert trip.least(0.6, RATE) == pytest.approx(0.6)
+    assert trip.minimum(0.6, RATE) == pytest.approx(0.6)
     assert came_back(trip, 1.0, 0.03)
     assert came_back(trip, 2.0, 0.09)
-    assert trip.least(2.1, RATE) == pytest.approx(0.03)
-    assert trip.least(2.3, RATE) == pytest.approx(0.09)
-    assert trip.least(1e6, RATE) == pytest.approx(0.09), "silence says nothing"
+    assert trip.minimum(2.1, RATE) == pytest.approx(0.03)
+    assert trip.minimum(2.3, RATE) == pytest.approx(0.09)
+    assert trip.minimum(1e6, RATE) == pytest.approx(0.09), "silence says nothing"
 
 
 def test_a_full_link_does_not_hide_its_own_round_trip() -> None:
@@ -107,9 +107,9 @@ def test_a_full_link_does_not_hide_its_own_round_trip() -> None:
     assert came_back(trip, 0.0, 0.06)
     for beat in range(1, 50):
         assert came_back(trip, beat / 10, 0.075, ahead=int(0.075 * RATE))
-        assert trip.least(beat / 10 + 0.075, RATE) == pytest.approx(0.06)
+        assert trip.minimum(beat / 10 + 0.075, RATE) == pytest.approx(0.06)
     trip.at_most(0.05, 5.0)
-    assert trip.least(5.0, RATE) == pytest.approx(0.05)
+    assert trip.minimum(5.0, RATE) == pytest.approx(0.05)
 
 
 def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
@@ -117,8 +117,8 @@ def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
     assert came_back(trip, 0.0, 0.06)
     for beat in range(1, 30):
         assert came_back(trip, beat / 10, 0.18, ahead=int(0.075 * RATE))
-        least = 0.06 if beat < 16 else 0.18
-        assert trip.least(beat / 10 + 0.18, RATE) == pytest.approx(least)
+        minimum = 0.06 if beat < 16 else 0.18
+        assert trip.minimum(beat / 10 + 0.18, RATE) == pytest.approx(minimum)
 
 
 def test_connections_are_made_anew_while_nothing_is_heard() -> None:

@@ -16,16 +16,16 @@ from molink.link.policies.base import (
     DecodeStarted,
     Echoed,
     Event,
+    LanePolicy,
     LinkEstimate,
-    Policy,
     Produced,
     Reconnected,
-    Send,
+    SendRows,
     Sent,
     Wait,
 )
 from molink.link.policies.create import POLICIES, create_policy
-from molink.link.recording import Difference, Recorder, replay
+from molink.link.recording import Difference, RecordedPolicy, replay
 from molink.wire.messages.data import Lane
 
 BOTH = [Lane.DECODE, Lane.BULK]
@@ -57,14 +57,14 @@ class Echo:
         self.told.append((event, now))
 
     def decide(self, now: float, ready: Collection[Lane]) -> Decision:
-        return Send(len(self.told), 1) if Lane.BULK in ready else Wait(now + 1 / 3)
+        return SendRows(len(self.told), 1) if Lane.BULK in ready else Wait(now + 1 / 3)
 
 
 def test_every_kind_of_event_comes_back_exactly() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event))
     lines: list[bytes] = []
     recorded, again = Echo(), Echo()
-    recorder = Recorder(recorded, lines.append)
+    recorder = RecordedPolicy(recorded, lines.append)
     for number, event in enumerate(EVENTS):
         recorder.handle(event, number / 7)
         recorder.decide(number / 7, BOTH)
@@ -75,9 +75,9 @@ def test_every_kind_of_event_comes_back_exactly() -> None:
 
 def test_what_a_recording_looks_like() -> None:
     lines: list[bytes] = []
-    recorder = Recorder(create_policy("fifo"), lines.append)
+    recorder = RecordedPolicy(create_policy("fifo"), lines.append)
     recorder.handle(Produced(0, Lane.DECODE, 2, 16), 0.5)
-    assert recorder.decide(0.75, BOTH) == Send(0, 2)
+    assert recorder.decide(0.75, BOTH) == SendRows(0, 2)
     assert recorder.decide(1.0, []) == Wait()
     assert b"".join(lines).decode().splitlines() == [
         '{"policy":"fifo","version":1}',
@@ -90,7 +90,7 @@ def test_what_a_recording_looks_like() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_recorder_is_the_policy_that_it_wraps(name: str) -> None:
     policy = create_policy(name)
-    recorder: Policy = Recorder(policy, lambda _: None)
+    recorder: LanePolicy = RecordedPolicy(policy, lambda _: None)
     assert (recorder.name, recorder.one_lane) == (name, policy.one_lane)
 
 
@@ -99,7 +99,7 @@ def test_a_recorder_is_the_policy_that_it_wraps(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_decides_the_same_again(name: str, data: st.DataObject) -> None:
     lines: list[bytes] = []
-    recorder = Recorder(create_policy(name), lines.append)
+    recorder = RecordedPolicy(create_policy(name), lines.append)
     now, volumes = 0.0, 0
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.floats(0, 0.1))
@@ -109,29 +109,29 @@ def test_every_policy_decides_the_same_again(name: str, data: st.DataObject) -> 
             volumes += 1
         recorder.handle(event, now)
         decision = recorder.decide(now, data.draw(st.sampled_from([BOTH, [Lane.BULK]])))
-        if isinstance(decision, Send):
+        if isinstance(decision, SendRows):
             recorder.handle(Sent(Lane.BULK, 100), now)
     assert replay(lines) == []
 
 
 def test_a_decision_that_comes_out_otherwise_is_told_by_its_line() -> None:
     lines: list[bytes] = []
-    recorder = Recorder(create_policy("fifo"), lines.append)
+    recorder = RecordedPolicy(create_policy("fifo"), lines.append)
     recorder.handle(Produced(0, Lane.BULK, 2, 16), 0.5)
     recorder.decide(0.75, BOTH)
     lines[2] = lines[2].replace(b"[0,2]", b"[0,1]")
-    assert replay(lines) == [Difference(3, 0.75, Send(0, 1), Send(0, 2))]
+    assert replay(lines) == [Difference(3, 0.75, SendRows(0, 1), SendRows(0, 2))]
     assert replay([*lines[:2], b'{"at":0.75,"ready":[1]}']) == [
-        Difference(3, 0.75, Wait(), Send(0, 2))
+        Difference(3, 0.75, Wait(), SendRows(0, 2))
     ]
 
 
 def test_a_recording_ends_at_its_bound_and_can_be_replayed_up_to_there() -> None:
     lines: list[bytes] = []
-    recorder = Recorder(create_policy("fifo"), lines.append, most=1000)
+    recorder = RecordedPolicy(create_policy("fifo"), lines.append, maximum=1000)
     for number in range(100):
         recorder.handle(Produced(number, Lane.BULK, 1, 16), 0.0)
-        assert recorder.decide(0.0, BOTH) == Send(number, 1)
+        assert recorder.decide(0.0, BOTH) == SendRows(number, 1)
     assert recorder.full
     assert 900 < sum(map(len, lines)) <= 1000
     assert replay(lines) == []

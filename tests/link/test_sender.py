@@ -11,7 +11,7 @@ from molink.link.policies.base import (
     Event,
     Produced,
     Reconnected,
-    Send,
+    SendRows,
     Sent,
     Wait,
 )
@@ -95,7 +95,7 @@ class Halves:
         del self.left[name]
         if rows == 10:
             self.left[name] = 5
-        return Send(name, 5)
+        return SendRows(name, 5)
 
 
 def test_a_policy_decides_how_much_and_when() -> None:
@@ -159,7 +159,7 @@ def test_one_lane_for_both_kinds() -> None:
 
 
 def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
-    policy = Orders(Send(0, 1), Send(1, 1))
+    policy = Orders(SendRows(0, 1), SendRows(1, 1))
     sender = connected(LinkSender(1, policy))
     sender.volume(*volume(1, 1, prefill=False), 0.0)
     sender.volume(*volume(2, 1), 0.0)
@@ -168,7 +168,7 @@ def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
 
 
 def test_a_volume_in_pieces() -> None:
-    policy = Orders(Send(0, 99), Wait(), Send(0, 1), Send(0, 99))
+    policy = Orders(SendRows(0, 99), Wait(), SendRows(0, 1), SendRows(0, 99))
     sender = connected(LinkSender(1, policy, SenderLimits(message=4 * ROW)))
     header, data = volume(7, 10)
     sender.volume(header, memoryview(data)[: 2 * ROW], 0.0)
@@ -223,10 +223,10 @@ def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None
     sender.validate()
 
 
-@pytest.mark.parametrize("decision", [Send(0, 1), Send(1, 1), Send(2, 0)])
-def test_a_policy_that_sends_what_is_not_there(decision: Send) -> None:
+@pytest.mark.parametrize("decision", [SendRows(0, 1), SendRows(1, 1), SendRows(2, 0)])
+def test_a_policy_that_sends_what_is_not_there(decision: SendRows) -> None:
     """Volume 0 has no rows left at the moment, 1 never was, and no rows are nothing to send."""
-    sender = connected(LinkSender(1, Orders(Send(0, 1), Wait(), decision)))
+    sender = connected(LinkSender(1, Orders(SendRows(0, 1), Wait(), decision)))
     header, data = volume(7, 3)
     sender.volume(header, data[:ROW], 0.0)
     assert len(sender.poll(0.0)) == 1
@@ -301,7 +301,7 @@ def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
     limits = SenderLimits(message=ROW, window=3 * (ROW + 128))
     sender = connected(LinkSender(1, create_policy("fifo"), limits))
     sender.volume(*volume(1, 10), 0.0)
-    assert len(sender.poll(0.0, most=2)) == 2
+    assert len(sender.poll(0.0, maximum=2)) == 2
     assert len(sender.poll(0.0)) == 1
     sender.control(Tombstone(2))
     assert [out.lane for out in sender.poll(0.0)] == [Lane.DECODE]
@@ -361,7 +361,7 @@ def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
     sender.poll(0.0)
     sender.disconnected(Lane.DECODE, 1.0)
     sender.reconnected(Lane.DECODE, 1.0)
-    sender.poll(1.0, most=1)
+    sender.poll(1.0, maximum=1)
     sender.ack(Ack(1, Lane.DECODE, 3), 1.0)
     sender.validate()
     assert [out.message.seq for out in sender.poll(1.0)] == [3]
@@ -402,7 +402,7 @@ def test_probes_go_first_on_the_bulk_lane() -> None:
 def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
     sender = connected(LinkSender(1, create_policy("adaptive"), SenderLimits(message=ROW)))
     sender.volume(*volume(1, 4), now=0.0)
-    [first] = sender.poll(0.0, most=1)
+    [first] = sender.poll(0.0, maximum=1)
     assert first.lane is Lane.BULK
     sender.disconnected(Lane.BULK, 0.1)
     sender.volume(*volume(2, 3, prefill=False), now=0.1)

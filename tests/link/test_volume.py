@@ -18,11 +18,11 @@ def made(total: int) -> OutVolume:
 @given(
     pieces=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     grants=st.lists(st.integers(1, 40), min_size=1, max_size=10),
-    most=st.integers(1, 20 * ROW),
+    maximum=st.integers(1, 20 * ROW),
     late=st.booleans(),
 )
 def test_messages_make_up_the_volume(
-    pieces: list[int], grants: list[int], most: int, late: bool
+    pieces: list[int], grants: list[int], maximum: int, late: bool
 ) -> None:
     total = sum(pieces)
     data = bytes(byte % 251 for byte in range(total * ROW))
@@ -33,9 +33,9 @@ def test_messages_make_up_the_volume(
         while out.available and (late or given == total):
             grant = grants[turn % len(grants)]
             turn += 1
-            body, rows, count = out.cut(grant, most)
+            body, rows, count = out.cut(grant, maximum)
             assert 1 <= count <= grant
-            assert count == 1 or rows.nbytes <= most
+            assert count == 1 or rows.nbytes <= maximum
             assert body.payload == Payload("f32", (count, 2))
             assert rows.nbytes == count * ROW
             assert isinstance(body, VolumePart if came else Volume)

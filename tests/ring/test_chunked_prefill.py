@@ -19,7 +19,7 @@ from molink.facts.ringtimes import LinkFacts
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
-from molink.ring.limits import BoardLimits
+from molink.ring.board_limits import BoardLimits
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.work import Work
 from molink.wire.messages.data import (
@@ -270,17 +270,17 @@ def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
 def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
     ring = auto(2.0)
     bound = ring.head.limits.unpaired_rows
-    most = 0.0
+    maximum = 0.0
     for number, prompt in enumerate((4000, 3000, 2000, 1000)):
         ring.submit(f"p{number}", prompt, 2)
 
     def over() -> bool:
-        nonlocal most
-        most = max(most, ring.head.stats()[1]["head_prefill_rows_in_flight"])
+        nonlocal maximum
+        maximum = max(maximum, ring.head.stats()[1]["head_prefill_rows_in_flight"])
         return all(len(times) == 2 for times in ring.tokens.values())
 
     ring.run(over)
-    assert bound / 2 < most <= bound
+    assert bound / 2 < maximum <= bound
 
 
 def test_chunks_that_are_back_are_forgotten() -> None:

@@ -20,12 +20,12 @@ from molink.facts.profile import Profile
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
-from molink.ring.limits import BoardLimits
+from molink.ring.board_limits import BoardLimits
 from molink.ring.ring import Ring
 from molink.ring.segment import Segment, SegmentResult, StageShape, StepDone
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Choice, RingBody, Sampled, Sampling, Token, Volume, VolumePart
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 BLOCKS, BLOCK_SIZE, HIDDEN = 512, 16, 1
 TILE = 16

@@ -11,12 +11,12 @@ import pytest
 from molink.errors import WireError
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
-from molink.ring.linkround import HASTE, INTERVAL, MOST_WAITING, LinkRound
+from molink.ring.linkround import HASTE, INTERVAL, MAX_WAITING, LinkRound
 from molink.ring.ring import Ring
 from molink.ring.segment import StageShape
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Frame, Lane, LinkReport
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 FACTS = LinkFacts(0.03, 12.5e6)
 NOTHING = LinkFacts()
@@ -203,8 +203,8 @@ def test_a_flood_of_reports_ends_at_the_next_stage() -> None:
         passed += one.arrived(report) and one.goes_on(report, now)
     assert passed <= 2 * now / HASTE
     assert one.links[0].rate == 1e6 + 9999, "here the last one counts"
-    now += MOST_WAITING * HASTE
-    late = [one.goes_on(LinkReport(0, 0.1, 1e6), now) for _ in range(MOST_WAITING)]
+    now += MAX_WAITING * HASTE
+    late = [one.goes_on(LinkReport(0, 0.1, 1e6), now) for _ in range(MAX_WAITING)]
     assert all(late), "honest ones may come together"
 
 

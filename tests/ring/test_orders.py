@@ -17,11 +17,11 @@ from molink.checkpoint.folder import ModelFolder
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.segment import Segment
 from molink.ring.work import block_ids
-from molink.stage.base import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Release, Rows, Sampling, Table, Tombstone, Volume
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 
 BLOCK = 4

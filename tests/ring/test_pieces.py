@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.facts.profile import UNKNOWN, Profile
-from molink.ring.pieces import LEAST_ROWS, EfficientPieces, WholeVolumes, create_cutting
+from molink.ring.pieces import MIN_ROWS, EfficientPieces, WholeVolumes, create_cutting
 
 TILE = 64
 #: Reading the weights takes 20 ms; from 64 rows on each costs 0.1 ms, in full tiles.
@@ -21,8 +21,8 @@ PROFILES = st.sampled_from([GPU, CPU, Profile(prefill=((4, 1.0),)), Profile(pref
 
 def test_the_sizes_that_pay() -> None:
     gpu, cpu = EfficientPieces(GPU), EfficientPieces(CPU)
-    assert (gpu.least, gpu.enough) == (128, 320)
-    assert (cpu.least, cpu.enough) == (16, 64)
+    assert (gpu.minimum, gpu.enough) == (128, 320)
+    assert (cpu.minimum, cpu.enough) == (16, 64)
 
 
 def test_a_slow_link_is_waited_for_until_a_pass_pays() -> None:
@@ -88,8 +88,8 @@ def test_any_volume_runs_to_its_end(
     assert 0 <= rows <= here
     assert rows or coming
     if coming and rows:
-        assert rows >= min(LEAST_ROWS, pieces.least)
-        assert here + coming - rows >= (pieces.least if not pace else LEAST_ROWS)
+        assert rows >= min(MIN_ROWS, pieces.minimum)
+        assert here + coming - rows >= (pieces.minimum if not pace else MIN_ROWS)
     assert rows < 2 * pieces.enough + profile.tile
     tail = EfficientPieces(profile, forwards=False)
     assert tail.rows(here, 0, riding, 0.0) == here

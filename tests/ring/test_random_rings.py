@@ -29,8 +29,8 @@ from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
+from molink.ring.board_limits import BoardLimits
 from molink.ring.collector import Collector
-from molink.ring.limits import BoardLimits
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.segment import SegmentResult
 from molink.ring.work import Work
@@ -364,9 +364,9 @@ class Ring:
     def do(self, event: tuple) -> None:
         getattr(self, event[0])(*event[1:])
 
-    def drain(self, choose, most: int = 20_000) -> None:
+    def drain(self, choose, maximum: int = 20_000) -> None:
         """Let everything run to its end; it must get there."""
-        for _ in range(most):
+        for _ in range(maximum):
             for key, client in self.clients.items():
                 if not client.over:
                     self.credit(key)
@@ -414,10 +414,10 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
 STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
 
 
-def make_request(rng: random.Random, ring: Ring, key: str, most: int) -> HeadRequest:
-    """A request that fits into a KV pool of ``most`` tokens."""
-    total = rng.randint(1, rng.choice([1, max(1, most // 4), max(1, most - 1)]))
-    answer = rng.randint(1, max(1, min(most - total, 16)))
+def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> HeadRequest:
+    """A request that fits into a KV pool of ``maximum`` tokens."""
+    total = rng.randint(1, rng.choice([1, max(1, maximum // 4), max(1, maximum - 1)]))
+    answer = rng.randint(1, max(1, min(maximum - total, 16)))
     tokens = make_prompt(rng, ring, total)
     penalty = rng.choice([0.0, 0.5])
     return HeadRequest(
@@ -469,7 +469,7 @@ def test_every_request_gets_its_own_tokens(
         stages=stages,
     )
     ring = Ring(stages, limits, cutting)
-    most = min(blocks * block_size, 40)
+    maximum = min(blocks * block_size, 40)
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
     for step in range(rng.randrange(20, 120)):
@@ -480,7 +480,7 @@ def test_every_request_gets_its_own_tokens(
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
             for number in range(rng.randrange(1, 5)):
-                ring.submit(make_request(rng, ring, f"r{step}.{number}", most))
+                ring.submit(make_request(rng, ring, f"r{step}.{number}", maximum))
         elif dice < 0.6 and live:
             ring.credit(rng.choice(live))
         ring.next(prefill=rng.random() < 0.9)

@@ -32,7 +32,7 @@ from molink.wire.messages.data import (
     Volume,
     VolumePart,
 )
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 PROFILE = Profile(decode=((1, 0.25),), prefill=((16, 0.5),))
 

@@ -12,7 +12,7 @@ from molink.ring.ring import Ring
 from molink.ring.segment import Segment, SegmentResult, StageShape, StepDone
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Release, Rows, Sampling, Volume
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 STEP = 0.25
 PROFILE = Profile(decode=((64, STEP),), prefill=((64, STEP),))

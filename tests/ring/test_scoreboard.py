@@ -5,8 +5,8 @@ from array import array
 import pytest
 
 from molink.errors import InvariantError
+from molink.ring.board_limits import BoardLimits
 from molink.ring.known import KnownRequest
-from molink.ring.limits import BoardLimits
 from molink.ring.scoreboard import MAX_SPAN, MAX_WAITING, Scoreboard
 from molink.ring.work import Control, Ready, Work
 from molink.wire.messages.base import Payload

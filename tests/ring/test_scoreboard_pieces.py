@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.limits import BoardLimits
+from molink.ring.board_limits import BoardLimits
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.work import Ready, Work
 from molink.wire.messages.base import Payload

@@ -41,7 +41,7 @@ def chunk(count: int, start: int = 0) -> Volume:
 def test_a_step_takes_as_long_as_its_volumes_one_after_another(volumes, seconds) -> None:
     expected = StepTimes(PROFILE).begin(volumes)
     assert expected.likely == pytest.approx(seconds)
-    assert expected.most == pytest.approx(SLACK * seconds)
+    assert expected.maximum == pytest.approx(SLACK * seconds)
 
 
 def test_without_a_measured_chunk_a_row_counts_as_a_step() -> None:
@@ -51,9 +51,9 @@ def test_without_a_measured_chunk_a_row_counts_as_a_step() -> None:
 
 def test_without_a_profile_nothing_is_predicted() -> None:
     times = StepTimes(Profile())
-    assert times.begin([decode(1), chunk(64)]).most == 0.0
+    assert times.begin([decode(1), chunk(64)]).maximum == 0.0
     times.end(5.0)
-    assert times.begin([chunk(64)]).most == 0.0
+    assert times.begin([chunk(64)]).maximum == 0.0
 
 
 def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -> None:
@@ -63,13 +63,13 @@ def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -
         times.end(0.03)
     slow = times.begin([decode(100)])
     assert slow.likely == pytest.approx(0.03, rel=0.01)
-    assert slow.most == pytest.approx(SLACK * 0.03, rel=0.01)
+    assert slow.maximum == pytest.approx(SLACK * 0.03, rel=0.01)
     for _ in range(100):
         times.begin([decode(100)])
         times.end(0.005)
     quick = times.begin([decode(100)])
     assert quick.likely == pytest.approx(0.005, rel=0.01)
-    assert quick.most == pytest.approx(SLACK * 0.01)
+    assert quick.maximum == pytest.approx(SLACK * 0.01)
 
 
 @given(st.lists(st.floats(0, 10), max_size=50), st.integers(1, 1024), st.integers(0, 10_000))
@@ -78,5 +78,5 @@ def test_after_any_past_a_chunk_has_more_time_than_was_measured(past, count, sta
     for seconds in past:
         times.begin([decode(100)])
         times.end(seconds)
-    most = times.begin([chunk(count, start)]).most
-    assert most >= SLACK * PROFILE.prefill_s(count, start) * (1 - 1e-9)
+    maximum = times.begin([chunk(count, start)]).maximum
+    assert maximum >= SLACK * PROFILE.prefill_s(count, start) * (1 - 1e-9)

@@ -2,7 +2,7 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.ring.turn import MOST_PACE, OVERDUE, SMOOTHING, TurnClock
+from molink.ring.turn import MAX_PACE, OVERDUE, SMOOTHING, TurnClock
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume
 
@@ -58,7 +58,7 @@ def test_turns_that_take_longer_are_expected_to() -> None:
     assert after == pytest.approx(2 * TURN, rel=0.01)
     now += 100 * TURN
     assert clock.finished(decode(1, 2), now) == pytest.approx(
-        TURN * (2 + SMOOTHING * (MOST_PACE - 2)), rel=0.01
+        TURN * (2 + SMOOTHING * (MAX_PACE - 2)), rel=0.01
     )
 
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from molink.errors import UsageError
 from molink.sim.agenda import Agenda
-from molink.sim.bbr import HIGH_GAIN, LEAST_WINDOW, BbrTcp, Mode
+from molink.sim.bbr import HIGH_GAIN, MIN_WINDOW, BbrTcp, Mode
 from molink.sim.congestion import FIRST_WINDOW, SEGMENT, create_controller
 from molink.sim.cubic import CubicTcp
-from molink.sim.plan import plan_ring
+from molink.sim.forecast import plan_ring
 from molink.sim.profiles import LinkProfile
-from molink.sim.run import simulate
 from molink.sim.scenario import Scenario
-from molink.sim.tcp import Connection
+from molink.sim.simulate import simulate
+from molink.sim.tcp import TcpConnection
 from molink.sim.uplink import Uplink
 from molink.sim.workload import Workload
 from molink.wire.messages.data import Lane
@@ -44,7 +44,7 @@ class Line:
         self.uplink = Uplink(rate, room)
         self.controller = create_controller(name, 2 * latency, lane)
         self.arrivals: list[tuple[int, float]] = []
-        self.tcp = Connection(
+        self.tcp = TcpConnection(
             self.agenda, self.uplink, latency, self.controller, lambda: latency, lambda: None
         )
         self._count = 0
@@ -193,7 +193,7 @@ def test_probe_rtt_dips_for_a_fifth_of_a_second_every_ten() -> None:
     def look() -> None:
         bbr = bbr_of(line)
         if bbr.mode is Mode.PROBE_RTT:
-            assert bbr.window <= LEAST_WINDOW
+            assert bbr.window <= MIN_WINDOW
             dips.append(line.agenda.now)
         if line.agenda.now < 30.0:
             line.agenda.at(line.agenda.now + 0.01, look)

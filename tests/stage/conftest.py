@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
-from molink.stage.base import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
 BLOCK_SIZE = 8

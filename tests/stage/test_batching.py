@@ -6,7 +6,7 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.stage import stage as stages
-from molink.stage.base import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
 #: (tokens before, rows now) of the requests of one forward, in order.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from molink.stage.attention.compiled import CompiledAttention
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledNorm
 from molink.stage.kernels.create import create_matmul
 from molink.stage.linear import CompiledLinear, create

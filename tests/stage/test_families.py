@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LONGROPE = {

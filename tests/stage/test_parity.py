@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.stage.base import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]

@@ -13,7 +13,7 @@ from molink.swarm.events import (
     Commit,
     MemberAdded,
     Reported,
-    Send,
+    SendMessage,
     Serve,
     StageSaid,
     Tick,
@@ -98,7 +98,7 @@ class Paper:
         decisions = self.reconciler.handle(event, self.now)
         audit(self.reconciler)
         live = self.reconciler.registry.sessions
-        assert all(d.peer in live for d in decisions if isinstance(d, Send))
+        assert all(d.peer in live for d in decisions if isinstance(d, SendMessage))
         self.decisions += decisions
         self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
         return decisions
@@ -112,20 +112,20 @@ class Paper:
         return [
             (d.peer, d.message)
             for d in decisions
-            if isinstance(d, Send) and not isinstance(d.message, boring)
+            if isinstance(d, SendMessage) and not isinstance(d.message, boring)
         ]
 
     def _without_reason(self, decision):
         """The decision, but not a route of which only the reason is new."""
         match decision:
-            case Send(peer, Welcome()):
+            case SendMessage(peer, Welcome()):
                 self._routes.pop(peer, None)
-            case Send(peer, Route() as route):
+            case SendMessage(peer, Route() as route):
                 route = msgspec.structs.replace(route, reason="")
                 if self._routes.get(peer) == route:
                     return None
                 self._routes[peer] = route
-                return Send(peer, route)
+                return SendMessage(peer, route)
         return decision
 
     def wait(self, seconds, *alive):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.facts.footprint import Footprint, Target
-from molink.facts.memory import MARGIN_PART, plan_memory
+from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.memory_plan import MARGIN_PART, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm.partition import Costs, Gap, Runner, share_out
 from molink.swarm.placement import (
@@ -82,7 +82,7 @@ def test_memory_limits_a_fast_peer_and_its_order():
 
 def test_room_for_kv_is_kept():
     one = facts(layers=4, first=0, last=0, kv=GB // 2048, context=2048)
-    needs = Footprint.of(one, Target()).needs(4, opens=True, closes=True)
+    needs = Footprint.of(one, StageSetup()).needs(4, opens=True, closes=True)
     assert needs > 4 * (GB + GB // 2048 * 2048)
     memory = int(needs / (1 - MARGIN)) + 9
     assert isinstance(place(one, [peer("a", memory=memory)]), Placement)
@@ -335,7 +335,7 @@ def test_a_placement_covers_the_model_within_memory(swarm, model, dtype):
         candidate = by_name.pop(stage.peer)
         assert candidate.stage in ("auto", f"{first}:{last}")
         kind = "cuda" if candidate.cuda else "cpu"
-        target = Target(kind=kind, bf16=candidate.bf16, dtype=dtype)
+        target = StageSetup(kind=kind, bf16=candidate.bf16, dtype=dtype)
         # What is placed there fits the plan that the peer's daemon makes of its own.
         plan = plan_memory(model, stage.layers, target, candidate.memory)
         assert plan.total <= candidate.memory
@@ -347,6 +347,6 @@ def test_a_placement_covers_the_model_within_memory(swarm, model, dtype):
 
 @given(models, st.integers(0, 12), st.booleans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
 def test_costs_are_those_of_the_footprint(model, layers, opens, closes, kind):
-    need = Footprint.of(model, Target(kind=kind))
+    need = Footprint.of(model, StageSetup(kind=kind))
     expected = need.needs(layers, opens=opens, closes=closes)
     assert Costs.of(need).memory(layers, opens=opens, closes=closes) == expected

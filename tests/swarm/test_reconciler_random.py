@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.swarm.events import Commit, MemberRemoved, Reported, Send, Tick
+from molink.swarm.events import Commit, MemberRemoved, Reported, SendMessage, Tick
 from molink.wire.messages.control import Assign, Form, Prefetch, Prefetched, Route
 
 NAMES = "abcde"
@@ -151,7 +151,7 @@ class World:
         for decision in decisions:
             if isinstance(decision, Commit):
                 self.committed(decision.pipeline)
-            elif isinstance(decision, Send):
+            elif isinstance(decision, SendMessage):
                 self.sent(decision.peer, decision.message)
 
     def committed(self, record):

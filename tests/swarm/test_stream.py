@@ -10,16 +10,16 @@ from molink.swarm.stream import (
     Act,
     Emit,
     Fail,
-    Send,
+    HeadEpoch,
     SendSubmit,
+    SendToHead,
     Stream,
     StreamLimits,
-    Target,
 )
 from molink.wire.messages.data import Cancel, Credit, Rejected, Sampling, Token
 
-ONE = Target("p1", 1)
-TWO = Target("p1", 2)
+ONE = HeadEpoch("p1", 1)
+TWO = HeadEpoch("p1", 2)
 PROMPT = (10, 11, 12)
 LIMITS = StreamLimits(hold_s=30.0, window=8, max_fruitless=3, retry_s=0.25, served_s=2.0)
 
@@ -101,7 +101,7 @@ def test_the_same_head_after_a_broken_connection_forgets_the_old_submission() ->
     old = stream.attempt_key
     stream.head(None, 1.0)
     acts = stream.head(ONE, 1.5)
-    assert acts[0] == Send(ONE, Cancel(old))
+    assert acts[0] == SendToHead(ONE, Cancel(old))
     assert submitted(acts).submit.key != old
 
 
@@ -109,7 +109,7 @@ def test_a_gap_is_asked_for_again() -> None:
     stream = make()
     stream.head(ONE, 0.0)
     acts = stream.token(token(stream, 4, 51), 1.0)
-    assert [type(act) for act in acts] == [Send]
+    assert [type(act) for act in acts] == [SendToHead]
     assert stream.next_wake == 1.25
     assert submitted(stream.wake(1.25)).ids == PROMPT
 
@@ -196,7 +196,7 @@ def test_a_request_that_takes_every_head_down_is_given_up() -> None:
     stream = make()
     acts: list[Act] = []
     for epoch in range(1, 20):
-        acts = stream.head(Target("p1", epoch), float(epoch))
+        acts = stream.head(HeadEpoch("p1", epoch), float(epoch))
         if stream.state == "done":
             break
         acts = stream.head(None, epoch + 0.5)
@@ -212,7 +212,7 @@ def test_credit_goes_out_in_quarters_of_the_window() -> None:
     for position in range(3, 8):
         stream.token(token(stream, position, 50), 0.1)
     assert stream.taken(1) == []
-    assert stream.taken(1) == [Send(ONE, Credit(stream.attempt_key, 5))]
+    assert stream.taken(1) == [SendToHead(ONE, Credit(stream.attempt_key, 5))]
     assert stream.taken(1) == []
 
 
@@ -220,14 +220,14 @@ def test_a_slow_client_survives_any_number_of_new_epochs() -> None:
     stream = make(max_tokens=1000)
     position, windows = 3, []
     for epoch in range(1, 12):
-        windows.append(submitted(stream.head(Target("p1", epoch), float(epoch))).submit.window)
+        windows.append(submitted(stream.head(HeadEpoch("p1", epoch), float(epoch))).submit.window)
         for _ in range(windows[-1]):
             assert emitted(stream.token(token(stream, position, 50, epoch), float(epoch)))
             position += 1
     assert windows == [8] + [1] * 10
     # Small windows are credited in small steps, or their heads would wait for ever.
     credits = [act for _ in range(position - 3) for act in stream.taken(1)]
-    assert credits[-1] == Send(Target("p1", 11), Credit(stream.attempt_key, position))
+    assert credits[-1] == SendToHead(HeadEpoch("p1", 11), Credit(stream.attempt_key, position))
     stream.validate()
 
 
@@ -246,7 +246,7 @@ def test_a_head_that_ignores_credit_is_dropped() -> None:
 def test_cancel_tells_the_head() -> None:
     stream = make()
     stream.head(ONE, 0.0)
-    assert stream.cancel() == [Send(ONE, Cancel(stream.attempt_key))]
+    assert stream.cancel() == [SendToHead(ONE, Cancel(stream.attempt_key))]
     assert stream.head(TWO, 1.0) == []
     assert stream.token(token(stream, 3, 50), 1.0) == []
 
@@ -256,7 +256,7 @@ def test_a_head_that_goes_on_beyond_max_tokens_is_stopped() -> None:
     stream.head(ONE, 0.0)
     acts = stream.token(token(stream, 3, 50), 0.1)
     assert [act.token.finish for act in acts if isinstance(act, Emit)] == ["length"]
-    assert Send(ONE, Cancel("k.1")) in acts
+    assert SendToHead(ONE, Cancel("k.1")) in acts
 
 
 STEPS = st.lists(
@@ -286,7 +286,7 @@ def test_positions_go_out_once_and_in_order(steps) -> None:
         position = len(PROMPT) + len(seen)
         if what == "head":
             epoch += value
-            acts = stream.head(Target("p", epoch) if value else None, now)
+            acts = stream.head(HeadEpoch("p", epoch) if value else None, now)
         elif what == "token":
             at = max(0, position + value)
             acts = stream.token(Token(epoch, stream.attempt_key, at, 1000 + at), now)

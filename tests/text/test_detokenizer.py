@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
-from molink.text.pieces import create_pieces
+from molink.text.token_pieces import create_pieces
 
 _SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

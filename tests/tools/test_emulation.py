@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.bench.plan import PlannedRequest
+from molink.bench.planned import PlannedRequest
 from molink.errors import UsageError
 from molink.ring.segment import Segment, StepDone
 from molink.sim.roofline import StepRows

@@ -18,10 +18,10 @@ def found():
 
 
 def test_rows_shrink_by_what_the_design_counts_on(found):
-    least = {"bf16": 1.43, "f16": 1.12, "f32": 1.15}
+    minimum = {"bf16": 1.43, "f16": 1.12, "f32": 1.15}
     for row in found["speed"]:
         lossless = row["coding"] == "lossless"
-        assert row["ratio"] > (least[row["dtype"]] if lossless else 1.9)
+        assert row["ratio"] > (minimum[row["dtype"]] if lossless else 1.9)
 
 
 def test_nothing_that_was_tried_is_smaller(found):

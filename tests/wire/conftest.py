@@ -25,16 +25,16 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901  a ca
         case inspect.UnionType(types=types):
             return st.one_of([_strategy(each) for each in types])
         case inspect.IntType(ge=low, gt=above, le=high, lt=below):
-            least = low if low is not None or above is None else above + 1
-            most = high if high is not None or below is None else below - 1
-            return st.integers(least, most)
+            minimum = low if low is not None or above is None else above + 1
+            maximum = high if high is not None or below is None else below - 1
+            return st.integers(minimum, maximum)
         case inspect.FloatType(ge=low, gt=above, le=high):
-            least = low if low is not None else above
+            minimum = low if low is not None else above
             return st.floats(
-                least, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False
+                minimum, high, exclude_min=above is not None, allow_nan=False, allow_infinity=False
             )
-        case inspect.StrType(max_length=most, pattern=None, min_length=least):
-            return st.text("aä☃-.", min_size=least or 0, max_size=min(most or 8, 40))
+        case inspect.StrType(max_length=maximum, pattern=None, min_length=minimum):
+            return st.text("aä☃-.", min_size=minimum or 0, max_size=min(maximum or 8, 40))
         case inspect.StrType(pattern=pattern):
             return st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) < 128)
         case inspect.LiteralType(values=values):
@@ -45,9 +45,9 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901  a ca
             return st.booleans()
         case inspect.NoneType():
             return st.none()
-        case inspect.VarTupleType(item_type=item, min_length=least, max_length=most):
-            few = min(most if most is not None else 4, 4)
-            return st.lists(_strategy(item), min_size=least or 0, max_size=few).map(tuple)
+        case inspect.VarTupleType(item_type=item, min_length=minimum, max_length=maximum):
+            few = min(maximum if maximum is not None else 4, 4)
+            return st.lists(_strategy(item), min_size=minimum or 0, max_size=few).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*(_strategy(item) for item in items))
         case inspect.Metadata(type=inner):

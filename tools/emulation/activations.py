@@ -69,7 +69,7 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
     import torch
 
     from molink.checkpoint.folder import ModelFolder
-    from molink.stage.base import SequenceRows, StageInput
+    from molink.stage.batch import SequenceRows, StageInput
     from molink.stage.stage import Stage
 
     opened = ModelFolder.open(folder)

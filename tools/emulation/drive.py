@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from molink.bench.plan import PlannedRequest
+from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import MolinkError
 from molink.wire.sockets.curve import KeyPair

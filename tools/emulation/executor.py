@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from molink.ring.segment import Segment, SegmentResult, StepDone
-from molink.sim.executor import step_rows
+from molink.sim.stages import step_rows
 from molink.wire.messages.data import Choice, Sampled, Volume
 from molinkd.worker.engine import HandOver
 from tools.emulation.activations import Activations

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from molink.bench.plan import PlannedRequest
+from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec

@@ -18,9 +18,9 @@ from molink.errors import MolinkError
 from molink.wire.messages.pipe import Start
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
+from molinkd.worker.daemon_pipe import DaemonPipe, leave
 from molinkd.worker.engine import Engine, HandOver
-from molinkd.worker.pipe import DaemonPipe, leave
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 from molinkd.worker.worker import Worker
 from tools.emulation.activations import Activations
 from tools.emulation.executor import EmulatedExecutor

@@ -10,7 +10,7 @@ from typing import Any
 
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
-from molink.sim.run import simulate
+from molink.sim.simulate import simulate
 from tools.paperbench.published import TABLE_2, Setting, settings
 from tools.paperbench.variants import ABLATION, ALWAYS, VARIANTS, Variant
 from tools.paperbench.workload import make_scenario, make_workload

@@ -63,8 +63,8 @@ def _row(row: Row, ours: Measured, floor: float) -> Iterator[Verdict]:
     yield Verdict(where, "TTFT by the paper's", ours.ttft / paper.ttft, SHARE)
     if floor > paper.tpot * SHARE:
         # No system could take a third of the paper's time per token here.
-        least = floor * ours.tokens_per_request
-        yield Verdict(where, "latency by floor", ours.latency / least, NEAR_FLOOR)
+        minimum = floor * ours.tokens_per_request
+        yield Verdict(where, "latency by floor", ours.latency / minimum, NEAR_FLOOR)
     else:
         yield Verdict(where, "TPOT by the paper's", ours.tpot / paper.tpot, SHARE)
         yield Verdict(where, "latency by the paper's", ours.latency / paper.latency, SHARE)

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 
 from molink.errors import WorkerError
 from molinkd.api.backend import Backend
-from molinkd.api.choice import ChoiceText, Piece
-from molinkd.api.metrics import Recorder
-from molinkd.api.plan import ChoicePlan, Plan
+from molinkd.api.choice import ChoiceText, TextPiece
+from molinkd.api.metrics import RequestRecorder
+from molinkd.api.request_plan import ChoicePlan, Plan
 
 #: Called with the index of a choice and what was added to it.
-Emit = Callable[[int, Piece], Awaitable[None]]
+Emit = Callable[[int, TextPiece], Awaitable[None]]
 
 
 class Usage:
@@ -37,7 +37,9 @@ class Usage:
         }
 
 
-async def generate_all(backend: Backend, plan: Plan, recorder: Recorder, emit: Emit) -> Usage:
+async def generate_all(
+    backend: Backend, plan: Plan, recorder: RequestRecorder, emit: Emit
+) -> Usage:
     """Run every choice of ``plan`` at once, handing what they add to ``emit``.
 
     A choice that fails ends the others. When this coroutine is cancelled, so are they.
@@ -63,7 +65,7 @@ async def _generate(
     plan: Plan,
     choice: ChoicePlan,
     usage: Usage,
-    recorder: Recorder,
+    recorder: RequestRecorder,
     emit: Emit,
 ) -> None:
     text = ChoiceText(plan)

@@ -8,13 +8,13 @@ from aiohttp import web
 from msgspec import json
 
 from molinkd.api.backend import Backend
+from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.guard import Guard
-from molinkd.api.metrics import Recorder, create_registry, exposition
+from molinkd.api.metrics import RequestRecorder, create_registry, exposition
 from molinkd.api.page import ChatPage
 from molinkd.api.problem import Problem, internal, problem_of
 from molinkd.api.protocol import EndpointProtocol
 from molinkd.api.routes import OpenAIRoutes
-from molinkd.api.settings import ApiSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ _CLIENT_LEFT = "499"
 def create_app(backend: Backend, settings: ApiSettings) -> web.Application:
     """The application that serves ``backend``.
 
-    Run it with ``handler_cancellation=True``, as :class:`molinkd.api.server.EndpointServer` does:
+    Run it with ``handler_cancellation=True``, as ``EndpointServer`` does:
     a request whose client has gone is cancelled, and with it its generation.
     """
-    recorder = Recorder()
+    recorder = RequestRecorder()
     shell = _Shell(Guard(settings), recorder)
     app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[shell.handle])
     routes = OpenAIRoutes(backend, settings, recorder)
@@ -57,7 +57,7 @@ def create_app(backend: Backend, settings: ApiSettings) -> web.Application:
 class _Shell:
     """Around every handler: the guard before it, errors as envelopes and figures after it."""
 
-    def __init__(self, guard: Guard, recorder: Recorder) -> None:
+    def __init__(self, guard: Guard, recorder: RequestRecorder) -> None:
         self._guard = guard
         self._recorder = recorder
 
@@ -98,7 +98,7 @@ class _Shell:
 class _StatusRoutes:
     """``/health``, ``/readyz`` and ``/metrics``."""
 
-    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+    def __init__(self, backend: Backend, recorder: RequestRecorder) -> None:
         self._backend = backend
         self._registry = create_registry(recorder, backend)
 

@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
+from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.problem import Problem, ProblemError
 from molinkd.api.schema import NEUTRAL, Unsupported
-from molinkd.api.settings import ApiSettings
 
 Body = TypeVar("Body", bound=Unsupported)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from molink.swarm.generation import GeneratedToken
 from molink.text.stops import StopStrings
 from molink.wire.messages.data import FinishReason
-from molinkd.api.plan import Plan
+from molinkd.api.request_plan import Plan
 
 #: OpenAI's stand-in for a probability of nothing.
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What a token added to an answer; the last one has ``finish``."""
 
     text: str
@@ -52,7 +52,7 @@ class ChoiceText:
         self.tokens = 0
         self.cached = 0
 
-    def add(self, token: GeneratedToken) -> Piece | None:
+    def add(self, token: GeneratedToken) -> TextPiece | None:
         """What the client sees of ``token``; ``None`` if nothing yet."""
         if self.tokens == 0:
             self.cached = token.cached
@@ -74,13 +74,13 @@ class ChoiceText:
         self._seen += len(text)
         return self._stops.push(text)
 
-    def _last(self, finish: FinishReason, text: str = "") -> Piece:
+    def _last(self, finish: FinishReason, text: str = "") -> TextPiece:
         text += self._take(self._detokenizer.flush())
         if self._stops.matched is not None:
             return self._stopped(text)
         return self._piece(text + self._stops.flush(), finish)
 
-    def _stopped(self, text: str) -> Piece:
+    def _stopped(self, text: str) -> TextPiece:
         assert self._stops.matched is not None
         if self._include_stop:
             text += self._stops.matched
@@ -88,13 +88,13 @@ class ChoiceText:
         self._pending = [entry for entry in self._pending if entry.offset < end]
         return self._piece(text, "stop")
 
-    def _piece(self, text: str, finish: FinishReason | None = None) -> Piece:
+    def _piece(self, text: str, finish: FinishReason | None = None) -> TextPiece:
         self._emitted += len(text)
         logprobs: Sequence[TokenLogprob] = ()
         if self._pending:
             logprobs, self._pending = self._pending, []
-        return Piece(text, logprobs, finish)
+        return TextPiece(text, logprobs, finish)
 
 
 def _finite(logprob: float) -> float:
-    return LEAST_LOGPROB if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
+    return MIN_LOGPROB if math.isnan(logprob) else max(logprob, MIN_LOGPROB)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from msgspec import json
 
 from molink.text.tokenizer import Tokenizer
-from molinkd.api.choice import LEAST_LOGPROB, Piece, TokenLogprob
-from molinkd.api.plan import Plan
+from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
+from molinkd.api.request_plan import Plan
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,7 +25,7 @@ class Format(Protocol):
         """Events before the first piece of choice ``index``; may be empty."""
         ...
 
-    def event(self, index: int, piece: Piece) -> bytes:
+    def event(self, index: int, piece: TextPiece) -> bytes:
         """The events of ``piece``."""
         ...
 
@@ -33,7 +33,7 @@ class Format(Protocol):
         """The event that ends a stream whose client asked for usage figures."""
         ...
 
-    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
         """The answer in one object; ``answers`` has the pieces of each choice."""
         ...
 
@@ -57,7 +57,7 @@ class ChatFormat:
         """The event that names the role."""
         return self._prefixes[index] + b'{"role":"assistant","content":""}' + self._suffix
 
-    def event(self, index: int, piece: Piece) -> bytes:
+    def event(self, index: int, piece: TextPiece) -> bytes:
         """A text that was added, then, at the end, the reason."""
         prefix = self._prefixes[index]
         event = b""
@@ -77,7 +77,7 @@ class ChatFormat:
         """A chunk without choices."""
         return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
 
-    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
@@ -103,7 +103,7 @@ class ChatFormat:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token)
         text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
 class CompletionFormat:
@@ -128,7 +128,7 @@ class CompletionFormat:
             return b""
         return self._prefixes[index] + json.encode(self._echoes[index]) + self._suffix
 
-    def event(self, index: int, piece: Piece) -> bytes:
+    def event(self, index: int, piece: TextPiece) -> bytes:
         """A text that was added; the last one has the reason too."""
         start = self._prefixes[index] + json.encode(piece.text)
         if not piece.logprobs and piece.finish is None:
@@ -143,7 +143,7 @@ class CompletionFormat:
         """A chunk without choices."""
         return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
 
-    def whole(self, answers: Sequence[Sequence[Piece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
         """A ``text_completion``."""
         choices = []
         for index, pieces in enumerate(answers):
@@ -172,7 +172,7 @@ class CompletionFormat:
             return None
         found: dict[str, float] = {}
         for token, logprob in entry.top[: self._top]:
-            found.setdefault(self._text(token), max(logprob, LEAST_LOGPROB))
+            found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))
         return found
 
     def _text(self, token: int) -> str:
@@ -188,11 +188,11 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text(pieces: Sequence[Piece]) -> str:
+def _text(pieces: Sequence[TextPiece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _logprobs(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+def _logprobs(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
     return [entry for piece in pieces for entry in piece.logprobs]
 
 

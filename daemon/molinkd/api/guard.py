@@ -12,8 +12,8 @@ import socket
 from aiohttp import hdrs, web
 from yarl import URL
 
+from molinkd.api.endpoint_settings import ApiSettings, is_loopback
 from molinkd.api.problem import Problem, ProblemError
-from molinkd.api.settings import ApiSettings, is_loopback
 
 #: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
 OPEN_PATHS = frozenset({"/", "/health", "/readyz"})

@@ -53,7 +53,7 @@ class GenerationTimer:
 
     __slots__ = ("_last", "_recorder", "_start")
 
-    def __init__(self, recorder: "Recorder") -> None:
+    def __init__(self, recorder: "RequestRecorder") -> None:
         self._recorder = recorder
         self._start = self._last = time.perf_counter()
 
@@ -74,7 +74,7 @@ class GenerationTimer:
         self._recorder.whole.observe(time.perf_counter() - self._start)
 
 
-class Recorder:
+class RequestRecorder:
     """Counts what happens at the endpoint. Used on its event loop only."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Recorder:
 class EndpointCollector(Collector):
     """The recorder's figures and the backend's, collected when asked for."""
 
-    def __init__(self, recorder: Recorder, backend: Backend) -> None:
+    def __init__(self, recorder: RequestRecorder, backend: Backend) -> None:
         self._recorder = recorder
         self._backend = backend
 
@@ -141,7 +141,7 @@ class EndpointCollector(Collector):
         return {family.name: family for family in reversed(families)}.values()
 
 
-def create_registry(recorder: Recorder, backend: Backend) -> CollectorRegistry:
+def create_registry(recorder: RequestRecorder, backend: Backend) -> CollectorRegistry:
     """A registry of its own, so that two endpoints in one process don't mix."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EndpointCollector(recorder, backend))

@@ -5,8 +5,8 @@ import logging
 
 from aiohttp import web
 
+from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.problem import Problem, internal
-from molinkd.api.settings import ApiSettings
 
 #: Quiet unless someone sets it to ``INFO``.
 _ACCESS_LOG = logging.getLogger("molinkd.api.access")
@@ -70,7 +70,7 @@ class EndpointProtocol(web.RequestHandler):
             self._header_timer = None
 
 
-class Refusal(asyncio.Protocol):
+class RefusedConnection(asyncio.Protocol):
     """A connection beyond the limit: told so and closed.
 
     It stays open for a moment, as closing it on what the client is still sending would reset it
@@ -113,5 +113,5 @@ class ConnectionFactory:
     def __call__(self) -> asyncio.Protocol:
         """The protocol of a connection that has just been accepted."""
         if len(self._server.connections) >= self._settings.max_connections:
-            return Refusal()
+            return RefusedConnection()
         return EndpointProtocol(self._server, loop=self._loop, settings=self._settings)

@@ -11,15 +11,15 @@ from molinkd.api.answer import generate_all
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body import read_body
 from molinkd.api.catalogue import Catalogue
-from molinkd.api.choice import Piece
-from molinkd.api.events import EventStream
+from molinkd.api.choice import TextPiece
+from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.formats import DONE, ChatFormat, CompletionFormat, Format
-from molinkd.api.metrics import Recorder
-from molinkd.api.plan import Plan, make_plan
+from molinkd.api.metrics import RequestRecorder
 from molinkd.api.problem import internal, problem_of
-from molinkd.api.prompts import chat_prompt, completion_prompts
+from molinkd.api.prompt_ids import chat_prompt, completion_prompts
+from molinkd.api.request_plan import Plan, make_plan
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
-from molinkd.api.settings import ApiSettings
+from molinkd.api.server_events import EventStream
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 class OpenAIRoutes:
     """``/v1/models``, ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings, recorder: Recorder) -> None:
+    def __init__(self, backend: Backend, settings: ApiSettings, recorder: RequestRecorder) -> None:
         self._backend = backend
         self._settings = settings
         self._recorder = recorder
@@ -69,9 +69,9 @@ class OpenAIRoutes:
         if body.stream:
             form_of_stream = form(plan, body.includes_usage)
             return await self._stream(request, plan, form_of_stream, body.includes_usage)
-        answers: list[list[Piece]] = [[] for _ in plan.choices]
+        answers: list[list[TextPiece]] = [[] for _ in plan.choices]
 
-        async def emit(index: int, piece: Piece) -> None:
+        async def emit(index: int, piece: TextPiece) -> None:
             answers[index].append(piece)
 
         usage = await generate_all(self._backend, plan, self._recorder, emit)
@@ -83,7 +83,7 @@ class OpenAIRoutes:
         stream = EventStream(request, self._settings.stall_timeout_s)
         opened = [False] * len(plan.choices)
 
-        async def emit(index: int, piece: Piece) -> None:
+        async def emit(index: int, piece: TextPiece) -> None:
             if not opened[index]:
                 opened[index] = True
                 stream.push(form.opening(index))

@@ -106,7 +106,7 @@ class GenerationBody(Unsupported, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message's content; only text can be used."""
 
     type: str
@@ -117,7 +117,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None

@@ -10,7 +10,7 @@ _HELP = "Measure a server, or this PC."
 def add_bench(app: typer.Typer, arguments: Sequence[str]) -> None:
     """Add the real group if ``arguments`` name it, else its line in the help."""
     if "bench" in arguments:
-        from molinkd.cli.bench import bench_app
+        from molinkd.cli.bench_serve import bench_app
 
         app.add_typer(bench_app, name="bench")
         return

@@ -13,11 +13,11 @@ from rich.table import Table
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import DEMO_MODEL, find_model
 from molink.errors import UsageError
-from molink.facts.memory import size
+from molink.facts.memory_plan import size
 from molink.facts.model import LayerRange
 from molink.plaintext import printable
 from molink.swarm.placement import parse_range
-from molinkd.peer.stage_bench import Point, StageBench, StageResult, measure_stage
+from molinkd.peer.stage_bench import BenchPoint, StageBench, StageResult, measure_stage
 
 _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 
@@ -38,7 +38,7 @@ def stage(
         Literal["none", "int8", "nf4"], typer.Option(help="Keep the layers' weights so.")
     ] = "none",
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=600.0, help="Of measuring, at most.")
+        float, typer.Option(min=0.1, max=600.0, help="Of measuring, at maximum.")
     ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -105,7 +105,7 @@ def show(found: StageResult, console: Console) -> None:
     )
 
 
-def _table(rows: str, points: Sequence[Point]) -> Table:
+def _table(rows: str, points: Sequence[BenchPoint]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in (rows, "ms", "tokens/s"):
         table.add_column(name, justify="right")

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from molink.sim.plan import RingPlan, plan_ring
+from molink.sim.forecast import RingPlan, plan_ring
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload

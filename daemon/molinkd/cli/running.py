@@ -166,7 +166,7 @@ def _run(
     from molinkd.cli.console import DaemonConsole
     from molinkd.peer.home import Home
     from molinkd.peer.launch import Launch
-    from molinkd.peer.process import log_to_file, run_daemon
+    from molinkd.peer.main import log_to_file, run_daemon
     from molinkd.peer.settings import load_settings
 
     place = Home.find(home)

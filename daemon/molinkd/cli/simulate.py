@@ -15,8 +15,8 @@ from molink.link.policies.create import create_policy
 from molink.link.recording import Difference, replay
 from molink.sim.picture import draw
 from molink.sim.profiles import LinkProfile, load_link
-from molink.sim.run import Outcome, simulate, simulate_all
 from molink.sim.scenario import Scenario
+from molink.sim.simulate import Outcome, simulate, simulate_all
 from molink.sim.timeline import Timeline
 from molink.sim.workload import Workload
 from molinkd.cli import simulate_options as options

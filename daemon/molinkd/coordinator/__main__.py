@@ -2,6 +2,6 @@
 
 import sys
 
-from molinkd.coordinator.process import main
+from molinkd.coordinator.main import main
 
 sys.exit(main())

@@ -24,7 +24,7 @@ from molink.swarm.events import (
     MemberAdded,
     MemberRemoved,
     Reported,
-    Send,
+    SendMessage,
     Serve,
     StageSaid,
     Tick,
@@ -62,8 +62,8 @@ from molink.wire.messages.control import (
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
+from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reachable_at
 from molinkd.coordinator.door import Door, is_invitation
-from molinkd.coordinator.options import DEFAULT_PORT, LAST_PORT, Options, reachable_at
 from molinkd.coordinator.state import State
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Coordinator:
                         self._state.commit(decision.pipeline)
                     case Announce():
                         self._state.save_announced(decision.member)
-                    case Send():
+                    case SendMessage():
                         self._tell(decision.peer, decision.message)
         except (StateError, InvariantError) as error:
             # What wasn't committed must not be announced; a restart begins from what was.

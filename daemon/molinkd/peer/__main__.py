@@ -1,6 +1,6 @@
 """``python -m molinkd.peer``: a daemon under the control of another process."""
 
-from molinkd.peer.process import main
+from molinkd.peer.main import main
 
 if __name__ == "__main__":
     main()

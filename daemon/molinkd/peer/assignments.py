@@ -7,9 +7,9 @@ from pathlib import Path
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError
-from molink.facts.footprint import Load, Target
-from molink.facts.memory import MemoryPlan, plan_memory
-from molink.facts.profile import MOST_CHUNK_ROWS
+from molink.facts.footprint import Load, StageSetup
+from molink.facts.memory_plan import MemoryPlan, plan_memory
+from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.swarm.addressbook import AddressBook
 from molink.swarm.keeper import (
     Decision,
@@ -33,11 +33,11 @@ from molink.wire.messages.control import (
 )
 from molink.wire.messages.pipe import MemberBlocked, Start
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.device import Measured, worker_threads
+from molinkd.peer.device_probe import Measured, worker_threads
 from molinkd.peer.prefetcher import Prefetcher
 from molinkd.peer.quantize import check_quantize
 from molinkd.peer.settings import Settings
-from molinkd.peer.store import Progress, Store
+from molinkd.peer.store import FetchProgress, Store
 from molinkd.peer.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Assignments:
         self._keeper = Keeper()
         self._prefetcher = Prefetcher(store, on_change)
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, FetchProgress] = {}
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(logs, self._worker_said, self._worker_exited)
 
@@ -153,7 +153,7 @@ class Assignments:
 
     async def _fetch(self, decision: Fetch) -> None:
         generation, assign = decision.generation, decision.assign
-        progress = self._progress[generation] = Progress()
+        progress = self._progress[generation] = FetchProgress()
         try:
             folder = await self._store.stage(assign.model, assign.layers, assign.sources, progress)
             start = await self._prepare(assign, folder)
@@ -238,12 +238,12 @@ def plan_stage(
     Raises:
         UsageError: it isn't enough; says what would fit.
     """
-    target = Target(
+    target = StageSetup(
         kind=measured.device.kind,
         bf16=measured.bf16,
         dtype=assign.dtype,
         quantize=assign.quantize,
-        load=Load(settings.chunk_tokens or MOST_CHUNK_ROWS, settings.max_running),
+        load=Load(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
     )
     return plan_memory(
         folder.facts(assign.model),

@@ -17,7 +17,7 @@ from molink.wire.messages.control import ControlMessage
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.peer.addresses import from_here
-from molinkd.peer.device import Measured, measure_device
+from molinkd.peer.device_probe import Measured, measure_device
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
 from molinkd.peer.home import Home, HomeLock

@@ -3,8 +3,8 @@
 import asyncio
 
 from molinkd.api.backend import Backend
-from molinkd.api.server import EndpointServer
-from molinkd.api.settings import ApiSettings
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.http_server import EndpointServer
 from molinkd.peer.settings import Settings
 
 

@@ -13,13 +13,13 @@ from molink.facts.model import ModelFacts
 from molink.wire.messages.control import ControlMessage, Invite, InviteRequest, ServeModel
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.addresses import advertised, from_here
-from molinkd.peer.coordinator import CoordinatorProcess
+from molinkd.peer.coordinator_child import CoordinatorProcess
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, Invitation, Launch, Serving, Trouble
 from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership, read_membership
 from molinkd.peer.quantize import check_files, check_quantize
-from molinkd.peer.session import Session
+from molinkd.peer.session import CoordinatorSession
 from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Founder:
         membership = await start_coordinator(self._home, self._keys, self._settings, stack)
         return msgspec.structs.replace(membership, model=self._model)
 
-    async def serve(self, session: Session) -> None:
+    async def serve(self, session: CoordinatorSession) -> None:
         """Ask the coordinator to serve the model and, for ``up``, for a join token."""
         if self._facts is None:
             return

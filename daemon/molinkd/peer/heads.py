@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from molink.errors import Unavailable
 from molink.facts.identity import peer_id
-from molink.swarm.stream import Target
+from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import Buffer, data_codec
 from molink.wire.messages.control import Route
 from molink.wire.messages.data import DataMessage
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Head:
+class _HeadClient:
     route: Route
     client: Client[DataMessage] | None = None
 
     @property
-    def target(self) -> Target | None:
+    def target(self) -> HeadEpoch | None:
         """Where to submit; ``None`` while the pipeline or its head can't be reached."""
         if self.client is None or not self.client.connected or not self.route.ready:
             return None
-        return Target(self.route.pipeline, self.route.epoch)
+        return HeadEpoch(self.route.pipeline, self.route.epoch)
 
 
 class Heads:
@@ -52,7 +52,7 @@ class Heads:
         self._codec = data_codec()
         self._on_change = on_change
         self._on_message = on_message
-        self._heads: dict[str, _Head] = {}
+        self._heads: dict[str, _HeadClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, route: Route) -> None:
@@ -61,7 +61,7 @@ class Heads:
         if head is not None and route.epoch < head.route.epoch:
             return
         if head is None:
-            head = self._heads[route.pipeline] = _Head(route)
+            head = self._heads[route.pipeline] = _HeadClient(route)
         elif head.route.head != route.head or route.head is None:
             self._disconnect(head)
         head.route = route
@@ -76,7 +76,7 @@ class Heads:
             self._disconnect(head)
             self._on_change(head.route.model)
 
-    def targets(self, model: str) -> list[Target]:
+    def targets(self, model: str) -> list[HeadEpoch]:
         """Pipelines that can take requests for ``model`` now."""
         return [
             target
@@ -94,7 +94,7 @@ class Heads:
         """All pipelines that are known."""
         return tuple(head.route for head in self._heads.values())
 
-    def send(self, target: Target, message: DataMessage, payload: Buffer | None = None) -> None:
+    def send(self, target: HeadEpoch, message: DataMessage, payload: Buffer | None = None) -> None:
         """Send to the head of ``target``.
 
         Raises:
@@ -114,7 +114,7 @@ class Heads:
         self._heads.clear()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _connect(self, head: _Head) -> None:
+    def _connect(self, head: _HeadClient) -> None:
         address = head.route.head
         if address is None or not address.addresses:
             return
@@ -139,7 +139,7 @@ class Heads:
         )
         head.client.start()
 
-    def _disconnect(self, head: _Head) -> None:
+    def _disconnect(self, head: _HeadClient) -> None:
         if head.client is not None:
             task = asyncio.get_running_loop().create_task(head.client.close())
             self._closing.add(task)

@@ -22,18 +22,18 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     token: str | None = None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+class LaunchEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """Something that whoever started the daemon wants to know."""
 
 
-class Serving(Event, frozen=True, kw_only=True, tag="serving"):
+class Serving(LaunchEvent, frozen=True, kw_only=True, tag="serving"):
     """The model that ``up`` has been asked to serve."""
 
     model: str
     path: str
 
 
-class Listening(Event, frozen=True, kw_only=True, tag="listening"):
+class Listening(LaunchEvent, frozen=True, kw_only=True, tag="listening"):
     """The daemon is up; its endpoint answers."""
 
     name: str
@@ -43,39 +43,39 @@ class Listening(Event, frozen=True, kw_only=True, tag="listening"):
     pid: int
 
 
-class Invitation(Event, frozen=True, kw_only=True, tag="invitation"):
+class Invitation(LaunchEvent, frozen=True, kw_only=True, tag="invitation"):
     """A join token for other PCs."""
 
     token: str
 
 
-class StageNow(Event, frozen=True, kw_only=True, tag="stage"):
+class StageNow(LaunchEvent, frozen=True, kw_only=True, tag="stage"):
     """What this peer's stages are doing, in one line."""
 
     text: str
 
 
-class ModelReady(Event, frozen=True, kw_only=True, tag="ready"):
+class ModelReady(LaunchEvent, frozen=True, kw_only=True, tag="ready"):
     """Whether requests for a model can be served."""
 
     model: str
     ready: bool
 
 
-class NotServed(Event, frozen=True, kw_only=True, tag="not-served"):
+class NotServed(LaunchEvent, frozen=True, kw_only=True, tag="not-served"):
     """Why requests for a model can't be served; again whenever that is another reason."""
 
     model: str
     reason: str
 
 
-class Trouble(Event, frozen=True, kw_only=True, tag="trouble"):
+class Trouble(LaunchEvent, frozen=True, kw_only=True, tag="trouble"):
     """Something a person may have to see to; the daemon goes on."""
 
     text: str
 
 
-class Ended(Event, frozen=True, kw_only=True, tag="ended"):
+class Ended(LaunchEvent, frozen=True, kw_only=True, tag="ended"):
     """The daemon can't go on. ``code`` is the exit code."""
 
     code: int

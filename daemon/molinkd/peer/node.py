@@ -42,19 +42,19 @@ from molink.wire.sockets.zap import Gatekeeper
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.addresses import advertised
 from molinkd.peer.assignments import Assignments
-from molinkd.peer.device import Measured
+from molinkd.peer.device_probe import Measured
 from molinkd.peer.heads import Heads
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, ModelReady, NotServed, StageNow, Trouble
 from molinkd.peer.library import Library
+from molinkd.peer.local_status import local_status
 from molinkd.peer.membership import Membership
-from molinkd.peer.requests import Requests
 from molinkd.peer.served import ServedModels
-from molinkd.peer.session import Session
+from molinkd.peer.session import CoordinatorSession
 from molinkd.peer.settings import Settings
 from molinkd.peer.sources import Sources
-from molinkd.peer.status import local_status
 from molinkd.peer.store import Store
+from molinkd.peer.streams import Requests
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,9 @@ class Node:
         self._store = Store(
             resources.home.models, resources.me, resources.library, connect, _bundled()
         )
-        self.session = Session(context, keys, membership, self._report, self._take, self._welcomed)
+        self.session = CoordinatorSession(
+            context, keys, membership, self._report, self._take, self._welcomed
+        )
         self._assignments = Assignments(
             settings,
             keys,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from molink.errors import MolinkError
 from molink.wire.messages.control import Prefetch, Prefetched
-from molinkd.peer.store import Progress, Store
+from molinkd.peer.store import FetchProgress, Store
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Prefetcher:
         self._on_change = on_change
         self._message: Prefetch | None = None
         self._task: asyncio.Task[None] | None = None
-        self._progress = Progress()
+        self._progress = FetchProgress()
         #: What reports say of it.
         self.state: Prefetched | None = None
 
@@ -32,7 +32,7 @@ class Prefetcher:
             return
         self.cancel()
         self._message = message
-        self._progress = Progress()
+        self._progress = FetchProgress()
         self._say(Prefetched(number=message.number, state="fetching"))
         self._task = asyncio.get_running_loop().create_task(self._fetch(message))
 

@@ -24,7 +24,7 @@ REPORT_INTERVAL_S = 1.0
 GOODBYE_S = 0.5
 
 
-class Session:
+class CoordinatorSession:
     """One peer's side of the control plane."""
 
     def __init__(

@@ -7,7 +7,7 @@ import zmq.asyncio
 
 from molink.errors import Unavailable, WireError
 from molink.swarm.addressbook import AddressBook
-from molink.swarm.fetchplan import Piece
+from molink.swarm.fetchplan import FilePiece
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
@@ -37,7 +37,7 @@ class PeerSource:
             entries += reply.files
         return entries
 
-    async def read(self, model: str, piece: Piece) -> bytes:
+    async def read(self, model: str, piece: FilePiece) -> bytes:
         """Bytes of one of them."""
         request = ReadRequest(
             ref=0, model=model, file=piece.file, offset=piece.offset, length=piece.length

@@ -13,14 +13,14 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.model import LayerRange
 from molinkd.peer.platform import child_options
 
-BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.measure.bench")
+BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.measure.stage_bench")
 #: Loading takes as long as it takes, but not for ever.
 _TIMEOUT_S = 3600.0
 #: Windows delivers Ctrl-C only between waits.
 _TURN_S = 0.5
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a pass of ``rows`` rows."""
 
     rows: int
@@ -48,7 +48,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What :mod:`molink.stage.measure.bench` prints, with the model's name."""
+    """What :mod:`molink.stage.measure.stage_bench` prints, with the model's name."""
 
     model: str = ""
     layers: LayerRange
@@ -59,8 +59,8 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     quantize: str
     weight_bytes: int
-    decode: tuple[Point, ...]
-    prefill: tuple[Point, ...]
+    decode: tuple[BenchPoint, ...]
+    prefill: tuple[BenchPoint, ...]
     context: int
     tile: int
     read: Read

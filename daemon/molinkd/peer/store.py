@@ -33,7 +33,7 @@ from molink.errors import (
 )
 from molink.files import patiently
 from molink.swarm.backoff import Backoff
-from molink.swarm.fetchplan import GroupPlan, Piece, cut, group_file, group_tensors, plan_group
+from molink.swarm.fetchplan import FilePiece, GroupPlan, cut, group_file, group_tensors, plan_group
 from molink.wire.messages.transfer import FileEntry
 from molink.wire.sockets.secrets import private_folder
 from molinkd.peer.library import MAX_FILES, Library, folder_name, listing_identity
@@ -65,7 +65,7 @@ class Source(Protocol):
         """The files of a model."""
         ...
 
-    async def read(self, model: str, piece: Piece) -> bytes:
+    async def read(self, model: str, piece: FilePiece) -> bytes:
         """Bytes of one of them."""
         ...
 
@@ -75,7 +75,7 @@ Connect = Callable[[str], AbstractAsyncContextManager[Source]]
 
 
 @dataclass(slots=True)
-class Progress:
+class FetchProgress:
     """How far a transfer is, in bytes; kept up to date while it runs."""
 
     done: int = 0
@@ -113,14 +113,14 @@ class Store:
             MolinkError: no source could give them; says what each answered.
         """
         async with self._locks[model]:
-            return await self._from_any(model, sources, None, Progress())
+            return await self._from_any(model, sources, None, FetchProgress())
 
     async def stage(
         self,
         model: str,
         layers: tuple[int, int],
         sources: Sequence[str],
-        progress: Progress | None = None,
+        progress: FetchProgress | None = None,
     ) -> Path:
         """A folder with all that a stage of ``layers`` (half-open) loads.
 
@@ -128,14 +128,14 @@ class Store:
             MolinkError: no source could give it, or the disk is full; says what each answered.
         """
         async with self._locks[model]:
-            return await self._from_any(model, sources, layers, progress or Progress())
+            return await self._from_any(model, sources, layers, progress or FetchProgress())
 
     async def _from_any(
         self,
         model: str,
         sources: Sequence[str],
         layers: tuple[int, int] | None,
-        progress: Progress,
+        progress: FetchProgress,
     ) -> Path:
         held = self._library.get(model)
         if held is not None and (self._me in sources or not sources):
@@ -164,7 +164,7 @@ class Store:
         raise Unavailable(f"the files of {model} can't be had: {detail}")
 
     async def _from(
-        self, source: Source, model: str, layers: tuple[int, int] | None, progress: Progress
+        self, source: Source, model: str, layers: tuple[int, int] | None, progress: FetchProgress
     ) -> Path:
         listed = await source.files(model)
         if len(listed) > MAX_FILES:
@@ -215,7 +215,7 @@ class Store:
             for entry in entries:
                 async with _new_file(draft / entry.name) as file:
                     pieces = cut(entry.name, 0, entry.size)
-                    await self._transfer(source, model, pieces, file, Progress())
+                    await self._transfer(source, model, pieces, file, FetchProgress())
             await asyncio.to_thread(ModelConfig.load, draft)
             await asyncio.to_thread(patiently, lambda: draft.rename(folder))
         except OSError as error:
@@ -232,7 +232,7 @@ class Store:
         files: dict[str, FileEntry],
         folder: Path,
         layers: tuple[int, int],
-        progress: Progress,
+        progress: FetchProgress,
     ) -> None:
         wanted = await asyncio.to_thread(_missing, folder, layers)
         if not wanted:
@@ -246,7 +246,7 @@ class Store:
             await self._fetch_group(source, model, folder, plan, progress)
 
     async def _fetch_group(
-        self, source: Source, model: str, folder: Path, plan: GroupPlan, progress: Progress
+        self, source: Source, model: str, folder: Path, plan: GroupPlan, progress: FetchProgress
     ) -> None:
         async with _new_file(folder / plan.file) as file:
             await asyncio.to_thread(file.write, plan.header)
@@ -265,12 +265,12 @@ class Store:
                 spans |= await asyncio.to_thread(parse_header, Path(name), raw, entry.size)
         return spans
 
-    async def _header(self, source: Source, model: str, entry: FileEntry, most: int) -> bytes:
+    async def _header(self, source: Source, model: str, entry: FileEntry, maximum: int) -> bytes:
         if entry.size < _LENGTH.size:
             raise BrokenModel(f"{entry.name} of {model} is truncated at the source")
-        prefix = await _read(source, model, Piece(entry.name, 0, _LENGTH.size, 0))
+        prefix = await _read(source, model, FilePiece(entry.name, 0, _LENGTH.size, 0))
         (length,) = _LENGTH.unpack(prefix)
-        if length > min(most, entry.size - _LENGTH.size):
+        if length > min(maximum, entry.size - _LENGTH.size):
             raise BrokenModel(f"{entry.name} of {model} has no valid header at the source")
         pieces = cut(entry.name, _LENGTH.size, length)
         return b"".join([await _read(source, model, piece) for piece in pieces])
@@ -287,15 +287,15 @@ class Store:
         self,
         source: Source,
         model: str,
-        pieces: Iterable[Piece],
+        pieces: Iterable[FilePiece],
         file: BinaryIO,
-        progress: Progress,
+        progress: FetchProgress,
     ) -> None:
         """Read all pieces, several at a time, into their places in ``file``."""
         waiting = iter(pieces)
         turn = asyncio.Lock()
 
-        def write(piece: Piece, data: bytes) -> None:
+        def write(piece: FilePiece, data: bytes) -> None:
             file.seek(piece.target)
             file.write(data)
 
@@ -317,9 +317,11 @@ def _metadata(model: str, files: dict[str, FileEntry]) -> list[FileEntry]:
         raise BrokenModel(f"the source has no {missing[0]} of {model}")
     entries = [files[name] for name in METADATA_FILES if name in files]
     for entry in entries:
-        most = MAX_TOKENIZER_BYTES if entry.name == "tokenizer.json" else MAX_METADATA_BYTES
-        if entry.size > most:
-            raise BrokenModel(f"{entry.name} of {model} has {entry.size} bytes, more than {most}")
+        maximum = MAX_TOKENIZER_BYTES if entry.name == "tokenizer.json" else MAX_METADATA_BYTES
+        if entry.size > maximum:
+            raise BrokenModel(
+                f"{entry.name} of {model} has {entry.size} bytes, more than {maximum}"
+            )
     return entries
 
 
@@ -339,7 +341,7 @@ def _missing(folder: Path, layers: tuple[int, int]) -> dict[str, Shapes]:
     }
 
 
-async def _read(source: Source, model: str, piece: Piece) -> bytes:
+async def _read(source: Source, model: str, piece: FilePiece) -> bytes:
     data = await source.read(model, piece)
     if len(data) != piece.length:
         raise BrokenModel(f"{len(data)} bytes came, not {piece.length}")

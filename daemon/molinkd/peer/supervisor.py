@@ -35,7 +35,7 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "molinkd.worker")
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerChild:
     child: Child
     start: Start
     stats: Stats | None = None
@@ -57,7 +57,7 @@ class Supervisor:
         self._on_message = on_message
         self._on_exit = on_exit
         self._command = command
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _WorkerChild] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         #: Counters of workers that are no more, so that sums never fall.
         self._past: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class Supervisor:
             computes=True,
         )
         child.start()
-        self._workers[generation] = _Worker(child, start)
+        self._workers[generation] = _WorkerChild(child, start)
         self.tell(generation, start)
         self.tell(generation, members)
         log.info("worker %d: stage %d, layers %d:%d", child.pid, start.stage, *start.layers)

@@ -9,7 +9,7 @@ import torch
 from molink.errors import MolinkError
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.worker.pipe import DaemonPipe, leave
+from molinkd.worker.daemon_pipe import DaemonPipe, leave
 from molinkd.worker.worker import Worker
 
 log = logging.getLogger("molinkd.worker")

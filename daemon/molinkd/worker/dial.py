@@ -7,8 +7,8 @@ import zmq.asyncio
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Lane
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.congestion import keep_steady
 from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.steady import keep_steady
 from molinkd.worker.outlink import Channel, ChannelEvents
 
 

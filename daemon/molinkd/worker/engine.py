@@ -8,7 +8,7 @@ from molink.checkpoint.config import WeightDType
 from molink.facts.profile import Profile
 from molink.ring.segment import Executing
 from molink.wire.messages.pipe import Start
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 #: Calls a function with its argument on the ring's thread.
 HandOver = Callable[..., object]

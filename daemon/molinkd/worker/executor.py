@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from molink.ring.segment import Segment, SegmentResult, StepDone
-from molink.stage.memory import is_out_of_memory, release_cached
+from molink.stage.out_of_memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import failed_step, run_step
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Step:
     segments: Sequence[Segment]
     done: Callable[[StepDone], None]
 
@@ -35,13 +35,13 @@ class Executor:
         self._stage = stage
         self._requests = requests
         self._hand_over = hand_over
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Queue a step."""
-        self._jobs.put(_Job(segments, done))
+        self._jobs.put(_Step(segments, done))
 
     def close(self) -> None:
         """End after the steps that are queued."""
@@ -55,7 +55,7 @@ class Executor:
             seconds = time.perf_counter() - began
             self._hand_over(job.done, StepDone(results, seconds, error, out_of_memory))
 
-    def _step(self, job: _Job) -> tuple[Sequence[SegmentResult], str | None, bool]:
+    def _step(self, job: _Step) -> tuple[Sequence[SegmentResult], str | None, bool]:
         """Results, what went wrong if anything did, and whether that was memory."""
         try:
             return run_step(self._stage, self._requests, job.segments), None, False

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.link.heartbeat import Progress
+from molink.link.heartbeat import StageProgress
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Ack, Beat, DataMessage, Frame, Lane, LinkHello
@@ -42,7 +42,7 @@ class InLink:
         pipeline: str,
         from_stage: int,
         user_id: str,
-        progress: Callable[[], Progress],
+        progress: Callable[[], StageProgress],
         on_arrival: Callable[[Arrival], None],
     ) -> None:
         """``user_id`` is the peer that runs stage ``from_stage``: nobody else may send.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from molink.errors import MolinkError
 from molink.facts.ringtimes import LinkFacts
-from molink.link.heartbeat import BeatClock, Liveness, Progress
+from molink.link.heartbeat import BeatClock, Liveness, StageProgress
 from molink.link.lane import Outgoing
 from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
@@ -25,7 +25,7 @@ from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, LinkHello, R
 HELLO_INTERVAL = 0.25
 #: How often the next stage's life is looked at.
 _LOOK_INTERVAL = 0.5
-_LEAST_PAUSE = 0.001
+_MIN_PAUSE = 0.001
 #: Messages sent before others on the event loop get their turn.
 _BATCH = 16
 #: Messages that a link of unknown rate is tried out with, and their bytes.
@@ -79,12 +79,12 @@ class LinkStats:
     unacknowledged_bytes: int = 0
     #: Seconds there and back, and bytes/s; 0 = unknown.
     rtt: float = 0.0
-    least_rtt: float = 0.0
+    min_rtt: float = 0.0
     rate: float = 0.0
 
 
 @dataclass(slots=True)
-class _Connection:
+class _LaneConnection:
     channel: Channel
     connected: bool = False
     #: Whether the next stage has answered our hello on this connection.
@@ -101,7 +101,7 @@ class OutLink:
         sender: LinkSender,
         pipeline: str,
         from_stage: int,
-        progress: Callable[[], Progress],
+        progress: Callable[[], StageProgress],
         on_dead: Callable[[str], None],
         on_room: Callable[[], None],
         on_estimate: Callable[[LinkFacts], None] | None = None,
@@ -121,7 +121,9 @@ class OutLink:
         self._progress = progress
         self._on_dead = on_dead
         self._on_room = on_room
-        self._connections = {lane: _Connection(connect(lane, self._events(lane))) for lane in Lane}
+        self._connections = {
+            lane: _LaneConnection(connect(lane, self._events(lane))) for lane in Lane
+        }
         now = self._loop.time()
         self._beats = BeatClock(now)
         self.liveness = Liveness(now)
@@ -228,7 +230,7 @@ class OutLink:
         for each in self._connections.values():
             if each.connected and not each.welcome:
                 wakes.append(each.hello_at + HELLO_INTERVAL)
-        at = max(min(wakes), now + _LEAST_PAUSE)
+        at = max(min(wakes), now + _MIN_PAUSE)
         # One that is set for earlier looks again then.
         if self._timer is None or at < self._timer.when():
             if self._timer is not None:
@@ -379,6 +381,6 @@ class OutLink:
             queued_bytes=sender.queued_bytes,
             unacknowledged_bytes=sender.unacknowledged_bytes,
             rtt=estimate.rtt,
-            least_rtt=estimate.least_rtt,
+            min_rtt=estimate.min_rtt,
             rate=estimate.rate or 0.0,
         )

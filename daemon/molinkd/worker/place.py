@@ -8,22 +8,22 @@ from pathlib import Path
 import zmq.asyncio
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.profile import MOST_CHUNK_ROWS
+from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.ringtimes import LinkFacts
-from molink.head.chunk import most_chunk_rows
+from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.estimate.memory import LinkMemory
-from molink.link.heartbeat import Progress
+from molink.link.estimate.remembered import LinkMemory
+from molink.link.heartbeat import StageProgress
 from molink.link.packing.compressor import Compressor
 from molink.link.packing.packer import RowPacker
-from molink.link.policies.base import Policy
+from molink.link.policies.base import LanePolicy
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
-from molink.link.recording import Recorder
+from molink.link.recording import RecordedPolicy
 from molink.link.sender import LinkSender
-from molink.ring.limits import BoardLimits
+from molink.ring.board_limits import BoardLimits
 from molink.ring.ring import Ring
 from molink.ring.segment import StageShape
 from molink.wire.messages.control import StageAddress
@@ -46,12 +46,12 @@ from molinkd.worker.engine import Engine
 from molinkd.worker.inlink import InLink
 from molinkd.worker.outlink import OutLink
 from molinkd.worker.recordfile import RecordFile
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 #: Requests that any head may run: ``Start.max_running`` of its worker, which we don't know.
-MOST_RUNNING = 1024
+MAX_RUNNING = 1024
 #: Bytes of rows that a stage is ready to keep, whatever its own settings make of it.
-LEAST_BYTES = 256 << 20
+MIN_BYTES = 256 << 20
 
 
 class Place:
@@ -159,7 +159,7 @@ class Place:
             }
             gauges |= {
                 "link_rtt_seconds": link.rtt,
-                "link_latency_seconds": link.least_rtt / 2,
+                "link_latency_seconds": link.min_rtt / 2,
                 "link_rate_bytes_per_second": link.rate,
                 "link_queued_bytes": float(link.queued_bytes),
                 "link_unacknowledged_bytes": float(link.unacknowledged_bytes),
@@ -190,22 +190,22 @@ class Place:
     def _board_limits(self) -> BoardLimits:
         order, size, context = self._order, self._start.block_size, self._stage.config.context
         return BoardLimits(
-            requests=MOST_RUNNING + self._most_volumes * MAX_GROUPS,
+            requests=MAX_RUNNING + self._max_volumes * MAX_GROUPS,
             context=context,
             table=min(order.blocks, -(-context // size)),
             blocks=order.blocks,
             block_size=size,
-            waiting_bytes=self._most_bytes,
+            waiting_bytes=self._max_bytes,
         )
 
     @property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
-        chunk = most_chunk_rows(self._start.chunk_tokens)
+        chunk = max_chunk_rows(self._start.chunk_tokens)
         if not self._order.micro_batches:
-            chunk = max(chunk, MOST_CHUNK_ROWS)  # as chunks that go unpaired may have, in all
-        rows = 2 * self._most_micro_batches * (chunk + MAX_GROUPS)
-        return max(LEAST_BYTES, rows * self._row_bytes)
+            chunk = max(chunk, MAX_CHUNK_ROWS)  # as chunks that go unpaired may have, in all
+        rows = 2 * self._max_micro_batches * (chunk + MAX_GROUPS)
+        return max(MIN_BYTES, rows * self._row_bytes)
 
     @property
     def _row_bytes(self) -> int:
@@ -213,14 +213,14 @@ class Place:
         return self._stage.config.hidden_size * DTYPE_SIZES[self._stage.travel_dtype]
 
     @property
-    def _most_micro_batches(self) -> int:
+    def _max_micro_batches(self) -> int:
         """Micro-batches that there may be in flight, whoever decides that."""
         return self._order.micro_batches or 2 * len(self._order.ring)
 
     @property
-    def _most_volumes(self) -> int:
+    def _max_volumes(self) -> int:
         """Decode and prefill volumes in flight, of which more may go unpaired."""
-        decode = self._most_micro_batches
+        decode = self._max_micro_batches
         return decode + (decode if self._order.micro_batches else MAX_MICRO_BATCHES)
 
     def _make_outlink(
@@ -256,12 +256,12 @@ class Place:
         """The next stage."""
         return self._order.ring[(self._start.stage + 1) % len(self._order.ring)]
 
-    def _make_policy(self) -> Policy:
+    def _make_policy(self) -> LanePolicy:
         start, policy = self._start, create_policy(self._start.policy)
         if not start.record:
             return policy
         self._record = RecordFile(Path(start.record), start.pipeline, start.stage, self.epoch)
-        return Recorder(policy, self._record.write)
+        return RecordedPolicy(policy, self._record.write)
 
     def _make_packer(self) -> RowPacker | None:
         setting = self._start.compression
@@ -276,7 +276,7 @@ class Place:
                 self.epoch,
                 hidden,
                 self._stage.travel_dtype,
-                ReceiverLimits(assembly=self._most_bytes),
+                ReceiverLimits(assembly=self._max_bytes),
                 cut_through=start.cut_through,
             ),
             start.pipeline,
@@ -289,5 +289,5 @@ class Place:
     def _arrived(self, arrival: Arrival) -> None:
         self.ring.arrive(arrival.body, arrival.payload, arrival.rows)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> StageProgress:
         return self.ring.progress

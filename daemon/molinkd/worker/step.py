@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from molink.ring.segment import Segment, SegmentResult
-from molink.stage.base import SequenceRows, StageInput
-from molink.stage.dtypes import TORCH_DTYPES
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.sampling.sampler import SampledToken, SampleRow, sample
 from molink.stage.stage import Stage
-from molink.stage.transfer import download
+from molink.stage.to_device import download
+from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data import Choice, Rows, Sampled, TopLogprobs, Volume
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 
 @torch.inference_mode()

@@ -15,9 +15,9 @@ from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
-from molink.link.estimate.memory import LinkMemory
-from molink.stage.measure.profile import profile_stage
-from molink.stage.memory import limit_memory
+from molink.link.estimate.remembered import LinkMemory
+from molink.stage.measure.measure import profile_stage
+from molink.stage.out_of_memory import limit_memory
 from molink.stage.stage import Stage
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import DataMessage, Rejected, Submit
@@ -36,10 +36,10 @@ from molink.wire.messages.pipe import (
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
+from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.engine import Engine, LoadEngine
 from molinkd.worker.executor import Executor
 from molinkd.worker.meter import LoopMeter
-from molinkd.worker.pipe import DaemonPipe
 from molinkd.worker.place import Place
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Protocol
 from molink.head.job import Job
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Holds the jobs that wait and orders those that could run.
 
     It decides order only: what fits (blocks, slots, chunk, micro-batches) is decided elsewhere.

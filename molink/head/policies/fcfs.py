@@ -7,7 +7,7 @@ from molink.head.job import Job
 
 
 class Fcfs:
-    """The :class:`~molink.head.policies.base.Policy` of vLLM and of the papers' baselines."""
+    """The policy of vLLM and of the papers' baselines."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[Job, None] = OrderedDict()

@@ -29,7 +29,7 @@ class LinkEstimator:
         self._meter = RateMeter(start.rate)
         self._now = 0.0
         #: The least round trip, and when to look for it again: thousands of times a second is much.
-        self._known_least: float | None = None
+        self._known_min: float | None = None
         self._look_at = 0.0
         self._told: LinkEstimate | None = None
 
@@ -42,10 +42,10 @@ class LinkEstimator:
             case Sent():
                 self._meter.sent(event.lane, event.nbytes, now)
             case Acknowledged(lane, nbytes, elapsed):
-                least = self._least()
-                if (least is None or elapsed < least) and self._trip.at_most(elapsed, now):
+                minimum = self._minimum()
+                if (minimum is None or elapsed < minimum) and self._trip.at_most(elapsed, now):
                     self._look_at = now
-                self._meter.acknowledged(lane, nbytes, elapsed, self._least(), now)
+                self._meter.acknowledged(lane, nbytes, elapsed, self._minimum(), now)
             case Reconnected():
                 self._meter.forget(event.lane)
 
@@ -65,32 +65,32 @@ class LinkEstimator:
 
     # --- what is known -----------------------------------------------------------------------
 
-    def _least(self) -> float | None:
+    def _minimum(self) -> float | None:
         if self._now >= self._look_at:
-            self._known_least = self._trip.least(self._now, self._meter.rate)
+            self._known_min = self._trip.minimum(self._now, self._meter.rate)
             self._look_at = self._now + _LOOK_INTERVAL
-        return self._known_least
+        return self._known_min
 
     def facts(self, now: float) -> LinkFacts:
         """One-way latency and rate."""
         self._at(now)
-        least = self._least()
-        return LinkFacts(None if least is None else least / 2, self._meter.rate)
+        minimum = self._minimum()
+        return LinkFacts(None if minimum is None else minimum / 2, self._meter.rate)
 
     def estimate(self, now: float) -> LinkEstimate:
         """The same for a policy; round trips that are unknown are 0."""
         self._at(now)
-        return LinkEstimate(self._trip.smooth, self._least() or 0.0, self._meter.rate)
+        return LinkEstimate(self._trip.smooth, self._minimum() or 0.0, self._meter.rate)
 
     def news(self, now: float) -> LinkEstimate | None:
         """The estimate, if it is worth telling since it was told last."""
         estimate, told = self.estimate(now), self._told
         if told is None:
-            if estimate.rate is None and not estimate.least_rtt:
+            if estimate.rate is None and not estimate.min_rtt:
                 return None
         elif not (
             _differ(estimate.rate or 0.0, told.rate or 0.0, NOTICEABLE, 0.0)
-            or _differ(estimate.least_rtt, told.least_rtt, NOTICEABLE, _NOTICEABLE_SECONDS)
+            or _differ(estimate.min_rtt, told.min_rtt, NOTICEABLE, _NOTICEABLE_SECONDS)
             or _differ(estimate.rtt, told.rtt, _NOTICEABLE_SMOOTH, _NOTICEABLE_SECONDS)
         ):
             return None

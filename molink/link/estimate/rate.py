@@ -31,7 +31,7 @@ _LONGEST_TOGETHER = 0.005
 #: Share of an interval for which the narrowest point may have been idle.
 _SLACK = 0.1
 #: A burst's least busy time that counts: in less, one late acknowledgement makes a rate.
-_LEAST_BURST = 0.02
+_MIN_BURST = 0.02
 #: An interval so much longer than others of late, for its bytes, is a hole in what was sent.
 _HOLE = 3.0
 _INTERVALS = 16
@@ -48,7 +48,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Point:
+class _Delivered:
     """Where the sums stood at an acknowledgement (or at some that came together)."""
 
     began: float
@@ -79,8 +79,8 @@ class RateMeter:
         self._newest = 0.0
         self._beside = 0
         #: The least time from sending a bulk message to its acknowledgement.
-        self._least = float("inf")
-        self._points: deque[_Point] = deque()
+        self._minimum = float("inf")
+        self._points: deque[_Delivered] = deque()
         #: All bytes that have arrived, and how many they were at some moments of late.
         self._total = 0
         self._carried: deque[tuple[float, int]] = deque()
@@ -121,10 +121,10 @@ class RateMeter:
         if lane is not Lane.BULK:
             self._beside += nbytes
             return
-        self._least = min(self._least, elapsed)
+        self._minimum = min(self._minimum, elapsed)
         if self._last is not None:
             gap = now - self._last
-            latest = self._last - (self._least if rtt is None else rtt)
+            latest = self._last - (self._minimum if rtt is None else rtt)
             busy = newest <= latest + _SLACK * gap
             # Bytes of the other lane are acknowledged late: too late for a first guess.
             beside = 0 if self._guess else self._beside
@@ -184,7 +184,7 @@ class RateMeter:
         ``busy`` is whether the narrowest point was so all the while.
         """
         if not self._points:
-            self._points.append(_Point(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
+            self._points.append(_Delivered(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
         active = self._points[-1].active + min(gap, _LONGEST_STEP)
         if not busy or self._hole(gap, nbytes):
             self._end_burst(active, now)
@@ -195,18 +195,18 @@ class RateMeter:
         if together and len(self._points) > 1:
             last.ended, (last.active, last.busy, last.sent, last.nbytes) = now, sums
         else:
-            self._points.append(_Point(now, now, *sums))
+            self._points.append(_Delivered(now, now, *sums))
         self._take_sample(active)
 
     def _hole(self, gap: float, nbytes: int) -> bool:
         """Whether the narrowest point was idle although it may not look so."""
         self._paces.append(gap / nbytes)
         usual = sorted(self._paces)[len(self._paces) // 2]
-        return gap > _LEAST_BURST and gap > _HOLE * usual * nbytes
+        return gap > _MIN_BURST and gap > _HOLE * usual * nbytes
 
     def _end_burst(self, active: float, now: float) -> None:
         """A burst is over; one that was too short never was."""
-        if self._points[-1].busy - self._burst_from < _LEAST_BURST:
+        if self._points[-1].busy - self._burst_from < _MIN_BURST:
             while len(self._points) > 1 and self._points[-1].busy > self._burst_from:
                 self._points.pop()
         last = self._points[-1]
@@ -217,7 +217,7 @@ class RateMeter:
         last = self._points[-1]
         while len(self._points) > 2 and last.busy - self._points[1].busy >= _LONG_WINDOW:
             self._points.popleft()
-        counts = last.busy - self._burst_from >= _LEAST_BURST
+        counts = last.busy - self._burst_from >= _MIN_BURST
         if counts and last.busy - self._points[0].busy >= WINDOW:
             first = next(p for p in reversed(self._points) if last.busy - p.busy >= WINDOW)
             usual = _rate(self._points[0], last)
@@ -242,7 +242,7 @@ class RateMeter:
         self.rate, self._guess = self._samples[0][1], False
 
 
-def _rate(first: _Point, last: _Point) -> float:
+def _rate(first: _Delivered, last: _Delivered) -> float:
     """Between two points; what arrived faster than it was sent had been held up before."""
     span = max(last.busy - first.busy, last.sent - first.sent)
     return min((last.nbytes - first.nbytes) / span, MAX_RATE)

@@ -43,7 +43,7 @@ class CompressorLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PackChoice:
     """What to do with a message; a ``sample`` is unpacked again, to know how long that takes."""
 
     coding: Coding
@@ -114,18 +114,18 @@ class Compressor:
         for kind in self._kinds.values():
             self._decide(kind)
 
-    def choose(self, bulk: bool, now: float) -> Choice:
+    def choose(self, bulk: bool, now: float) -> PackChoice:
         """What to do with a message of prefill rows (``bulk``) or decode rows."""
         kind = self._kinds[bulk]
         if self._coding is Coding.PLAIN:
-            return Choice(Coding.PLAIN)
+            return PackChoice(Coding.PLAIN)
         due = kind.sampled_at is None or now >= kind.sampled_at + self._limits.sample_every
         if due:
             kind.sampled_at = now
             kind.samples = self._limits.samples
         sample = kind.samples > 0
         kind.samples = max(0, kind.samples - 1)
-        return Choice(self._coding if sample or kind.on else Coding.PLAIN, sample=sample)
+        return PackChoice(self._coding if sample or kind.on else Coding.PLAIN, sample=sample)
 
     def packed(self, bulk: bool, packed: Packed) -> None:
         """A message has been packed (to ``coded == plain`` bytes if that made it no smaller)."""

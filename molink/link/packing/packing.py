@@ -20,7 +20,7 @@ class Packer(Protocol):
         """Rows of a volume for the wire, packed or not; ``bulk`` if they are prefill rows."""
 
 
-class Packing:
+class PackedBytes:
     """The packer of a link, if it has one, and what came of it."""
 
     def __init__(self, packer: Packer | None) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 
 from molink.link.policies.backlog import Backlog, Pending
-from molink.link.policies.base import Decision, Event, Produced, Send, Sent, Wait
+from molink.link.policies.base import Decision, Event, Produced, SendRows, Sent, Wait
 from molink.link.policies.credit import CHUNK_S, CreditWindow
 from molink.link.policies.interval import IdleInterval
-from molink.link.policies.outflow import Outflow, Packing
+from molink.link.policies.outflow import Outflow, Shrinkage
 from molink.wire.messages.data import Lane
 
 #: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds.
@@ -42,7 +42,7 @@ class Adaptive:
         self._window = CreditWindow()
         self._interval = IdleInterval()
         self._outflow = Outflow()
-        self._packing = Packing()
+        self._packing = Shrinkage()
         #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
         self._waits_since = 0.0
 
@@ -69,7 +69,7 @@ class Adaptive:
         starving = bulk is not None and now >= self._starves_at
         if decode is not None and not starving:
             self._decode.take(count := decode.rows)
-            return Send(decode.volume, count)
+            return SendRows(decode.volume, count)
         if bulk is None:
             return Wait()
         if not starving:
@@ -80,7 +80,7 @@ class Adaptive:
         self._packing.granted(rows * bulk.row_bytes)
         if rows == chunk:
             self._waits_since = now
-        return Send(bulk.volume, rows)
+        return SendRows(bulk.volume, rows)
 
     def _chunk(self, volume: Pending) -> int:
         return max(1, min(volume.rows, int(self._window.chunk / self._wire_bytes(volume))))

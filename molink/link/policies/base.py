@@ -78,7 +78,7 @@ class LinkEstimate:
     """What is known of the link: seconds there and back, and bytes/s (``None`` = unknown)."""
 
     rtt: float
-    least_rtt: float
+    min_rtt: float
     rate: float | None = None
 
 
@@ -105,7 +105,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendRows:
     """Send the next ``rows`` rows of ``volume``; nothing else on its lane until they have left."""
 
     volume: int
@@ -119,10 +119,10 @@ class Wait:
     until: float | None = None
 
 
-Decision = Send | Wait
+Decision = SendRows | Wait
 
 
-class Policy(Protocol):
+class LanePolicy(Protocol):
     """Decides what a link sends next."""
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from itertools import count
 
 from molink.link.policies.backlog import Pending
-from molink.link.policies.base import Decision, Event, Produced, Send, Wait
+from molink.link.policies.base import Decision, Event, Produced, SendRows, Wait
 from molink.wire.messages.data import Lane
 
 #: Bytes that a volume sends at its turn (at least one row).
@@ -55,4 +55,4 @@ class Concurrent:
             self._round[lane].append((next(self._places), name))
         else:
             del self._pending[name]
-        return Send(name, rows)
+        return SendRows(name, rows)

@@ -5,12 +5,12 @@ from functools import partial
 
 from molink.errors import UsageError
 from molink.link.policies.adaptive import Adaptive
-from molink.link.policies.base import Policy
+from molink.link.policies.base import LanePolicy
 from molink.link.policies.concurrent import Concurrent
 from molink.link.policies.fifo import Fifo
 from molink.link.policies.molink import MoLink
 
-_POLICIES: dict[str, Callable[[], Policy]] = {
+_POLICIES: dict[str, Callable[[], LanePolicy]] = {
     "concurrent": Concurrent,
     "fifo": Fifo,
     "molink": MoLink,
@@ -21,7 +21,7 @@ _POLICIES: dict[str, Callable[[], Policy]] = {
 POLICIES = tuple(_POLICIES)
 
 
-def create_policy(name: str) -> Policy:
+def create_policy(name: str) -> LanePolicy:
     """A fresh policy.
 
     Raises:

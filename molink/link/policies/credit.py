@@ -12,8 +12,8 @@ LATE = 0.020
 VOUCHED = 0.25
 #: The window is so many times what it should be, at least and at most: it shrinks where chunks
 #: come back late, and grows where they find no queue, for the rate is then more than was estimated.
-LEAST_SHARE = 0.6
-MOST_SHARE = 1.25
+MIN_SHARE = 0.6
+MAX_SHARE = 1.25
 #: How far the share moves in a round trip.
 STEP = 0.25
 #: A window that was empty is filled so many times as fast as the link should empty it, after the
@@ -21,12 +21,12 @@ STEP = 0.25
 PACE = 1.25
 #: A chunk takes this long at the link's rate, in seconds, within these bytes.
 CHUNK_S = 0.005
-LEAST_CHUNK = 16 * 1024
-MOST_CHUNK = 256 * 1024
+MIN_CHUNK = 16 * 1024
+MAX_CHUNK = 256 * 1024
 #: Before anything is known of the link.
 FIRST_CHUNK = 32 * 1024
 #: As much as a lane may have unacknowledged, and more than a link of 1 Gbps and 50 ms needs.
-MOST_WINDOW = 8 << 20
+MAX_WINDOW = 8 << 20
 
 
 class CreditWindow:
@@ -48,7 +48,7 @@ class CreditWindow:
         #: Bytes sent and not acknowledged.
         self.in_flight = 0
         self._rate: float | None = None
-        self._least = 0.0
+        self._minimum = 0.0
         self._share = 1.0
         #: Until when late chunks say nothing of the link.
         self._vouched_until = 0.0
@@ -72,10 +72,10 @@ class CreditWindow:
                 self._vouch(event.elapsed, event.nbytes, now)
             case Echoed():
                 self._vouch(event.elapsed, 0, now)
-                if event.elapsed - self._least > QUIET:
+                if event.elapsed - self._minimum > QUIET:
                     self._queue_until = now + VOUCHED
             case LinkEstimate():
-                self._rate, self._least = event.rate, event.least_rtt
+                self._rate, self._minimum = event.rate, event.min_rtt
                 self._resize()
             case Reconnected(lane=Lane.BULK):
                 self.in_flight = 0
@@ -95,21 +95,21 @@ class CreditWindow:
         """How long a chunk should be: :data:`CHUNK_S` of the link's rate, in bytes."""
         if self._rate is None:
             return FIRST_CHUNK
-        return int(min(MOST_CHUNK, max(LEAST_CHUNK, CHUNK_S * self._rate)))
+        return int(min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_S * self._rate)))
 
     def _acknowledged(self, event: Acknowledged, now: float) -> None:
         if self._rate is None:
-            self.size = min(self.size + event.nbytes, MOST_WINDOW)
+            self.size = min(self.size + event.nbytes, MAX_WINDOW)
             return
-        queued = event.elapsed - self._least - event.nbytes / self._rate
+        queued = event.elapsed - self._minimum - event.nbytes / self._rate
         if queued > LATE and now < self._vouched_until:
             queued = TARGET
         part = min(1.0, event.nbytes / self.size)
         if queued > LATE:
-            self._share = max(LEAST_SHARE, self._share - STEP * part)
+            self._share = max(MIN_SHARE, self._share - STEP * part)
         elif queued < QUIET and self.in_flight + self.chunk > self.size:
-            most = MOST_SHARE if now >= self._queue_until else max(1.0, self._share)
-            self._share = min(most, self._share + STEP * part)
+            maximum = MAX_SHARE if now >= self._queue_until else max(1.0, self._share)
+            self._share = min(maximum, self._share + STEP * part)
         else:
             self._share += STEP * part * (1.0 - self._share)
         self._resize()
@@ -117,10 +117,10 @@ class CreditWindow:
     def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
         """A message of the decode lane has come back."""
         if self._rate is not None:
-            in_time = elapsed - self._least - nbytes / self._rate <= LATE
+            in_time = elapsed - self._minimum - nbytes / self._rate <= LATE
             self._vouched_until = now - elapsed + VOUCHED if in_time else now
 
     def _resize(self) -> None:
         if self._rate is not None:
-            wanted = self._rate * (self._least + TARGET) + self.chunk
-            self.size = min(max(self._share * wanted, 2.0 * LEAST_CHUNK), MOST_WINDOW)
+            wanted = self._rate * (self._minimum + TARGET) + self.chunk
+            self.size = min(max(self._share * wanted, 2.0 * MIN_CHUNK), MAX_WINDOW)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Collection
 
-from molink.link.policies.base import Decision, Event, Produced, Send, Wait
+from molink.link.policies.base import Decision, Event, Produced, SendRows, Wait
 from molink.wire.messages.data import Lane
 
 
@@ -26,4 +26,4 @@ class Fifo:
         if not self._waiting or Lane.BULK not in ready:
             return Wait()
         first = self._waiting.popleft()
-        return Send(first.volume, first.rows)
+        return SendRows(first.volume, first.rows)

@@ -3,13 +3,13 @@
 from collections.abc import Collection
 
 from molink.link.policies.backlog import Backlog, Pending
-from molink.link.policies.base import Decision, Event, Produced, Send, Wait
+from molink.link.policies.base import Decision, Event, Produced, SendRows, Wait
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow
 from molink.wire.messages.data import Lane
 
 #: ``N`` of the paper: prefill rows wait for at most so many decode volumes.
-MOST_WAITING = 30
+MAX_WAITING = 30
 #: Bytes of a chunk before the link's rate is known.
 FIRST_CHUNK = 64 * 1024
 
@@ -35,7 +35,7 @@ class MoLink:
         self._prefill = Backlog()  # vq2
         self._interval = IdleInterval()
         self._outflow = Outflow()
-        #: ``W``: decode volumes sent while prefill rows waited; never above :data:`MOST_WAITING`.
+        #: ``W``: decode volumes sent while prefill rows waited; never above :data:`MAX_WAITING`.
         self.weight = 0
 
     def handle(self, event: Event, now: float) -> None:
@@ -54,14 +54,14 @@ class MoLink:
             return Wait(None if self._outflow.rate is None else self._outflow.leaves_at)
         if decode is not None and prefill is not None:
             self.weight += 1
-        if decode is not None and self.weight < MOST_WAITING:
+        if decode is not None and self.weight < MAX_WAITING:
             self._decode.take(rows := decode.rows)
-            return Send(decode.volume, rows)
+            return SendRows(decode.volume, rows)
         assert prefill is not None  # the weight rises only while prefill rows wait
-        rows = prefill.rows if self.weight >= MOST_WAITING else self._chunk(prefill, now)
+        rows = prefill.rows if self.weight >= MAX_WAITING else self._chunk(prefill, now)
         self._prefill.take(rows)
         self.weight = 0
-        return Send(prefill.volume, rows)
+        return SendRows(prefill.volume, rows)
 
     def _chunk(self, volume: Pending, now: float) -> int:
         """``chunk()`` of the paper, in rows: what the link carries in ``T_a``."""

@@ -56,7 +56,7 @@ class Outflow:
         return now < self.leaves_at if self.rate is not None else self.unacknowledged > 0
 
 
-class Packing:
+class Shrinkage:
     """How many times fewer bytes than they have rows take on their way, of late.
 
     Policies count rows, credits and rates go by bytes on the wire, and messages may travel packed.

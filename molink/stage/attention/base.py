@@ -9,7 +9,7 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.errors import UsageError
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
 BackendName = Literal["auto", "flash", "compiled", "gather"]
@@ -100,7 +100,7 @@ def create_attention(
     """
     if name == "gather":
         return _create_gather(shape, device)
-    from molink.stage.attention.probe import try_compiled, try_flash
+    from molink.stage.attention.trial import try_compiled, try_flash
 
     attempt = try_flash if name == "flash" or device.type == "cuda" else try_compiled
     found, reason = attempt(shape, block_size, dtype, device)

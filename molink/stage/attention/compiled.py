@@ -10,7 +10,7 @@ from torch import Tensor
 from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionShape, FixedAttention
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class CompiledLayers:
     """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
 
     ``passes``, ``tables`` and ``scratch`` are what
-    :class:`~molink.stage.kernels.attend.Attend` takes, which looks nothing up: ``least`` and
+    :class:`~molink.stage.kernels.attend.Attend` takes, which looks nothing up: ``minimum`` and
     ``greatest`` are those of the tables' blocks.
     """
 
@@ -31,14 +31,14 @@ class CompiledLayers:
     passes: Tensor
     tables: Tensor
     scratch: Tensor
-    least: int
+    minimum: int
     greatest: int
 
     def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`."""
-        if self.least < 0 or self.greatest >= pool.blocks:
+        if self.minimum < 0 or self.greatest >= pool.blocks:
             raise InvariantError(
-                f"blocks {self.least} to {self.greatest} are not in a pool of {pool.blocks}"
+                f"blocks {self.minimum} to {self.greatest} are not in a pool of {pool.blocks}"
             )
         keys, values = pool.pages(layer)
         return self.attend(

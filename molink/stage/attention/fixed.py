@@ -9,10 +9,10 @@ from torch import Tensor
 
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.parts import DecodeBucket
-from molink.stage.attention.plan import Span, windows_in_use
-from molink.stage.base import SequenceRows
+from molink.stage.attention.spans import Span, windows_in_use
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
-from molink.stage.transfer import refill
+from molink.stage.to_device import refill
 
 
 def fixed_width(window: int, blocks: int, block_size: int) -> int:
@@ -20,7 +20,7 @@ def fixed_width(window: int, blocks: int, block_size: int) -> int:
     return min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks
 
 
-class _Table:
+class _FixedTable:
     """Blocks and mask of the layers of one window."""
 
     __slots__ = ("_block_size", "_numbers", "_places", "_rows", "_width", "_window", "bucket")
@@ -75,7 +75,7 @@ class FixedGather:
         self._shape = shape
         windows = windows_in_use(shape.windows, blocks * block_size)
         self._tables = {
-            window: _Table(window, rows, blocks, block_size, dtype, device)
+            window: _FixedTable(window, rows, blocks, block_size, dtype, device)
             for window in dict.fromkeys(windows)
         }
         self._layers = tuple(self._tables[window].bucket for window in windows)

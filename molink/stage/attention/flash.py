@@ -15,9 +15,9 @@ from torch import Tensor
 
 from molink.stage.attention.base import AttentionShape, FixedAttention, LayerAttention
 from molink.stage.attention.pages import Pages, pack, row_indices
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
-from molink.stage.transfer import refill, upload
+from molink.stage.to_device import refill, upload
 
 #: What the size of a page has to be a multiple of.
 PAGE = 256
@@ -39,20 +39,20 @@ def find_kernel() -> Kernel | None:
 
 @dataclass(frozen=True, slots=True)
 class FlashCall:
-    """One call of the kernel for some rows of the batch; ``most`` bounds each one's positions."""
+    """One call of the kernel for some rows of the batch; ``maximum`` bounds their positions."""
 
     kernel: Kernel
     shape: AttentionShape
     rows: Tensor | slice
     pages: Pages
     longest: int
-    most: int
+    maximum: int
 
     def attend(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
         """Attention of the rows ``[n, heads * head_dim]``."""
         shape, pages = self.shape, self.pages
         keys, values = pool.pages(layer)
-        window = shape.windows[layer] if shape.windows[layer] < self.most else 0
+        window = shape.windows[layer] if shape.windows[layer] < self.maximum else 0
         right = -1 if self.longest == 1 and not window else 0
         attended: Tensor = self.kernel(
             heads[self.rows, : shape.groups * shape.kv_heads],
@@ -61,7 +61,7 @@ class FlashCall:
             pages.starts,
             pages.ends,
             self.longest,
-            self.most,
+            self.maximum,
             scale=shape.scale,
             window_size=(window - 1, right),
             enable_gqa=shape.groups > 1,
@@ -160,5 +160,5 @@ class FlashAttention:
             rows=row_indices(part, device),
             pages=Pages.of(upload(numbers, device), len(sequences)),
             longest=max(sequence.count for sequence in sequences),
-            most=width * page,
+            maximum=width * page,
         )

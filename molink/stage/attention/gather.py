@@ -16,10 +16,10 @@ from torch import Tensor
 from molink.stage.attention.base import AttentionShape, FixedAttention, LayerAttention
 from molink.stage.attention.fixed import FixedGather
 from molink.stage.attention.parts import DecodeBucket, Parts, PrefillChunk
-from molink.stage.attention.plan import Span, block_ids, buckets, run, windows_in_use
-from molink.stage.base import SequenceRows
+from molink.stage.attention.spans import Span, block_ids, buckets, run, windows_in_use
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
-from molink.stage.transfer import upload_integers
+from molink.stage.to_device import upload_integers
 
 #: Bytes of a CPU's decode bucket: its keys and values are read again soon, so from its caches.
 _CPU_BUCKET = 4 << 20
@@ -99,11 +99,11 @@ class _Builder:
             else:
                 parts.append(self._prefill(span, window, sequence.start == 0))
             row += sequence.count
-        parts += [self._bucket(part) for part in buckets(decode, self._block_size, self._most)]
+        parts += [self._bucket(part) for part in buckets(decode, self._block_size, self._maximum)]
         return tuple(parts)
 
     @property
-    def _most(self) -> int:
+    def _maximum(self) -> int:
         """Positions of a decode bucket. A GPU takes all rows that suit each other in one call."""
         if self._device.type != "cpu":
             return 1 << 62

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.base import SequenceRows
-from molink.stage.transfer import upload
+from molink.stage.batch import SequenceRows
+from molink.stage.to_device import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from torch.nn.functional import rms_norm
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import attention_projections, mlp_norm, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.experts import ExpertMlp
 from molink.stage.decoder.mlp import GatedMlp, Mlp, create_gate
+from molink.stage.decoder.moe import ExpertMlp
 from molink.stage.decoder.norm import Norm, load_norm
-from molink.stage.decoder.rope import Rotate, rotate
+from molink.stage.decoder.rotary import Rotate, rotate
 from molink.stage.linear import Linear, Projection
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool

@@ -11,9 +11,9 @@ from molink.checkpoint.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
 from molink.errors import InvariantError
 from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
 from molink.stage.decoder.norm import Norm, load_norm
-from molink.stage.linear import CompiledLinear, Linear, Projection, Table
+from molink.stage.linear import CompiledLinear, EmbeddingTable, Linear, Projection
 from molink.stage.loading.weights import WeightReader
-from molink.stage.transfer import upload_integers
+from molink.stage.to_device import upload_integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Decoder:
     """
 
     config: ModelConfig
-    embedding: Table | None
+    embedding: EmbeddingTable | None
     blocks: tuple[DecoderBlock, ...]
     norm: Norm | None
     head: Projection | None

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 
 #: How a step is run. ``capture`` means: make the graph now, then replay it.
 Action = Literal["eager", "capture", "replay"]
 
 #: Most rows of a step with a graph; beyond them kernels take longer than their launches.
-MOST_ROWS = 64
+MAX_ROWS = 64
 #: Positions that the narrowest block table covers.
-_LEAST_POSITIONS = 256
+_MIN_POSITIONS = 256
 #: A bucket is run this often before it is worth a graph.
 WARM_RUNS = 1
 #: What a graph is taken to need at least: so the budget also bounds how many there are.
-_LEAST_BYTES = 1 << 20
+_MIN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class GraphPlan:
 
     def bucket(self, sequences: Sequence[SequenceRows]) -> Bucket | None:
         """That of a step; ``None`` if it has other rows than decode rows, or too many."""
-        if self._stopped or len(sequences) > MOST_ROWS:
+        if self._stopped or len(sequences) > MAX_ROWS:
             return None
         if any(sequence.count != 1 for sequence in sequences):
             return None
         blocks = -(-max(sequence.end for sequence in sequences) // self._block_size)
-        least = -(-_LEAST_POSITIONS // self._block_size)
-        return Bucket(row_bucket(len(sequences)), block_bucket(max(blocks, least)))
+        minimum = -(-_MIN_POSITIONS // self._block_size)
+        return Bucket(row_bucket(len(sequences)), block_bucket(max(blocks, minimum)))
 
     def use(self, bucket: Bucket) -> Action:
         """How to run a step of this bucket."""
@@ -69,7 +69,7 @@ class GraphPlan:
         If not, its memory still stays with that of the others, for graphs to come.
         """
         self._faster[bucket] = faster
-        self.nbytes += max(_LEAST_BYTES if faster else 0, nbytes)
+        self.nbytes += max(_MIN_BYTES if faster else 0, nbytes)
 
     def stop(self) -> None:
         """Run everything eagerly from now on."""

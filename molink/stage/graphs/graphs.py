@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from molink.stage.attention.base import Attention, FixedAttention
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder
-from molink.stage.graphs.buckets import MOST_ROWS, Bucket, GraphPlan
+from molink.stage.graphs.buckets import MAX_ROWS, Bucket, GraphPlan
 from molink.stage.graphs.capture import Captures, Work
 from molink.stage.pool import KVPool
 
@@ -175,7 +175,7 @@ def _room(step: DecodeRows) -> DecodeRows:
     """Memory for the most rows of such steps."""
 
     def like(tensor: Tensor) -> Tensor:
-        return tensor.new_zeros(MOST_ROWS, *tensor.shape[1:])
+        return tensor.new_zeros(MAX_ROWS, *tensor.shape[1:])
 
     angles = tuple(like(each) for each in step.angles)
     return DecodeRows(like(step.rows), like(step.slots), angles, ())

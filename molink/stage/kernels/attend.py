@@ -17,7 +17,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from molink.stage.kernels.arithmetic import DotBf16
-from molink.stage.kernels.compiler import Library
+from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
 from molink.stage.kernels.emit import (
     FLOAT,
@@ -47,7 +47,7 @@ from molink.stage.kernels.vectors import (
 PASS_WORDS = 4
 _WORD = 8
 #: Below all scores.
-_LEAST = -3.0e38
+_MINIMUM = -3.0e38
 
 
 class Attend:
@@ -63,8 +63,8 @@ class Attend:
         """
         self.shape, self._threads = shape, threads
         module = ir.Module("attend")
-        whole = emit_shares(module, _Part(module, shape).function, openmp)
-        self._library = Library(module)
+        whole = emit_shares(module, _HeadPart(module, shape).function, openmp)
+        self._library = CompiledLibrary(module)
         self._attend = self._library.function(whole.name, pointers=7, integers=7)
 
     def __call__(
@@ -111,7 +111,7 @@ class Attend:
         return torch.empty(self._threads, self.shape.scratch_bytes(positions), dtype=torch.uint8)
 
 
-class _Part:
+class _HeadPart:
     """Emits what one thread does: some of the parts, one after the other."""
 
     def __init__(self, module: ir.Module, shape: AttendShape) -> None:
@@ -188,7 +188,7 @@ class _Part:
         scores = emit_offset(builder, self._scores, builder.mul(query, self._score_bytes))
         vectors = builder.udiv(self._score_bytes, I64(LANES * F32))
         position = builder.add(self._start, row)
-        least, most = (
+        minimum, maximum = (
             emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), LANES)
             for each in (self._first_seen(position), position)
         )
@@ -200,14 +200,15 @@ class _Part:
             first = builder.trunc(builder.mul(vector, I64(LANES)), I32)
             numbers = builder.add(emit_spread(builder, first, LANES), lanes)
             inside = builder.and_(
-                builder.icmp_signed(">=", numbers, least), builder.icmp_signed("<=", numbers, most)
+                builder.icmp_signed(">=", numbers, minimum),
+                builder.icmp_signed("<=", numbers, maximum),
             )
-            return builder.select(inside, given, emit_constant(_LEAST))
+            return builder.select(inside, given, emit_constant(_MINIMUM))
 
         def emit_greatest(vector: ir.Value, carried: Values) -> Values:
             return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], seen(vector)),)
 
-        begun = emit_constant(_LEAST)
+        begun = emit_constant(_MINIMUM)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
         greatest = emit_spread(builder, emit_reduced(builder, "fmax", found), LANES)
         factor = emit_constant(self._shape.scale * math.log2(math.e))

@@ -15,7 +15,7 @@ def host_features() -> Mapping[str, bool]:
     return found
 
 
-class Library:
+class CompiledLibrary:
     """The functions of a module, compiled. Their addresses are valid as long as it lives."""
 
     __slots__ = ("_engine",)

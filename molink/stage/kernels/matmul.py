@@ -15,7 +15,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.compiler import Library
+from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
 from molink.stage.kernels.emit import (
     FLOAT,
@@ -45,14 +45,14 @@ class MatMul:
         """Compile it, to run on ``threads`` threads of ``openmp`` if there is one.
 
         Raises:
-            RuntimeError: LLVM can't, for this CPU or for ``features`` of it (see :class:`Library`).
+            RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
         """
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._threads = threads
         module = ir.Module("matmul")
         # Of its arguments, blocks are the first integer.
         multiply = emit_shares(module, _emit_product(module, arithmetic), openmp)
-        self._library = Library(module, features)
+        self._library = CompiledLibrary(module, features)
         self._multiply = self._library.function(multiply.name, pointers=4, integers=4)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32

@@ -10,7 +10,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from molink.checkpoint.traits import Activation
-from molink.stage.kernels.compiler import Library
+from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.emit import (
     FLOAT,
     I64,
@@ -57,7 +57,7 @@ class Rowwise:
         module = ir.Module("rowwise")
         parts = (_emit_norm(module, eps), _emit_gate(module, activation), _emit_rotate(module))
         wholes = [emit_shares(module, part, openmp).name for part in parts]
-        self._library = library = Library(module)
+        self._library = library = CompiledLibrary(module)
         self._norm = library.function(wholes[0], pointers=3, integers=3)
         self._gate = library.function(wholes[1], pointers=2, integers=3)
         self._rotate = library.function(wholes[2], pointers=2, integers=6)
@@ -86,7 +86,7 @@ class Rowwise:
         return result
 
     def rotate(self, heads: Tensor, angles: Tensor) -> None:
-        """Turn ``heads`` in place; see :func:`molink.stage.decoder.rope.rotate`."""
+        """Turn ``heads`` in place; see :func:`molink.stage.decoder.rotary.rotate`."""
         count, members, size = heads.shape
         row, head, _ = heads.stride()
         self._rotate(

@@ -14,7 +14,7 @@ BF16, F32 = 2, 4
 #: Queries of a pass, about: turning a strip of keys has to pay, and their scores to fit a cache.
 _QUERIES = 48
 #: Queries that are multiplied at once (``DotBf16.tile``); those of a row stay together.
-_MOST_GROUPS = 12
+_MAX_GROUPS = 12
 
 
 def fits_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
@@ -38,7 +38,7 @@ class AttendShape:
     def fits(self) -> bool:
         """Whether there is code for it."""
         whole = self.head_dim % CHUNK == 0 and self.block_size % HALF == 0
-        return whole and self.groups <= _MOST_GROUPS
+        return whole and self.groups <= _MAX_GROUPS
 
     @property
     def rows(self) -> int:

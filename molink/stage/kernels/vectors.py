@@ -11,7 +11,7 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 INTEGERS = ir.VectorType(I32, LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
 #: A power of two below which a float32 is as good as 0, and one above which it is infinite.
-_LEAST, _MOST = -126.0, 128.0
+_MINIMUM, _MAXIMUM = -126.0, 128.0
 #: 2 ** x = Σ (x ln 2)^k / k!
 _SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
 
@@ -41,8 +41,8 @@ def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
 
     The whole part goes into the exponent; of the rest, within ±½, six terms of the series.
     """
-    bounded = emit_call(builder, "llvm.maxnum.v16f32", given, emit_constant(_LEAST))
-    bounded = emit_call(builder, "llvm.minnum.v16f32", bounded, emit_constant(_MOST))
+    bounded = emit_call(builder, "llvm.maxnum.v16f32", given, emit_constant(_MINIMUM))
+    bounded = emit_call(builder, "llvm.minnum.v16f32", bounded, emit_constant(_MAXIMUM))
     whole = emit_call(builder, "llvm.roundeven.v16f32", bounded)
     rest = builder.fsub(bounded, whole)
     value: ir.Value = emit_constant(_SERIES[-1])
@@ -51,7 +51,7 @@ def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
     shift = ir.Constant(INTEGERS, [23] * LANES)
     exponent = builder.shl(builder.fptosi(whole, INTEGERS), shift)
     power = builder.bitcast(builder.add(builder.bitcast(value, INTEGERS), exponent), FLOATS)
-    far = builder.fcmp_ordered("<=", given, emit_constant(_LEAST))
+    far = builder.fcmp_ordered("<=", given, emit_constant(_MINIMUM))
     return builder.select(far, emit_constant(0.0), power)
 
 

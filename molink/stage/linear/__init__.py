@@ -1,6 +1,6 @@
 """Projections: a protocol, its implementations, and their choice."""
 
-from molink.stage.linear.base import Projection, Table
+from molink.stage.linear.base import EmbeddingTable, Projection
 from molink.stage.linear.compiled import CompiledLinear
 from molink.stage.linear.create import Projections
 from molink.stage.linear.packed import PackedLinear, can_pack
@@ -12,6 +12,6 @@ __all__ = [
     "PackedLinear",
     "Projection",
     "Projections",
-    "Table",
+    "EmbeddingTable",
     "can_pack",
 ]

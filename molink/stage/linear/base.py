@@ -19,7 +19,7 @@ class Projection(Protocol):
         ...
 
 
-class Table(Protocol):
+class EmbeddingTable(Protocol):
     """A weight ``[vocabulary, hidden]`` whose rows can be had: an embedding."""
 
     def look_up(self, tokens: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class CompiledLinear:
         return self.product(self.weight, rows, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Table`."""
+        """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
         columns = self.weight.shape[2]
         found = self.weight[tokens // columns, :, tokens % columns]
         return found.flatten(1).to(self.product.dtype)

@@ -22,7 +22,7 @@ _FINE = 254
 #: Rows that are multiplied at once: results are float32 and, for a moment, two of each.
 _ROWS = 128
 #: A row of nothing but zeros has to have some scale.
-_LEAST = 1e-30
+_MINIMUM = 1e-30
 #: What both sizes of a weight have to be multiples of for cuBLASLt.
 _CUBLAS_STEP = 4
 #: Beyond this width 32-bit sums of products could overflow.
@@ -126,7 +126,7 @@ class Int8Linear:
     def _multiply(self, rows: Tensor) -> Tensor:
         count = len(rows)
         given = pad_rows(rows) if rows.device.type == "cpu" else rows
-        peaks = given.abs().amax(1, keepdim=True).float().clamp_min_(_LEAST)
+        peaks = given.abs().amax(1, keepdim=True).float().clamp_min_(_MINIMUM)
         fine = (given * (_STEPS * _FINE / peaks)).round_()
         high = (fine / _FINE).round_()
         low = fine.sub_(high, alpha=_FINE)
@@ -145,7 +145,7 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """int8 weights ``[R, in]`` and their rows' scales ``[R]`` (float32: largest absolute value)."""
     given = rows.float()
     scales = given.abs().amax(1)
-    factors = _STEPS / scales.clamp_min(_LEAST)
+    factors = _STEPS / scales.clamp_min(_MINIMUM)
     return (given * factors.unsqueeze(1)).round_().to(torch.int8), scales
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molink.checkpoint.quantization import NF4_BLOCK
 from molink.stage.linear.base import total_bytes
-from molink.stage.linear.library import dequantize_nf4, load_library, quantize_nf4
+from molink.stage.linear.bnb import dequantize_nf4, load_library, quantize_nf4
 
 #: What the 16 codes stand for (QLoRA, appendix E).
 NF4_VALUES = (

@@ -23,7 +23,7 @@ class Linear:
         return linear(rows, self.weight, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Table`."""
+        """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
         return embedding(tokens, self.weight)
 
     @property

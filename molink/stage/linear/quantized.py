@@ -11,6 +11,7 @@ from torch import Tensor
 from molink.checkpoint.quantization import NF4_BLOCK
 from molink.facts.model import Quantize
 from molink.stage.linear.base import Projection
+from molink.stage.linear.bnb import load_library, quantize_nf4
 from molink.stage.linear.int8 import (
     MAX_WIDTH,
     CudaProduct,
@@ -19,7 +20,6 @@ from molink.stage.linear.int8 import (
     has_onednn_int8,
     quantize_int8,
 )
-from molink.stage.linear.library import load_library, quantize_nf4
 from molink.stage.linear.nf4 import (
     CudaNf4Linear,
     PackedNf4Linear,

@@ -21,7 +21,7 @@ from molink.stage.kernels.shape import fits_rowwise
 from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
-from molink.stage.loading.prequantized import check_layout, fill
+from molink.stage.loading.stored import check_layout, fill
 
 if TYPE_CHECKING:
     from molink.stage.kernels.rowwise import Rowwise

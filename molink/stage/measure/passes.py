@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
-from molink.stage.base import SequenceRows, StageInput
-from molink.stage.dtypes import TORCH_DTYPES
-from molink.stage.graphs.buckets import MOST_ROWS, WARM_RUNS
+from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.graphs.buckets import MAX_ROWS, WARM_RUNS
 from molink.stage.measure.timing import CONTEXT, DECODE_ROWS, DEEP_CONTEXT, DEEP_ROWS, PREFILL_ROWS
-from molink.stage.memory import is_out_of_memory, release_cached
+from molink.stage.out_of_memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
+from molink.stage.torch_dtypes import TORCH_DTYPES
 
-_MOST_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
+_MAX_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
 #: Spreads token ids over the vocabulary: equal ones would all meet the same experts.
 _STRIDE = 7919
 #: Largest pool that is made for it.
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 class StagePasses:
@@ -30,12 +30,12 @@ class StagePasses:
         self._block_size = block_size
         each = -(-(CONTEXT + 1) // block_size)
         wanted = max(DEEP_CONTEXT // block_size, max(DECODE_ROWS) * each)
-        room = min(kv_bytes, _MOST_BYTES) // stage.block_bytes(block_size)
+        room = min(kv_bytes, _MAX_BYTES) // stage.block_bytes(block_size)
         self._blocks = max(1, min(wanted, room))
         config = stage.config
-        self._tokens = torch.arange(_MOST_ROWS) * _STRIDE % config.vocab_size
+        self._tokens = torch.arange(_MAX_ROWS) * _STRIDE % config.vocab_size
         generator = torch.Generator().manual_seed(0)
-        shape = (0 if stage.is_first else _MOST_ROWS, config.hidden_size)
+        shape = (0 if stage.is_first else _MAX_ROWS, config.hidden_size)
         hidden = torch.randn(shape, generator=generator)
         self._hidden = hidden.to(TORCH_DTYPES[stage.travel_dtype])
 
@@ -49,7 +49,7 @@ class StagePasses:
         self._stage.free()
 
     @property
-    def most_context(self) -> int:
+    def max_context(self) -> int:
         """Positions that the model has."""
         return self._stage.config.context
 
@@ -64,9 +64,9 @@ class StagePasses:
 
     def _make_graphs(self) -> None:
         """Make the CUDA graphs now: that takes far longer than the passes that would be timed."""
-        context = min(CONTEXT, self.most_context - 1)
-        deep = min(DEEP_CONTEXT, self.most_context - DEEP_ROWS)
-        shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MOST_ROWS]
+        context = min(CONTEXT, self.max_context - 1)
+        deep = min(DEEP_CONTEXT, self.max_context - DEEP_ROWS)
+        shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_ROWS]
         # Compared with the first one: so both are run in the same way.
         shapes.insert(1, (1, max(deep, context)))
         try:

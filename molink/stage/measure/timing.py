@@ -44,7 +44,7 @@ class Passes(Protocol):
     """
 
     @property
-    def most_context(self) -> int:
+    def max_context(self) -> int:
         """Positions that a row may have."""
         ...
 
@@ -64,10 +64,10 @@ def measure_profile(passes: Passes, clock: Callable[[], float], seconds: float) 
     point only if it should end in time. Then come, if there is time, the cost of a longer context
     and the tile. Raises ``MemoryError`` if not even the smallest passes fit.
     """
-    return _Measurement(passes, clock, seconds).profile()
+    return _Timing(passes, clock, seconds).profile()
 
 
-class _Measurement:
+class _Timing:
     """One call of :func:`measure_profile`."""
 
     def __init__(self, passes: Passes, clock: Callable[[], float], seconds: float) -> None:
@@ -75,10 +75,10 @@ class _Measurement:
         self._clock = clock
         self._deadline = clock() + _TABLES_SHARE * seconds
         self._seconds = seconds
-        most = passes.most_context
-        self._context = min(CONTEXT, most - 1)
-        self._deep = min(DEEP_CONTEXT, most - DEEP_ROWS)
-        self._chunks = [rows for rows in PREFILL_ROWS if rows <= most] or [most]
+        maximum = passes.max_context
+        self._context = min(CONTEXT, maximum - 1)
+        self._deep = min(DEEP_CONTEXT, maximum - DEEP_ROWS)
+        self._chunks = [rows for rows in PREFILL_ROWS if rows <= maximum] or [maximum]
 
     def profile(self) -> Profile:
         decode, prefill = self._tables()
@@ -133,24 +133,24 @@ class _Measurement:
         """The step of the matrix products around the largest chunk that there is time for."""
         left = self._deadline - self._clock()
         for base in _TILE_BASES:
-            fits = 2 * base <= self._passes.most_context
+            fits = 2 * base <= self._passes.max_context
             if base in prefill and fits and _TILE_PASSES * prefill[base] <= left:
                 return self._tile_at(base)
         return 1
 
     def _tile_at(self, base: int) -> int:
         """Compare ``T_p(n · tile)`` with ``T_p(n · tile + 1)`` and ``T_p((n + 1) · tile)``."""
-        below, above = self._least(base), self._least(base + 1)
+        below, above = self._minimum(base), self._minimum(base + 1)
         if below is None or above is None or above < _STEP * below:
             return 1
         for tile in _TILES:
             if tile <= base:
-                end = self._least(base + tile)
+                end = self._minimum(base + tile)
                 if end is not None and end <= _PLATEAU * above:
                     return tile
         return 1
 
-    def _least(self, rows: int) -> float | None:
+    def _minimum(self, rows: int) -> float | None:
         """Of a chunk the least time: noise, which only adds to it, must not look like a step."""
         return self._try(self._prefill(rows), pick=min)
 
@@ -205,11 +205,11 @@ def _plausible(table: dict[int, float]) -> tuple[tuple[int, float], ...]:
     More rows never take less time, and twice as many hardly more than twice the time.
     """
     points = sorted(table.items())
-    least = points[-1][1]
+    minimum = points[-1][1]
     for index in range(len(points) - 1, -1, -1):
         rows, seconds = points[index]
-        least = min(least, seconds)
-        points[index] = rows, least
+        minimum = min(minimum, seconds)
+        points[index] = rows, minimum
     for index in range(1, len(points)):
         (before, quick), (rows, seconds) = points[index - 1], points[index]
         points[index] = rows, min(seconds, _DEARER * quick * rows / before)

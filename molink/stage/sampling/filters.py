@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.transfer import take_rows, upload
+from molink.stage.to_device import take_rows, upload
 from molink.wire.messages.data import Sampling
 
 #: Below this only the likeliest token is left anyway, and float32 would not divide by it.
-_LEAST_TEMPERATURE = 1e-6
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Filters:
         """The filters of all rows, in one copy to the device."""
         numbers = [
             [
-                max(s.temperature, _LEAST_TEMPERATURE),
+                max(s.temperature, _MIN_TEMPERATURE),
                 limit(s, vocabulary),
                 s.top_p,
                 math.log(s.min_p) if s.min_p else -math.inf,
@@ -98,9 +98,9 @@ def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Te
     inside[:, 0] = True
     last = (inside & stays).sum(dim=-1, keepdim=True) - 1
     floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)
-    least = torch.maximum(likeliest.gather(1, last), floor)
+    minimum = torch.maximum(likeliest.gather(1, last), floor)
     # At the edge itself there may be more tokens just as likely.
-    return least, (kth.where(limited, least) > edge).flatten()
+    return minimum, (kth.where(limited, minimum) > edge).flatten()
 
 
 def weigh(logits: Tensor, greatest: Tensor, filters: Filters) -> Tensor:

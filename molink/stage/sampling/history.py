@@ -9,7 +9,7 @@ from torch import Tensor
 _FIRST_CAPACITY = 64
 
 
-class History:
+class TokenHistory:
     """Each token that a request has, once, and how often its answer has it.
 
     It is kept from step to step, so that a step costs as much as the request has different tokens,

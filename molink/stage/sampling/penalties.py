@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.history import History
-from molink.stage.transfer import upload
+from molink.stage.sampling.history import TokenHistory
+from molink.stage.to_device import upload
 from molink.wire.messages.data import Sampling
 
 
@@ -26,7 +26,7 @@ class SampleRow:
 
     sampling: Sampling
     position: int
-    history: History | None = None
+    history: TokenHistory | None = None
 
 
 def penalize(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from molink.stage.sampling.draw import BLOCK, block_maxima, draw
 from molink.stage.sampling.noise import uniform
 from molink.stage.sampling.penalties import SampleRow, penalize
-from molink.stage.transfer import take_rows, upload_integers
+from molink.stage.to_device import take_rows, upload_integers
 
 __all__ = ["SampleRow", "SampledToken", "sample"]
 
@@ -80,8 +80,8 @@ def _report(
     chosen = upload_integers([picked[index] for index in wanted], logits.device)[:, None]
     logprobs = take_rows(logits, wanted).log_softmax(dim=-1)
     own = logprobs.gather(1, chosen).flatten().tolist()
-    most = min(max(rows[index].sampling.logprobs for index in wanted), logits.shape[1])
-    values, ids = (part.tolist() for part in logprobs.topk(most, dim=-1))
+    maximum = min(max(rows[index].sampling.logprobs for index in wanted), logits.shape[1])
+    values, ids = (part.tolist() for part in logprobs.topk(maximum, dim=-1))
     reports: dict[int, SampledToken] = {}
     for place, index in enumerate(wanted):
         pairs = sorted(zip(ids[place], values[place], strict=True), key=lambda p: (-p[1], p[0]))

@@ -24,9 +24,9 @@ from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Outbox
+from molink.wire.sockets.make import connect, make_client
 from molink.wire.sockets.monitor import Change, Monitor
 from molink.wire.sockets.offences import Offences
-from molink.wire.sockets.options import connect, make_client
 from molink.wire.sockets.traffic import Traffic
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Inbox, Outbox
+from molink.wire.sockets.make import bind, make_server
 from molink.wire.sockets.monitor import Change, Monitor
 from molink.wire.sockets.offences import Offences
-from molink.wire.sockets.options import bind, make_server
 from molink.wire.sockets.traffic import Traffic
 from molink.wire.sockets.zap import Gatekeeper
 
@@ -29,7 +29,7 @@ M = TypeVar("M")
 #: How often a connection that can't take more is tried again, in seconds.
 _FLUSH_INTERVAL = 0.005
 #: Seconds until a port that we have just let go is tried again: at first, and at most.
-_REBIND_FIRST, _REBIND_MOST = 0.02, 1.0
+_REBIND_FIRST, _REBIND_MAX = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +341,11 @@ class Server(Generic[M]):
                 except (UsageError, zmq.ZMQError) as error:
                     # libzmq lets go of the port in its own time; anything else (no descriptor
                     # left, the address gone) may pass too, and without a socket all is lost.
-                    if not told and (pause == _REBIND_MOST or not isinstance(error, PortInUse)):
+                    if not told and (pause == _REBIND_MAX or not isinstance(error, PortInUse)):
                         logger.warning("can't listen on port %d again yet: %s", self.port, error)
                         told = True
                     await asyncio.sleep(pause)
-                    pause = min(_REBIND_MOST, 2 * pause)
+                    pause = min(_REBIND_MAX, 2 * pause)
             self.counters.rebuilds += 1
         finally:
             self._rebuilding = None

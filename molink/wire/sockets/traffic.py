@@ -33,20 +33,20 @@ class Traffic:
     def __init__(
         self,
         socket: zmq.asyncio.Socket,
-        most: int,
+        maximum: int,
         take: Callable[[list[zmq.Frame], int], None],
         on_room: Callable[[], None],
         on_failed: Callable[[Exception], None],
     ) -> None:
-        """``take`` is given the first ``most`` frames of a message, and how many it had in all.
+        """``take`` is given the first ``maximum`` frames of a message, and how many it had in all.
 
-        Frames beyond ``most`` are freed one by one: a member can send a message of any number of
+        Frames beyond ``maximum`` are freed one by one: a member can send a message of any number of
         parts. ``on_room`` is called once something can be sent again that could not be.
         ``on_failed`` is told of an error of the socket or of ``take``; nothing is read any more.
         The socket is the caller's to close, and to connect; see :meth:`look`.
         """
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        self._most = most
+        self._maximum = maximum
         self._take = take
         self._on_room = on_room
         self._on_failed = on_failed
@@ -126,7 +126,7 @@ class Traffic:
         for _ in range(_FRAME_TURN):
             frame = self._socket.recv(_NOW, copy=False)
             self._parts += 1
-            if self._parts <= self._most:
+            if self._parts <= self._maximum:
                 self._frames.append(frame)
             if not frame.more:
                 frames, parts = self._frames, self._parts

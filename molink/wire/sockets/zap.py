@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from molink.errors import UsageError
 from molink.facts.identity import peer_id
-from molink.wire.sockets.options import DOMAIN
+from molink.wire.sockets.make import DOMAIN
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _RESTART_PAUSE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedHandshake:
     """A handshake that was refused: where it came from and the key's peer id."""
 
     address: str
@@ -40,7 +40,9 @@ class Gatekeeper:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], on_refused: Callable[[Refusal], None] | None = None
+        self,
+        context: zmq.Context[Any],
+        on_refused: Callable[[RefusedHandshake], None] | None = None,
     ) -> None:
         """``on_refused`` is called in the gatekeeper's thread."""
         self.accepted = 0
@@ -192,7 +194,7 @@ class Gatekeeper:
         user = self._keys.get(key)
         if user is not None and user in self._users:
             return user
-        refusal = Refusal(address.decode("utf-8", "replace"), peer_id(key))
+        refusal = RefusedHandshake(address.decode("utf-8", "replace"), peer_id(key))
         if self._on_refused is not None:
             self._on_refused(refusal)
         return None

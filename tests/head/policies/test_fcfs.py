@@ -1,12 +1,12 @@
 from molink.head.job import Job
-from molink.head.policies.base import Policy
+from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
 from molink.head.request import HeadRequest
 from molink.wire.messages.data import Sampling
 
 
 def test_order():
-    policy: Policy = Fcfs()
+    policy: SchedulingPolicy = Fcfs()
     jobs = [Job.of(HeadRequest("d", str(i), (1,), 1, 1, Sampling())) for i in range(4)]
     for job in jobs[:3]:
         policy.push(job, 0.0)

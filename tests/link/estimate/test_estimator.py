@@ -402,7 +402,7 @@ def test_whatever_happens_the_estimate_is_a_sane_number(
         assert facts.rate is None or 0 < facts.rate <= 1e12
         assert estimator._meter.in_flight >= 0
         news = estimator.news(now)
-        assert news is None or math.isfinite(news.rtt + news.least_rtt)
+        assert news is None or math.isfinite(news.rtt + news.min_rtt)
 
 
 def test_a_link_is_not_slower_than_what_it_carries() -> None:

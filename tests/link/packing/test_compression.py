@@ -152,8 +152,8 @@ def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad):
 @pytest.mark.parametrize("dtype", TRAVEL)
 def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype):
     top = np.uint32({"bf16": 0x7F7F0000, "f16": 0x477FE000, "f32": 0x7F7FFFFF}[dtype])
-    least = np.uint32({"bf16": 0x00010000, "f16": 0x33800000, "f32": 1}[dtype])
-    values = np.array([[top] * 8, [least] * 8], "<u4").view("<f4")
+    minimum = np.uint32({"bf16": 0x00010000, "f16": 0x33800000, "f32": 1}[dtype])
+    values = np.array([[top] * 8, [minimum] * 8], "<u4").view("<f4")
     data = bits(values, dtype)
     plain = header(dtype, data, 8)
     out = codec.unpack(*codec.pack(plain, data, Coding.INT8))[1]

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.link.packing.compressor import Choice, Compressor, CompressorLimits, Packed, Worth
+from molink.link.packing.compressor import Compressor, CompressorLimits, PackChoice, Packed, Worth
 from molink.wire.messages.base import Coding
 
 MBPS = 125_000.0
 BULK, DECODE = True, False
 SIZE = 196_608
-PLAIN = Choice(Coding.PLAIN)
-LOSSLESS = Choice(Coding.LOSSLESS)
-SAMPLE = Choice(Coding.LOSSLESS, sample=True)
+PLAIN = PackChoice(Coding.PLAIN)
+LOSSLESS = PackChoice(Coding.LOSSLESS)
+SAMPLE = PackChoice(Coding.LOSSLESS, sample=True)
 
 
 def message(pack=1e9, unpack=2e9, ratio=1.5, size=SIZE, sample=True):
@@ -69,9 +69,9 @@ def test_it_sends_plain_on_a_fast_link():
 
 def test_int8_is_chosen_only_where_asked_for():
     made = compressor(setting="int8")
-    assert made.choose(BULK, 0.0) == Choice(Coding.INT8, sample=True)
+    assert made.choose(BULK, 0.0) == PackChoice(Coding.INT8, sample=True)
     made.packed(BULK, message(ratio=2))
-    assert made.choose(BULK, 0.1) == Choice(Coding.INT8)
+    assert made.choose(BULK, 0.1) == PackChoice(Coding.INT8)
 
 
 def test_it_decides_again_when_the_rate_changes():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from molink.link.lane import HEADER_COST
-from molink.link.packing.packing import Packing
+from molink.link.packing.packing import PackedBytes
 from molink.link.policies.base import LinkEstimate, Sent
 from molink.link.policies.create import create_policy
 from molink.link.receiver import LinkReceiver
@@ -101,7 +101,7 @@ def test_the_packer_hears_of_the_rate() -> None:
     sender.handle(LinkEstimate(0.1, 0.1), 0.0)
     sender.handle(Sent(Lane.BULK, 1), 0.0)
     assert packer.rates == [2e6, None]
-    Packing(None).handle(LinkEstimate(0.1, 0.1, 2e6))
+    PackedBytes(None).handle(LinkEstimate(0.1, 0.1, 2e6))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other size"])

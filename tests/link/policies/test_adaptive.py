@@ -10,7 +10,7 @@ from molink.link.policies.base import (
     LinkEstimate,
     Produced,
     Reconnected,
-    Send,
+    SendRows,
     Sent,
     Wait,
 )
@@ -35,7 +35,7 @@ def send(policy: Adaptive, now: float) -> int:
     chunks = 0
     while True:
         match policy.decide(now, BOTH):
-            case Send(_, rows):
+            case SendRows(_, rows):
                 policy.handle(Sent(Lane.BULK, rows * ROW), now)
                 chunks += 1
             case Wait(None):
@@ -48,11 +48,11 @@ def test_decode_goes_first_then_chunks() -> None:
     policy = known_link()
     policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
     policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.0)
-    assert policy.decide(0.0, BOTH) == Send(1, 8)
-    assert policy.decide(0.0, BOTH) == Send(0, CHUNK)
+    assert policy.decide(0.0, BOTH) == SendRows(1, 8)
+    assert policy.decide(0.0, BOTH) == SendRows(0, CHUNK)
     policy.handle(Produced(2, Lane.DECODE, 8, ROW), 0.0)
-    assert policy.decide(0.0, (Lane.BULK,)) == Send(0, CHUNK), "that one can't go yet"
-    assert policy.decide(0.0, BOTH) == Send(2, 8)
+    assert policy.decide(0.0, (Lane.BULK,)) == SendRows(0, CHUNK), "that one can't go yet"
+    assert policy.decide(0.0, BOTH) == SendRows(2, 8)
     assert policy.decide(0.0, (Lane.DECODE,)) == Wait()
 
 
@@ -62,19 +62,19 @@ def test_the_credit_window_bounds_what_is_in_flight() -> None:
     assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
     assert policy.decide(0.0, BOTH) == Wait(), "an acknowledgement will wake it"
     policy.handle(Acknowledged(Lane.BULK, CHUNK * ROW, 0.035), 0.035)
-    assert isinstance(policy.decide(0.035, BOTH), Send)
+    assert isinstance(policy.decide(0.035, BOTH), SendRows)
 
 
 def test_on_an_unknown_link_two_chunks() -> None:
     policy = Adaptive()
     policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.0)
-    assert policy.decide(0.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    assert policy.decide(0.0, BOTH) == SendRows(0, FIRST_CHUNK // ROW)
     policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
-    assert policy.decide(0.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    assert policy.decide(0.0, BOTH) == SendRows(0, FIRST_CHUNK // ROW)
     policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
     assert policy.decide(0.0, BOTH) == Wait()
     policy.handle(Reconnected(Lane.BULK), 1.0)
-    assert policy.decide(1.0, BOTH) == Send(0, FIRST_CHUNK // ROW)
+    assert policy.decide(1.0, BOTH) == SendRows(0, FIRST_CHUNK // ROW)
 
 
 def test_chunks_leave_before_the_decode_rows_are_there() -> None:
@@ -84,7 +84,7 @@ def test_chunks_leave_before_the_decode_rows_are_there() -> None:
     rows, now = [], 0.0
     while now < 0.012:
         match policy.decide(now, BOTH):
-            case Send(_, count):
+            case SendRows(_, count):
                 rows.append(count)
                 policy.handle(Sent(Lane.BULK, count * ROW), now)
             case Wait(float(until)):
@@ -93,8 +93,8 @@ def test_chunks_leave_before_the_decode_rows_are_there() -> None:
     assert sum(rows) == int(0.013 * RATE / ROW), "T_a × rate"
     policy.handle(DecodeFinished(8, 0.1), 0.02)
     policy.handle(Produced(1, Lane.DECODE, 8, ROW), 0.02)
-    assert policy.decide(0.02, BOTH) == Send(1, 8)
-    assert policy.decide(0.02, BOTH) == Send(0, CHUNK)
+    assert policy.decide(0.02, BOTH) == SendRows(1, 8)
+    assert policy.decide(0.02, BOTH) == SendRows(0, CHUNK)
 
 
 def test_without_prediction_only_the_window_counts() -> None:
@@ -108,14 +108,14 @@ def test_while_decode_rows_are_overdue_one_chunk_at_a_time_is_under_way() -> Non
     policy = known_link()
     policy.handle(DecodeFinished(8, 0.0), 0.0)
     policy.handle(Produced(0, Lane.BULK, 1000, ROW), 0.01)
-    assert policy.decide(0.01, BOTH) == Send(0, CHUNK)
+    assert policy.decide(0.01, BOTH) == SendRows(0, CHUNK)
     policy.handle(Sent(Lane.BULK, CHUNK * ROW), 0.01)
     held = policy.decide(0.01, BOTH)
     assert isinstance(held, Wait)
     assert held.until is not None
     assert 0.01 < held.until < 0.012, "until there is room for a row"
-    assert policy.decide(held.until, BOTH) == Send(0, 1)
-    assert policy.decide(0.01 + CHUNK * ROW / RATE, BOTH) == Send(0, CHUNK)
+    assert policy.decide(held.until, BOTH) == SendRows(0, 1)
+    assert policy.decide(0.01 + CHUNK * ROW / RATE, BOTH) == SendRows(0, CHUNK)
 
 
 def test_a_prediction_that_is_far_too_late_holds_nothing_back() -> None:
@@ -137,7 +137,7 @@ def test_bulk_gets_a_chunk_every_50_ms_while_decodes_never_stop(predict: bool) -
         for _ in range(2):
             volume += 1
             policy.handle(Produced(volume, Lane.DECODE, 8, ROW), now)
-            if policy.decide(now, BOTH) == Send(0, CHUNK):
+            if policy.decide(now, BOTH) == SendRows(0, CHUNK):
                 sent_at.append(now)
                 policy.handle(Sent(Lane.BULK, CHUNK * ROW), now)
                 policy.handle(Acknowledged(Lane.BULK, CHUNK * ROW, 0.035), now)
@@ -150,11 +150,11 @@ def test_bulk_gets_a_chunk_every_50_ms_while_decodes_never_stop(predict: bool) -
 def test_the_oldest_prefill_goes_first_even_if_it_grows_later() -> None:
     policy = known_link()
     policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
-    assert policy.decide(0.0, BOTH) == Send(0, 2)
+    assert policy.decide(0.0, BOTH) == SendRows(0, 2)
     policy.handle(Produced(1, Lane.BULK, 3, ROW), 0.0)
     policy.handle(Produced(0, Lane.BULK, 2, ROW), 0.0)
-    assert policy.decide(0.0, BOTH) == Send(0, 2)
-    assert policy.decide(0.0, BOTH) == Send(1, 3)
+    assert policy.decide(0.0, BOTH) == SendRows(0, 2)
+    assert policy.decide(0.0, BOTH) == SendRows(1, 3)
 
 
 def test_a_row_now_and_then_is_no_chunk() -> None:
@@ -165,7 +165,7 @@ def test_a_row_now_and_then_is_no_chunk() -> None:
     for tick in range(200):
         now = tick * 0.01
         policy.handle(DecodeStarted(8, 0.001), now)
-        while isinstance(decision := policy.decide(now, BOTH), Send):
+        while isinstance(decision := policy.decide(now, BOTH), SendRows):
             sent.append((now, decision.rows))
             policy.handle(Sent(Lane.BULK, decision.rows * ROW), now)
             policy.handle(Acknowledged(Lane.BULK, decision.rows * ROW, 0.035), now)

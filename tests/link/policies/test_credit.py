@@ -13,11 +13,11 @@ from molink.link.policies.base import Acknowledged, Echoed, Event, LinkEstimate,
 from molink.link.policies.credit import (
     FIRST_CHUNK,
     LATE,
-    LEAST_CHUNK,
-    LEAST_SHARE,
-    MOST_CHUNK,
-    MOST_SHARE,
-    MOST_WINDOW,
+    MAX_CHUNK,
+    MAX_SHARE,
+    MAX_WINDOW,
+    MIN_CHUNK,
+    MIN_SHARE,
     PACE,
     QUIET,
     STEP,
@@ -159,14 +159,14 @@ def test_acknowledgements_that_come_unevenly() -> None:
 
 
 @pytest.mark.parametrize(("known", "most"), [(False, 1.4), (True, 1.02)])
-def test_a_whole_prefill(known: bool, most: float) -> None:
+def test_a_whole_prefill(known: bool, maximum: float) -> None:
     """14 MB at 100 Mbps and 30 ms there and back, against the same bytes sent as one."""
     link = Bottleneck(100 * MBPS, 0.015)
     if known:
         link.estimator = LinkEstimator(LinkFacts(link.latency, link.rate))
         link.window.handle(link.estimator.estimate(0.0), 0.0)
     took = link.send(14e6)
-    assert took <= most * (14e6 / link.rate + link.latency)
+    assert took <= maximum * (14e6 / link.rate + link.latency)
     assert link.delays()[-1] <= 0.020
 
 
@@ -230,12 +230,12 @@ def test_what_is_sent_again_after_a_reconnect_counts_once() -> None:
 def test_a_chunk_is_five_milliseconds_of_the_rate() -> None:
     window = CreditWindow()
     assert window.chunk == FIRST_CHUNK
-    for mbps, chunk in ((100, 62_500), (10, LEAST_CHUNK), (1000, MOST_CHUNK)):
+    for mbps, chunk in ((100, 62_500), (10, MIN_CHUNK), (1000, MAX_CHUNK)):
         window.handle(LinkEstimate(0.03, 0.03, mbps * MBPS), 0.0)
         assert window.chunk == chunk
-    assert window.size == 1000 * MBPS * (0.03 + TARGET) + MOST_CHUNK
+    assert window.size == 1000 * MBPS * (0.03 + TARGET) + MAX_CHUNK
     window.handle(LinkEstimate(0.3, 0.3, 1000 * MBPS), 0.0)
-    assert window.size == MOST_WINDOW
+    assert window.size == MAX_WINDOW
 
 
 def acknowledged(window: CreditWindow, queued: float, times: int = 1) -> float:
@@ -255,9 +255,9 @@ def test_delay_corrects_the_estimate_within_bounds() -> None:
     assert acknowledged(window, TARGET, 100) == wanted
     grown = acknowledged(window, 0.0)
     assert grown == pytest.approx(wanted * (1 + STEP * 62_500 / wanted))
-    assert acknowledged(window, 0.0, 1000) == pytest.approx(MOST_SHARE * wanted)
+    assert acknowledged(window, 0.0, 1000) == pytest.approx(MAX_SHARE * wanted)
     assert acknowledged(window, TARGET, 1000) == pytest.approx(wanted)
-    assert acknowledged(window, 0.1, 1000) == pytest.approx(LEAST_SHARE * wanted)
+    assert acknowledged(window, 0.1, 1000) == pytest.approx(MIN_SHARE * wanted)
     window.handle(LinkEstimate(0.03, 0.03, 20 * MBPS), 0.0)
     assert window.size < 0.25 * wanted
 

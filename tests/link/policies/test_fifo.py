@@ -3,7 +3,7 @@ from molink.link.policies.base import (
     DecodeFinished,
     DecodeStarted,
     Produced,
-    Send,
+    SendRows,
     Wait,
 )
 from molink.link.policies.create import create_policy
@@ -19,8 +19,8 @@ def test_order_of_production() -> None:
     fifo.handle(Produced(1, Lane.DECODE, 4, 128), 0.0)
     fifo.handle(DecodeFinished(4), 0.02)
     assert fifo.decide(0.0, (Lane.DECODE,)) == Wait()
-    assert fifo.decide(0.0, BOTH) == Send(0, 500)
+    assert fifo.decide(0.0, BOTH) == SendRows(0, 500)
     fifo.handle(Acknowledged(Lane.BULK, 64_000, 0.03), 0.1)
     assert fifo.decide(0.0, (Lane.DECODE,)) == Wait()
-    assert fifo.decide(0.0, (Lane.BULK,)) == Send(1, 4)
+    assert fifo.decide(0.0, (Lane.BULK,)) == SendRows(1, 4)
     assert fifo.decide(0.0, BOTH) == Wait(None)

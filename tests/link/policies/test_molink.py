@@ -8,11 +8,11 @@ from molink.link.policies.base import (
     DecodeStarted,
     LinkEstimate,
     Produced,
-    Send,
+    SendRows,
     Sent,
     Wait,
 )
-from molink.link.policies.molink import FIRST_CHUNK, MOST_WAITING, MoLink
+from molink.link.policies.molink import FIRST_CHUNK, MAX_WAITING, MoLink
 from molink.wire.messages.data import Lane
 
 ROW = 8192
@@ -41,7 +41,7 @@ def test_line_1_volumes_queue_by_kind_in_order() -> None:
     decode(policy, 2)
     prefill(policy, 3, 3)
     sends = [policy.decide(0.0, BULK) for _ in range(4)]
-    assert sends == [Send(1, 2), Send(2, 2), Send(0, 3), Send(3, 3)]
+    assert sends == [SendRows(1, 2), SendRows(2, 2), SendRows(0, 3), SendRows(3, 3)]
     assert policy.decide(0.0, BULK) == Wait()
 
 
@@ -62,21 +62,23 @@ def test_line_2_the_weight_rises_while_both_wait() -> None:
 def test_line_3_decode_goes_first_below_the_most_weight() -> None:
     policy = known_link()
     prefill(policy, 0, 100)
-    for volume in range(1, MOST_WAITING):
+    for volume in range(1, MAX_WAITING):
         decode(policy, volume)
-        assert policy.decide(0.0, BULK) == Send(volume, 2)
-    assert policy.weight == MOST_WAITING - 1
+        assert policy.decide(0.0, BULK) == SendRows(volume, 2)
+    assert policy.weight == MAX_WAITING - 1
 
 
 def test_the_weight_does_not_rise_while_prefill_waits_alone() -> None:
     policy = known_link()
     policy.handle(DecodeStarted(2, 0.02), 0.0)
     prefill(policy, 0, 1000)
-    for volume in range(1, MOST_WAITING):
+    for volume in range(1, MAX_WAITING):
         decode(policy, volume)
         policy.decide(0.0, BULK)
-    assert policy.weight == MOST_WAITING - 1
-    assert policy.decide(0.0, BULK) == Send(0, int(0.02 * RATE / ROW)), "not the whole remainder"
+    assert policy.weight == MAX_WAITING - 1
+    assert policy.decide(0.0, BULK) == SendRows(0, int(0.02 * RATE / ROW)), (
+        "not the whole remainder"
+    )
 
 
 def test_line_4_at_the_most_weight_the_whole_remainder_goes() -> None:
@@ -84,14 +86,14 @@ def test_line_4_at_the_most_weight_the_whole_remainder_goes() -> None:
     policy.handle(DecodeStarted(2, 0.02), 0.0)
     prefill(policy, 0, 1000)
     chunk = int(0.02 * RATE / ROW)
-    assert policy.decide(0.0, BULK) == Send(0, chunk)
-    for volume in range(1, MOST_WAITING + 1):
+    assert policy.decide(0.0, BULK) == SendRows(0, chunk)
+    for volume in range(1, MAX_WAITING + 1):
         decode(policy, volume)
-    for volume in range(1, MOST_WAITING):
-        assert policy.decide(0.0, BULK) == Send(volume, 2)
-    assert policy.decide(0.0, BULK) == Send(0, 1000 - chunk)
+    for volume in range(1, MAX_WAITING):
+        assert policy.decide(0.0, BULK) == SendRows(volume, 2)
+    assert policy.decide(0.0, BULK) == SendRows(0, 1000 - chunk)
     assert policy.weight == 0
-    assert policy.decide(0.0, BULK) == Send(MOST_WAITING, 2)
+    assert policy.decide(0.0, BULK) == SendRows(MAX_WAITING, 2)
 
 
 def test_line_4_otherwise_a_chunk_and_the_weight_is_reset() -> None:
@@ -99,9 +101,9 @@ def test_line_4_otherwise_a_chunk_and_the_weight_is_reset() -> None:
     policy.handle(DecodeStarted(2, 0.02), 0.0)
     prefill(policy, 0, 1000)
     decode(policy, 1)
-    assert policy.decide(0.0, BULK) == Send(1, 2)
+    assert policy.decide(0.0, BULK) == SendRows(1, 2)
     assert policy.weight == 1
-    assert policy.decide(0.0, BULK) == Send(0, int(0.02 * RATE / ROW))
+    assert policy.decide(0.0, BULK) == SendRows(0, int(0.02 * RATE / ROW))
     assert policy.weight == 0
 
 
@@ -109,13 +111,13 @@ def test_the_three_cases_of_a_chunk() -> None:
     policy = known_link()
     prefill(policy, 0, 1000)
     policy.handle(DecodeStarted(2, 0.02), 0.0)
-    assert policy.decide(0.0, BULK) == Send(0, int(0.02 * RATE / ROW))  # t_c = t_s
-    assert policy.decide(0.005, BULK) == Send(0, int(0.015 * RATE / ROW))  # t_c > t_s
+    assert policy.decide(0.0, BULK) == SendRows(0, int(0.02 * RATE / ROW))  # t_c = t_s
+    assert policy.decide(0.005, BULK) == SendRows(0, int(0.015 * RATE / ROW))  # t_c > t_s
     policy.handle(DecodeFinished(2, 0.12), 0.02)
-    assert policy.decide(0.06, BULK) == Send(0, int(0.08 * RATE / ROW))  # t_c < t_s
-    assert policy.decide(0.15, BULK) == Send(0, 1), "late: a row"
+    assert policy.decide(0.06, BULK) == SendRows(0, int(0.08 * RATE / ROW))  # t_c < t_s
+    assert policy.decide(0.15, BULK) == SendRows(0, 1), "late: a row"
     policy.handle(DecodeFinished(2), 0.2)
-    assert isinstance(policy.decide(0.2, BULK), Send)
+    assert isinstance(policy.decide(0.2, BULK), SendRows)
     assert policy.decide(0.2, BULK) == Wait(), "nobody decodes: all that was left"
 
 
@@ -123,35 +125,35 @@ def test_a_transmission_blocks_until_it_should_have_left() -> None:
     policy = known_link()
     prefill(policy, 0, 10)
     decode(policy, 1)
-    assert policy.decide(0.0, BULK) == Send(1, 2)
+    assert policy.decide(0.0, BULK) == SendRows(1, 2)
     policy.handle(Sent(Lane.BULK, 125_000), 0.0)
     policy.handle(Sent(Lane.BULK, 125_000), 0.001)
     decode(policy, 2)
     waits = policy.decide(0.001, BULK)
     assert isinstance(waits, Wait)
     assert waits.until == pytest.approx(0.02)
-    assert policy.decide(0.0200001, BULK) == Send(2, 2)
+    assert policy.decide(0.0200001, BULK) == SendRows(2, 2)
     policy.handle(Sent(Lane.BULK, 125_000), 0.03)
     policy.handle(Acknowledged(Lane.BULK, 375_000, 0.001), 0.031)
-    assert policy.decide(0.031, BULK) == Send(0, 10), "all has arrived sooner than predicted"
+    assert policy.decide(0.031, BULK) == SendRows(0, 10), "all has arrived sooner than predicted"
 
 
 def test_before_a_rate_is_known_a_chunk_waits_for_its_acknowledgement() -> None:
     policy = MoLink()
     policy.handle(DecodeStarted(2, 0.02), 0.0)
     prefill(policy, 0, 100)
-    assert policy.decide(0.0, BULK) == Send(0, FIRST_CHUNK // ROW)
+    assert policy.decide(0.0, BULK) == SendRows(0, FIRST_CHUNK // ROW)
     policy.handle(Sent(Lane.BULK, FIRST_CHUNK), 0.0)
     assert policy.decide(0.01, BULK) == Wait(None)
     policy.handle(Acknowledged(Lane.BULK, FIRST_CHUNK, 0.03), 0.03)
-    assert isinstance(policy.decide(0.03, BULK), Send)
+    assert isinstance(policy.decide(0.03, BULK), SendRows)
 
 
 def test_a_volume_that_grows_keeps_its_place() -> None:
     policy = known_link()
     prefill(policy, 0, 3)
-    assert policy.decide(0.0, BULK) == Send(0, 3)
+    assert policy.decide(0.0, BULK) == SendRows(0, 3)
     prefill(policy, 1, 3)
     prefill(policy, 0, 2)
-    assert policy.decide(0.0, BULK) == Send(0, 2)
-    assert policy.decide(0.0, BULK) == Send(1, 3)
+    assert policy.decide(0.0, BULK) == SendRows(0, 2)
+    assert policy.decide(0.0, BULK) == SendRows(1, 3)

@@ -17,7 +17,7 @@ from molink.link.policies.base import (
     LinkEstimate,
     Produced,
     Reconnected,
-    Send,
+    SendRows,
     Sent,
     Wait,
 )
@@ -62,7 +62,7 @@ class Wire:
     def decide(self) -> Decision:
         decision = self.policy.decide(self.now, self.ready)
         self.decisions.append(decision)
-        if isinstance(decision, Send):
+        if isinstance(decision, SendRows):
             left, row_bytes, kind = self.left[decision.volume]
             assert 1 <= decision.rows <= left, "no rows are sent that aren't there"
             lane = Lane.BULK if self.policy.one_lane else kind
@@ -172,7 +172,7 @@ def test_a_decode_never_waits_for_more_than_one_chunk(name: str, steps: list[tup
             rows for rows, _, kind in wire.left.values() if kind is Lane.DECODE
         )
         decision = wire.decide()
-        if not isinstance(decision, Send):
+        if not isinstance(decision, SendRows):
             assert not waiting, "a decode volume that can go goes"
             return
         _, row_bytes, kind = wire.left[decision.volume]

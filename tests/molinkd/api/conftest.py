@@ -16,8 +16,8 @@ from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.app import create_app
 from molinkd.api.backend import Figures, ServedModel
-from molinkd.api.server import EndpointServer
-from molinkd.api.settings import ApiSettings
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.http_server import EndpointServer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"

@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient
 
 from molink.errors import ModelNotFound, NotAuthorized, Overloaded, Unavailable, WorkerError
 from molink.text.tokenizer import Tokenizer
-from molinkd.api.settings import ApiSettings
+from molinkd.api.endpoint_settings import ApiSettings
 
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"Content-Type": "application/json"}

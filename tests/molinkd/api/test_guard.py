@@ -7,7 +7,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import UsageError
-from molinkd.api.settings import ApiSettings, is_loopback
+from molinkd.api.endpoint_settings import ApiSettings, is_loopback
 
 BODY = b'{"model":"tiny","prompt":"x"}'
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from molink.errors import ContextTooLong, Overloaded, Unavailable
-from molinkd.api.server import EndpointServer
+from molinkd.api.http_server import EndpointServer
 
 HI: Any = [{"role": "user", "content": "hi"}]
 

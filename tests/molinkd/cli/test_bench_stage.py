@@ -59,6 +59,6 @@ def test_errors_are_one_clear_line(
 
 
 def test_the_command_line_never_imports_torch() -> None:
-    code = "import sys, molinkd.cli.bench; print('torch' in sys.modules)"
+    code = "import sys, molinkd.cli.bench_serve; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -50,9 +50,7 @@ def test_quantize_and_memory_reach_the_daemon(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launches: list[Launch] = []
-    monkeypatch.setattr(
-        "molinkd.peer.process.run_daemon", lambda launch, _: launches.append(launch)
-    )
+    monkeypatch.setattr("molinkd.peer.main.run_daemon", lambda launch, _: launches.append(launch))
     assert run(["up", "--quantize", "nf4", "--memory", "80%"]) == 0
     (launch,) = launches
     assert launch.settings.quantize == "nf4"
@@ -142,7 +140,7 @@ def test_commands_start_without_heavy_imports() -> None:
 
 def test_the_daemon_never_imports_torch() -> None:
     code = (
-        "import sys; import molinkd.peer.process; import molinkd.cli.demonstration;"
+        "import sys; import molinkd.peer.main; import molinkd.cli.demonstration;"
         "heavy = {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

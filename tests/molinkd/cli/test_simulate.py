@@ -8,7 +8,7 @@ import pytest
 
 from molink.link.policies.base import Produced, Sent
 from molink.link.policies.create import create_policy
-from molink.link.recording import Recorder
+from molink.link.recording import RecordedPolicy
 from molink.wire.messages.data import Lane
 from molinkd.cli.main import run
 
@@ -133,7 +133,7 @@ def test_clear_errors(
 
 def test_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[bytes] = []
-    recorder = Recorder(create_policy("fifo"), lines.append)
+    recorder = RecordedPolicy(create_policy("fifo"), lines.append)
     for name in range(2):
         recorder.handle(Produced(name, Lane.BULK, 10, 100), 1.0)
         recorder.decide(1.0, list(Lane))

@@ -49,8 +49,8 @@ from molink.wire.messages.control import (
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import coordinator as module
+from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.coordinator import Coordinator
-from molinkd.coordinator.options import Options
 from molinkd.coordinator.state import State
 
 

@@ -16,7 +16,7 @@ from molink.wire.messages.pipe import Start
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import quantize as module
 from molinkd.peer.assignments import Assignments
-from molinkd.peer.device import Measured
+from molinkd.peer.device_probe import Measured
 from molinkd.peer.settings import Settings
 
 ASSIGN = Assign(

@@ -8,7 +8,7 @@ import pytest
 
 from molink.errors import Unavailable
 from molink.facts.identity import peer_id
-from molink.swarm.stream import Target
+from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.control import Route, StageAddress
 from molink.wire.messages.data import Cancel, Token, Tokens
@@ -45,19 +45,19 @@ async def test_a_head_is_usable_once_it_is_connected(net) -> None:
     heads = Heads(net.context, net.member(), changes.append, lambda *what: said.append(what))
     heads.update(route(net, server.port))
     assert heads.targets("m") == []
-    await net.until(lambda: heads.targets("m") == [Target("p1", 1)])
+    await net.until(lambda: heads.targets("m") == [HeadEpoch("p1", 1)])
     assert heads.targets("other") == []
-    heads.send(Target("p1", 1), Cancel("k"))
+    heads.send(HeadEpoch("p1", 1), Cancel("k"))
     await net.until(lambda: said)
     assert got == [Cancel("k")]
     assert said[0][0] == "p1"
     # Another epoch of the same head goes over the same connection.
     heads.update(route(net, server.port, 2))
-    assert heads.targets("m") == [Target("p1", 2)]
+    assert heads.targets("m") == [HeadEpoch("p1", 2)]
     with pytest.raises(Unavailable):
-        heads.send(Target("p1", 1), Cancel("k"))
+        heads.send(HeadEpoch("p1", 1), Cancel("k"))
     heads.update(route(net, server.port, 1))
-    assert heads.targets("m") == [Target("p1", 2)]
+    assert heads.targets("m") == [HeadEpoch("p1", 2)]
     heads.update(route(net, 0, 3, ready=False))
     assert heads.targets("m") == []
     heads.remove("p1")
@@ -75,7 +75,7 @@ async def test_a_broken_connection_is_a_change(net) -> None:
     await server.close()
     await net.until(lambda: not heads.targets("m"))
     with pytest.raises(Unavailable):
-        heads.send(Target("p1", 1), Cancel("k"))
+        heads.send(HeadEpoch("p1", 1), Cancel("k"))
     await heads.close()
 
 

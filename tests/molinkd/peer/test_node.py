@@ -26,7 +26,7 @@ from molink.wire.messages.control import (
 from molink.wire.messages.pipe import MemberBlocked
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import node as module
-from molinkd.peer.device import Measured
+from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyEvent, NotServed
 from molinkd.peer.library import Library

@@ -9,7 +9,7 @@ import pytest
 from molink.errors import Unavailable
 from molink.wire.messages.control import Prefetch, Prefetched
 from molinkd.peer.prefetcher import Prefetcher
-from molinkd.peer.store import Progress
+from molinkd.peer.store import FetchProgress
 
 
 class FakeStore:
@@ -18,7 +18,7 @@ class FakeStore:
         self.answers: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def stage(
-        self, model: str, layers: tuple[int, int], sources: Sequence[str], progress: Progress
+        self, model: str, layers: tuple[int, int], sources: Sequence[str], progress: FetchProgress
     ) -> Path:
         self.calls.append(layers)
         progress.total = 4_000_000

@@ -7,7 +7,7 @@ import pytest
 from molink.errors import ModelNotFound, NotAuthorized, RequestError
 from molink.facts.identity import peer_id
 from molink.swarm.addressbook import AddressBook
-from molink.swarm.fetchplan import Piece
+from molink.swarm.fetchplan import FilePiece
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import (
     Invite,
@@ -73,9 +73,9 @@ async def test_members_read_files(net, library: Library) -> None:
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
     files = await source.files("m")
     assert len(files) == 22
-    assert await source.read("m", Piece("model.safetensors", 3, 4, 0)) == b"3456"
+    assert await source.read("m", FilePiece("model.safetensors", 3, 4, 0)) == b"3456"
     with pytest.raises(RequestError, match="no file"):
-        await source.read("m", Piece("../x", 0, 1, 0))
+        await source.read("m", FilePiece("../x", 0, 1, 0))
     with pytest.raises(ModelNotFound):
         await source.files("other")
 

@@ -19,7 +19,7 @@ from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molinkd.peer import session as session_module
 from molinkd.peer.membership import Membership
-from molinkd.peer.session import Session
+from molinkd.peer.session import CoordinatorSession
 
 REPORT = PeerReport(
     name="pc",
@@ -56,11 +56,11 @@ class FakeCoordinator:
             self.server.send(sender.identity, Invite(ref=message.ref, token="t"))
 
 
-def make_session(net, keys: KeyPair, port: int, heard: list[object]) -> Session:
+def make_session(net, keys: KeyPair, port: int, heard: list[object]) -> CoordinatorSession:
     membership = Membership(
         swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
     )
-    return Session(
+    return CoordinatorSession(
         net.context,
         keys,
         membership,

@@ -16,11 +16,11 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.layout import stage_tensors
 from molink.errors import ModelError, MolinkError, Unavailable
-from molink.swarm.fetchplan import PIECE_BYTES, Piece, cut, plan_group
+from molink.swarm.fetchplan import PIECE_BYTES, FilePiece, cut, plan_group
 from molink.wire.messages.transfer import FileEntry
 from molinkd.peer import store as store_module
 from molinkd.peer.library import Library
-from molinkd.peer.store import Progress, Store
+from molinkd.peer.store import FetchProgress, Store
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,18 +80,18 @@ class FakeSource:
         self.read_bytes: Counter[str] = Counter()
         self.reads = 0
         self.at_once = 0
-        self.most_at_once = 0
+        self.max_at_once = 0
         self.break_after = break_after
 
     async def files(self, model: str) -> Sequence[FileEntry]:
         return self.library.files(model)
 
-    async def read(self, model: str, piece: Piece) -> bytes:
+    async def read(self, model: str, piece: FilePiece) -> bytes:
         self.reads += 1
         if self.break_after is not None and self.reads > self.break_after:
             raise Unavailable("the connection broke")
         self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.max_at_once = max(self.max_at_once, self.at_once)
         await asyncio.sleep(0)
         self.at_once -= 1
         self.read_bytes[piece.file] += piece.length
@@ -118,7 +118,7 @@ def source(tmp_path: Path) -> FakeSource:
 
 async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSource) -> None:
     store = make_store(tmp_path / "store", {"a": source})
-    progress = Progress()
+    progress = FetchProgress()
     folder = await store.stage("m", (1, 3), ["a"], progress)
     assert sorted(p.name for p in folder.glob("*.safetensors")) == [
         "layer-0001.safetensors",
@@ -133,7 +133,7 @@ async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSourc
     weights = sum(n for name, n in source.read_bytes.items() if name.endswith(".safetensors"))
     whole = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))
     assert weights < 0.75 * whole
-    assert source.most_at_once > 1
+    assert source.max_at_once > 1
 
 
 def _bytes(folder: Path, span) -> bytes:
@@ -300,7 +300,7 @@ class Liar(FakeSource):
             for name, size in sizes.items()
         ]
 
-    async def read(self, model: str, piece: Piece) -> bytes:
+    async def read(self, model: str, piece: FilePiece) -> bytes:
         if piece.file in self.data:
             self.reads += 1
             return self.data[piece.file][piece.offset : piece.offset + piece.length]

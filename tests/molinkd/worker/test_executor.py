@@ -13,7 +13,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Rows, Sampling, Volume
 from molinkd.worker import executor as module
 from molinkd.worker.executor import Executor
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from molink.link.heartbeat import Progress
+from molink.link.heartbeat import StageProgress
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
@@ -52,7 +52,7 @@ class Bench:
             "p",
             2,
             "previous",
-            lambda: Progress(completed=11, queued=2, busy=True),
+            lambda: StageProgress(completed=11, queued=2, busy=True),
             self.arrivals.append,
         )
 

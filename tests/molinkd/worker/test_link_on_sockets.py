@@ -9,11 +9,11 @@ import pytest
 
 from molink.errors import PortInUse
 from molink.facts.identity import peer_id
-from molink.link.heartbeat import Progress
-from molink.link.policies.base import DecodeFinished, DecodeStarted, Policy
+from molink.link.heartbeat import StageProgress
+from molink.link.policies.base import DecodeFinished, DecodeStarted, LanePolicy
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver
-from molink.link.recording import Recorder, replay
+from molink.link.recording import RecordedPolicy, replay
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
@@ -34,14 +34,16 @@ def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
 class Pair:
     """Stage 0 linked to stage 1."""
 
-    def __init__(self, net: Any, policy: str | Policy = "fifo", cut_through: bool = False) -> None:
+    def __init__(
+        self, net: Any, policy: str | LanePolicy = "fifo", cut_through: bool = False
+    ) -> None:
         self.net = net
         self.keys = net.member()
         self.arrivals: list[Arrival] = []
         self.deaths: list[str] = []
         self.server = self.listen(net.server(data_codec(), self.handle))
         receiver = LinkReceiver(1, HIDDEN, "bf16", cut_through=cut_through)
-        idle = Progress(0, 0, busy=False)
+        idle = StageProgress(0, 0, busy=False)
         user = peer_id(self.keys.public)
         self.incoming = InLink(self, receiver, "p", 0, user, lambda: idle, self.arrivals.append)
         address = f"tcp://127.0.0.1:{self.server.port}"
@@ -164,7 +166,7 @@ async def test_volumes_in_pieces_over_broken_connections(net: Any, policy: str) 
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> None:
     lines: list[bytes] = []
-    pair = Pair(net, Recorder(create_policy(policy), lines.append))
+    pair = Pair(net, RecordedPolicy(create_policy(policy), lines.append))
     pair.outgoing.start()
     sent = {tick: volume(tick, 1000, prefill=tick % 2 > 0) for tick in range(12)}
     for tick, (header, data) in sent.items():
@@ -205,7 +207,7 @@ async def test_the_next_stage_may_come_late(net: Any) -> None:
     pair.incoming._receiver.epoch = 1
     await net.until(lambda: pair.arrivals)
     await net.until(lambda: pair.outgoing.stats.rtt > 0)
-    assert 0 < pair.outgoing.stats.least_rtt < 5.0
+    assert 0 < pair.outgoing.stats.min_rtt < 5.0
 
 
 @pytest.mark.parametrize("prefill", [True, False])

@@ -7,7 +7,7 @@ import pytest
 from molink.errors import Unavailable
 from molink.facts.ringtimes import LinkFacts
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.heartbeat import Progress
+from molink.link.heartbeat import StageProgress
 from molink.link.policies.base import DecodeStarted
 from molink.link.policies.create import create_policy
 from molink.link.sender import LinkSender, SenderLimits
@@ -67,7 +67,7 @@ class Bench:
         policy: str = "fifo",
     ) -> None:
         self.channels: dict[Lane, FakeChannel] = {}
-        self.progress = Progress(completed=3, queued=0, busy=False)
+        self.progress = StageProgress(completed=3, queued=0, busy=False)
         self.deaths: list[str] = []
         estimator = LinkEstimator(known)
         self.sender = LinkSender(7, create_policy(policy), limits, estimator=estimator)
@@ -207,7 +207,7 @@ def test_beats_keep_warm_while_busy(virtually: Virtually) -> None:
         beats = bench.decode.messages(Beat)
         assert [beat.sent_at for beat in beats] == [0.0, 1.0, 2.0]
         assert (beats[0].epoch, beats[0].completed, beats[0].queued) == (7, 3, 0)
-        bench.progress = Progress(completed=4, queued=1, busy=True)
+        bench.progress = StageProgress(completed=4, queued=1, busy=True)
         bench.link.handle(DecodeStarted(1, 0.02))
         await asyncio.sleep(0.5)
         beats = bench.decode.messages(Beat)[3:]
@@ -230,7 +230,7 @@ def test_the_round_trip_comes_from_the_echo(virtually: Virtually) -> None:
         assert bench.link.stats.rtt == 0
         bench.beat(echo=0.0)
         assert bench.link.stats.rtt == pytest.approx(0.04)
-        assert bench.link.stats.least_rtt == pytest.approx(0.04)
+        assert bench.link.stats.min_rtt == pytest.approx(0.04)
         assert bench.estimates == [LinkFacts(pytest.approx(0.02))]
         await bench.link.close()
 

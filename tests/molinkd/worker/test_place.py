@@ -12,7 +12,7 @@ from molink.checkpoint.rope import RopeConfig
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
 from molink.head.request import HeadRequest
-from molink.link.estimate.memory import LinkMemory
+from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
 from molink.wire.messages.control import StageAddress
 from molink.wire.messages.data import Choice, Frame, Lane, LinkHello, Sampled, Sampling, Tombstone

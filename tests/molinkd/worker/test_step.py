@@ -11,7 +11,7 @@ from molink.ring.segment import Segment, SegmentResult
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, History, Rows, Sampling, Volume
-from molinkd.worker.requests import RequestTable
+from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import failed_step, run_step
 
 GREEDY = Sampling(temperature=0.0)

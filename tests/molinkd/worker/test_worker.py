@@ -27,7 +27,7 @@ from molink.wire.messages.pipe import (
     WorkerFailed,
 )
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.options import make_client
+from molink.wire.sockets.make import make_client
 from molinkd.worker.worker import Worker
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from molink.stage.attention.base import Attention, AttentionShape
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
 #: (tokens before, rows now) of each sequence of a forward.

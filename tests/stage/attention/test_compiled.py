@@ -9,8 +9,8 @@ from molink.errors import InvariantError, UsageError
 from molink.stage.attention.base import create_attention
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.probe import try_compiled
-from molink.stage.base import SequenceRows
+from molink.stage.attention.trial import try_compiled
+from molink.stage.batch import SequenceRows
 from molink.stage.kernels.create import create_attend
 from molink.stage.kernels.shape import AttendShape
 from molink.stage.pool import KVPool

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from molink.errors import UsageError
-from molink.stage.attention import probe
+from molink.stage.attention import trial as probe
 from molink.stage.attention.base import create_attention
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.probe import try_flash, wanted_block_size
+from molink.stage.attention.trial import try_flash, wanted_block_size
 
 MIXES = {
     "decode": [(7, 1), (40, 1), (8, 1), (0, 1)],

@@ -5,9 +5,9 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm, load_norm
-from molink.stage.dtypes import TORCH_DTYPES
 from molink.stage.loading import weights
 from molink.stage.loading.weights import WeightReader
+from molink.stage.torch_dtypes import TORCH_DTYPES
 
 NAME = "model.layers.0.input_layernorm.weight"
 

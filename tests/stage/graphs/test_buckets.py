@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.stage.base import SequenceRows
-from molink.stage.graphs.buckets import MOST_ROWS, Bucket, GraphPlan, block_bucket, row_bucket
+from molink.stage.batch import SequenceRows
+from molink.stage.graphs.buckets import MAX_ROWS, Bucket, GraphPlan, block_bucket, row_bucket
 
 
 def steps(*starts, count=1):
@@ -21,9 +21,9 @@ def test_rows_and_tables_are_padded_to_few_sizes():
     ]  # fmt: skip
 
 
-@given(st.integers(1, MOST_ROWS), st.integers(1, 10**6))
+@given(st.integers(1, MAX_ROWS), st.integers(1, 10**6))
 def test_a_step_fits_its_bucket(rows, blocks):
-    assert rows <= row_bucket(rows) <= min(MOST_ROWS, max(2 * rows - 1, rows + 7))
+    assert rows <= row_bucket(rows) <= min(MAX_ROWS, max(2 * rows - 1, rows + 7))
     assert blocks <= block_bucket(blocks) <= max(2, 1.5 * blocks)
 
 
@@ -37,8 +37,8 @@ def test_only_decode_steps_have_one():
     plan = GraphPlan(16, 1 << 30)
     assert plan.bucket(steps(300)) == Bucket(1, 24)
     assert plan.bucket([*steps(4), *steps(0, count=2)]) is None
-    assert plan.bucket(steps(*range(MOST_ROWS))) == Bucket(64, 16)
-    assert plan.bucket(steps(*range(MOST_ROWS + 1))) is None
+    assert plan.bucket(steps(*range(MAX_ROWS))) == Bucket(64, 16)
+    assert plan.bucket(steps(*range(MAX_ROWS + 1))) is None
 
 
 def test_a_bucket_that_comes_again_gets_a_graph():

@@ -8,7 +8,7 @@ import torch
 
 from molink.stage import stage as stages
 from molink.stage.attention.flash import FlashAttention
-from molink.stage.base import SequenceRows
+from molink.stage.batch import SequenceRows
 from molink.stage.stage import Stage
 
 #: Enough steps for each bucket to be captured and replayed.
@@ -27,8 +27,8 @@ class WorkItself:
         self.captured = 0
         self.replayed = 0
 
-    def capture(self, work, most):
-        assert most >= 1 << 20
+    def capture(self, work, maximum):
+        assert maximum >= 1 << 20
         self.captured += 1
         if self.captured > self.fails_after:
             raise RuntimeError("operation not permitted when stream is capturing")

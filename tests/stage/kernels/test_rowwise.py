@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import rms_norm
 
 from molink.stage.decoder.mlp import create_gate
-from molink.stage.decoder.rope import rotate
+from molink.stage.decoder.rotary import rotate
 from molink.stage.kernels.create import create_rowwise
 from molink.stage.kernels.shape import fits_rowwise
 

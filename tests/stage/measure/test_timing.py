@@ -14,13 +14,13 @@ class Machine:
         self,
         decode: Callable[[int, int], float] = lambda rows, context: 0.01,
         prefill: Callable[[int, int], float] = lambda rows, before: 0.02,
-        most_context: int = 4096,
-        most_rows: int = 4096,
+        max_context: int = 4096,
+        max_rows: int = 4096,
     ) -> None:
         self.now = 100.0
-        self.most_context = most_context
+        self.max_context = max_context
         self._times = {"decode": decode, "prefill": prefill}
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self.ran: list[tuple[str, int, int]] = []
 
     def clock(self) -> float:
@@ -33,8 +33,8 @@ class Machine:
         self._run("prefill", rows, before)
 
     def _run(self, kind: str, rows: int, context: int) -> None:
-        assert context + (rows if kind == "prefill" else 1) <= self.most_context
-        if rows > self._most_rows:
+        assert context + (rows if kind == "prefill" else 1) <= self.max_context
+        if rows > self._max_rows:
             raise MemoryError
         self.ran.append((kind, rows, context))
         self.now += self._times[kind](rows, context)
@@ -123,19 +123,19 @@ def test_steps_are_looked_for_at_smaller_chunks_where_time_is_short() -> None:
 
 
 def test_what_does_not_fit_the_memory_is_left_out() -> None:
-    machine = Machine(most_rows=300)
+    machine = Machine(max_rows=300)
     profile = measure_profile(machine, machine.clock, 30.0)
     assert [rows for rows, _ in profile.prefill] == [8, 16, 32, 64, 128, 256]
     with pytest.raises(MemoryError):
-        measure_profile(Machine(most_rows=4), machine.clock, 30.0)
+        measure_profile(Machine(max_rows=4), machine.clock, 30.0)
 
 
 @pytest.mark.parametrize("most_context", [2, 16, 100, 512, 2100])
-def test_no_position_beyond_the_models_context(most_context: int) -> None:
-    machine = Machine(prefill=lambda rows, _: 0.001 * -(-rows // 64), most_context=most_context)
+def test_no_position_beyond_the_models_context(max_context: int) -> None:
+    machine = Machine(prefill=lambda rows, _: 0.001 * -(-rows // 64), max_context=max_context)
     profile = measure_profile(machine, machine.clock, 30.0)
     assert profile.known
-    assert max(rows for rows, _ in profile.prefill) <= most_context
+    assert max(rows for rows, _ in profile.prefill) <= max_context
 
 
 def test_a_process_that_is_only_starting_is_measured_as_it_is_later() -> None:

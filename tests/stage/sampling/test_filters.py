@@ -45,8 +45,8 @@ def thresholds(likeliest, logits, settings):
 
 
 def kept(logits, settings):
-    least, _ = thresholds(logits.sort(-1, descending=True).values, logits, settings)
-    return logits >= least
+    minimum, _ = thresholds(logits.sort(-1, descending=True).values, logits, settings)
+    return logits >= minimum
 
 
 @pytest.mark.parametrize("vocabulary", [30, 64, 65, 3000])
@@ -68,10 +68,10 @@ def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size, step):
     if step:  # with many ties, as logits in bf16 have
         logits = (logits / step).round() * step
     ordered = logits.sort(-1, descending=True).values
-    least, _ = thresholds(ordered, logits, SETTINGS)
+    minimum, _ = thresholds(ordered, logits, SETTINGS)
     found, enough = thresholds(ordered[:, :size], logits, SETTINGS)
-    assert torch.equal(found[enough], least[enough])
-    assert (least[enough, 0] > ordered[enough, size - 1]).all(), "more may be as likely"
+    assert torch.equal(found[enough], minimum[enough])
+    assert (minimum[enough, 0] > ordered[enough, size - 1]).all(), "more may be as likely"
     assert enough.any() or size == 1
     assert not enough[SETTINGS.index(Sampling())]
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.stage.sampling.history import History
+from molink.stage.sampling.history import TokenHistory
 
 TOKENS = st.lists(st.integers(-2, 40), max_size=80)
 PARTS = st.lists(st.tuples(st.booleans(), TOKENS), max_size=6)
@@ -15,7 +15,7 @@ PARTS = st.lists(st.tuples(st.booleans(), TOKENS), max_size=6)
 @settings(max_examples=100, deadline=None)
 @given(PARTS)
 def test_any_order_of_parts(parts):
-    history, prompt, generated = History(), [], []
+    history, prompt, generated = TokenHistory(), [], []
     for answered, tokens in parts:
         (generated if answered else prompt).extend(tokens)
         (history.add_generated if answered else history.add_prompt)(tokens)
@@ -32,7 +32,7 @@ def test_any_order_of_parts(parts):
 
 
 def test_one_token_at_a_time():
-    history = History([5, 6])
+    history = TokenHistory([5, 6])
     for token in [6, 7, *range(300), 6]:
         history.add_generated([token])
     assert history.counts == dict.fromkeys(range(300), 1) | {6: 3, 7: 2}

@@ -2,7 +2,7 @@
 
 import torch
 
-from molink.stage.sampling.history import History
+from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.penalties import SampleRow, penalize
 from molink.wire.messages.data import Sampling
 
@@ -38,7 +38,7 @@ def test_rows_with_different_settings():
         (Sampling(frequency_penalty=-0.7), [1], [3, 3, 4]),
         (everything, [3, 8], [8, 8, 0]),
     ]
-    found = penalize(logits, [SampleRow(s, 9, History(*tokens)) for s, *tokens in cases])
+    found = penalize(logits, [SampleRow(s, 9, TokenHistory(*tokens)) for s, *tokens in cases])
     expected = torch.stack([reference(logits[i], *case) for i, case in enumerate(cases)])
     torch.testing.assert_close(found, expected)
     assert torch.equal(found[0], logits[0])
@@ -50,19 +50,19 @@ def test_repetition_penalty_is_that_of_transformers():
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([[4, 9, 4, 17]])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
-    row = SampleRow(Sampling(repetition_penalty=1.3), 4, History([4, 9], [4, 17]))
+    row = SampleRow(Sampling(repetition_penalty=1.3), 4, TokenHistory([4, 9], [4, 17]))
     torch.testing.assert_close(penalize(logits, [row]), expected)
 
 
 def test_nothing_to_do_copies_nothing():
     logits = torch.randn(2, 30)
-    assert penalize(logits, [SampleRow(Sampling(), 0, History([1], [2]))] * 2) is logits
+    assert penalize(logits, [SampleRow(Sampling(), 0, TokenHistory([1], [2]))] * 2) is logits
 
 
 def test_ids_beyond_the_vocabulary_are_passed_over():
     logits = torch.randn(2, 30)
     sampling = Sampling(repetition_penalty=2.0, logit_bias=((30, 5.0), (10**6, 1.0)))
-    row = SampleRow(sampling, 2, History([30, -1], [99, -7]))
+    row = SampleRow(sampling, 2, TokenHistory([30, -1], [99, -7]))
     assert torch.equal(penalize(logits, [row, row]), logits)
 
 
@@ -70,5 +70,5 @@ def test_no_history_yet():
     logits = torch.randn(2, 30)
     sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0)
     assert torch.equal(
-        penalize(logits, [SampleRow(sampling, 0), SampleRow(sampling, 0, History())]), logits
+        penalize(logits, [SampleRow(sampling, 0), SampleRow(sampling, 0, TokenHistory())]), logits
     )

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from molink.stage.sampling.history import History
+from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.noise import uniform
 from molink.stage.sampling.sampler import SampleRow, sample
 from molink.wire.messages.data import Sampling
@@ -59,7 +59,7 @@ def test_the_logits_are_left_unchanged():
     sampling = Sampling(
         temperature=0.5, top_p=0.8, repetition_penalty=1.3, logit_bias=((3, 5.0),), logprobs=3
     )
-    sample(logits, [SampleRow(sampling, 1, History([1, 2], [3]))] * 2)
+    sample(logits, [SampleRow(sampling, 1, TokenHistory([1, 2], [3]))] * 2)
     assert torch.equal(logits, before)
 
 

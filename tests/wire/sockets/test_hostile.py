@@ -16,7 +16,7 @@ from molink.wire.messages.control import Done, StatusRequest
 from molink.wire.messages.data import Cancel, Prompt
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.options import make_client
+from molink.wire.sockets.make import make_client
 from molink.wire.sockets.server import Sender, Server
 
 _GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)

@@ -22,7 +22,7 @@ from molink.wire.messages.control import Done, LeaveRequest, StatusRequest, Welc
 from molink.wire.messages.data import Prompt
 from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.options import make_client
+from molink.wire.sockets.make import make_client
 from molink.wire.sockets.server import Sender, Server, ServerLimits
 
 pytestmark = pytest.mark.filterwarnings("error")

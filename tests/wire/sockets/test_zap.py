@@ -10,7 +10,7 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import Done, StatusRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
-from molink.wire.sockets.zap import Gatekeeper, Refusal
+from molink.wire.sockets.zap import Gatekeeper, RefusedHandshake
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ async def test_one_per_context(net: Any) -> None:
 async def test_a_callback_that_raises_locks_nobody_out(
     net: Any, echo: Server[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[Refusal] = []
+    told: list[RefusedHandshake] = []
 
-    def fail(refusal: Refusal) -> None:
+    def fail(refusal: RefusedHandshake) -> None:
         told.append(refusal)
         raise ValueError("no")
 

@@ -1,0 +1,163 @@
+"""Runs the endpoint on an event loop of its own, in a thread of its own.
+
+ZeroMQ needs a selector loop on Windows, whose ``select()`` ends at 512 sockets; the endpoint has a
+Proactor loop there, and everywhere it is safe from whatever keeps the daemon's loop busy.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import sys
+import threading
+from collections.abc import Callable
+
+from aiohttp import web
+
+from molink.errors import PortInUse, UsageError
+from molinkd.api.app import create_app
+from molinkd.api.backend import Backend
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.protocol import ConnectionFactory
+
+_LOG = logging.getLogger(__name__)
+
+DEFAULT_PORT = 5465
+#: How many ports are tried from the one asked for.
+PORT_TRIES = 15
+#: How often to look whether the listener is still there, in seconds.
+LISTENER_CHECK_S = 1.0
+_START_TIMEOUT_S = 30.0
+_IN_USE = frozenset({errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEACCES", errno.EACCES)})
+
+
+class EndpointServer:
+    """The endpoint as a thread: :meth:`start` it, :meth:`stop` it, both from any thread."""
+
+    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._port = 0
+
+    @property
+    def port(self) -> int:
+        """The port it listens on; 0 before it started."""
+        return self._port
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that the backend is called on; ``None`` before it started."""
+        return self._loop
+
+    @property
+    def url(self) -> str:
+        """Where a client on this PC finds the API: ``http://127.0.0.1:5465/v1``."""
+        host = self._settings.host
+        if host in ("0.0.0.0", "::", ""):
+            host = "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}/v1"
+
+    def start(self, port: int = DEFAULT_PORT) -> int:
+        """Listen on ``port``, or on the next free one; 0 takes any. Returns the port taken.
+
+        Raises:
+            PortInUse: neither ``port`` nor one of the next is free.
+            UsageError: the address is none of this PC's.
+        """
+        if self._thread is not None:
+            raise UsageError("the endpoint has already been started")
+        self._thread = threading.Thread(
+            target=self._run, args=(port,), name="molink-endpoint", daemon=True
+        )
+        self._thread.start()
+        if not self._started.wait(_START_TIMEOUT_S):
+            raise UsageError(f"the endpoint did not start within {_START_TIMEOUT_S:.0f} s")
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        return self._port
+
+    def stop(self) -> None:
+        """Stop listening, give running answers a moment, end the thread. May be called twice."""
+        thread, loop, stopping = self._thread, self._loop, self._stopping
+        if thread is None or loop is None or stopping is None:
+            return
+        if thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop has closed: it stopped by itself
+                loop.call_soon_threadsafe(stopping.set)
+            thread.join()
+
+    def _run(self, port: int) -> None:
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(self._serve(port))
+        except BaseException as error:
+            self._failure = error
+            if self._started.is_set():
+                _LOG.exception("the endpoint stopped")
+        finally:
+            self._started.set()
+
+    async def _serve(self, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        runner = web.AppRunner(
+            create_app(self._backend, self._settings),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=self._settings.grace_s,
+        )
+        await runner.setup()
+        try:
+            assert runner.server is not None
+            factory = ConnectionFactory(runner.server, self._settings, loop)
+            listener = await self._listen(factory, port)
+            try:
+                stopping = self._stopping = asyncio.Event()
+                self._loop = loop
+                self._started.set()
+                while not await _is_set_within(stopping, LISTENER_CHECK_S):
+                    # A Proactor loop closes its listener when a client resets too early.
+                    if any(socket.fileno() < 0 for socket in listener.sockets):
+                        listener.close()
+                        listener = await self._listen(factory, self._port)
+            finally:
+                listener.close()
+        finally:
+            await runner.cleanup()
+
+    async def _listen(self, factory: ConnectionFactory, port: int) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        host = self._settings.host
+        last = min(port + PORT_TRIES, 65536) if port else 1
+        for candidate in range(port, last):
+            try:
+                listener = await loop.create_server(factory, host, candidate, backlog=256)
+            except OSError as error:
+                if error.errno not in _IN_USE:
+                    raise UsageError(f"the endpoint can't listen on {host}: {error}") from error
+                continue
+            self._port = int(listener.sockets[0].getsockname()[1])
+            return listener
+        raise PortInUse(
+            f"ports {port} to {last - 1} are taken (or not allowed) on {host}: free one, or choose "
+            "another with --endpoint-port"
+        )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return asyncio.ProactorEventLoop
+    return None
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,138 @@
+"""From what a client sends to token ids. Everything here may take long: run it in a thread."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from molink.errors import ContextTooLong, RequestError
+from molinkd.api.catalogue import Offer
+from molinkd.api.schema import ChatBody, ChatMessage, CompletionBody
+
+#: Variables of templates that a client can't set: they carry the conversation itself.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+#: A text with more characters per token of the context than this, plus some, can't fit it.
+_CHARACTERS_PER_TOKEN = 16
+_SPARE_CHARACTERS = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """Ids of one prompt; ``text`` only where the answer has to echo it."""
+
+    ids: tuple[int, ...]
+    text: str = ""
+
+
+def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
+    """The prompt of a conversation, by the model's chat template.
+
+    Raises:
+        ContextTooLong: it is so long that it can't fit.
+        RequestError: a part that isn't text, no template, or messages that it refuses.
+    """
+    if body.echo:
+        raise RequestError("`echo` is not supported for conversations", "echo")
+    template = offer.tokenizer.template
+    if template is None:
+        raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    messages = [
+        _plain_message(message, index, template.knows_developer)
+        for index, message in enumerate(body.messages)
+    ]
+    options = dict(body.chat_template_kwargs or {})
+    for name in _RESERVED.intersection(options):
+        raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    text = template.render(messages, options)
+    return PromptIds(_encoded(text, "messages", offer, special=False))
+
+
+def completion_prompts(body: CompletionBody, offer: Offer) -> list[PromptIds]:
+    """The prompts of a completion: a text, ids, or a list of either.
+
+    Raises:
+        ContextTooLong: one is so long that it can't fit.
+        RequestError: the prompt is empty, of a wrong type, or has ids that don't exist.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str) or _all_ids(prompt):
+        return [_completion_prompt(prompt, "prompt", body, offer)]
+    if not prompt:
+        raise RequestError("`prompt`: the list is empty", "prompt")
+    return [
+        _completion_prompt(item, f"prompt[{index}]", body, offer)
+        for index, item in enumerate(prompt)
+    ]
+
+
+def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Offer) -> PromptIds:
+    if isinstance(prompt, str):
+        return PromptIds(_encoded(prompt, field, offer), prompt if body.echo else "")
+    tokenizer = offer.tokenizer
+    if not isinstance(prompt, list) or not _all_ids(prompt):
+        raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
+    for token in prompt:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise RequestError(
+                f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
+            )
+    text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
+    return PromptIds(_not_empty(prompt, field), text)
+
+
+def _encoded(text: str, field: str, offer: Offer, *, special: bool = True) -> tuple[int, ...]:
+    context = offer.model.context
+    if len(text) > _CHARACTERS_PER_TOKEN * context + _SPARE_CHARACTERS:
+        raise ContextTooLong(
+            f"`{field}`: the prompt has {len(text)} characters, and the context of "
+            f"{offer.model.name} is {context} tokens, the answer included",
+            field,
+        )
+    return _not_empty(offer.tokenizer.encode(text, special=special), field)
+
+
+def _all_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _not_empty(ids: Sequence[int], field: str) -> tuple[int, ...]:
+    if not ids:
+        raise RequestError(f"`{field}`: the prompt is empty", field)
+    return tuple(ids)
+
+
+def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> dict[str, Any]:
+    """The message as templates expect it: a plain object with its content as one text."""
+    content = message.content
+    if isinstance(content, list):
+        content = _joined_text(message, index)
+    if content is None and not message.tool_calls:
+        field = f"messages[{index}].content"
+        raise RequestError(f"`{field}`: required, but missing", field)
+    role = message.role
+    plain: dict[str, Any] = {
+        "role": "system" if role == "developer" and not knows_developer else role,
+        "content": content or "",
+    }
+    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _joined_text(message: ChatMessage, index: int) -> str:
+    """Text parts joined by line ends, as vLLM does for templates that take a plain text."""
+    assert isinstance(message.content, list)
+    texts = []
+    for place, part in enumerate(message.content):
+        field = f"messages[{index}].content[{place}]"
+        if part.type != "text":
+            raise RequestError(
+                f"`{field}.type`: {part.type[:32]!r} is not supported, only 'text'", f"{field}.type"
+            )
+        if part.text is None:
+            raise RequestError(f"`{field}.text`: required, but missing", f"{field}.text")
+        texts.append(part.text)
+    return "\n".join(texts)

@@ -1,0 +1,191 @@
+"""From a request's fields to what the backend is asked for: sampling, limits, stops, seeds."""
+
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+
+from molink.errors import ContextTooLong, RequestError
+from molink.swarm.generation import GenerationRequest
+from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.data import MAX_STOP_IDS, Sampling
+from molinkd.api.catalogue import Offer
+from molinkd.api.prompt_ids import PromptIds
+from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
+
+#: What OpenAI's completions generate when no limit is given.
+COMPLETION_MAX_TOKENS = 16
+
+_SEED_BITS = 52
+_SEED_MASK = (1 << _SEED_BITS) - 1
+#: ``top_p`` 0 means "the most likely token only".
+_MIN_TOP_P = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """One answer to generate: ``index`` as the client sees it, ``prompt`` which of its prompts."""
+
+    index: int
+    prompt: int
+    echo: str
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about one HTTP request that its answers need."""
+
+    offer: Offer
+    choices: tuple[ChoicePlan, ...]
+    prompt_tokens: int
+    stops: tuple[str, ...]
+    #: -1 for none, else how many alternatives each token's logprobs show.
+    logprobs: int
+    include_stop: bool
+    skip_special: bool
+    #: Whether the answer goes on from the prompt's text, rather than being a text of its own.
+    continues: bool
+
+
+def make_plan(body: GenerationBody, offer: Offer, prompts: list[PromptIds], maximum: int) -> Plan:
+    """The plan for ``body``, which has ``prompts``; at most ``maximum`` choices.
+
+    Raises:
+        RequestError: too many choices, or ids that the model doesn't have.
+        ContextTooLong: a prompt and its answer don't fit the model's context.
+    """
+    tokenizer = offer.tokenizer
+    count = body.n or 1
+    if count * len(prompts) > maximum:
+        field = "n" if count > 1 else "prompt"
+        raise RequestError(f"`{field}`: {count * len(prompts)} answers; at most {maximum}", field)
+    sampling = _sampling(body, tokenizer)
+    stop_ids = _stop_ids(body, tokenizer)
+    choices: list[ChoicePlan] = []
+    for number, prompt in enumerate(prompts):
+        max_tokens = _max_tokens(body, offer, len(prompt.ids))
+        for copy in range(count):
+            seed = _derived_seed(sampling.seed, copy)
+            request = GenerationRequest(
+                model=offer.model.name,
+                prompt=prompt.ids,
+                max_tokens=max_tokens,
+                sampling=msgspec.structs.replace(sampling, seed=seed),
+                stop_ids=stop_ids,
+            )
+            choices.append(ChoicePlan(len(choices), number, prompt.text, request))
+    return Plan(
+        offer=offer,
+        choices=tuple(choices),
+        prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+        stops=_stops(body),
+        logprobs=sampling.logprobs,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        continues=isinstance(body, CompletionBody),
+    )
+
+
+def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> Sampling:
+    """Each parameter from the client, else from the model's generation config, else neutral."""
+    defaults = tokenizer.defaults
+    top_k = body.top_k if body.top_k is not None else defaults.top_k or 0
+    return Sampling(
+        temperature=_first(body.temperature, defaults.temperature, 1.0),
+        top_p=max(_first(body.top_p, defaults.top_p, 1.0), _MIN_TOP_P),
+        top_k=max(top_k, 0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed & _SEED_MASK,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logprobs=_logprobs(body),
+        logit_bias=_logit_bias(body, tokenizer),
+    )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _logprobs(body: GenerationBody) -> int:
+    if isinstance(body, CompletionBody):
+        if body.logprobs is not None and body.echo:
+            raise RequestError("`logprobs` of an echoed prompt are not supported", "logprobs")
+        return -1 if body.logprobs is None else body.logprobs
+    assert isinstance(body, ChatBody)
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise RequestError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+    return -1
+
+
+def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    bias = []
+    for key, value in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10:
+            raise RequestError(f"`logit_bias`: {key[:32]!r} is no token id", "logit_bias")
+        bias.append((_existing(int(key), "logit_bias", tokenizer), value))
+    return tuple(bias)
+
+
+def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
+    own = () if body.ignore_eos else tokenizer.eos_ids
+    asked = [_existing(token, "stop_token_ids", tokenizer) for token in body.stop_token_ids or ()]
+    ids = tuple(dict.fromkeys((*own, *asked)))
+    if len(ids) > MAX_STOP_IDS:
+        maximum = MAX_STOP_IDS - len(own)
+        raise RequestError(f"`stop_token_ids`: at most {maximum}", "stop_token_ids")
+    return ids
+
+
+def _existing(token: int, field: str, tokenizer: Tokenizer) -> int:
+    if token >= tokenizer.vocab_size:
+        raise RequestError(
+            f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
+        )
+    return token
+
+
+def _stops(body: GenerationBody) -> tuple[str, ...]:
+    stop = body.stop or ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
+    """How many tokens may be generated after a prompt of ``prompt`` tokens."""
+    context = offer.model.context
+    field = "messages" if isinstance(body, ChatBody) else "prompt"
+    if prompt >= context:
+        raise ContextTooLong(
+            f"`{field}`: the prompt has {prompt} tokens, and the context of "
+            f"{offer.model.name} is {context}, the answer included",
+            field,
+        )
+    asked, field = body.max_tokens, "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        default = offer.tokenizer.defaults.max_new_tokens
+        if isinstance(body, CompletionBody):
+            default = COMPLETION_MAX_TOKENS
+        return min(default or context, context - prompt)
+    if prompt + asked > context:
+        raise ContextTooLong(
+            f"`{field}`: {prompt} tokens of the prompt and {asked} of the answer exceed the "
+            f"context of {offer.model.name}, {context}",
+            field,
+        )
+    return asked
+
+
+def _derived_seed(seed: int, copy: int) -> int:
+    """A seed for each of ``n`` answers; the first one's is the request's own (splitmix64)."""
+    if copy == 0:
+        return seed
+    mixed = (seed + copy * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (mixed ^ (mixed >> 31)) & _SEED_MASK

@@ -1,0 +1,180 @@
+"""``molink bench``: measure a running server, or a stage on this PC."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from molink.bench.clock import MonotonicClock
+from molink.bench.http import Api, BenchClient, BenchTarget
+from molink.bench.planned import PlannedRequest, plan_sizes, plan_trace
+from molink.bench.report import Report, summarize, table
+from molink.bench.runner import Measurement, run_plan
+from molink.bench.sample import Sample
+from molink.bench.trace import read_trace
+from molink.errors import Unavailable, UsageError
+from molinkd.cli.bench_stage import stage
+
+bench_app = typer.Typer(help="Measure a server, or this PC.", no_args_is_help=True)
+bench_app.command("stage")(stage)
+
+#: Exit code after Ctrl-C, as shells count it.
+INTERRUPTED = 130
+
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(help="Sizes and arrivals from an Azure (.csv) or Mooncake (.jsonl) trace."),
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Requests per second (Poisson), or inf for all at once. "
+        "Default: the trace's own times, without a trace inf."
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option(help="Default: the first that the server lists.")]
+KeyOption = Annotated[
+    str | None, typer.Option(envvar="MOLINK_API_KEY", help="Bearer token of the server.")
+]
+EosOption = Annotated[
+    bool, typer.Option(help="Ask for answers of full length (an extension of vLLM and molink).")
+]
+PolicyOption = Annotated[
+    str, typer.Option(help="Name to note in the result; a server does not tell its policy.")
+]
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure a server, or this PC."""
+
+
+@bench_app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="The server's root, or its /v1.")],
+    trace: TraceOption = None,
+    input_tokens: Annotated[int | None, typer.Option(help="Per prompt. Default: 128.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Per answer. Default: 64.")] = None,
+    rate: RateOption = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once, at maximum.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all, at maximum.")] = 100,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, not counted.")] = 0,
+    model: ModelOption = None,
+    api_key: KeyOption = None,
+    api: Annotated[Api, typer.Option(help="Which route to use.")] = "chat",
+    ignore_eos: EosOption = True,
+    policy: PolicyOption = "unknown",
+    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Send requests to any OpenAI-style endpoint; report TTFT, TPOT, ITL, latency, throughput."""
+    plan = _plan(trace, input_tokens, output_tokens, rate, requests, seed)
+    endpoint = BenchTarget(url, api, model, api_key, ignore_eos)
+    notes = Console(stderr=True)
+    with _progress(notes, hidden=as_json and not notes.is_terminal) as progress:
+        measurement = asyncio.run(_measure(endpoint, plan, warmup, concurrency, seed, progress))
+    report = summarize(
+        measurement.samples,
+        measurement.duration,
+        policy=policy,
+        interrupted=measurement.interrupted,
+    )
+    _show(report, notes, as_json=as_json)
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not report.completed:
+        raise Unavailable(f"no request completed; the first error: {report.first_error}")
+
+
+def _plan(
+    trace: Path | None,
+    input_tokens: int | None,
+    output_tokens: int | None,
+    rate: float | None,
+    requests: int,
+    seed: int,
+) -> list[PlannedRequest]:
+    if trace is None:
+        return plan_sizes(
+            128 if input_tokens is None else input_tokens,
+            64 if output_tokens is None else output_tokens,
+            math.inf if rate is None else rate,
+            requests,
+            seed,
+        )
+    if input_tokens is not None or output_tokens is not None:
+        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+    return plan_trace(read_trace(trace), rate, requests, seed)
+
+
+async def _measure(
+    endpoint: BenchTarget,
+    plan: list[PlannedRequest],
+    warmup: int,
+    concurrency: int,
+    seed: int,
+    progress: Progress,
+) -> Measurement:
+    clock = MonotonicClock()
+    async with BenchClient(endpoint, clock, seed) as client:
+        if not await client.prepare():
+            progress.console.print("The server counts no tokens (usage): sizes are approximate.")
+        if warmup:
+            first = plan[0]
+            tries = [replace(first, index=-1 - number, at=0.0) for number in range(warmup)]
+            warm = await _phase("warm-up", tries, client, concurrency, clock, progress)
+            if warm.interrupted:
+                return replace(warm, samples=())
+        return await _phase(client.model, plan, client, concurrency, clock, progress)
+
+
+async def _phase(
+    title: str,
+    plan: list[PlannedRequest],
+    client: BenchClient,
+    concurrency: int,
+    clock: MonotonicClock,
+    progress: Progress,
+) -> Measurement:
+    """Run one plan under its own progress bar."""
+    bar = progress.add_task(title, total=len(plan), failed="")
+    failed = 0
+
+    def count(sample: Sample) -> None:
+        nonlocal failed
+        failed += sample.error is not None
+        progress.update(bar, advance=1, failed=f"{failed} failed" if failed else "")
+
+    return await run_plan(plan, client.send, concurrency=concurrency, clock=clock, on_sample=count)
+
+
+def _progress(console: Console, *, hidden: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[red]{task.fields[failed]}"),
+        console=console,
+        disable=hidden,
+    )
+
+
+def _show(report: Report, notes: Console, *, as_json: bool) -> None:
+    if report.failed:
+        notes.print(
+            f"{report.failed} requests failed; the first: {report.first_error}", markup=False
+        )
+    if report.interrupted:
+        notes.print("Interrupted: these are the figures so far.")
+    if as_json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        Console().print(table(report))

@@ -1,0 +1,81 @@
+"""The coordinator as a process: its folder, its log, its standard input and its end."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+import zmq.asyncio
+
+from molink.errors import MolinkError
+from molink.plaintext import LogFormatter, printable
+from molink.wire.sockets.loop import EventLoop
+from molink.wire.sockets.secrets import load_keys
+from molinkd.coordinator.arguments import Options, parse_options
+from molinkd.coordinator.coordinator import Coordinator
+from molinkd.coordinator.state import State
+from molinkd.descriptors import raise_descriptor_limit
+from molinkd.parent import watch_input
+
+KEY_FILE = "coordinator.key"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a coordinator until its standard input ends; returns the exit code.
+
+    One JSON line on standard output says where it listens; the log goes to standard error.
+    """
+    options = parse_options(sys.argv[1:] if arguments is None else arguments)
+    raise_descriptor_limit()
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    try:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(serve(options))
+    except MolinkError as error:
+        print(f"molink: {printable(str(error))}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def serve(options: Options) -> None:
+    """Run a coordinator in this event loop until standard input ends (see ``standalone``).
+
+    Raises:
+        MolinkError: it can't start, or can't go on.
+    """
+    state = State.open(options.state)
+    context = zmq.asyncio.Context()
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.destroy, linger=0)
+        stack.callback(state.close)
+        keys = load_keys(options.state / KEY_FILE)
+        coordinator = Coordinator(context, state, keys, options)
+        try:
+            port = await coordinator.start()
+            announcement = {"port": port, "public_key": keys.public, "swarm": coordinator.swarm.id}
+            print(json.dumps(announcement), flush=True)
+            await _until_the_end(coordinator, options.standalone)
+        finally:
+            await coordinator.close()
+
+
+async def _until_the_end(coordinator: Coordinator, standalone: bool) -> None:
+    ended = asyncio.Event()
+    if not standalone:
+        loop = asyncio.get_running_loop()
+        watch_input(lambda: loop.call_soon_threadsafe(ended.set))
+    waits = [asyncio.ensure_future(coordinator.wait()), asyncio.ensure_future(ended.wait())]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

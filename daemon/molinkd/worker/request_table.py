@@ -1,0 +1,60 @@
+"""What a stage knows of each request beyond the rows of the moment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from molink.stage.sampling.history import TokenHistory
+from molink.wire.messages.data import Admit, Sampling
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request at one stage.
+
+    ``blocks`` is its block table so far. ``history`` is filled at the tail only, and only if its
+    penalties are recomputed from it. ``failed`` is set once a step of it failed here or at an
+    earlier stage: its KV can't be trusted from then on.
+    """
+
+    sampling: Sampling
+    prompt_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    history: TokenHistory = field(default_factory=TokenHistory)
+    failed: bool = False
+
+
+class RequestTable:
+    """Requests of one epoch at one stage.
+
+    Entries are added and removed by the event loop and changed by the compute thread. The
+    scoreboard keeps the two apart: no row runs before its request is admitted, and no request is
+    released while a row of it may run.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, RequestState] = {}
+
+    def admit(self, message: Admit) -> None:
+        """A request begins."""
+        self._states[message.request] = RequestState(message.sampling, message.prompt_tokens)
+
+    def history(self, request: int, first: int, ids: memoryview) -> None:
+        """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
+        state = self._states[request]
+        split = max(0, min(len(ids), state.prompt_tokens - first))
+        state.history.add_prompt(ids[:split])
+        state.history.add_generated(ids[split:])
+
+    def table(self, request: int, blocks: Sequence[int]) -> None:
+        """Learn blocks that its table begins with; no row of it has run."""
+        self._states[request].blocks.extend(blocks)
+
+    def release(self, request: int) -> None:
+        """A request is over."""
+        self._states.pop(request, None)
+
+    def __getitem__(self, request: int) -> RequestState:
+        return self._states[request]
+
+    def __len__(self) -> int:
+        return len(self._states)

@@ -1,0 +1,111 @@
+"""An OpenAI answer as it streams in: bytes and ``now`` in, what was measured out. No I/O."""
+
+from typing import Any
+
+import msgspec
+
+from molink.bench.sample import Sample
+from molink.errors import Unavailable
+
+#: A line of an event stream longer than this, in bytes, is not an answer.
+MAX_LINE = 1 << 20
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
+
+
+class _DeltaChoice(msgspec.Struct, frozen=True):
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.text) or (self.delta is not None and self.delta.has_output)
+
+
+class ReportedUsage(msgspec.Struct, frozen=True):
+    """The server's own count of a request's tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _ServerEvent(msgspec.Struct, frozen=True):
+    choices: list[_DeltaChoice] = msgspec.field(default_factory=list)
+    usage: ReportedUsage | None = None
+    error: Any = None
+
+
+class AnswerStream:
+    """Reads the server-sent events of one streamed answer (chat or plain completion)."""
+
+    def __init__(self, sent: float) -> None:
+        self._sent = sent
+        self._rest = b""
+        self._texts: list[float] = []
+        self._finished: float | None = None
+        self._usage: ReportedUsage | None = None
+        self._decoder = msgspec.json.Decoder(_ServerEvent)
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take bytes that arrived at ``now``.
+
+        Raises:
+            Unavailable: the server reports an error, or sends something that is no answer.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            raise Unavailable(f"the server sent a line of more than {MAX_LINE} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line.removeprefix(b"data:").strip(), now)
+
+    def result(self) -> Sample:
+        """What was measured, once the stream has ended.
+
+        Raises:
+            Unavailable: the answer broke off.
+        """
+        if self._finished is None:
+            raise Unavailable("the stream ended before the answer did")
+        tokens = self._usage.completion_tokens if self._usage else None
+        return Sample(
+            sent=self._sent,
+            texts=tuple(self._texts),
+            finished=self._finished,
+            input_tokens=self._usage.prompt_tokens if self._usage else 0,
+            output_tokens=len(self._texts) if tokens is None else tokens,
+        )
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            return
+        try:
+            event = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"the server sent an event that is no answer: {error}") from error
+        if event.error:
+            raise Unavailable(error_message(event.error))
+        if event.usage is not None:
+            self._usage = event.usage
+        for choice in event.choices:
+            if choice.has_output:
+                self._texts.append(now)
+            if choice.finish_reason:
+                self._finished = now
+
+
+def error_message(error: object) -> str:
+    """The sentence in an OpenAI error envelope, or whatever stands in its place."""
+    if isinstance(error, dict):
+        return str(error.get("message") or error)
+    return str(error)

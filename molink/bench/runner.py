@@ -1,0 +1,58 @@
+"""Sends planned requests when they are due and collects what they measured."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from molink.bench.clock import Clock
+from molink.bench.planned import PlannedRequest
+from molink.bench.sample import Sample
+
+#: Sends one request and returns what it measured; never raises for a failed one.
+Send = Callable[[PlannedRequest], Awaitable[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The samples of a run in order of completion; ``duration`` in seconds."""
+
+    samples: tuple[Sample, ...]
+    duration: float
+    interrupted: bool
+
+
+async def run_plan(
+    plan: Sequence[PlannedRequest],
+    send: Send,
+    *,
+    concurrency: int,
+    clock: Clock,
+    on_sample: Callable[[Sample], None] = lambda _: None,
+) -> Measurement:
+    """Send ``plan`` in order, each request when due but at most ``concurrency`` at once.
+
+    A request that has to wait for its turn counts from the moment it is sent. Cancelling the task
+    (Ctrl-C) ends the run early: what has completed by then is returned as ``interrupted``.
+    """
+    samples: list[Sample] = []
+    slots = asyncio.Semaphore(concurrency)
+    started = clock.now()
+
+    async def one(request: PlannedRequest) -> None:
+        try:
+            sample = await send(request)
+        finally:
+            slots.release()
+        samples.append(sample)
+        on_sample(sample)
+
+    interrupted = False
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in plan:
+                await clock.sleep_until(started + request.at)
+                await slots.acquire()
+                group.create_task(one(request))
+    except asyncio.CancelledError:
+        interrupted = True
+    return Measurement(tuple(samples), clock.now() - started, interrupted)

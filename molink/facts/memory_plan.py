@@ -1,0 +1,147 @@
+"""How a stage's memory is shared out: weights, activations, CUDA graphs, a margin, KV blocks."""
+
+from dataclasses import dataclass, replace
+
+from molink.errors import UsageError
+from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
+
+#: 1 / MARGIN_PART of the budget is left for fragmentation and for what libraries take.
+MARGIN_PART = 20
+#: What makes a layer smaller, gentlest first.
+MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
+
+
+def usable(budget: int) -> int:
+    """Bytes of a budget without the margin."""
+    return budget - budget // MARGIN_PART
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """A stage's budget, shared out; the parts never add up to more than ``budget`` bytes."""
+
+    budget: int
+    #: Weights of the layers and of the ends of the model that the stage touches.
+    weights: int
+    #: Rows of the largest step, its logits, attention's copies and masks.
+    activations: int
+    #: Captured decode graphs and their buffers; nothing on a CPU.
+    graphs: int
+    #: Fragmentation, and what libraries take for themselves.
+    margin: int
+    #: The pool of KV blocks.
+    kv: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.weights + self.activations + self.graphs + self.margin + self.kv
+
+    def __str__(self) -> str:
+        """The parts that are something, for a person."""
+        parts = (
+            (self.weights, "weights"),
+            (self.activations, "activations"),
+            (self.graphs, "CUDA graphs"),
+            (self.margin, "margin"),
+            (self.kv, "KV"),
+        )
+        return " + ".join(f"{size(nbytes)} {what}" for nbytes, what in parts if nbytes)
+
+
+def plan_memory(
+    facts: ModelFacts,
+    layers: LayerRange,
+    target: StageSetup,
+    budget: int,
+    *,
+    requests: int = 64,
+    block_size: int = BLOCK_SIZE,
+) -> MemoryPlan:
+    """Share ``budget`` bytes out for layers ``first:last``; the rest is for KV blocks.
+
+    There are no more blocks than ``requests`` requests of the model's full context could use.
+
+    Raises:
+        UsageError: it isn't enough; with the numbers, and what would fit.
+    """
+    need = Footprint.of(facts, target)
+    minimum = _plan(facts, layers, need, budget, need.min_tokens)
+    if minimum.total > budget:
+        raise UsageError(refusal(facts, layers, target, budget))
+    first, last = layers
+    free = budget - _plan(facts, layers, need, budget, 0).total
+    maximum = -(-need.context * requests // block_size)
+    blocks = min(maximum, _blocks(need, last - first, free, block_size))
+    return _plan(facts, layers, need, budget, blocks * block_size)
+
+
+def _plan(
+    facts: ModelFacts, layers: LayerRange, need: Footprint, budget: int, tokens: int
+) -> MemoryPlan:
+    """What layers ``first:last`` take with a pool for ``tokens`` tokens, be it too much or not."""
+    first, last = layers
+    count, opens, closes = last - first, first == 0, last == facts.layers
+    return MemoryPlan(
+        budget=budget,
+        weights=need.weights(count, opens=opens, closes=closes),
+        activations=need.activations(tokens, closes=closes),
+        graphs=need.cuda_graphs(count),
+        margin=budget - usable(budget),
+        kv=tokens * count * need.token,
+    )
+
+
+def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:
+    """Most KV blocks of ``size`` tokens that fit ``free`` bytes with attention's copies of them."""
+    token = layers * footprint.token + footprint.copies
+    # Beyond one request's context its mask grows no more.
+    many = (free - footprint.context * footprint.mask) // max(1, size * token)
+    if many * size >= footprint.context:
+        return many
+    return free // max(1, size * (token + footprint.mask))
+
+
+def refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int) -> str:
+    """Why layers ``first:last`` don't fit ``budget`` bytes, and what would; for a person."""
+    first, last = layers
+    need = Footprint.of(facts, target)
+    minimum = _plan(facts, layers, need, budget, need.min_tokens)
+    room = need.capacity(usable(budget), opens=first == 0, closes=False)
+    fits = max(0, min(last - first - 1, room))
+    layers_fit = f"{fits or 'not one'} layer{'s' if fits > 1 else ''} would fit"
+    smaller = smaller_mode(facts, layers, target, budget)
+    better = f", or --quantize {smaller}" if smaller else ""
+    return (
+        f"layers {first}:{last} of {facts.name} need at least {size(minimum.total)} "
+        f"({minimum}), the budget is {size(budget)}: {layers_fit}{better}"
+    )
+
+
+def smaller_mode(
+    facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int
+) -> Quantize | None:
+    """The gentlest quantization with which layers ``first:last`` would fit, if any."""
+    first, last = layers
+    for mode in smaller_modes(facts, target):
+        need = Footprint.of(facts, replace(target, quantize=mode))
+        needs = need.needs(last - first, opens=first == 0, closes=last == facts.layers)
+        if needs <= usable(budget):
+            return mode
+    return None
+
+
+def smaller_modes(facts: ModelFacts, target: StageSetup) -> tuple[Quantize, ...]:
+    """What would make projections smaller than ``target`` has them; gentlest first."""
+    if facts.quantized != "none" or not facts.projection_bytes:
+        return ()
+    return MODES[MODES.index(target.quantize) + 1 :]
+
+
+def size(count: int) -> str:
+    """Bytes for a person: ``14.2 GB``."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"

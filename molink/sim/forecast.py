@@ -1,0 +1,93 @@
+"""What a ring promises before anything of it is started."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from molink.bench.planned import PlannedRequest
+from molink.bench.report import Report, summarize
+from molink.errors import UsageError
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.head.microbatches import Prospect, best_of, prospects
+from molink.sim.pipeline import DTYPE, Pipeline
+from molink.sim.roofline import rooflines, split_layers
+from molink.sim.scenario import Scenario
+
+#: When the request is sent: links have been tried out by then.
+_START = 5.0
+#: Virtual seconds after which a request that is served alone counts as stuck.
+_LONGEST = 36_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """Placement, the curve of ``K``, and the times of a request.
+
+    ``layers`` are each stage's, half-open. ``floor_s`` is the least time per token. ``curve`` has a
+    prospect for every number of micro-batches with ``streams`` streams; ``micro_batches`` is the
+    one that the head takes. ``ttft_s`` and ``tpot_s`` are those of one request of
+    ``prompt_tokens`` that is served alone, simulated; ``token_s`` is the time per token beside
+    ``streams - 1`` others.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    floor_s: float
+    streams: int
+    curve: tuple[Prospect, ...]
+    micro_batches: int
+    prompt_tokens: int
+    ttft_s: float
+    tpot_s: float
+    token_s: float
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values to be dumped."""
+        return asdict(self)
+
+
+def plan_ring(scenario: Scenario, streams: int, prompt_tokens: int, output_tokens: int) -> RingPlan:
+    """What the ring of ``scenario`` promises.
+
+    Raises:
+        UsageError: the model doesn't fit, or a number is out of range.
+    """
+    if streams < 1:
+        raise UsageError(f"--streams has to be 1 or more, not {streams}")
+    times = ring_times(scenario)
+    curve = prospects(times, streams)
+    best = best_of(curve)
+    report = _alone(scenario, prompt_tokens, output_tokens)
+    return RingPlan(
+        layers=_ranges(split_layers(scenario.model_profile.layers, scenario.stages)),
+        floor_s=times.turn_s(1),
+        streams=streams,
+        curve=tuple(curve),
+        micro_batches=best.count,
+        prompt_tokens=prompt_tokens,
+        ttft_s=report.ttft_s.mean or 0.0,
+        tpot_s=report.tpot_s.mean or 0.0,
+        token_s=best.token_s,
+    )
+
+
+def ring_times(scenario: Scenario) -> RingTimes:
+    """Times of the ring of ``scenario``, by the rooflines of its devices."""
+    model, count = scenario.model_profile, scenario.stages
+    profiles = [one.profile() for one in rooflines(scenario.device_profile, model, count)]
+    link = LinkFacts(scenario.link.latency, scenario.link.rate)
+    row_bytes = model.hidden * scenario.tensors * DTYPE_SIZES[DTYPE]
+    return RingTimes(profiles, (link,) * count if count > 1 else (), row_bytes)
+
+
+def _alone(scenario: Scenario, prompt_tokens: int, output_tokens: int) -> Report:
+    pipeline = Pipeline(scenario, [PlannedRequest(0, _START, prompt_tokens, output_tokens)])
+    pipeline.run(_LONGEST)
+    samples = pipeline.clients.samples(0.0)
+    if samples[0].error is not None:
+        raise UsageError(f"a prompt of {prompt_tokens} tokens can't be served: {samples[0].error}")
+    return summarize(samples, samples[0].latency, policy=scenario.policy)
+
+
+def _ranges(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    ends = [sum(layers[: index + 1]) for index in range(len(layers))]
+    return tuple((end - count, end) for end, count in zip(ends, layers, strict=True))

@@ -1,0 +1,146 @@
+"""Whether flash kernels, or compiled ones, work here: tried on a small pool, beside ``gather``.
+
+Neither a version nor a platform tells: they may be missing from a build, refuse a head size, or be
+wrong. Whatever goes wrong means no.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import Attention, AttentionShape
+from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.batch import SequenceRows
+from molink.stage.kernels.create import create_attend
+from molink.stage.kernels.shape import AttendShape
+from molink.stage.pool import KVPool
+
+log = logging.getLogger(__name__)
+
+_BLOCKS = 6
+#: A window that leaves something out of these.
+_WINDOW = 100
+#: Greatest difference of outputs that are means of values of about 1.
+_TOLERANCE = 0.05
+#: A model as most are, for :func:`wanted_block_size`.
+_USUAL = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
+
+
+def try_flash(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[FlashAttention | None, str]:
+    """The backend, or ``None`` and why it doesn't work for a model of this shape."""
+    if device.type != "cuda":
+        return None, "it needs a CUDA device"
+    if shape.softcap:
+        return None, "it has no softcap, which this model needs"
+    if block_size % PAGE:
+        return None, f"KV blocks of {block_size} positions are no multiple of {PAGE}"
+    kernel = find_kernel()
+    if kernel is None:
+        return None, f"torch {torch.__version__} has no varlen_attn with a block table"
+    try:
+        difference = _difference(
+            shape, lambda layer: FlashAttention(layer, kernel), PAGE, dtype, device
+        )
+    except Exception as error:  # whatever a kernel's build may raise
+        log.info("no flash attention: %s", error)
+        return None, f"{type(error).__name__}: {error}"
+    # Written so that NaN is no.
+    if not difference <= _TOLERANCE:
+        log.warning("no flash attention: its results are off by %g", difference)
+        return None, f"its results are off by {difference:g}"
+    return FlashAttention(shape, kernel), ""
+
+
+def try_compiled(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[CompiledAttention | None, str]:
+    """The backend for a CPU, or ``None`` and why it doesn't work for a model of this shape."""
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return None, "it needs a CPU and bf16"
+    if shape.softcap:
+        return None, "it has no softcap, which this model needs"
+    numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
+    attend = create_attend(numbers, torch.get_num_threads())
+    if attend is None:
+        return None, "there is no code for this CPU, or for heads and blocks of these sizes"
+    difference = _difference(
+        shape, lambda layer: CompiledAttention(layer, attend), block_size, dtype, device
+    )
+    if not difference <= _TOLERANCE:
+        log.warning("no compiled attention: its results are off by %g", difference)
+        return None, f"its results are off by {difference:g}"
+    return CompiledAttention(shape, attend), ""
+
+
+def wanted_block_size(device: torch.device) -> int:
+    """What KV blocks on this device had better be a multiple of; 1 where nothing depends on it."""
+    dtypes = (torch.float16, torch.bfloat16)
+    works = all(try_flash(_USUAL, PAGE, dtype, device)[0] is not None for dtype in dtypes)
+    return PAGE if works else 1
+
+
+@torch.inference_mode()
+def _difference(
+    shape: AttentionShape,
+    create: Callable[[AttentionShape], Attention],
+    page: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Greatest difference to ``gather``, with and without a window as the model has it."""
+    worst = 0.0
+    for window in {min(window, _WINDOW) for window in shape.windows}:
+        layer = replace(shape, windows=(window,))
+        pool, heads = _make_rows(layer, page, dtype, device)
+        results = [
+            backend.prepare(_tried(page), page, dtype, device)(0, heads, pool).float()
+            for backend in (create(layer), GatherAttention(layer))
+        ]
+        difference = float((results[0] - results[1]).abs().max())
+        worst = difference if math.isnan(difference) else max(worst, difference)
+        if math.isnan(worst):
+            break
+    return worst
+
+
+def _tried(page: int) -> tuple[SequenceRows, ...]:
+    """Two decode rows and two chunks that begin, end and cross at all sides of a page's edge."""
+    return (
+        SequenceRows(page, 1, (4, 1)),
+        SequenceRows(page - 2, 1, (0,)),
+        SequenceRows(page - 3, 5, (2, 5)),
+        SequenceRows(0, 3, (3,)),
+    )
+
+
+def _make_rows(
+    shape: AttentionShape, page: int, dtype: torch.dtype, device: torch.device
+) -> tuple[KVPool, Tensor]:
+    """A pool of one layer and the rows of :func:`_tried`, whose keys and values are in it."""
+    generator = torch.Generator(device).manual_seed(0)
+    pool = KVPool(shape, 1, _BLOCKS, page, dtype, device)
+    heads = (shape.groups + 2) * shape.kv_heads
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=dtype, device=device)
+
+    every = torch.arange(_BLOCKS * page, device=device)
+    pool.write(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))
+    slots = [
+        sequence.blocks[position // page] * page + position % page
+        for sequence in _tried(page)
+        for position in range(sequence.start, sequence.start + sequence.count)
+    ]
+    rows = noise(len(slots), heads, shape.head_dim)
+    both = rows[:, shape.groups * shape.kv_heads :]
+    shaped = both.view(len(rows), 2, shape.kv_heads, shape.head_dim)
+    pool.write(0, torch.tensor(slots, device=device), shaped)
+    return pool, rows

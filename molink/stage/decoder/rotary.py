@@ -1,0 +1,183 @@
+"""Rotary position embedding: the angles of each row, for every kind of scaling.
+
+Two kinds depend on the length of a sequence too, which transformers takes to be the highest
+position of a forward plus one. Here that is taken per request; others in the batch never matter.
+
+``dynamic`` (NTK) lets all rows of a request in one forward use the length it has after it, so
+
+- a prompt that is prefilled in one chunk gets what a full forward in transformers gives;
+- a decoded token at position ``p`` is rotated for length ``p + 1`` while the cached keys keep the
+  rotation of their own time, which is what ``generate`` in transformers does for one sequence;
+- a prompt longer than the original context that is prefilled in several chunks gets, per chunk,
+  the frequencies of that chunk's end. Up to the original context nothing depends on the chunking.
+
+``longrope`` has one set of frequencies for sequences that fit the original context and another for
+longer ones, too different for one cache. transformers decides anew in each forward and, when a
+sequence outgrows the original context, computes all its keys again. Here a request that may reach
+beyond it (``SequenceRows.reach``) uses the second set from its first row on. A worker takes what
+the model can serve for this reach, since requests share blocks of the prefix cache.
+
+All other kinds depend on the position alone.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.rope import RopeConfig
+from molink.stage.batch import SequenceRows
+
+#: Positions for which angles are computed at first; doubled as sequences grow.
+_FIRST_TABLE = 1024
+
+
+class Rope:
+    """Cosines and sines of rows, as ``[T, 1, 2, rotary_dim]`` for :func:`rotate`.
+
+    Tables are made once per position, in float32, and kept in the type of computation: one, or two
+    for ``longrope``, of which the second is for long sequences.
+    """
+
+    __slots__ = ("_config", "_device", "_dim", "_dtype", "_frequencies", "_scale", "_tables")
+
+    def __init__(
+        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config, self._dim = config, config.rotary_dim(head_dim)
+        self._dtype, self._device = dtype, device
+        self._frequencies, self._scale = frequencies(config, head_dim)
+        self._tables = torch.empty(0)
+
+    def angles(self, positions: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
+        """Angles of the rows of ``sequences``, at ``positions`` (int64 ``[T]``, on the device)."""
+        longest = max(sequence.end for sequence in sequences)
+        config = self._config
+        if config.kind == "dynamic" and longest > config.original_context:
+            per_row = _spread([self._dynamic(rows.end) for rows in sequences], sequences)
+            return self._turn(positions.cpu(), per_row).to(self._device)
+        if self._tables.dim() == 1 or longest > self._tables.shape[1]:
+            self._grow(longest)
+        if len(self._tables) == 1:
+            return self._tables[0].index_select(0, positions)
+        long = [max(rows.end, rows.reach) > config.original_context for rows in sequences]
+        if all(long) or not any(long):
+            return self._tables[int(long[0])].index_select(0, positions)
+        chosen = _spread([torch.tensor(int(one)) for one in long], sequences).to(self._device)
+        return self._tables[chosen, positions]
+
+    def _grow(self, longest: int) -> None:
+        size = max(_FIRST_TABLE, 1 << (longest - 1).bit_length())
+        positions = torch.arange(size)
+        tables = [self._turn(positions, row) for row in self._frequencies]
+        self._tables = torch.stack(tables).to(self._device)
+
+    def _turn(self, positions: Tensor, per_row: Tensor) -> Tensor:
+        turns = positions[:, None].float() * per_row
+        cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
+        # The sign of rotate_half is kept in the sines: it then is a plain swap of halves.
+        both = torch.cat((cos, cos, -sin, sin), dim=-1)
+        return both.view(len(positions), 1, 2, self._dim).to(self._dtype)
+
+    def _dynamic(self, length: int) -> Tensor:
+        config, dim = self._config, self._dim
+        if length <= config.original_context:
+            return self._frequencies[0]
+        stretch = config.factor * length / config.original_context - (config.factor - 1)
+        return _plain(config.theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _spread(values: list[Tensor], sequences: Sequence[SequenceRows]) -> Tensor:
+    """A value for each sequence → one for each row."""
+    counts = torch.tensor([rows.count for rows in sequences])
+    return torch.stack(values).repeat_interleave(counts, dim=0)
+
+
+#: Turns ``heads`` (``[T, n, head_dim]``) in place by angles, as :func:`rotate`.
+Rotate = Callable[[Tensor, Tensor], None]
+
+
+def rotate(heads: Tensor, angles: Tensor) -> None:
+    """Turn ``heads`` (``[T, n, head_dim]``) in place, as many dimensions as the angles have."""
+    dim = angles.shape[-1]
+    if dim != heads.shape[-1]:
+        heads = heads[..., :dim]
+    cos, sin = angles.unbind(2)
+    swapped = heads.roll(dim // 2, -1)
+    heads.mul_(cos).addcmul_(swapped, sin)
+
+
+def frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair, and the scale of cos and sin.
+
+    They are float32 ``[n, rotary_dim / 2]``: for ``longrope`` two rows, those of short and of long
+    sequences, else one. For ``dynamic`` it is that within the original context.
+    """
+    dim = config.rotary_dim(head_dim)
+    plain = _plain(config.theta, dim)
+    scale = 1.0
+    if config.kind == "linear":
+        plain = plain / config.factor
+    elif config.kind == "llama3":
+        plain = _llama3(config, plain)
+    elif config.kind == "yarn":
+        plain, scale = _yarn(config, plain, dim), _yarn_scale(config)
+    elif config.kind == "longrope":
+        divisors = torch.tensor([config.short_factor, config.long_factor])
+        plain, scale = _plain(config.theta, dim, divisors), _longrope_scale(config)
+    return plain.view(-1, dim // 2), scale
+
+
+def _plain(theta: float, dim: int, divisors: Tensor | float = 1.0) -> Tensor:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    result: Tensor = 1.0 / (divisors * theta**exponents)
+    return result
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    low, high, length = config.low_freq_factor, config.high_freq_factor, config.original_context
+    wavelengths = 2 * math.pi / plain
+    blend = (length / wavelengths - low) / (high - low)
+    blended = (1 - blend) * plain / config.factor + blend * plain
+    longer = torch.where(wavelengths > length / low, plain / config.factor, blended)
+    return torch.where(wavelengths < length / high, plain, longer)
+
+
+def _yarn(config: RopeConfig, plain: Tensor, dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071): a ramp over the dimensions from kept to divided frequencies."""
+
+    def dimension(rotations: float) -> float:
+        ratio = config.original_context / (rotations * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    steps = torch.arange(dim // 2, dtype=torch.float32)
+    ramp = ((steps - low) / (high - low)).clamp(0, 1)
+    return plain / config.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def scale(weight: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)
+
+
+def _longrope_scale(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_context))

@@ -1,0 +1,121 @@
+"""Measures a device for the daemon, which never imports torch.
+
+Run as ``python -m molink.stage.measure.device``.
+
+Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
+memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
+a decode step streams weights), ``bf16`` (whether it computes in it natively), ``block_size`` (what
+its attention backend wants the positions of a KV block to be a multiple of), ``threads``, ``torch``
+(version).
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from molink.stage.attention.trial import wanted_block_size
+from molink.stage.linear import Projections
+from molink.stage.torch_dtypes import has_bf16
+
+_ROWS = 4096
+_REPEATS = 5
+
+
+def pick_device(wanted: str) -> torch.device:
+    """``auto`` is the CUDA device with most free memory, or the CPU."""
+    if wanted != "auto":
+        return torch.device(wanted)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return torch.device("cuda", free.index(max(free)))
+
+
+def measure(device: torch.device, nbytes: int) -> float:
+    """Bytes/s at which a stage's projection of ``nbytes`` takes one row (median of five)."""
+    narrow = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if has_bf16(device) else narrow
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    columns = max(64, nbytes // (itemsize * _ROWS))
+    weight = torch.ones(_ROWS, columns, dtype=dtype, device=device)
+    projection = Projections.probe(dtype, device).create(weight, None)
+    row = torch.ones(1, columns, dtype=dtype, device=device)
+    synchronize = _synchronizer(device)
+    times = []
+    with torch.inference_mode():
+        for _ in range(_REPEATS + 1):
+            synchronize()
+            begin = time.perf_counter()
+            projection(row)
+            synchronize()
+            times.append(time.perf_counter() - begin)
+    return weight.numel() * itemsize / max(1e-9, statistics.median(times[1:]))
+
+
+def probe(wanted: str, nbytes: int) -> dict[str, object]:
+    """Everything that the daemon reports of a device."""
+    device = pick_device(wanted)
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    index = device.index or 0
+    if kind == "cuda":
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+        name = cpu_name()
+    return {
+        "kind": kind,
+        "index": index,
+        "name": name,
+        "total": int(total),
+        "free": int(free),
+        "read_rate": measure(device, min(nbytes, int(free) // 4)),
+        "bf16": has_bf16(device),
+        "block_size": wanted_block_size(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def cpu_name() -> str:
+    """The CPU's product name where the system tells it."""
+    table = Path("/proc/cpuinfo")  # Linux only
+    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the measurement."""
+    parser = argparse.ArgumentParser(
+        prog="python -m molink.stage.measure.device", description=__doc__
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--mbytes", type=int, default=256, help="size of the matrix to stream")
+    parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    print(json.dumps(probe(options.device, options.mbytes << 20)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The profile of a loaded stage: remembered, or measured now."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+import molink
+from molink.facts.profile import Profile
+from molink.stage.measure.device import cpu_name
+from molink.stage.measure.passes import StagePasses
+from molink.stage.measure.profile_cache import ProfileCache
+from molink.stage.measure.timing import measure_profile
+from molink.stage.stage import Stage
+
+log = logging.getLogger(__name__)
+
+#: Seconds that measuring takes at most, but for the smallest passes of a very slow stage.
+MEASURING_S = 3.0
+#: Part of a key: rises whenever profiles are measured in another way.
+_FORMAT = 1
+
+
+def profile_stage(
+    stage: Stage,
+    kv_bytes: int,
+    block_size: int,
+    cache: Path | None = None,
+    seconds: float = MEASURING_S,
+) -> Profile:
+    """``T_d`` and ``T_p`` of ``stage``, from the folder ``cache`` if it was measured before.
+
+    Its KV pool, if any, is dropped; measuring takes up to ``kv_bytes`` for one of its own.
+
+    Raises:
+        MemoryError: not even a single row can be computed.
+    """
+    kept = ProfileCache(cache) if cache is not None else None
+    key = profile_key(stage, block_size)
+    known = kept.find(key) if kept is not None else None
+    if known is not None:
+        return known
+    begin = time.perf_counter()
+    with StagePasses(stage, kv_bytes, block_size) as passes:
+        profile = measure_profile(passes, time.perf_counter, seconds)
+    log.info(
+        "measured in %.1f s: one decode row takes %.1f ms, a chunk of %d rows %.1f ms, tile %d",
+        time.perf_counter() - begin,
+        1e3 * profile.decode_s(1),
+        profile.prefill[-1][0],
+        1e3 * profile.prefill[-1][1],
+        profile.tile,
+    )
+    if kept is not None:
+        kept.keep(key, profile)
+    return profile
+
+
+def profile_key(stage: Stage, block_size: int) -> str:
+    """Everything that a stage's times depend on; of the model its shape, not its weights.
+
+    The bytes of its weights tell apart how they are quantized.
+    """
+    on_cpu = stage.device.type == "cpu"
+    name = cpu_name() if on_cpu else torch.cuda.get_device_name(stage.device)
+    threads = torch.get_num_threads() if on_cpu else 0
+    parts = (
+        f"format {_FORMAT}",
+        f"molink {molink.__version__}",
+        f"torch {torch.__version__}",
+        f"{stage.device.type} {name}, {threads} threads",
+        f"{stage.dtype}, travels as {stage.travel_dtype}, {stage.weight_bytes} bytes",
+        f"layers {stage.layers[0]}:{stage.layers[1]}, blocks of {block_size}",
+        repr(stage.config),
+    )
+    return "; ".join(parts)

@@ -1,0 +1,78 @@
+"""Facts of real folders: what a stage loads is what they say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.footprint import Footprint, StageSetup
+from molink.stage.stage import Stage
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_weights_are_loaded_weights(
+    make_model: Any, tmp_path: Path, name: str, dtype: str
+) -> None:
+    torch.set_num_threads(1)
+    made = make_model(tmp_path, name.split()[0], dtype=dtype, **FAMILIES[name])
+    folder = ModelFolder.open(made)
+    facts = folder.facts("m")
+    for wanted in ("bf16", "f32"):
+        need = Footprint.of(facts, StageSetup(dtype=wanted))
+        for first, last in ((0, 3), (0, 1), (1, 2), (2, 3)):
+            stage = Stage.load(folder, (first, last), "cpu", wanted)
+            planned = need.weights(last - first, opens=first == 0, closes=last == 3)
+            # Norms may be kept in f32, and Qwen3's once for each head: that is for the margin.
+            # Weights stored in bf16 may stay so; planned is for CPUs where they can't.
+            narrow = wanted == "f32" and dtype == "bfloat16"
+            minimum = planned / 2 if narrow else planned
+            assert minimum <= stage.weight_bytes <= 1.05 * planned
+            assert stage.block_bytes(16) == (last - first) * 16 * need.token
+            if name != "qwen3" and wanted == "f32" and not narrow:
+                assert stage.weight_bytes == planned
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_planned_quantized_weights_are_loaded_weights(
+    make_model: Any, tmp_path: Path, family: str, mode: Any
+) -> None:
+    torch.set_num_threads(1)
+    folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16", hidden_size=128))
+    for wanted in ("bf16", "f32"):
+        need = Footprint.of(folder.facts("m"), StageSetup(dtype=wanted, quantize=mode))
+        stage = Stage.load(folder, (0, 2), "cpu", wanted, quantize=mode)
+        planned = need.weights(2, opens=True, closes=False)
+        # A CPU's kernel for nf4 takes its scales in bf16.
+        assert 0.95 * planned <= stage.weight_bytes <= 1.05 * planned
+
+
+def test_projections_are_counted_as_quantized(make_model: Any, tmp_path: Path) -> None:
+    facts = ModelFolder.open(make_model(tmp_path, "qwen2", dtype="bfloat16")).facts("m")
+    shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    elements = sum(rows * columns for rows, columns in shapes)
+    assert facts.projection_bytes == 2 * elements
+    assert facts.int8_bytes == elements + 4 * sum(rows for rows, _ in shapes)
+    assert facts.nf4_bytes == elements // 2 + 4 * (elements // 64)
+    assert facts.widest == 2 * 96 * 64
+    assert facts.row_elements == 4 * 64 + 4 * 16 + max(3 * 96, 2 * 128 + 2 * 64)
+    assert (facts.hidden, facts.score_heads) == (64, 0)
+    assert facts.quantized == "none"
+
+
+def test_a_router_is_no_projection_and_experts_are(make_model: Any, tmp_path: Path) -> None:
+    facts = ModelFolder.open(make_model(tmp_path, "mixtral", dtype="bfloat16")).facts("m")
+    attention = 2 * 64 * 64 + 2 * 32 * 64
+    assert facts.projection_bytes == 2 * (attention + 6 * 3 * 48 * 64)
+    assert facts.layer_bytes == facts.projection_bytes + 2 * (6 * 64 + 2 * 64)
+    assert facts.widest == 64 * max(2 * 48, 64 + 2 * 32)

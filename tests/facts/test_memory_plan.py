@@ -1,0 +1,217 @@
+"""How a stage's memory is shared out: exact numbers, and what holds for every budget."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.errors import UsageError
+from molink.facts.footprint import GRAPH_BYTES, Footprint, Load, StageSetup
+from molink.facts.memory_plan import MemoryPlan, plan_memory, refusal, usable
+from molink.facts.model import ModelFacts
+
+GB, MB = 10**9, 10**6
+#: Llama 3.1 8B, by hand: 4096 hidden, 14336 inner, 32 + 2 × 8 heads of 128, 128256 tokens.
+PROJECTIONS = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+LLAMA = ModelFacts(
+    name="llama",
+    layers=32,
+    layer_bytes=2 * (PROJECTIONS + 2 * 4096),
+    first_bytes=2 * 128256 * 4096,
+    last_bytes=2 * (128256 * 4096 + 4096),
+    kv_bytes=2 * 2 * 1024,
+    context=131072,
+    element_bytes=2,
+    projection_bytes=2 * PROJECTIONS,
+    int8_bytes=PROJECTIONS + 4 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096),
+    nf4_bytes=PROJECTIONS // 2 + PROJECTIONS // 64 * 4,
+    widest=2 * 4096 * 14336,
+    row_elements=4 * 4096 + 4 * 128 + 3 * 14336,
+    hidden=4096,
+    vocabulary=128256,
+)
+TINY = ModelFacts(
+    name="tiny",
+    layers=4,
+    layer_bytes=1000,
+    first_bytes=500,
+    last_bytes=504,
+    kv_bytes=8,
+    context=64,
+    element_bytes=2,
+    projection_bytes=900,
+    int8_bytes=460,
+    nf4_bytes=250,
+    widest=200,
+    row_elements=10,
+    vocabulary=50,
+    tied=True,
+)
+LOAD = Load(chunk=8, decodes=2)
+
+
+def test_a_plan_to_the_byte() -> None:
+    plan = plan_memory(TINY, (0, 4), StageSetup(load=LOAD), 40_000, requests=4)
+    assert plan == MemoryPlan(
+        budget=40_000,
+        weights=4 * 1000 + 500 + 504 - 500,
+        # (8 + 2) rows × 10 elements; 3 × 50 logits; copies for 256 tokens, a mask for 64.
+        activations=10 * 10 * 2 + 3 * 50 * (2 + 8) + 256 * 2 * (8 + 2) + 64 * 8 * (2 + 1),
+        graphs=0,
+        margin=2000,
+        kv=256 * 4 * 8,
+    )
+    assert str(plan) == "4.5 kB weights + 8.4 kB activations + 2.0 kB margin + 8.2 kB KV"
+
+
+def test_graphs_are_planned_on_a_gpu_only() -> None:
+    gpu = plan_memory(TINY, (1, 3), StageSetup(kind="cuda", load=LOAD), GB)
+    assert gpu.graphs == 2 * GRAPH_BYTES + 2 * 10 * 2
+    assert gpu.weights == 2000
+    assert plan_memory(TINY, (1, 3), StageSetup(load=LOAD), GB).graphs == 0
+
+
+def test_quantized_projections_do_not_widen_and_are_unpacked_one_by_one() -> None:
+    for mode, packed in (("int8", 460), ("nf4", 250)):
+        target = StageSetup(bf16=False, quantize=mode, load=LOAD)  # type: ignore[arg-type]
+        need = Footprint.of(TINY, target)
+        assert need.layer == 2 * 100 + packed
+        assert need.token == 16
+        assert need.step == 10 * 10 * 4 + 200 * 4
+    stored = Footprint.of(replace_facts(quantized="nf4"), StageSetup(load=LOAD))
+    assert stored == Footprint.of(TINY, StageSetup(quantize="nf4", load=LOAD))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (StageSetup(), 2),
+        (StageSetup(bf16=False), 4),
+        (StageSetup(kind="cuda", bf16=False), 2),
+        (StageSetup(bf16=False, dtype="bf16"), 2),
+        (StageSetup(dtype="f32"), 4),
+    ],
+)
+def test_what_is_computed_with(target: StageSetup, expected: int) -> None:
+    assert target.element_bytes(TINY) == expected
+
+
+def test_an_8b_model_on_common_gpus() -> None:
+    gpu = StageSetup(kind="cuda")
+    whole = plan_memory(LLAMA, (0, 32), gpu, 20 * GB)
+    assert 16.0 < whole.weights / GB < 16.1
+    assert 0.3 < whole.activations / GB < 0.4
+    assert whole.kv / GB > 2
+    small = plan_memory(LLAMA, (0, 32), replace(gpu, quantize="nf4"), 8 * GB)
+    assert 6.0 < small.weights / GB < 6.1
+    assert small.kv / GB > 1
+
+
+def test_the_refusal_has_the_numbers_and_what_would_fit() -> None:
+    gpu = StageSetup(kind="cuda")
+    with pytest.raises(UsageError) as caught:
+        plan_memory(LLAMA, (0, 24), gpu, 10 * GB)
+    assert str(caught.value) == (
+        "layers 0:24 of llama need at least 12.4 GB (11.5 GB weights + 107.8 MB activations + "
+        "60.1 MB CUDA graphs + 500.0 MB margin + 201.3 MB KV), the budget is 10.0 GB: 18 layers "
+        "would fit, or --quantize int8"
+    )
+    assert refusal(LLAMA, (0, 32), gpu, 8 * GB).endswith(
+        "the budget is 8.0 GB: 14 layers would fit, or --quantize nf4"
+    )
+    assert refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("not one layer would fit")
+    assert ": 1 layer would fit, or" in refusal(TINY, (1, 3), StageSetup(load=LOAD), 6000)
+    stored = replace_facts(quantized="nf4")
+    assert "--quantize" not in refusal(stored, (1, 3), StageSetup(load=LOAD), 5000)
+
+
+def replace_facts(**changes: object) -> ModelFacts:
+    return msgspec.structs.replace(TINY, **changes)
+
+
+facts = st.builds(
+    ModelFacts,
+    name=st.just("m"),
+    layers=st.integers(1, 6),
+    layer_bytes=st.integers(100, 5000),
+    first_bytes=st.integers(0, 3000),
+    last_bytes=st.integers(3000, 5000),
+    kv_bytes=st.integers(1, 64),
+    context=st.integers(1, 5000),
+    element_bytes=st.sampled_from([2, 4]),
+    projection_bytes=st.integers(0, 100),
+    int8_bytes=st.integers(0, 60),
+    nf4_bytes=st.integers(0, 30),
+    widest=st.integers(0, 100),
+    row_elements=st.integers(0, 50),
+    hidden=st.integers(0, 10),
+    score_heads=st.sampled_from([0, 4]),
+    vocabulary=st.integers(0, 200),
+    tied=st.booleans(),
+)
+targets = st.builds(
+    StageSetup,
+    kind=st.sampled_from(["cpu", "cuda"]),
+    bf16=st.booleans(),
+    dtype=st.sampled_from(["auto", "f32", "bf16"]),
+    quantize=st.sampled_from(["none", "int8", "nf4"]),
+    load=st.builds(Load, chunk=st.integers(1, 64), decodes=st.integers(1, 8)),
+)
+
+
+def planned(
+    model: ModelFacts,
+    layers: tuple[int, int],
+    target: StageSetup,
+    budget: int,
+    block_size: int = 16,
+) -> MemoryPlan | None:
+    try:
+        return plan_memory(model, layers, target, budget, requests=3, block_size=block_size)
+    except UsageError:
+        return None
+
+
+@given(facts, targets, st.integers(0, 20 * MB), st.integers(0, 100_000), st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_plan(
+    model: ModelFacts, target: StageSetup, budget: int, more: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, model.layers - 1))
+    layers = (first, data.draw(st.integers(first + 1, model.layers)))
+    count, opens, closes = layers[1] - first, first == 0, layers[1] == model.layers
+    need = Footprint.of(model, target)
+    needs = need.needs(count, opens=opens, closes=closes)
+    plan = planned(model, layers, target, budget)
+    larger = planned(model, layers, target, budget + more)
+    if plan is None:
+        assert needs > usable(budget)
+        assert need.capacity(usable(budget), opens=opens, closes=closes) < count
+        return
+    assert needs <= usable(budget)
+    assert plan.total <= budget
+    assert plan.kv >= count * need.min_tokens * need.token
+    assert larger is not None
+    assert larger.kv >= plan.kv, "more memory, fewer blocks"
+    assert larger.kv <= count * need.token * 16 * -(-3 * model.context // 16)
+    one_more = count * need.token * 16 + 16 * (need.copies + need.mask)
+    full = plan.kv == count * need.token * 16 * -(-3 * model.context // 16)
+    assert full or plan.total + one_more > budget, "room is left unused"
+
+
+@given(facts, targets, st.data())
+def test_the_parts_of_a_split_hold_what_the_whole_holds(
+    model: ModelFacts, target: StageSetup, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(1, model.layers))
+    whole = plan_memory(model, (0, model.layers), target, GB)
+    if cut == model.layers:
+        return
+    parts = [plan_memory(model, part, target, GB) for part in ((0, cut), (cut, model.layers))]
+    need = Footprint.of(model, target)
+    assert sum(part.weights for part in parts) == whole.weights + need.shared
+    # What a step takes, every stage needs for itself; logits only the last.
+    assert sum(part.activations for part in parts) <= 2 * whole.activations
+    assert sum(part.kv for part in parts) == whole.kv

@@ -1,0 +1,125 @@
+"""The endpoint's thread, its ports and its connections."""
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from molink.errors import PortInUse, UsageError
+from molinkd.api import http_server as server_module
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.http_server import EndpointServer
+
+
+def get(port: int, path: str = "/health") -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        connection.sendall(request.encode())
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_start_and_stop(backend: Any) -> None:
+    server = EndpointServer(backend, ApiSettings())
+    port = server.start(0)
+    assert server.port == port
+    assert server.url == f"http://127.0.0.1:{port}/v1"
+    assert b"200 OK" in get(port)
+    with pytest.raises(UsageError):
+        server.start(0)
+    server.stop()
+    server.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "molink-endpoint"]
+    with pytest.raises(OSError, match=r"refused|reset"):
+        get(port)
+
+
+def test_stop_without_start(backend: Any) -> None:
+    EndpointServer(backend, ApiSettings()).stop()
+
+
+def test_the_next_free_port(backend: Any) -> None:
+    first, second = (EndpointServer(backend, ApiSettings()) for _ in range(2))
+    port = first.start(0)
+    try:
+        assert port < second.start(port) < port + server_module.PORT_TRIES
+    finally:
+        second.stop()
+        first.stop()
+
+
+def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PORT_TRIES", 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match="--endpoint-port"):
+            EndpointServer(backend, ApiSettings()).start(port)
+
+
+def test_an_address_of_another_pc(backend: Any) -> None:
+    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"))
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
+        server.start(0)
+
+
+def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
+    endpoint = EndpointServer(backend, ApiSettings(grace_s=0.05))
+    endpoint.start(0)
+    backend.gate = asyncio.Semaphore(0)
+    body = b'{"model":"tiny","prompt":"x"}'
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        assert endpoint.loop is not None
+        waiting = asyncio.run_coroutine_threadsafe(backend.until_running(1), endpoint.loop)
+        waiting.result(timeout=10)
+        endpoint.stop()
+    assert backend.running == 0
+
+
+def test_connections_are_bounded(backend: Any) -> None:
+    server = EndpointServer(backend, ApiSettings(max_connections=3))
+    port = server.start(0)
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(3)]
+    try:
+        for connection in idle:  # so that they count, being accepted
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in connection.recv(4096)
+        answer = get(port)
+        assert b"503" in answer.splitlines()[0]
+        assert b'"code":"too_many_connections"' in answer
+        idle.pop().close()
+        while b"503" in get(port).splitlines()[0]:
+            pass
+    finally:
+        for connection in idle:
+            connection.close()
+        server.stop()
+
+
+@pytest.mark.parametrize("junk", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
+def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+        connection.sendall(junk)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    assert b"application/json" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
+
+
+@pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo"])
+def test_a_connection_that_says_nothing_is_closed(backend: Any, start: bytes) -> None:
+    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05))
+    port = server.start(0)
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(start)
+            assert connection.recv(4096) == b""
+    finally:
+        server.stop()

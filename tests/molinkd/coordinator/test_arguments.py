@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+
+from molinkd.coordinator.arguments import Options, parse_options, reachable_at
+
+KEY = "-:@3456789012345678901234567890123456789"
+
+
+def test_defaults(tmp_path):
+    options = parse_options(["--state", str(tmp_path), "--name", "home"])
+    assert options == Options(tmp_path, name="home")
+
+
+def test_everything(tmp_path):
+    arguments = [
+        "--host",
+        "1.2.3.4",
+        "--port",
+        "0",
+        "--address",
+        "a",
+        "--address",
+        "b:9",
+        "--standalone",
+        "--name",
+        "x",
+    ]
+    arguments += ["--state", str(tmp_path)]
+    options = parse_options([*arguments, "--member", f"{KEY}:a:b", f"--member={KEY}:c"])
+    assert options == Options(
+        tmp_path, "1.2.3.4", 0, "x", ("a", "b:9"), ((KEY, "a:b"), (KEY, "c")), True
+    )
+
+
+@pytest.mark.parametrize("wrong", ["--port 70000", "--member short:name", f"--member {KEY}"])
+def test_mistakes_are_named(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--state", "x", *wrong.split()])
+    assert "argument --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1:7"),
+        ("pc.lan:99", "pc.lan:99"),
+        ("fe80::1", "[fe80::1]:7"),
+        ("[fe80::1]", "[fe80::1]:7"),
+        ("[fe80::1]:99", "[fe80::1]:99"),
+    ],
+)
+def test_addresses(host, address):
+    assert reachable_at(Options(Path(), addresses=(host,)), 7) == (address,)
+    assert reachable_at(Options(Path(), host=host.removesuffix(":99")), 7)[0].endswith(":7")
+
+
+def test_on_all_interfaces_it_names_those_that_others_can_reach():
+    assert all(address.endswith(":7") for address in reachable_at(Options(Path()), 7))

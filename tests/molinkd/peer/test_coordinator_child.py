@@ -1,0 +1,48 @@
+"""The supervised coordinator process, with stand-ins for the real one."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from molink.errors import UsageError
+from molinkd.peer import coordinator_child as coordinator_module
+from molinkd.peer.coordinator_child import CoordinatorProcess
+
+GOOD = """
+import json, sys
+print("some other line")
+port = int(sys.argv[sys.argv.index("--port") + 1]) or 4321
+print(json.dumps({"port": port, "public_key": "k", "swarm": "s"}), flush=True)
+sys.stdin.read()
+"""
+BAD = "import sys; print('molink: the state is damaged', file=sys.stderr); sys.exit(1)"
+
+
+def make(tmp_path: Path, code: str) -> CoordinatorProcess:
+    return CoordinatorProcess(
+        lambda port: ["--port", str(port)], 0, tmp_path, (sys.executable, "-c", code)
+    )
+
+
+async def test_it_is_started_again_on_the_same_port(tmp_path: Path, net, monkeypatch) -> None:
+    monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
+    process = make(tmp_path, GOOD)
+    announcement = await process.start()
+    assert (announcement.port, announcement.swarm) == (4321, "s")
+    first = process.pid
+    psutil.Process(first).kill()
+    await net.until(lambda: process.pid not in (0, first))
+    second = process.pid
+    assert "4321" in psutil.Process(second).cmdline()
+    await process.close()
+    assert not psutil.pid_exists(second)
+    assert process.pid == 0
+
+
+async def test_why_it_cannot_start(tmp_path: Path) -> None:
+    process = make(tmp_path, BAD)
+    with pytest.raises(UsageError, match="the state is damaged"):
+        await process.start()
+    await process.close()

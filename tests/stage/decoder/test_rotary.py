@@ -1,0 +1,85 @@
+"""Angles of rows: tables that grow, and dynamic scaling per request."""
+
+import math
+
+import pytest
+import torch
+
+from molink.checkpoint.rope import RopeConfig
+from molink.stage.batch import SequenceRows
+from molink.stage.decoder.rotary import Rope, frequencies, rotate
+
+CPU = torch.device("cpu")
+
+
+def make(kind="default", **fields):
+    return Rope(RopeConfig(kind=kind, **fields), 16, torch.float32, CPU)
+
+
+def angles(rope, *rows):
+    """Angles of (start, count[, reach]) rows of several requests."""
+    positions = torch.cat([torch.arange(row[0], row[0] + row[1]) for row in rows])
+    return rope.angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
+
+
+def test_rotation_turns_pairs_by_position_times_frequency():
+    rows = torch.randn(3, 2, 16)
+    turned = rows.clone()
+    rotate(turned, angles(make(), (5, 3)))
+    pairs = torch.complex(rows[..., :8], rows[..., 8:])
+    radians = torch.arange(5, 8)[:, None, None] * frequencies(RopeConfig(), 16)[0]
+    expected = pairs * torch.polar(torch.ones_like(radians), radians)
+    torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1))
+
+
+def test_a_grown_table_gives_the_same_angles():
+    rope = make("linear", factor=2.0)
+    before = angles(rope, (0, 50))
+    far = angles(rope, (5000, 3))
+    assert torch.equal(angles(rope, (0, 50)), before)
+    assert torch.equal(far, angles(make("linear", factor=2.0), (5000, 3)))
+
+
+@pytest.mark.parametrize("others", [(), ((0, 10),), ((70, 2), (0, 3))])
+def test_dynamic_scaling_is_a_requests_own_affair(others):
+    rope = make("dynamic", factor=2.0, original_context=32)
+    alone = angles(rope, (40, 5))
+    assert torch.equal(angles(rope, (40, 5), *others)[:5], alone)
+    assert not torch.equal(angles(make(), (40, 5)), alone)
+    assert torch.equal(angles(rope, (40, 5), (0, 32))[5:], angles(make(), (0, 32)))
+
+
+LONG = {
+    "original_context": 32,
+    "factor": 8.0,
+    "short_factor": (1.0,) * 8,
+    "long_factor": tuple(range(1, 9)),
+}
+
+
+def test_longrope_goes_by_what_a_request_may_reach():
+    rope = make("longrope", **LONG)
+    short, long = angles(rope, (0, 32)), angles(rope, (0, 33))
+    assert not torch.equal(short, long[:32])
+    assert torch.equal(angles(rope, (0, 32, 33)), long[:32])
+    # Requests of either length in one batch, with rows in any order.
+    mixed = angles(rope, (0, 33), (4, 2), (8, 1, 40), (0, 32, 32))
+    expected = torch.cat((long, short[4:6], long[8:9], short))
+    assert torch.equal(mixed, expected)
+
+
+def test_longrope_scales_attention_by_its_factor():
+    scale = (1 + math.log(8) / math.log(32)) ** 0.5
+    assert frequencies(RopeConfig(kind="longrope", **LONG), 16)[1] == pytest.approx(scale)
+    for given, expected in (({"factor": 0.5}, 1.0), ({"attention_factor": 1.25}, 1.25)):
+        assert frequencies(RopeConfig(kind="longrope", **LONG | given), 16)[1] == expected
+
+
+def test_a_partial_rotation_leaves_the_rest_alone():
+    rope, rows = make(partial=0.75), torch.randn(3, 2, 16)
+    turned = rows.clone()
+    rotate(turned, angles(rope, (5, 3)))
+    assert torch.equal(turned[..., 12:], rows[..., 12:])
+    alone = rows[..., :12].clone()
+    rotate(alone, angles(Rope(RopeConfig(), 12, torch.float32, CPU), (5, 3)))
+    assert torch.equal(turned[..., :12], alone)

@@ -1,0 +1,67 @@
+"""bitsandbytes is imported late, and fetches no code."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from molink.errors import UsageError
+from molink.stage.linear.bnb import load_library
+
+#: What the `kernels` package does, as far as bitsandbytes asks it.
+FETCHER = """
+print("FETCHED")
+def get_kernel(*args, **options):
+    print("FETCHED")
+    raise SystemExit(9)
+"""
+
+
+def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    (folder / "kernels.py").write_text(FETCHER, encoding="utf-8")
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_no_code_is_fetched_though_the_package_that_would_is_there(tmp_path):
+    done = run(
+        tmp_path,
+        "import logging; logging.basicConfig()\n"
+        "import molink.stage.stage\n"
+        "assert 'bitsandbytes' not in sys.modules, 'imported before it is needed'\n"
+        "from molink.stage.linear.bnb import load_library\n"
+        "load_library()\n"
+        "assert 'kernels' not in sys.modules\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_package_can_still_be_used_by_others(tmp_path):
+    done = run(
+        tmp_path,
+        "import kernels\n"
+        "from molink.stage.linear.bnb import load_library\n"
+        "load_library()\n"
+        "assert sys.modules['kernels'] is kernels\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "FETCHED\n", "")
+
+
+def test_what_was_fetched_before_is_dropped(tmp_path):
+    done = run(
+        tmp_path,
+        "sys.modules['kernels'] = None\n"
+        "import bitsandbytes.backends.cpu.ops as on_cpu\n"
+        "on_cpu.gemm_4bit_forward_kernel = print\n"
+        "from molink.stage.linear.bnb import load_library\n"
+        "load_library()\n"
+        "assert on_cpu.gemm_4bit_forward_kernel is None\n",
+    )
+    assert done.returncode == 0
+
+
+def test_a_pc_without_bitsandbytes_is_told_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+        load_library()

@@ -1,0 +1,67 @@
+"""A process's share of a GPU, and what is taken for a want of memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from molink.stage.out_of_memory import is_out_of_memory, limit_memory, release_cached
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """What is asked of a machine with one GPU of 8 GiB."""
+    asked: list[tuple[float, int]] = []
+    gpu = SimpleNamespace(total_memory=8 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given)
+    )
+    return asked
+
+
+def test_the_budget_is_enforced_as_a_fraction(
+    limits: list[tuple[float, int]],
+) -> None:
+    limit_memory("cuda:0", 6 * GIB)
+    limit_memory("cuda", 12 * GIB)
+    assert limits == [(0.75, 0), (1.0, 0)]
+
+
+@pytest.mark.parametrize(("device", "nbytes"), [("cpu", GIB), ("cuda:0", 0), ("cuda:1", GIB)])
+def test_where_there_is_nothing_to_bound(
+    limits: list[tuple[float, int]], device: str, nbytes: int
+) -> None:
+    limit_memory(device, nbytes)
+    assert limits == []
+
+
+def test_what_is_no_want_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+
+
+def test_releasing_without_a_gpu_does_nothing() -> None:
+    release_cached()
+
+
+@pytest.mark.gpu
+def test_a_gpu_refuses_what_is_over_the_budget() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    release_cached()  # what earlier tests left would be enough for any of this
+    before = torch.cuda.memory_reserved(0)
+    limit_memory("cuda:0", before + (64 << 20))
+    try:
+        fits = torch.empty(32 << 20, dtype=torch.uint8, device="cuda:0")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(128 << 20, dtype=torch.uint8, device="cuda:0")
+        assert is_out_of_memory(caught.value)
+        del fits
+        release_cached()
+        torch.empty(32 << 20, dtype=torch.uint8, device="cuda:0")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)

@@ -1,0 +1,65 @@
+"""Copies between the host and a device."""
+
+from array import array
+
+import pytest
+import torch
+
+from molink.stage.to_device import download, refill, take_rows, upload, upload_integers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param != "cpu" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    return torch.device(request.param)
+
+
+def test_a_cpu_gets_no_copy():
+    tensor = torch.arange(4)
+    assert upload(tensor, CPU) is tensor
+    numbers = array("q", [3, 1, 2])
+    assert upload_integers(numbers, CPU).data_ptr() == numbers.buffer_info()[0]
+
+
+def test_numbers(device):
+    assert upload(torch.tensor([1.5, -2.0]), device).tolist() == [1.5, -2.0]
+    there = upload_integers(range(5), device)
+    assert (there.device, there.dtype, there.tolist()) == (device, torch.int64, [0, 1, 2, 3, 4])
+    assert upload(there, device) is there
+    assert upload_integers([], device).shape == (0,)
+    target = torch.zeros(3, dtype=torch.int32, device=device)
+    refill(target, torch.tensor([7, 8, 9], dtype=torch.int32))
+    assert target.tolist() == [7, 8, 9]
+
+
+def test_rows(device):
+    rows = torch.arange(12, device=device).view(6, 2)
+    assert take_rows(rows, [1, 2, 3]).data_ptr() == rows[1:].data_ptr()
+    assert take_rows(rows, [0, 3, 5]).tolist() == [[0, 1], [6, 7], [10, 11]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_come_whole(device, dtype):
+    rows = torch.randn(7, 5).to(dtype)
+    parts = download([part.to(device) for part in (rows[:3], rows[3:3], rows[3:])])
+    assert [len(part) for part in parts] == [3 * 5 * dtype.itemsize, 0, 4 * 5 * dtype.itemsize]
+    both = torch.frombuffer(parts[0] + parts[2], dtype=dtype).view(7, 5)
+    assert torch.equal(both, rows)
+    parts[0][0] ^= 255
+    assert torch.equal(rows[3:], torch.frombuffer(parts[2], dtype=dtype).view(4, 5))
+
+
+@pytest.mark.gpu
+def test_many_uploads_do_not_overtake_each_other():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    device = torch.device("cuda:0")
+    busy = torch.randn(2048, 2048, device=device)
+    sums = []
+    for index in range(200):
+        busy = (busy @ busy).div_(busy.norm() + 1.0)
+        sums.append(upload_integers([index] * 4096, device).sum())
+    assert torch.stack(sums).tolist() == [4096 * index for index in range(200)]
