@@ -10,13 +10,13 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def pristine(make_model, tmp_path_factory) -> Path:
+def pristine(make_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 of three layers in several shards."""
     return make_model(tmp_path_factory.mktemp("pristine"), "qwen2", 0, max_shard_size="100KB")
 
 
 @pytest.fixture
-def folder(pristine, tmp_path) -> Path:
+def folder(pristine, tmp_path: Path) -> Path:
     """A copy of it that a test may change."""
     return Path(shutil.copytree(pristine, tmp_path / "model"))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,7 @@ def load(tmp_path, generation=None, **fields):
     return ModelConfig.load(tmp_path)
 
 
-def test_defaults_are_those_of_transformers(tmp_path):
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert (config.family, config.kv_heads, config.head_dim, config.groups) == ("llama", 4, 16, 1)
     assert (config.norm_eps, config.tied, config.context) == (1e-6, False, 4096)
@@ -38,7 +39,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
     assert (config.dtype, config.eos_ids, config.qk_norm) == ("f32", (), False)
 
 
-def test_families_differ_in_biases_and_norms(tmp_path):
+def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
     biased = load(tmp_path, attention_bias=True, mlp_bias=True)
     assert (biased.attention_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
     qwen2 = load(tmp_path, architectures=["Qwen2ForCausalLM"])
@@ -47,17 +48,17 @@ def test_families_differ_in_biases_and_norms(tmp_path):
     assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
 
 
-def test_a_model_type_stands_in_for_architectures(tmp_path):
+def test_a_model_type_stands_in_for_architectures(tmp_path: Path) -> None:
     assert load(tmp_path, architectures=..., model_type="qwen3").family == "qwen3"
 
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-def test_dtype_in_both_spellings(tmp_path, field):
+def test_dtype_in_both_spellings(tmp_path: Path, field: str) -> None:
     assert load(tmp_path, **{field: "bfloat16"}).dtype == "bf16"
     assert load(tmp_path, **{field: "float16"}).dtype == "f16"
 
 
-def test_eos_ids_of_both_files(tmp_path):
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     config = load(tmp_path, {"eos_token_id": [7, 5]}, eos_token_id=5)
     assert config.eos_ids == (5, 7)
 
@@ -81,7 +82,7 @@ def test_eos_ids_of_both_files(tmp_path):
         ),
     ],
 )
-def test_context_with_scaling_in_both_spellings(tmp_path, scaling, context):
+def test_context_with_scaling_in_both_spellings(tmp_path: Path, scaling, context: int) -> None:
     old = load(tmp_path, rope_scaling=scaling, rope_theta=5e5)
     new = load(tmp_path, rope_parameters=scaling | {"rope_theta": 5e5})
     assert old == new
@@ -89,7 +90,7 @@ def test_context_with_scaling_in_both_spellings(tmp_path, scaling, context):
     assert (old.rope.theta, old.rope.factor) == (5e5, scaling["factor"])
 
 
-def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path):
+def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 1024}
     assert load(tmp_path, rope_parameters=scaling).rope.factor == 4.0
 
@@ -108,7 +109,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path):
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
 )
-def test_what_is_not_implemented_is_named(tmp_path, fields, message):
+def test_what_is_not_implemented_is_named(tmp_path: Path, fields, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         load(tmp_path, **fields)
 
@@ -149,14 +150,14 @@ def test_what_is_not_implemented_is_named(tmp_path, fields, message):
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast"),
     ],
 )
-def test_impossible_fields_are_named(tmp_path, fields, message):
+def test_impossible_fields_are_named(tmp_path: Path, fields, message: str) -> None:
     with pytest.raises(BrokenModel, match=message) as caught:
         load(tmp_path, **fields)
     assert "config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"a": NaN'])
-def test_a_config_that_is_no_object(tmp_path, text):
+def test_a_config_that_is_no_object(tmp_path: Path, text) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"config\.json"):
         ModelConfig.load(tmp_path)
@@ -164,7 +165,7 @@ def test_a_config_that_is_no_object(tmp_path, text):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 @pytest.mark.parametrize("kind", ["endless", "pipe"])
-def test_a_config_that_is_no_file(tmp_path, kind):
+def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "config.json"
     if kind == "pipe":
         os.mkfifo(path)
@@ -174,7 +175,9 @@ def test_a_config_that_is_no_file(tmp_path, kind):
         ModelConfig.load(tmp_path)
 
 
-def test_a_config_that_is_longer_than_it_says(tmp_path, monkeypatch):
+def test_a_config_that_is_longer_than_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fields, "MAX_JSON_BYTES", 100)
     (tmp_path / "config.json").write_text(" " * 200, encoding="utf-8")
     with pytest.raises(BrokenModel, match="longer than 100 bytes"):

@@ -1,6 +1,7 @@
 """Configs of every family, as they are found on the hub, in facts."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +35,7 @@ NAMES = {family: architecture for architecture, family in ARCHITECTURES.items()}
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path: Path):
     """``load(family, **fields)``; ``...`` removes a field."""
 
     def make(family, **fields):
@@ -46,13 +47,13 @@ def load(tmp_path):
     return make
 
 
-def test_mistral_has_a_window_unless_told_otherwise(load):
+def test_mistral_has_a_window_unless_told_otherwise(load) -> None:
     assert load("mistral").windows == (4096,) * 4
     assert load("mistral", sliding_window=None).windows == (0,) * 4
     assert load("mistral", sliding_window=8).windows == (8,) * 4
 
 
-def test_qwen_has_windows_in_its_upper_layers(load):
+def test_qwen_has_windows_in_its_upper_layers(load) -> None:
     for family in ("qwen2", "qwen3"):
         asked = {"use_sliding_window": True, "sliding_window": 64}
         assert load(family, **asked, max_window_layers=3).windows == (0, 0, 0, 64)
@@ -63,7 +64,7 @@ def test_qwen_has_windows_in_its_upper_layers(load):
         assert load(family, **asked, layer_types=listed).windows == (0, 64, 0, 64)
 
 
-def test_phi3_is_merged_and_may_scale(load):
+def test_phi3_is_merged_and_may_scale(load) -> None:
     plain = load("phi3")
     assert (plain.merged, plain.windows, plain.rope.kind) == (True, (0,) * 4, "default")
     assert plain.rope.rotary_dim(plain.head_dim) == 24
@@ -75,7 +76,7 @@ def test_phi3_is_merged_and_may_scale(load):
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
-def test_phi3_calls_longrope_by_many_names(load, kind):
+def test_phi3_calls_longrope_by_many_names(load, kind: str) -> None:
     old = load("phi3", **PHI4_MINI | {"rope_scaling": {"type": kind, **LISTS}})
     new = load(
         "phi3",
@@ -91,7 +92,7 @@ def test_phi3_calls_longrope_by_many_names(load, kind):
     assert old == new == load("phi3", **PHI4_MINI)
 
 
-def test_mixtral_has_experts_everywhere(load):
+def test_mixtral_has_experts_everywhere(load) -> None:
     config = load("mixtral", num_local_experts=8, num_experts_per_tok=2)
     assert config.experts is not None
     assert (config.experts.count, config.experts.chosen) == (8, 2)
@@ -100,7 +101,7 @@ def test_mixtral_has_experts_everywhere(load):
     assert (config.rope.theta, config.windows) == (1e6, (0,) * 4)
 
 
-def test_qwen3_moe_has_experts_in_some_layers(load):
+def test_qwen3_moe_has_experts_in_some_layers(load) -> None:
     fields = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = load("qwen3_moe", num_experts=16, **fields)
     assert config == load("qwen3_moe", num_local_experts=16, **fields)
@@ -114,7 +115,7 @@ def test_qwen3_moe_has_experts_in_some_layers(load):
     assert windowed.windows == (7,) * 4
 
 
-def test_gemma2(load):
+def test_gemma2(load) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
     assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
@@ -126,7 +127,7 @@ def test_gemma2(load):
     assert (free.attention_softcap, free.final_softcap) == (0.0, 0.0)
 
 
-def test_gemma3_in_both_spellings(load):
+def test_gemma3_in_both_spellings(load) -> None:
     fields = {"num_hidden_layers": 7, "sliding_window": 512}
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = load(
@@ -202,7 +203,7 @@ def test_gemma3_in_both_spellings(load):
         ("phi3", {"rope_scaling": {"type": "su", **LISTS, "long_factor": [None]}}, "long_factor"),
     ],
 )
-def test_impossible_fields_are_named(load, family, fields, message):
+def test_impossible_fields_are_named(load, family: str, fields, message: str) -> None:
     with pytest.raises(BrokenModel, match=message) as caught:
         load(family, **fields)
     assert "config.json" in str(caught.value)
@@ -218,7 +219,7 @@ def test_impossible_fields_are_named(load, family, fields, message):
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_what_is_not_implemented_is_named(load, family, fields, message):
+def test_what_is_not_implemented_is_named(load, family: str, fields, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         load(family, **fields)
 
@@ -273,7 +274,7 @@ ANYTHING = st.recursive(
     family=st.sampled_from(list(NAMES)),
     fields=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4),
 )
-def test_any_config_is_understood_or_refused(load, family, fields):
+def test_any_config_is_understood_or_refused(load, family, fields) -> None:
     try:
         config = load(family, **fields)
     except (BrokenModel, UnsupportedModel):

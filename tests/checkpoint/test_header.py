@@ -2,6 +2,7 @@
 
 import os
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ def entry(dtype="F32", shape=(2, 2), offsets=(0, 16)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-def test_a_file_of_safetensors_itself(tmp_path):
+def test_a_file_of_safetensors_itself(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -31,7 +32,7 @@ def test_a_file_of_safetensors_itself(tmp_path):
     assert raw[a.offset : a.offset + a.nbytes] == struct.pack("<12f", *[1.0] * 12)
 
 
-def test_empty_tensors_and_scalars(tmp_path, write_safetensors):
+def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors) -> None:
     header = {"none": entry(shape=(0, 4), offsets=(4, 4)), "one": entry(shape=(), offsets=(0, 4))}
     path = write_safetensors(tmp_path / "x.safetensors", header, 4)
     assert read_header(path)["one"].nbytes == 4
@@ -58,7 +59,9 @@ def test_empty_tensors_and_scalars(tmp_path, write_safetensors):
         ({"v": entry(), "w": entry(offsets=(8, 24))}, 24, "tensors v and w overlap"),
     ],
 )
-def test_lies_are_named(tmp_path, write_safetensors, header, nbytes, message):
+def test_lies_are_named(
+    tmp_path: Path, write_safetensors, header, nbytes: int, message: str
+) -> None:
     path = write_safetensors(tmp_path / "shard.safetensors", header, nbytes)
     with pytest.raises(BrokenModel, match=message) as caught:
         read_header(path)
@@ -74,14 +77,16 @@ def test_lies_are_named(tmp_path, write_safetensors, header, nbytes, message):
         (struct.pack("<Q", 2**63), "no safetensors file"),
     ],
 )
-def test_files_that_end_early(tmp_path, raw, message):
+def test_files_that_end_early(tmp_path: Path, raw, message: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(raw)
     with pytest.raises(BrokenModel, match=message):
         read_header(tmp_path / "x.safetensors")
 
 
 @given(raw=st.binary(max_size=300))
-def test_any_bytes_give_spans_inside_the_file_or_an_error(tmp_path_factory, raw):
+def test_any_bytes_give_spans_inside_the_file_or_an_error(
+    tmp_path_factory: pytest.TempPathFactory, raw
+) -> None:
     path = tmp_path_factory.mktemp("any") / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(raw) // 2) + raw)
     try:
@@ -94,7 +99,7 @@ def test_any_bytes_give_spans_inside_the_file_or_an_error(tmp_path_factory, raw)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
-def test_a_pipe_is_not_opened(tmp_path):
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(BrokenModel, match="is no regular file"):
         read_header(tmp_path / "x.safetensors")

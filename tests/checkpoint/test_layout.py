@@ -1,5 +1,7 @@
 """The layout names what transformers writes, all of it and nothing else."""
 
+from pathlib import Path
+
 import pytest
 from safetensors import safe_open
 
@@ -9,7 +11,7 @@ from molink.checkpoint.layout import layer_tensors, stage_tensors
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES.values())
-def test_names_and_shapes_are_those_of_a_checkpoint(make_model, tmp_path, family):
+def test_names_and_shapes_are_those_of_a_checkpoint(make_model, tmp_path: Path, family) -> None:
     folder = make_model(tmp_path, family)
     config = ModelConfig.load(folder)
     with safe_open(folder / "model.safetensors", "numpy") as file:
@@ -17,7 +19,7 @@ def test_names_and_shapes_are_those_of_a_checkpoint(make_model, tmp_path, family
     assert stage_tensors(config, 0, config.layers) == stored
 
 
-def test_layers_with_and_without_experts(make_model, tmp_path):
+def test_layers_with_and_without_experts(make_model, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen3_moe", mlp_only_layers=[1])
     config = ModelConfig.load(folder)
     assert "model.layers.1.mlp.gate_proj.weight" in layer_tensors(config, 1)

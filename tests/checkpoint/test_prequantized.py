@@ -34,7 +34,7 @@ def span(dtype: str, shape: tuple[int, ...] = SHAPE) -> TensorSpan:
     return TensorSpan("f", dtype, shape, 0, 0)
 
 
-def test_configs():
+def test_configs() -> None:
     assert parse_quantized({}, "config.json") == "none"
     assert parse() == "none"
     assert parse(quant_method="bitsandbytes", load_in_8bit=True) == "int8"
@@ -43,7 +43,7 @@ def test_configs():
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "mxfp4", "torchao"])
-def test_other_methods_are_named(method):
+def test_other_methods_are_named(method: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{method}.*bf16 or fp16"):
         parse(quant_method=method, bits=4)
 
@@ -61,17 +61,17 @@ def test_other_methods_are_named(method):
         ({"quant_method": None, "load_in_4bit": False}, UnsupportedModel, "unnamed"),
     ],
 )
-def test_variants_are_named(changes, error, message):
+def test_variants_are_named(changes, error, message: str) -> None:
     with pytest.raises(error, match=message):
         parse(**(FOUR | changes))
 
 
-def test_a_section_that_is_no_object():
+def test_a_section_that_is_no_object() -> None:
     with pytest.raises(BrokenModel, match="quantization_config"):
         parse_quantized({"quantization_config": [1]}, "config.json")
 
 
-def test_plain_weights():
+def test_plain_weights() -> None:
     shapes = {NAME: SHAPE, "model.norm.weight": (512,)}
     plain = {name: Stored(FLOATS, shape) for name, shape in shapes.items()}
     assert stored_tensors(shapes, "none", {NAME: span("U8")}) == plain
@@ -79,7 +79,7 @@ def test_plain_weights():
     assert stored_tensors(shapes, "int8", {}) == plain
 
 
-def test_int8_weights():
+def test_int8_weights() -> None:
     scales, layout, *_ = companions(NAME)
     wanted = {NAME: Stored(("I8",), SHAPE), scales: Stored(("F32",), (64,))}
     assert stored_tensors({NAME: SHAPE}, "int8", {NAME: span("I8")}) == wanted
@@ -88,7 +88,7 @@ def test_int8_weights():
     assert scales == "model.layers.0.self_attn.q_proj.SCB"
 
 
-def test_nf4_weights():
+def test_nf4_weights() -> None:
     wanted = {
         NAME: Stored(("U8",), (64 * 512 // 2, 1)),
         f"{NAME}.absmax": Stored(("F32",), (512,)),
@@ -105,12 +105,12 @@ def test_nf4_weights():
     assert {NAME, *companions(NAME)} > set(stored_tensors({NAME: SHAPE}, "nf4", found))
 
 
-def test_blocks_that_are_not_whole():
+def test_blocks_that_are_not_whole() -> None:
     with pytest.raises(UnsupportedModel, match=r"q_proj.*\[3, 5\]"):
         stored_tensors({NAME: (3, 5)}, "nf4", {NAME: span("U8")})
 
 
-def test_what_the_state_may_take_is_bounded():
+def test_what_the_state_may_take_is_bounded() -> None:
     stored = Stored(("U8",), (-1,))
     assert stored.fits((1,))
     assert stored.fits((MAX_STATE_BYTES,))
@@ -125,7 +125,7 @@ def state(**changes: object) -> bytes:
     return json.dumps(fields | changes).encode()
 
 
-def test_states():
+def test_states() -> None:
     assert parse_state(state(), SHAPE, "t") == 0
     nested = state(nested_blocksize=256, nested_dtype="float32", nested_offset=0.0625)
     assert parse_state(nested, SHAPE, "t") == 0.0625
@@ -140,6 +140,6 @@ known = st.sampled_from(["quant_type", "blocksize", "shape", "nested_blocksize",
 
 
 @given(st.binary(max_size=64) | st.dictionaries(known, values).map(lambda some: state(**some)))
-def test_any_state_is_a_number_or_refused(raw):
+def test_any_state_is_a_number_or_refused(raw) -> None:
     with suppress(MolinkError):
         assert abs(parse_state(raw, SHAPE, "t")) < math.inf

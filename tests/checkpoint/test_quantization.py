@@ -5,7 +5,7 @@ import pytest
 from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
 
 
-def test_bytes_of_a_projection():
+def test_bytes_of_a_projection() -> None:
     assert quantized_bytes((4096, 1024), "none", 2) == 4096 * 1024 * 2
     assert quantized_bytes((4096, 1024), "int8", 2) == 4096 * 1024 + 4096 * 4
     assert quantized_bytes((4096, 1024), "nf4", 2) == 4096 * 1024 * 9 // 16  # 4.5 bits
@@ -26,11 +26,11 @@ def test_bytes_of_a_projection():
         ("lm_head.weight", (320, 64), False),
     ],
 )
-def test_what_is_quantized(name, shape, quantized):
+def test_what_is_quantized(name: str, shape, quantized: bool) -> None:
     assert is_quantizable(name, shape) == quantized
 
 
-def test_nf4_needs_whole_blocks_of_each_part():
+def test_nf4_needs_whole_blocks_of_each_part() -> None:
     assert can_hold("nf4", [(64, 10), (32, 10)])
     assert not can_hold("nf4", [(33, 32), (31, 32)])
     assert can_hold("int8", [(33, 32), (31, 32)])

@@ -1,5 +1,7 @@
 """Names of models: bundled, local, or on the hub."""
 
+from pathlib import Path
+
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -10,7 +12,7 @@ from molink.errors import ModelNotFound
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An installed package with a bundled model."""
     folder = tmp_path / "data" / "demo_model"
     folder.mkdir(parents=True)
@@ -20,17 +22,17 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, DEMO_MODEL])
-def test_the_bundled_model_is_the_default(package, name):
+def test_the_bundled_model_is_the_default(package, name) -> None:
     assert find_model(name) == ModelSource(DEMO_MODEL, package)
 
 
-def test_a_package_without_the_bundled_model(package):
+def test_a_package_without_the_bundled_model(package) -> None:
     (package / "config.json").unlink()
     with pytest.raises(ModelNotFound, match="install molink again"):
         find_model()
 
 
-def test_a_folder_is_named_after_itself(tmp_path, monkeypatch):
+def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     expected = ModelSource("tiny", (tmp_path / "own" / "tiny").resolve())
@@ -39,7 +41,9 @@ def test_a_folder_is_named_after_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nothing", "../a/b", "a/b/c", "", "owner/", "https://x.y/z"])
-def test_what_is_neither_folder_nor_repository(name, tmp_path, monkeypatch):
+def test_what_is_neither_folder_nor_repository(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="no folder, not 'molink-demo'"):
         find_model(name)
@@ -61,21 +65,27 @@ def hub(monkeypatch, cached=None, downloaded=None):
     return asked
 
 
-def test_a_cached_repository_is_not_asked_for_again(tmp_path, monkeypatch):
+def test_a_cached_repository_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     asked = hub(monkeypatch, cached=tmp_path)
     assert find_model("owner/some-model") == ModelSource("some-model", tmp_path)
     assert asked == [("owner/some-model", True)]
 
 
-def test_a_repository_without_weights_in_the_cache_is_downloaded(tmp_path, monkeypatch):
+def test_a_repository_without_weights_in_the_cache_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "metadata").mkdir()
     asked = hub(monkeypatch, cached=tmp_path / "metadata", downloaded=tmp_path)
     assert find_model("owner/some-model").path == tmp_path
     assert asked == [("owner/some-model", True), ("owner/some-model", False)]
 
 
-def test_a_repository_that_lacks_a_shard_is_downloaded(tmp_path, monkeypatch):
+def test_a_repository_that_lacks_a_shard_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cached = tmp_path / "cached"
     cached.mkdir()
     (cached / "a.safetensors").write_bytes(b"")
@@ -87,7 +97,7 @@ def test_a_repository_that_lacks_a_shard_is_downloaded(tmp_path, monkeypatch):
     assert find_model("owner/some-model").path == cached
 
 
-def test_offline_says_what_was_tried(monkeypatch):
+def test_offline_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch)
     with pytest.raises(ModelNotFound, match=r"no such folder.*cache.*no network$"):
         find_model("owner/some-model")

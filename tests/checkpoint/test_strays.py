@@ -1,6 +1,7 @@
 """Tensors that a config knows nothing of are refused, those that mean nothing are not."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from molink.checkpoint.folder import INDEX_FILE, ModelFolder
 from molink.errors import BrokenModel
 
 
-def add(folder, file, *names):
+def add(folder, file, *names) -> None:
     save_file({name: torch.zeros(4) for name in names}, folder / file)
 
 
@@ -24,7 +25,7 @@ def add(folder, file, *names):
         "lm_head.bias",
     ],
 )
-def test_a_tensor_without_a_place_is_named(folder, name):
+def test_a_tensor_without_a_place_is_named(folder, name: str) -> None:
     add(folder, "more.safetensors", name)
     with pytest.raises(BrokenModel, match=rf"more\.safetensors: tensor {name} has no place"):
         ModelFolder.open(folder)
@@ -32,13 +33,13 @@ def test_a_tensor_without_a_place_is_named(folder, name):
         ModelFolder.open(folder, (1, 2))
 
 
-def test_fewer_layers_in_the_config_than_in_the_files(folder, edit_json):
+def test_fewer_layers_in_the_config_than_in_the_files(folder, edit_json) -> None:
     edit_json(folder / "config.json", num_hidden_layers=2, layer_types=None)
     with pytest.raises(BrokenModel, match=r"model\.layers\.2\.\S+ and 11 more has no place"):
         ModelFolder.open(folder)
 
 
-def test_biases_that_the_config_has_not(make_model, tmp_path, edit_json):
+def test_biases_that_the_config_has_not(make_model, tmp_path: Path, edit_json) -> None:
     folder = make_model(tmp_path, "llama", 0, attention_bias=True)
     ModelFolder.open(folder)
     edit_json(folder / "config.json", attention_bias=False)
@@ -54,12 +55,12 @@ def test_biases_that_the_config_has_not(make_model, tmp_path, edit_json):
         ("base_model.model.layers.0.self_attn.q_proj.lora_A.weight",),
     ],
 )
-def test_leftovers_and_files_of_other_kinds_are_let_be(folder, names):
+def test_leftovers_and_files_of_other_kinds_are_let_be(folder, names) -> None:
     add(folder, "consolidated.safetensors", *names)
     assert ModelFolder.open(folder).config.layers == 3
 
 
-def test_something_foreign_among_the_models_own_tensors(folder):
+def test_something_foreign_among_the_models_own_tensors(folder) -> None:
     (folder / INDEX_FILE).unlink()
     add(folder, "zz.safetensors", "score.weight")
     ModelFolder.open(folder)
@@ -73,7 +74,7 @@ def test_something_foreign_among_the_models_own_tensors(folder):
         ModelFolder.open(folder)
 
 
-def test_the_output_head_of_a_tied_model_is_let_be(make_model, tmp_path):
+def test_the_output_head_of_a_tied_model_is_let_be(make_model, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True)
     add(folder, "more.safetensors", "lm_head.weight")
     assert ModelFolder.open(folder).config.tied

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -55,7 +56,7 @@ def test_the_official_client_streams_from_each_endpoint(demo, tools) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_ask_prints_the_answer_alone(tools, tmp_path, quantize) -> None:
+def test_ask_prints_the_answer_alone(tools, tmp_path: Path, quantize: str) -> None:
     done = tools.run_molink(tmp_path, "demo", "--quantize", quantize, "--ask", "What is molink?")
     assert done.returncode == 0, done.stderr
     assert "molink" in done.stdout

@@ -1,7 +1,7 @@
 from molink.facts.story import Story
 
 
-def test_keeps_the_last_transitions():
+def test_keeps_the_last_transitions() -> None:
     story = Story(length=2)
     for number in range(3):
         story.add(float(number), "step", number, "x")

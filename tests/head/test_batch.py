@@ -27,7 +27,7 @@ def header_bytes(builder: VolumeBuilder) -> int:
     return len(msgspec.msgpack.encode(Frame(LATE, Lane.BULK, LATE, volume)))
 
 
-def test_a_volume_takes_groups_while_its_header_fits():
+def test_a_volume_takes_groups_while_its_header_fits() -> None:
     builder = VolumeBuilder(prefill=False)
     while builder.room >= 1:
         builder.add(job(len(builder), 1), 1, [2**31 - 1], 0)
@@ -35,7 +35,7 @@ def test_a_volume_takes_groups_while_its_header_fits():
     assert header_bytes(builder) <= MAX_HEADER
 
 
-def test_groups_without_new_blocks_fill_a_volume():
+def test_groups_without_new_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=False)
     while builder.room >= 1:
         builder.add(job(len(builder), 1), 1, [], 0)
@@ -43,7 +43,7 @@ def test_groups_without_new_blocks_fill_a_volume():
     assert header_bytes(builder) <= MAX_HEADER
 
 
-def test_many_blocks_fill_a_volume():
+def test_many_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=True)
     room = builder.room
     builder.add(job(0, room), room, [2**31 - 1] * room, 0)
@@ -51,7 +51,7 @@ def test_many_blocks_fill_a_volume():
     assert 3900 < header_bytes(builder) <= MAX_HEADER
 
 
-def test_copies_find_room_beside_the_blocks():
+def test_copies_find_room_beside_the_blocks() -> None:
     builder = VolumeBuilder(prefill=True)
     while builder.room >= 1:
         copying = job(len(builder), 1)

@@ -9,7 +9,7 @@ from molink.errors import InvariantError
 from molink.head.blocks import BlockAllocator
 
 
-def test_life_of_a_block():
+def test_life_of_a_block() -> None:
     blocks = BlockAllocator(3)
     assert blocks.allocate(2) == [0, 1]
     assert blocks.allocate(2) is None
@@ -28,7 +28,7 @@ def test_life_of_a_block():
     blocks.validate({0: 1, 1: 1, 2: 1}, [])
 
 
-def test_a_block_is_free_when_all_releases_of_it_have_gone_round():
+def test_a_block_is_free_when_all_releases_of_it_have_gone_round() -> None:
     blocks = BlockAllocator(1)
     blocks.share(blocks.allocate(1))
     blocks.retire(1, [0])
@@ -40,7 +40,7 @@ def test_a_block_is_free_when_all_releases_of_it_have_gone_round():
     assert blocks.allocate(1) == [0]
 
 
-def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round():
+def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round() -> None:
     blocks = BlockAllocator(2)
     blocks.allocate(2)
     for block in (0, 1):
@@ -62,7 +62,7 @@ def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round():
     assert blocks.free == 2
 
 
-def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release():
+def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release() -> None:
     blocks = BlockAllocator(1)
     blocks.allocate(1)
     blocks.keep(0)
@@ -78,7 +78,7 @@ def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release():
 
 
 @pytest.mark.parametrize("held", [[0, 0], [1], [5], [-1]])
-def test_a_block_that_nobody_holds_cannot_be_released(held):
+def test_a_block_that_nobody_holds_cannot_be_released(held) -> None:
     blocks = BlockAllocator(2)
     blocks.allocate(1)
     with pytest.raises(InvariantError):
@@ -87,7 +87,7 @@ def test_a_block_that_nobody_holds_cannot_be_released(held):
     blocks.validate({0: 1}, [])
 
 
-def test_what_is_not_in_the_right_state_is_refused():
+def test_what_is_not_in_the_right_state_is_refused() -> None:
     blocks = BlockAllocator(1)
     blocks.retire(1, blocks.allocate(1))
     for act in (blocks.unshare, blocks.keep, blocks.forget, lambda block: blocks.share([block])):
@@ -119,7 +119,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return {block for gone in self.pending.values() for block in gone}
 
     @rule(count=st.integers(0, 5))
-    def allocate(self, count):
+    def allocate(self, count) -> None:
         free = self.blocks.free
         table = self.blocks.allocate(count)
         assert (table is None) == (count > free)
@@ -129,7 +129,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.tables.append(table)
 
     @rule(data=st.data())
-    def share(self, data):
+    def share(self, data) -> None:
         able = sorted(self.held().keys() | self.kept)
         if able:
             shared = data.draw(st.lists(st.sampled_from(able), unique=True))
@@ -138,21 +138,21 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held().keys() - self.kept)
     @rule(data=st.data())
-    def keep(self, data):
+    def keep(self, data) -> None:
         block = data.draw(st.sampled_from(sorted(self.held().keys() - self.kept)))
         self.blocks.keep(block)
         self.kept.add(block)
 
     @precondition(lambda self: self.kept - self.held().keys())
     @rule(data=st.data())
-    def forget(self, data):
+    def forget(self, data) -> None:
         block = data.draw(st.sampled_from(sorted(self.kept - self.held().keys())))
         self.blocks.forget(block)
         self.kept.discard(block)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def retire(self, data):
+    def retire(self, data) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.tick += 1
         self.blocks.retire(self.tick, table)
@@ -160,20 +160,20 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())
-    def unshare(self, data):
+    def unshare(self, data) -> None:
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
         self.blocks.unshare(table.pop())
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
-    def reclaim(self, data):
+    def reclaim(self, data) -> None:
         tick = data.draw(st.sampled_from(sorted(self.pending)))
         gone = self.pending.pop(tick)
         able = set(gone) - self.held().keys() - self.on_their_way()
         assert self.blocks.reclaim(tick) == len(able)
 
     @invariant()
-    def accounts(self):
+    def accounts(self) -> None:
         held, cached = self.held(), self.kept - self.held().keys()
         self.blocks.validate(held, self.kept)
         assert self.blocks.held == len(held)

@@ -109,7 +109,7 @@ def table(batch: Batch) -> tuple[int, ...]:
 # --- hits ----------------------------------------------------------------------------------------
 
 
-def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied():
+def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied() -> None:
     player = Player.of()
     assert table(player.serve("a", PROMPT, 1)) == ()
     player.submit("b", (*PROMPT[:37], 7, 8, 9), 1)
@@ -125,7 +125,7 @@ def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied():
     assert [token.cached for token in player.told] == [0, 37]
 
 
-def test_the_next_turn_of_a_conversation_finds_prompt_and_answer():
+def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 20)
     # 40 + 20 tokens, of which the last was never run.
@@ -138,7 +138,7 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer():
     assert player.gauge("blocks_used") == 0
 
 
-def test_the_last_token_is_always_computed():
+def test_the_last_token_is_always_computed() -> None:
     player = Player.of()
     player.serve("a", PROMPT[:32], 20)
     rows = group(player.serve("b", PROMPT[:32], 1))
@@ -147,7 +147,7 @@ def test_the_last_token_is_always_computed():
     assert group(player.serve("c", PROMPT[:1], 1)).start == 0
 
 
-def test_a_prompt_is_shared_as_soon_as_it_has_come_back():
+def test_a_prompt_is_shared_as_soon_as_it_has_come_back() -> None:
     player = Player.of()
     player.submit("a", PROMPT, 100)
     player.finish(player.next())
@@ -160,7 +160,7 @@ def test_a_prompt_is_shared_as_soon_as_it_has_come_back():
     assert (prefill.start, prefill.count, prefill.source) == (32, 8, -1)
 
 
-def test_rows_in_flight_are_not_shared():
+def test_rows_in_flight_are_not_shared() -> None:
     player = Player.of()
     player.submit("a", PROMPT, 100)
     player.next()
@@ -168,7 +168,7 @@ def test_rows_in_flight_are_not_shared():
     assert table(player.next()) == ()
 
 
-def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared():
+def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared() -> None:
     player = Player.of(chunk_tokens=16)
     player.submit("a", PROMPT, 100)
     first, second = player.next(), player.next()
@@ -182,7 +182,7 @@ def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared():
     assert group(batch).start == 16
 
 
-def test_what_was_not_computed_is_not_shared():
+def test_what_was_not_computed_is_not_shared() -> None:
     player = Player.of()
     player.submit("a", PROMPT, 100)
     volume = player.next().volumes[0].header
@@ -191,7 +191,7 @@ def test_what_was_not_computed_is_not_shared():
     assert table(player.serve("b", PROMPT, 1)) == ()
 
 
-def test_what_a_failed_request_has_used_is_forgotten_unless_others_use_it():
+def test_what_a_failed_request_has_used_is_forgotten_unless_others_use_it() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 1)
     player.submit("other", PROMPT[:20], 100)
@@ -215,7 +215,7 @@ def test_what_a_failed_request_has_used_is_forgotten_unless_others_use_it():
     assert player.gauge("blocks_cached") == 0
 
 
-def test_without_the_prefix_cache_nothing_is_kept():
+def test_without_the_prefix_cache_nothing_is_kept() -> None:
     player = Player.of(prefix_cache=False)
     for key in "ab":
         assert table(player.serve(key, PROMPT, 1)) == ()
@@ -224,14 +224,14 @@ def test_without_the_prefix_cache_nothing_is_kept():
     assert player.counter("prefix_lookup_tokens") == 80
 
 
-def test_a_resubmitted_request_reports_no_more_than_its_prompt():
+def test_a_resubmitted_request_reports_no_more_than_its_prompt() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 20)
     player.serve("b", (*PROMPT, *[50] * 10), 5, prompt=40)
     assert player.told[20].cached == 40
 
 
-def test_many_shared_blocks_need_no_room_in_a_header():
+def test_many_shared_blocks_need_no_room_in_a_header() -> None:
     player = Player.of(blocks=4096, size=1, max_context=1 << 20, chunk_tokens=4096)
     tokens = tuple(range(3000))
     player.serve("a", tokens, 1)
@@ -240,7 +240,7 @@ def test_many_shared_blocks_need_no_room_in_a_header():
     assert len(group(batch).blocks) == 1
 
 
-def test_hits_are_counted_once_per_request():
+def test_hits_are_counted_once_per_request() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 1)
     player.serve("b", PROMPT, 1)
@@ -253,7 +253,7 @@ def test_hits_are_counted_once_per_request():
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_a_block_that_rows_in_flight_copy_from_is_held():
+def test_a_block_that_rows_in_flight_copy_from_is_held() -> None:
     player = Player.of(blocks=4)
     player.serve("a", PROMPT[:20], 1)
     assert (player.gauge("blocks_cached"), player.gauge("blocks_free")) == (2, 2)
@@ -267,7 +267,7 @@ def test_a_block_that_rows_in_flight_copy_from_is_held():
     player.drain()
 
 
-def test_a_request_released_in_flight_lets_go_of_its_source_with_its_release():
+def test_a_request_released_in_flight_lets_go_of_its_source_with_its_release() -> None:
     player = Player.of(blocks=4)
     player.serve("a", PROMPT[:20], 1)
     player.submit("b", (*PROMPT[:19], 1), 1)
@@ -280,7 +280,7 @@ def test_a_request_released_in_flight_lets_go_of_its_source_with_its_release():
     assert player.gauge("blocks_used") == 0
 
 
-def test_holding_a_block_to_copy_from_keeps_nobody_out():
+def test_holding_a_block_to_copy_from_keeps_nobody_out() -> None:
     player = Player.of(blocks=3)
     player.serve("a", PROMPT, 1)
     assert player.gauge("blocks_cached") == 3
@@ -289,7 +289,7 @@ def test_holding_a_block_to_copy_from_keeps_nobody_out():
     assert (group(batch).start, group(batch).source) == (32, -1)
 
 
-def test_the_longest_unused_is_forgotten_first_and_from_its_end():
+def test_the_longest_unused_is_forgotten_first_and_from_its_end() -> None:
     player = Player.of(blocks=6)
     first, second = PROMPT, PROMPT[::-1]
     player.serve("a", first, 1)
@@ -302,7 +302,7 @@ def test_the_longest_unused_is_forgotten_first_and_from_its_end():
     assert player.told[-1].cached == 16
 
 
-def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten():
+def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten() -> None:
     player = Player.of(blocks=3)
     player.submit("a", PROMPT, 1)
     player.back(player.next().volumes[0].header)
@@ -316,7 +316,7 @@ def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten():
     assert player.counter("prefix_evictions") == 3
 
 
-def test_a_preempted_request_finds_what_is_left_of_its_blocks():
+def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
     player = Player.of(blocks=4, size=16, chunk_tokens=64)
     for key, first in (("old", 0), ("young", 100)):
         player.submit(key, tuple(range(first, first + 15)), 30)
@@ -332,7 +332,7 @@ def test_a_preempted_request_finds_what_is_left_of_its_blocks():
     assert player.counter("prefix_hit_tokens") == 0
 
 
-def test_a_longer_part_takes_the_place_of_a_shorter_one():
+def test_a_longer_part_takes_the_place_of_a_shorter_one() -> None:
     player = Player.of()
     player.serve("a", PROMPT[:20], 1)
     player.serve("b", PROMPT[:25], 1)
@@ -343,7 +343,7 @@ def test_a_longer_part_takes_the_place_of_a_shorter_one():
     assert player.gauge("blocks_cached") == 3
 
 
-def test_the_same_prompt_computed_twice_is_kept_once():
+def test_the_same_prompt_computed_twice_is_kept_once() -> None:
     player = Player.of()
     for key in "ab":
         player.submit(key, PROMPT, 20)
@@ -353,7 +353,7 @@ def test_the_same_prompt_computed_twice_is_kept_once():
     assert player.gauge("blocks_used") == 0
 
 
-def test_a_held_block_below_a_cached_one_is_found():
+def test_a_held_block_below_a_cached_one_is_found() -> None:
     cache = BlockCache(HeadLimits(8, 2, 1))
     tree, blocks = cache._tree, cache.blocks.allocate(2)
     for block in blocks:

@@ -85,7 +85,7 @@ def step(head: Head, token: int = 50) -> list[Emission]:
 # --- prefill -------------------------------------------------------------------------------------
 
 
-def test_prompt_in_chunks_that_do_not_wait_for_each_other():
+def test_prompt_in_chunks_that_do_not_wait_for_each_other() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 10))
     first, second = head.next(0.0), head.next(0.0)
@@ -97,7 +97,7 @@ def test_prompt_in_chunks_that_do_not_wait_for_each_other():
     assert head.next(0.0) is None
 
 
-def test_a_chunk_holds_several_prompts_in_order_of_arrival():
+def test_a_chunk_holds_several_prompts_in_order_of_arrival() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 3), request("b", 3), request("c", 5))
     batch = head.next(0.0)
@@ -112,7 +112,7 @@ def test_a_chunk_holds_several_prompts_in_order_of_arrival():
     assert volumes(batch)[0].tick == 4
 
 
-def test_at_most_k_prefill_volumes_in_flight():
+def test_at_most_k_prefill_volumes_in_flight() -> None:
     head = Head(limits(micro_batches=2), 1)
     submit(head, request("a", 40))
     sent = [volumes(head.next(0.0))[0] for _ in range(2)]
@@ -121,7 +121,7 @@ def test_at_most_k_prefill_volumes_in_flight():
     assert len(volumes(head.next(0.0))) == 1
 
 
-def test_a_resubmitted_request_goes_on_where_it_was():
+def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     head = Head(limits(chunk_tokens=64), 1)
     submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
     batch = head.next(0.0)
@@ -134,7 +134,7 @@ def test_a_resubmitted_request_goes_on_where_it_was():
     assert (emission.message.position, emission.message.finish) == (10, "length")
 
 
-def test_history_only_for_penalties_and_in_parts():
+def test_history_only_for_penalties_and_in_parts() -> None:
     head = Head(limits(blocks=1 << 16, chunk_tokens=4096), 1)
     submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
     batch = head.next(0.0)
@@ -148,14 +148,14 @@ def test_history_only_for_penalties_and_in_parts():
     assert volumes(batch)[0].rows[0].after == 4
 
 
-def test_a_job_is_admitted_only_with_a_slot():
+def test_a_job_is_admitted_only_with_a_slot() -> None:
     head = Head(limits(max_running=1), 1)
     submit(head, request("a", 2, 1), request("b", 2, 1))
     assert [body.request for body in controls(head.next(0.0))] == [0]
     assert head.next(0.0) is None
 
 
-def test_a_job_is_admitted_only_with_blocks_to_spare():
+def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
     # 16 blocks of 4; "a" takes 5 and should be able to grow by 4 more; "b" needs 8.
     head = Head(limits(blocks=16, chunk_tokens=64), 1)
     submit(head, request("a", 18, 2), request("b", 31, 2), request("c", 1, 2))
@@ -172,7 +172,7 @@ def test_a_job_is_admitted_only_with_blocks_to_spare():
 # --- decode --------------------------------------------------------------------------------------
 
 
-def test_decoders_are_spread_over_the_micro_batches():
+def test_decoders_are_spread_over_the_micro_batches() -> None:
     head = Head(limits(micro_batches=2, chunk_tokens=64), 1)
     submit(head, *(request(f"r{i}", 2) for i in range(5)))
     step(head)
@@ -184,7 +184,7 @@ def test_decoders_are_spread_over_the_micro_batches():
     assert [rows.request for rows in volumes(head.next(0.0))[0].rows] == [3, 4]
 
 
-def test_at_most_k_decode_volumes_in_flight():
+def test_at_most_k_decode_volumes_in_flight() -> None:
     head = Head(limits(micro_batches=2, chunk_tokens=2), 1)
     submit(head, *(request(f"r{i}", 2) for i in range(3)))
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_at_most_k_decode_volumes_in_flight():
     assert head.stats()[1]["head_decode_in_flight"] == 2.0
 
 
-def test_decode_and_prefill_rows_travel_in_separate_volumes():
+def test_decode_and_prefill_rows_travel_in_separate_volumes() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 4))
     step(head, token=33)
@@ -211,7 +211,7 @@ def test_decode_and_prefill_rows_travel_in_separate_volumes():
     assert prefill.header.rows == (Rows(1, 0, 4, after=3, blocks=(2,), sample=True),)
 
 
-def test_tokens_are_emitted_with_alternatives_and_stop():
+def test_tokens_are_emitted_with_alternatives_and_stop() -> None:
     head = Head(limits(), 4)
     submit(head, request("a", 2, stop_ids=(9,)))
     volume = volumes(head.next(0.0))[0]
@@ -225,13 +225,13 @@ def test_tokens_are_emitted_with_alternatives_and_stop():
     assert is_empty(head)
 
 
-def test_the_context_ends_a_request():
+def test_the_context_ends_a_request() -> None:
     head = Head(limits(max_context=6), 1)
     submit(head, request("a", 4, 2))
     assert [step(head)[0].message.finish for _ in range(2)] == [None, "length"]
 
 
-def test_uncredited_tokens_pause_a_request():
+def test_uncredited_tokens_pause_a_request() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 2, window=2))
     assert [len(step(head)) for _ in range(4)] == [1, 1, 0, 0]
@@ -255,7 +255,7 @@ def tight(micro_batches: int) -> Head:
     return head
 
 
-def test_blocks_are_used_again_only_when_their_release_has_gone_round():
+def test_blocks_are_used_again_only_when_their_release_has_gone_round() -> None:
     head = Head(limits(blocks=2, micro_batches=1), 1)
     submit(head, request("a", 5, 1), request("b", 5, 1))
     (emission,) = back(head, volumes(head.next(0.0))[0])
@@ -270,7 +270,7 @@ def test_blocks_are_used_again_only_when_their_release_has_gone_round():
     assert volumes(batch)[0].rows == (Rows(1, 0, 5, after=4, blocks=(0, 1), sample=True),)
 
 
-def test_the_youngest_is_preempted_and_goes_on_later():
+def test_the_youngest_is_preempted_and_goes_on_later() -> None:
     head = tight(micro_batches=1)
     texts: dict[str, list[int]] = {"old": [], "young": []}
     token = count(100)
@@ -293,7 +293,7 @@ def test_the_youngest_is_preempted_and_goes_on_later():
     assert head.stats()[0]["head_preemptions_total"] == 1.0
 
 
-def test_a_preempted_request_returns_under_a_new_id_with_its_tokens():
+def test_a_preempted_request_returns_under_a_new_id_with_its_tokens() -> None:
     head = tight(micro_batches=1)
     submit(head, request("new", 1, 1))
     while not head.stats()[0]["head_preemptions_total"]:
@@ -309,7 +309,7 @@ def test_a_preempted_request_returns_under_a_new_id_with_its_tokens():
     assert back(head, volume.header)[0].message.position == 17
 
 
-def test_a_request_never_preempts_an_older_one():
+def test_a_request_never_preempts_an_older_one() -> None:
     head = tight(micro_batches=2)
     first, second = (volumes(head.next(0.0))[0] for _ in range(2))
     back(head, first)
@@ -324,7 +324,7 @@ def test_a_request_never_preempts_an_older_one():
     assert [rows.request for rows in volumes(batch)[0].rows] == [0]
 
 
-def test_rows_in_flight_are_never_preempted():
+def test_rows_in_flight_are_never_preempted() -> None:
     head = tight(micro_batches=2)
     first, second = (volumes(head.next(0.0))[0] for _ in range(2))
     back(head, second)
@@ -344,7 +344,7 @@ def test_rows_in_flight_are_never_preempted():
     assert [rows.request for rows in volumes(batch)[0].rows] == [0]
 
 
-def test_nobody_is_admitted_while_a_request_lacks_a_block():
+def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
     head = Head(limits(blocks=6, block_size=64, chunk_tokens=999, micro_batches=1), 1)
     submit(
         head, *(request(key, tokens) for key, tokens in zip("abcd", (63, 63, 9, 69), strict=True))
@@ -365,7 +365,7 @@ def test_nobody_is_admitted_while_a_request_lacks_a_block():
     assert [rows.request for rows in volumes(batch)[0].rows] == [1, 0, 2]
 
 
-def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block():
+def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> None:
     head = Head(limits(blocks=7, block_size=16, chunk_tokens=16, micro_batches=2), 1)
     submit(head, request("old", 16, 80))
     step(head)
@@ -383,7 +383,7 @@ def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block():
     assert [body.request for body in controls(head.next(0.0))] == [1]
 
 
-def test_who_waits_for_his_client_gives_way():
+def test_who_waits_for_his_client_gives_way() -> None:
     head = Head(limits(blocks=4, block_size=2, chunk_tokens=64, micro_batches=1), 1)
     submit(head, request("slow", 5, 3, window=1))
     step(head)
@@ -404,7 +404,7 @@ def test_who_waits_for_his_client_gives_way():
 # --- the end of a request ------------------------------------------------------------------------
 
 
-def test_cancelled_while_waiting_leaves_no_trace():
+def test_cancelled_while_waiting_leaves_no_trace() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 4))
     head.cancel("daemon", "a", 0.0)
@@ -413,7 +413,7 @@ def test_cancelled_while_waiting_leaves_no_trace():
     assert is_empty(head)
 
 
-def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored():
+def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 20))
     sent = [volumes(head.next(0.0))[0] for _ in range(2)]
@@ -427,7 +427,7 @@ def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored():
     assert head.stats()[1]["head_cancel_iterations_last"] == 1.0
 
 
-def test_a_daemon_that_disconnects_takes_its_requests_along():
+def test_a_daemon_that_disconnects_takes_its_requests_along() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 4), request("b", 4))
     head.submit(HeadRequest("other", "a", (1,), 1, 5, PLAIN), 0.0)
@@ -438,7 +438,7 @@ def test_a_daemon_that_disconnects_takes_its_requests_along():
 
 
 @pytest.mark.parametrize("how", ["failed", "missing", "misplaced", "tombstone"])
-def test_rows_that_fail_end_their_request_only(how):
+def test_rows_that_fail_end_their_request_only(how: str) -> None:
     head = Head(limits(), 2)
     submit(head, request("a", 2), request("b", 2))
     (volume,) = volumes(head.next(0.0))
@@ -461,7 +461,7 @@ def test_rows_that_fail_end_their_request_only(how):
     assert Release(4, 0, after=3) in controls(head.next(0.0))
 
 
-def test_what_is_not_in_flight_is_counted_and_ignored():
+def test_what_is_not_in_flight_is_counted_and_ignored() -> None:
     head = Head(limits(), 1)
     assert head.sampled(Sampled(5), {}, 0.0) == []
     assert head.tombstone(6, 0.0) == []
@@ -472,7 +472,7 @@ def test_what_is_not_in_flight_is_counted_and_ignored():
 # --- admission -----------------------------------------------------------------------------------
 
 
-def test_a_full_queue_is_refused_with_a_time_to_retry():
+def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
     head = Head(limits(max_running=1, max_waiting=1), 1)
     submit(head, request("a", 2, 1), request("b", 2))
     with pytest.raises(Overloaded, match="0 requests are running and 2 waiting") as caught:
@@ -482,7 +482,7 @@ def test_a_full_queue_is_refused_with_a_time_to_retry():
     submit(head, request("c", 2))
 
 
-def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all():
+def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
     head = Head(limits(max_running=1, max_waiting=5), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(6)))
     told = []
@@ -502,7 +502,7 @@ def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all():
     assert head.stats()[0]["head_displaced_total"] == 4.0
 
 
-def test_slots_go_to_the_owner_with_the_fewest():
+def test_slots_go_to_the_owner_with_the_fewest() -> None:
     head = Head(limits(max_running=3, chunk_tokens=64), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
     submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
@@ -511,7 +511,7 @@ def test_slots_go_to_the_owner_with_the_fewest():
     assert admitted == ["a0", "b0", "a1"]
 
 
-def test_who_never_credits_locks_nobody_out():
+def test_who_never_credits_locks_nobody_out() -> None:
     head = Head(limits(max_running=4, max_waiting=4, blocks=64, chunk_tokens=64), 1)
     for number in range(8):
         submit(head, request(f"s{number}", 8, owner="greedy", window=1))
@@ -526,7 +526,7 @@ def test_who_never_credits_locks_nobody_out():
     assert emitted[-1].message.finish == "length"
 
 
-def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too():
+def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> None:
     head = Head(limits(max_running=2, max_waiting=1, chunk_tokens=64, micro_batches=1), 1)
     submit(head, request("paused", 4, window=1), request("busy", 4))
     step(head)
@@ -545,7 +545,7 @@ def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too():
     head.validate()
 
 
-def test_patience_begins_when_the_client_is_waited_for():
+def test_patience_begins_when_the_client_is_waited_for() -> None:
     head = Head(limits(), 1)
     submit(head, request("slow", 4, window=2))
     job = head._roster.find("daemon", "slow")
@@ -558,7 +558,7 @@ def test_patience_begins_when_the_client_is_waited_for():
     assert not job.abandoned(300.0)
 
 
-def test_a_paused_request_goes_on_where_nobody_else_wants_its_place():
+def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
     head = Head(limits(), 1)
     submit(head, request("paused", 4, 3, window=1))
     step(head)
@@ -567,7 +567,7 @@ def test_a_paused_request_goes_on_where_nobody_else_wants_its_place():
     assert [emission.message.position for emission in step(head)] == [5]
 
 
-def test_time_to_retry_follows_departures():
+def test_time_to_retry_follows_departures() -> None:
     head = Head(limits(max_running=1, max_waiting=0), 1)
     for number in range(5):
         head.submit(request(f"r{number}", 2), 10.0 * number)
@@ -586,14 +586,16 @@ def test_time_to_retry_follows_departures():
         (100, 1, "100 tokens and up to 1 more exceed the context of 100; .*nothing", "prompt"),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_numbers(tokens, answer, message, param):
+def test_what_can_never_fit_is_refused_with_the_numbers(
+    tokens: int, answer: int, message: str, param: str
+) -> None:
     head = Head(limits(max_context=100), 1)
     with pytest.raises(ContextTooLong, match=message) as caught:
         submit(head, request("a", tokens, answer))
     assert caught.value.param == param
 
 
-def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can():
+def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can() -> None:
     head = Head(limits(blocks=12, max_context=100), 1)
     with pytest.raises(ContextTooLong) as caught:
         submit(head, request("a", 30, 20))
@@ -606,7 +608,7 @@ def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can():
         submit(head, request("b", 49, 1))
 
 
-def test_the_largest_request_that_fits_is_served():
+def test_the_largest_request_that_fits_is_served() -> None:
     head = Head(limits(blocks=12, max_context=100), 1)
     submit(head, request("a", 30, 19))
     emitted = [emission for _ in range(40) for emission in step(head)]
@@ -618,13 +620,13 @@ def test_the_largest_request_that_fits_is_served():
     "changes",
     [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"window": 0}],
 )
-def test_fields_out_of_range_are_refused(changes):
+def test_fields_out_of_range_are_refused(changes) -> None:
     fields = {"tokens": 3, "prompt_tokens": 3, **changes}
     with pytest.raises(RequestError):
         submit(Head(limits(), 1), request("a", **fields))
 
 
-def test_a_key_in_use_is_refused():
+def test_a_key_in_use_is_refused() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 3))
     with pytest.raises(RequestError, match="already"):
@@ -634,7 +636,7 @@ def test_a_key_in_use_is_refused():
 # --- reports -------------------------------------------------------------------------------------
 
 
-def test_stats():
+def test_stats() -> None:
     head = Head(limits(blocks=10), 1)
     submit(head, request("a", 5, 2), request("b", 3, 2))
     step(head)
@@ -674,7 +676,7 @@ def test_stats():
     }
 
 
-def test_a_broken_invariant_tells_the_story():
+def test_a_broken_invariant_tells_the_story() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 5))
     head.next(0.0)

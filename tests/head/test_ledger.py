@@ -16,7 +16,7 @@ def send(ledger: Ledger, prefill: bool = False) -> int:
     return tick
 
 
-def test_counts_what_is_in_flight():
+def test_counts_what_is_in_flight() -> None:
     ledger = Ledger()
     first, second = send(ledger), send(ledger, prefill=True)
     assert (first, second) == (1, 2)
@@ -28,7 +28,7 @@ def test_counts_what_is_in_flight():
     ledger.validate()
 
 
-def test_iterations_that_a_cancel_takes():
+def test_iterations_that_a_cancel_takes() -> None:
     ledger = Ledger()
     before = send(ledger)
     trip = ledger.cancelled()
@@ -49,7 +49,7 @@ def test_iterations_that_a_cancel_takes():
     assert (ledger.cancel_iterations_last, ledger.cancel_iterations_max) == (1, 3)
 
 
-def test_nothing_new_while_an_old_tick_is_in_flight():
+def test_nothing_new_while_an_old_tick_is_in_flight() -> None:
     ledger = Ledger()
     tick = send(ledger)
     for _ in range(MAX_SPAN - 1):
@@ -61,7 +61,7 @@ def test_nothing_new_while_an_old_tick_is_in_flight():
     assert not ledger.wide
 
 
-def test_a_tick_from_the_future_is_found():
+def test_a_tick_from_the_future_is_found() -> None:
     ledger = Ledger()
     ledger.sent(volume(5))
     with pytest.raises(InvariantError, match="beyond the last one issued"):

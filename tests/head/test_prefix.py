@@ -22,7 +22,7 @@ def add(tree: PrefixTree, tokens: list[int], first_block: int) -> int:
     return at
 
 
-def test_full_blocks_are_shared_and_a_part_of_the_next():
+def test_full_blocks_are_shared_and_a_part_of_the_next() -> None:
     tree = PrefixTree(SIZE)
     assert [*tree.path(add(tree, [*range(10)], 100))] == [102, 101, 100]
     assert tree.match([*range(10), 77]) == Match(101, (100, 101), 102, 10)
@@ -32,7 +32,7 @@ def test_full_blocks_are_shared_and_a_part_of_the_next():
     assert tree.match([77]) == tree.match([]) == Match()
 
 
-def test_the_block_with_most_in_common_is_copied_from():
+def test_the_block_with_most_in_common_is_copied_from() -> None:
     tree = PrefixTree(SIZE)
     for block, key in enumerate([(1, 2, 3, 4), (1, 2, 3, 7), (1, 2, 5, 6), (1, 9), (2, 2)]):
         tree.add(ROOT, key, block)
@@ -44,7 +44,7 @@ def test_the_block_with_most_in_common_is_copied_from():
     assert tree.match([3]).source == -1
 
 
-def test_longer_and_shorter_siblings():
+def test_longer_and_shorter_siblings() -> None:
     tree = PrefixTree(SIZE)
     tree.add(ROOT, (1, 2), 0)
     assert tree.longer(ROOT, (1,))
@@ -55,7 +55,7 @@ def test_longer_and_shorter_siblings():
     assert tree.shorter(ROOT, (1, 3, 3)) is None
 
 
-def test_what_is_below():
+def test_what_is_below() -> None:
     tree = PrefixTree(SIZE)
     add(tree, [*range(10)], 0)
     add(tree, [*range(6)], 10)
@@ -64,7 +64,7 @@ def test_what_is_below():
     assert {tree.parent(block) for block in (0, 20)} == {ROOT}
 
 
-def test_what_the_tree_can_never_hold_is_refused():
+def test_what_the_tree_can_never_hold_is_refused() -> None:
     tree = PrefixTree(SIZE)
     tree.add(ROOT, (1, 2, 3, 4), 0)
     tree.add(0, (5,), 1)
@@ -98,7 +98,7 @@ def common(one: list[int], other: list[int]) -> int:
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None)
-def test_a_match_is_the_longest_beginning_that_is_there(sequences, tokens, data):
+def test_a_match_is_the_longest_beginning_that_is_there(sequences, tokens, data) -> None:
     tree = PrefixTree(SIZE)
     there: dict[int, list[int]] = {}
     for number, sequence in enumerate(sequences):

@@ -454,7 +454,7 @@ def test_every_request_gets_its_own_tokens(
     prefix_cache,
     cutting,
     seed,
-):
+) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text."""
     rng = random.Random(seed)
     limits = HeadLimits(
@@ -513,7 +513,7 @@ class RingMachine(RuleBasedStateMachine):
         answer=st.integers(1, 4),
         window=st.integers(1, 3),
     )
-    def submit(self, tokens, shared, answer, window):
+    def submit(self, tokens, shared, answer, window) -> None:
         self.count += 1
         ids = tuple(i if i < shared else (self.count + i) % VOCABULARY for i in range(tokens))
         sampling = Sampling(seed=self.count)
@@ -523,33 +523,33 @@ class RingMachine(RuleBasedStateMachine):
         )
 
     @rule(seconds=st.sampled_from([1.0, PATIENCE]))
-    def wait(self, seconds):
+    def wait(self, seconds) -> None:
         self.ring.now += seconds
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
-    def cancel(self, data):
+    def cancel(self, data) -> None:
         self.ring.cancel(data.draw(st.sampled_from(self.live())))
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
-    def credit(self, data):
+    def credit(self, data) -> None:
         self.ring.credit(data.draw(st.sampled_from(self.live())))
 
     @rule()
-    def next(self):
+    def next(self) -> None:
         self.ring.next()
 
     @precondition(lambda self: self.ring.events())
     @rule(data=st.data())
-    def event(self, data):
+    def event(self, data) -> None:
         self.ring.do(data.draw(st.sampled_from(self.ring.events())))
 
     @invariant()
-    def valid(self):
+    def valid(self) -> None:
         self.ring.validate()
 
-    def teardown(self):
+    def teardown(self) -> None:
         self.ring.drain(lambda events: events[0])
 
 
@@ -565,7 +565,7 @@ def advance(ring: Ring) -> None:
 
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "in flight", "between"])
-def test_cancel_frees_blocks_within_one_iteration(stages, when):
+def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> None:
     ring = Ring(stages, HeadLimits(64, 4, 2, chunk_tokens=8))
     request = HeadRequest("daemon", "a", tuple(range(20)), 20, 30, Sampling())
     ring.submit(request)
@@ -586,7 +586,7 @@ def test_cancel_frees_blocks_within_one_iteration(stages, when):
     ring.drain(lambda events: events[0])
 
 
-def test_a_rejected_row_ends_only_its_own_request():
+def test_a_rejected_row_ends_only_its_own_request() -> None:
     ring = Ring(2, HeadLimits(64, 4, 2))
     for key in "ab":
         ring.submit(HeadRequest("daemon", key, (1, 2, 3), 3, 30, Sampling(seed=ord(key))))

@@ -58,7 +58,7 @@ def run(board: Scoreboard) -> tuple[tuple[int, ...], list]:
 # --- order ---------------------------------------------------------------------------------------
 
 
-def test_rows_wait_for_their_admission():
+def test_rows_wait_for_their_admission() -> None:
     board = Scoreboard()
     late = volume(3, rows(0, after=2), prefill=True)
     history = History(2, 0, 0, Payload("i32", (4,)))
@@ -76,7 +76,7 @@ def test_rows_wait_for_their_admission():
     assert (board.queued, board.last_completed) == (0, 3)
 
 
-def test_one_volume_of_each_kind_lowest_ticks_first():
+def test_one_volume_of_each_kind_lowest_ticks_first() -> None:
     board = Scoreboard()
     feed(board, *(admit(tick, tick - 1) for tick in (1, 2, 3, 4)))
     feed(board, volume(8, rows(3, after=4), prefill=True), volume(7, rows(2, 3), prefill=True))
@@ -86,7 +86,7 @@ def test_one_volume_of_each_kind_lowest_ticks_first():
     assert run(board) == ((), [])
 
 
-def test_a_later_volume_overtakes_one_that_waits():
+def test_a_later_volume_overtakes_one_that_waits() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(4, rows(0, after=3), prefill=True), volume(5, rows(1, after=2)))
@@ -100,7 +100,7 @@ def test_a_later_volume_overtakes_one_that_waits():
     assert board.last_completed == 7
 
 
-def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken():
+def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(0, after=1), prefill=True))
@@ -112,7 +112,7 @@ def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken():
     assert board.take(0.0).ticks == (3,)
 
 
-def test_shared_blocks_wait_for_their_writer():
+def test_shared_blocks_wait_for_their_writer() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(4, rows(1, after=3, start=2)), volume(3, rows(0, 1, count=2), prefill=True))
@@ -123,7 +123,7 @@ def test_shared_blocks_wait_for_their_writer():
 # --- dropping and forgetting ---------------------------------------------------------------------
 
 
-def test_rows_of_a_released_request_are_dropped_from_a_volume():
+def test_rows_of_a_released_request_are_dropped_from_a_volume() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1), admit(3, 2))
     groups = rows(0, 1, count=2), rows(1, 2, count=3), rows(2, 3, count=1)
@@ -137,7 +137,7 @@ def test_rows_of_a_released_request_are_dropped_from_a_volume():
     assert board.counts == {"dropped_groups": 2, "buried_volumes": 1}
 
 
-def test_a_volume_without_rows_becomes_a_tombstone():
+def test_a_volume_without_rows_becomes_a_tombstone() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(0, after=1), prefill=True))
@@ -146,7 +146,7 @@ def test_a_volume_without_rows_becomes_a_tombstone():
     assert board.take(0.0) is None
 
 
-def test_rows_that_run_are_finished_before_the_release():
+def test_rows_that_run_are_finished_before_the_release() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     board.take(0.0)
@@ -155,7 +155,7 @@ def test_rows_that_run_are_finished_before_the_release():
     assert [control.body for control in board.complete((2,), 0.0)] == [release]
 
 
-def test_a_release_that_overtakes_its_rows_waits_for_them():
+def test_a_release_that_overtakes_its_rows_waits_for_them() -> None:
     board = Scoreboard()
     release = Release(4, 0, after=3, also=(2,))
     feed(board, admit(1, 0))
@@ -165,13 +165,13 @@ def test_a_release_that_overtakes_its_rows_waits_for_them():
     assert feed(board, volume(2, rows(0, after=1), prefill=True)) == [Tombstone(2), release]
 
 
-def test_a_release_without_rows_waits_for_nothing():
+def test_a_release_without_rows_waits_for_nothing() -> None:
     board = Scoreboard()
     release = Release(2, 0, after=1)
     assert feed(board, admit(1, 0), release) == [admit(1, 0), release]
 
 
-def test_a_release_does_not_hold_up_others():
+def test_a_release_does_not_hold_up_others() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
     slow, quick = Release(5, 0, after=3), Release(6, 1, after=2)
@@ -179,7 +179,7 @@ def test_a_release_does_not_hold_up_others():
     assert feed(board, Tombstone(3)) == [Tombstone(3), slow]
 
 
-def test_memory_is_bounded():
+def test_memory_is_bounded() -> None:
     board = Scoreboard()
     for request in range(500):
         tick = 3 * request + 1
@@ -195,7 +195,7 @@ def test_memory_is_bounded():
 # --- misbehaviour --------------------------------------------------------------------------------
 
 
-def test_ticks_seen_before_are_ignored():
+def test_ticks_seen_before_are_ignored() -> None:
     board = Scoreboard()
     one = volume(2, rows(0, after=1))
     release = Release(3, 0, after=2)
@@ -210,7 +210,7 @@ def test_ticks_seen_before_are_ignored():
 @pytest.mark.parametrize(
     "groups", [(rows(0, after=2),), (rows(0, after=9),), (rows(0, 1), rows(0, 1, start=1))]
 )
-def test_a_volume_that_makes_no_sense_is_buried(groups):
+def test_a_volume_that_makes_no_sense_is_buried(groups) -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     assert feed(board, volume(2, *groups)) == [Tombstone(2)]
@@ -219,7 +219,7 @@ def test_a_volume_that_makes_no_sense_is_buried(groups):
     assert board.counts == {"bad_volumes": 1}
 
 
-def test_rows_that_were_never_admitted_are_dropped():
+def test_rows_that_were_never_admitted_are_dropped() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(5, after=1)), volume(3, rows(0, 1), rows(5, 1)))
@@ -228,13 +228,13 @@ def test_rows_that_were_never_admitted_are_dropped():
     assert board.counts == {"unfit_groups": 2, "buried_volumes": 1}
 
 
-def test_rows_after_a_completed_release_are_dropped():
+def test_rows_after_a_completed_release_are_dropped() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), Release(2, 0, after=1))
     assert feed(board, volume(3, rows(0, after=1))) == [Tombstone(3)]
 
 
-def test_controls_that_make_no_sense_become_tombstones():
+def test_controls_that_make_no_sense_become_tombstones() -> None:
     board = Scoreboard()
     feed(board, admit(1, 4))
     assert feed(board, admit(2, 3)) == [Tombstone(2)]
@@ -250,7 +250,7 @@ def test_controls_that_make_no_sense_become_tombstones():
     }
 
 
-def test_releases_that_make_no_sense_complete():
+def test_releases_that_make_no_sense_complete() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     stray, impossible = Release(2, 9, after=1), Release(3, 0, after=7, also=(1, 3))
@@ -258,7 +258,7 @@ def test_releases_that_make_no_sense_complete():
     assert board.counts == {"stray_releases": 1, "bad_releases": 1}
 
 
-def test_who_was_released_before_being_admitted_is_over():
+def test_who_was_released_before_being_admitted_is_over() -> None:
     board = Scoreboard()
     assert feed(board, Release(2, 4, after=1)) == []
     assert feed(board, admit(3, 4)) == [Tombstone(3)]
@@ -266,7 +266,7 @@ def test_who_was_released_before_being_admitted_is_over():
     assert board.counts == {"stray_releases": 1, "stale_admits": 1}
 
 
-def test_a_release_that_names_too_few_ticks_waits_for_rows_that_run():
+def test_a_release_that_names_too_few_ticks_waits_for_rows_that_run() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     work = board.take(0.0)
@@ -276,7 +276,7 @@ def test_a_release_that_names_too_few_ticks_waits_for_rows_that_run():
     assert [control.body for control in board.complete(work.ticks, 0.0)] == [release]
 
 
-def test_a_flood_is_bounded():
+def test_a_flood_is_bounded() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     for tick in range(10, 10 + MAX_WAITING):
@@ -286,7 +286,7 @@ def test_a_flood_is_bounded():
     assert board.counts == {"floods": 1, "far_ticks": 1}
 
 
-def test_waiting_rows_are_bounded_in_bytes():
+def test_waiting_rows_are_bounded_in_bytes() -> None:
     board = Scoreboard(BoardLimits(waiting_bytes=100))
     feed(board, admit(1, 0))
     assert feed(board, volume(3, rows(0, after=1)), data=bytearray(60)) == []
@@ -301,7 +301,7 @@ def test_waiting_rows_are_bounded_in_bytes():
     assert board.counts["floods"] + board.counts["bad_volumes"] == board.refused == 2
 
 
-def test_requests_are_bounded_the_released_ones_too():
+def test_requests_are_bounded_the_released_ones_too() -> None:
     board = Scoreboard(BoardLimits(requests=2))
     waiting = [Release(3, 0, after=2), Release(6, 1, after=2)]
     assert feed(board, admit(1, 0), waiting[0], admit(4, 1)) == [admit(1, 0), admit(4, 1)]
@@ -323,7 +323,7 @@ def test_requests_are_bounded_the_released_ones_too():
         (2**53, Payload("i32", (1,))),
     ],
 )
-def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(first, payload):
+def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(first, payload) -> None:
     board = Scoreboard(BoardLimits(context=8))
     bad = History(2, 0, first, payload)
     good = [History(3, 0, 0, Payload("i32", (5,))), History(4, 0, 5, Payload("i32", (3,)))]
@@ -336,7 +336,7 @@ def ids(*blocks: int) -> bytes:
     return array("i", blocks).tobytes()
 
 
-def test_rows_begin_after_the_blocks_that_are_brought_along():
+def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
     board = Scoreboard(BoardLimits(table=4, blocks=8, block_size=2, context=16))
     head = Table(2, 0, Payload("i32", (2,)))
     feed(board, admit(1, 0))
@@ -362,7 +362,7 @@ def test_rows_begin_after_the_blocks_that_are_brought_along():
         (Payload("i32", (4,)), ids(1, 2, 3, 4)),
     ],
 )
-def test_a_table_that_makes_no_sense_is_refused(payload, data):
+def test_a_table_that_makes_no_sense_is_refused(payload, data) -> None:
     board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2))
     feed(board, admit(1, 0))
     assert feed(board, Table(2, 0, payload), data=data) == [Tombstone(2)]
@@ -394,7 +394,7 @@ def test_a_table_that_makes_no_sense_is_refused(payload, data):
         "beyond the context",
     ],
 )
-def test_rows_that_no_stage_could_compute_are_dropped(bad):
+def test_rows_that_no_stage_could_compute_are_dropped(bad) -> None:
     board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2, context=10))
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(3, Rows(0, 0, 4, 1, (4, 5), False), rows(1, 2)))
@@ -408,7 +408,7 @@ def test_rows_that_no_stage_could_compute_are_dropped(bad):
     assert board.counts == {"unfit_groups": 1}
 
 
-def test_completing_what_was_not_taken_is_our_own_mistake():
+def test_completing_what_was_not_taken_is_our_own_mistake() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     with pytest.raises(InvariantError, match="tick 2 completed but not taken") as caught:
@@ -416,7 +416,7 @@ def test_completing_what_was_not_taken_is_our_own_mistake():
     assert any("arrive Volume 2" in line for line in caught.value.story)
 
 
-def test_a_broken_invariant_tells_the_story():
+def test_a_broken_invariant_tells_the_story() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     board._known._live[7] = KnownRequest()

@@ -75,7 +75,7 @@ def sizes(ready: Ready | None) -> list[tuple[int, int, int]]:
     return [(group.request, group.start, group.count) for group in ready.volume.rows]
 
 
-def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last():
+def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last() -> None:
     board = board_with(0, 1)
     whole = volume(3, rows(0, 1, 4), rows(1, 2, 21))
     arrive(board, whole, 4)
@@ -105,7 +105,7 @@ def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last():
     assert take(board).ticks == (4,)
 
 
-def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces():
+def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces() -> None:
     board = board_with(0, 1)
     arrive(board, volume(4, rows(0, 1, 2), prefill=False), 1)
     arrive(board, volume(3, rows(1, 2, 15)))
@@ -115,7 +115,7 @@ def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces():
     assert take(board).ticks == (4, 3)
 
 
-def test_a_later_volume_fills_the_time_in_which_rows_are_awaited():
+def test_a_later_volume_fills_the_time_in_which_rows_are_awaited() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 30)), 10)
     arrive(board, volume(4, rows(1, 2, 5)))
@@ -128,7 +128,7 @@ def test_a_later_volume_fills_the_time_in_which_rows_are_awaited():
     ran(board, 3)
 
 
-def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over():
+def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over() -> None:
     board = board_with(0, 1, 2)
     arrive(board, volume(4, rows(0, 1, 5), rows(1, 2, 5), rows(2, 3, 20)), 12)
     assert arrive(board, Release(5, 1, after=4)) == []
@@ -151,7 +151,7 @@ def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over():
     assert board.counts == {"dropped_groups": 1}
 
 
-def test_after_its_first_piece_a_release_waits_for_the_last():
+def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 12), rows(1, 2, 12)), 10)
     take(board)
@@ -167,7 +167,7 @@ def test_after_its_first_piece_a_release_waits_for_the_last():
     assert board.counts == {"dropped_groups": 1, "buried_volumes": 1}
 
 
-def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun():
+def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 10)
     take(board)
@@ -179,7 +179,7 @@ def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun():
     assert ran(board, 2) == [release]
 
 
-def test_rows_of_a_buried_volume_are_ignored_when_they_come():
+def test_rows_of_a_buried_volume_are_ignored_when_they_come() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 9)
     release = Release(3, 0, after=2)
@@ -189,7 +189,7 @@ def test_rows_of_a_buried_volume_are_ignored_when_they_come():
     assert board.refused == 0
 
 
-def test_parts_that_make_no_sense_are_counted_and_ignored():
+def test_parts_that_make_no_sense_are_counted_and_ignored() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 9)
     for tick, arrived in ((2, 9), (2, 5), (2, 21), (7, 3)):
@@ -203,7 +203,7 @@ def test_parts_that_make_no_sense_are_counted_and_ignored():
         ]
 
 
-def test_rows_that_do_not_wait_for_those_before_them_are_dropped():
+def test_rows_that_do_not_wait_for_those_before_them_are_dropped() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 10)
     take(board)
@@ -213,7 +213,7 @@ def test_rows_that_do_not_wait_for_those_before_them_are_dropped():
     assert board.counts["unfit_groups"] == 1
 
 
-def test_bytes_wait_until_the_last_piece_was_taken():
+def test_bytes_wait_until_the_last_piece_was_taken() -> None:
     board = board_with(0, 1, waiting_bytes=30)
     arrive(board, volume(3, rows(0, 1, 20)), 10)
     take(board)
@@ -224,7 +224,7 @@ def test_bytes_wait_until_the_last_piece_was_taken():
     assert arrive(board, volume(6, rows(1, 2, 30))) == []
 
 
-def test_whether_only_rests_are_queued():
+def test_whether_only_rests_are_queued() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 20)))
     assert not board.only_rests
@@ -235,7 +235,7 @@ def test_whether_only_rests_are_queued():
     assert not board.only_rests
 
 
-def test_a_piece_can_be_completed_only_once():
+def test_a_piece_can_be_completed_only_once() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)))
     take(board)

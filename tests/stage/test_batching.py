@@ -1,5 +1,7 @@
 """Rows of several requests in one forward give what each gives alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def scattered(requests, block_size, blocks, seed):
 
 
 @pytest.fixture(scope="module")
-def folder(make_model, tmp_path_factory):
+def folder(make_model, tmp_path_factory: pytest.TempPathFactory):
     made = tmp_path_factory.mktemp("model")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     return make_model(made, "qwen3", 1, rope_parameters=rope, max_position_embeddings=48)
@@ -40,7 +42,9 @@ def folder(make_model, tmp_path_factory):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_mixed_rows_equal_each_alone(folder, make_ring, random_tokens, mix, block_size):
+def test_mixed_rows_equal_each_alone(
+    folder, make_ring, random_tokens, mix, block_size: int
+) -> None:
     requests, blocks = MIXES[mix], 1400 // block_size
     ring = make_ring(folder, (1,), blocks=blocks, block_size=block_size)
     tables = scattered(requests, block_size, blocks, seed=1)
@@ -63,7 +67,7 @@ def test_mixed_rows_equal_each_alone(folder, make_ring, random_tokens, mix, bloc
     torch.testing.assert_close(fused, torch.cat(alone), atol=1e-4, rtol=0)
 
 
-def test_only_the_wanted_logits(folder, make_ring, random_tokens):
+def test_only_the_wanted_logits(folder, make_ring, random_tokens) -> None:
     ring, rows = make_ring(folder), [SequenceRows(0, 12, (3, 1))]
     every = ring.run(random_tokens(12), rows)
     assert ring.run(random_tokens(12), rows, []).shape == (0, 320)
@@ -73,12 +77,12 @@ def test_only_the_wanted_logits(folder, make_ring, random_tokens):
 
 
 @torch.inference_mode()
-def poison(stage):
+def poison(stage) -> None:
     """Fill the pool with what a failed request may leave behind."""
     stage._pool._storage.fill_(torch.nan)
 
 
-def test_a_reused_block_carries_nothing_over(folder, make_ring, random_tokens):
+def test_a_reused_block_carries_nothing_over(folder, make_ring, random_tokens) -> None:
     ring = make_ring(folder, (2,))
     clean = ring.run(random_tokens(5), [SequenceRows(0, 5, (7,))])
     for stage in ring.stages:
@@ -98,7 +102,7 @@ def test_a_reused_block_carries_nothing_over(folder, make_ring, random_tokens):
     assert both.isfinite().all()
 
 
-def test_the_callers_tensors_stay_as_they_are(folder):
+def test_the_callers_tensors_stay_as_they_are(folder) -> None:
     stage = Stage.load(ModelFolder.open(folder), (1, 2), "cpu", "f32")
     stage.allocate(4, 8)
     hidden = torch.randn(3, 64)
@@ -108,7 +112,7 @@ def test_the_callers_tensors_stay_as_they_are(folder):
     assert torch.equal(hidden, before)
 
 
-def test_wrong_batches_are_refused(folder, random_tokens):
+def test_wrong_batches_are_refused(folder, random_tokens) -> None:
     stage = Stage.load(ModelFolder.open(folder), (0, 1), "cpu", "f32")
     tokens = torch.tensor(random_tokens(9))
     with pytest.raises(InvariantError, match="before it had a KV pool"):
@@ -129,7 +133,7 @@ def test_wrong_batches_are_refused(folder, random_tokens):
         stage.forward(StageInput(None, torch.zeros(9, 64), (SequenceRows(0, 9, (0, 1)),)))
 
 
-def test_sizes_and_ends(folder):
+def test_sizes_and_ends(folder) -> None:
     opened = ModelFolder.open(folder)
     whole = Stage.load(opened, (0, 3), "cpu", "f32")
     parts = [Stage.load(opened, bounds, "cpu", "f32") for bounds in ((0, 1), (1, 2), (2, 3))]
@@ -144,7 +148,7 @@ def test_sizes_and_ends(folder):
     assert half.weight_bytes * 2 == pytest.approx(parts[0].weight_bytes, rel=0.02)
 
 
-def test_a_tied_head_is_held_once_by_a_whole_model(make_model, tmp_path):
+def test_a_tied_head_is_held_once_by_a_whole_model(make_model, tmp_path: Path) -> None:
     opened = ModelFolder.open(make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True))
     whole = Stage.load(opened, (0, 3), "cpu", "f32")
     last = Stage.load(opened, (2, 3), "cpu", "f32")
@@ -152,7 +156,7 @@ def test_a_tied_head_is_held_once_by_a_whole_model(make_model, tmp_path):
     assert last.weight_bytes > 320 * 64 * 4
 
 
-def test_rows_from_a_stage_of_another_dtype_are_taken(folder):
+def test_rows_from_a_stage_of_another_dtype_are_taken(folder) -> None:
     stage = Stage.load(ModelFolder.open(folder), (1, 2), "cpu", "f32")
     stage.allocate(4, 8)
     hidden = torch.randn(3, 64, dtype=torch.bfloat16)
@@ -160,13 +164,13 @@ def test_rows_from_a_stage_of_another_dtype_are_taken(folder):
     assert rows.dtype == torch.float32
 
 
-def test_cuda_is_the_first_gpu(monkeypatch):
+def test_cuda_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = [stages._device(name) for name in ("cuda", "cuda:1", "cpu")]
     assert found == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")]
 
 
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99", "mps"])
-def test_unknown_device(folder, device):
+def test_unknown_device(folder, device: str) -> None:
     with pytest.raises(UsageError, match=device):
         Stage.load(ModelFolder.open(folder), (0, 1), device)

@@ -1,5 +1,6 @@
 """Whole models by compiled code, beside transformers in float32."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ def needs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_models(make_model, tmp_path, make_ring, make_reference, random_tokens, family):
+def test_bf16_models(
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, family
+) -> None:
     needs(torch.bfloat16)
     folder = make_model(tmp_path, family, dtype="bfloat16", head_dim=32, **FAMILIES[family])
     ring = make_ring(folder, (2,), dtype="bf16", block_size=16)
@@ -56,8 +59,8 @@ def test_bf16_models(make_model, tmp_path, make_ring, make_reference, random_tok
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 def test_bf16_weights_with_float32_rows(
-    make_model, tmp_path, make_ring, make_reference, random_tokens, family
-):
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, family: str
+) -> None:
     needs(torch.float32)
     folder = make_model(tmp_path, family, dtype="bfloat16")
     ring = make_ring(folder, (2,), dtype="f32", block_size=16)

@@ -1,6 +1,7 @@
 """Families beyond Llama's own give what transformers gives: whole, split, in chunks, in batches."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ LENGTH = 75
 
 
 @pytest.fixture(scope="module")
-def folder_of(make_model, tmp_path_factory):
+def folder_of(make_model, tmp_path_factory: pytest.TempPathFactory):
     """``folder_of(name, **fields)``: the folder of a model of ``MODELS``, made once."""
     made = {}
 
@@ -86,7 +87,7 @@ def folder_of(make_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_greedy_text(folder_of, make_ring, make_reference, random_tokens, name):
+def test_logits_and_greedy_text(folder_of, make_ring, make_reference, random_tokens, name) -> None:
     folder = folder_of(name)
     tokens, reference = random_tokens(LENGTH), make_reference(folder)
     expected = reference.logits(tokens)
@@ -99,7 +100,7 @@ def test_logits_and_greedy_text(folder_of, make_ring, make_reference, random_tok
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prefill_in_chunks(folder_of, make_ring, make_reference, random_tokens, name):
+def test_prefill_in_chunks(folder_of, make_ring, make_reference, random_tokens, name) -> None:
     folder, tokens = folder_of(name), random_tokens(LENGTH)
     expected = make_reference(folder).logits(tokens)
     for chunk in (1, 7, 32):
@@ -111,7 +112,9 @@ def test_prefill_in_chunks(folder_of, make_ring, make_reference, random_tokens, 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rows_of_several_requests(folder_of, make_ring, make_reference, random_tokens, name):
+def test_rows_of_several_requests(
+    folder_of, make_ring, make_reference, random_tokens, name
+) -> None:
     folder = folder_of(name)
     reference, ring = make_reference(folder), make_ring(folder, (2,), blocks=80)
     requests = [(30, 1), (0, 33), (3, 1), (41, 20), (60, 1)]
@@ -133,7 +136,9 @@ def test_rows_of_several_requests(folder_of, make_ring, make_reference, random_t
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_16_bit_weights_stay_close(folder_of, make_ring, make_reference, random_tokens, name):
+def test_16_bit_weights_stay_close(
+    folder_of, make_ring, make_reference, random_tokens, name
+) -> None:
     folder, tokens = folder_of(name, dtype="bfloat16"), random_tokens(50)
     expected = make_reference(folder).logits(tokens)
     logits = make_ring(folder, (1, 2), dtype="bf16").run(tokens, [SequenceRows(0, 50, BLOCKS)])
@@ -142,8 +147,8 @@ def test_16_bit_weights_stay_close(folder_of, make_ring, make_reference, random_
 
 @pytest.mark.parametrize("chunk", [1, 16, 40, 100])
 def test_longrope_suits_what_a_request_may_become(
-    make_model, tmp_path, make_ring, make_reference, random_tokens, chunk
-):
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, chunk: int
+) -> None:
     fields = PHI4_MINI | {"original_max_position_embeddings": 48}
     folder, tokens = make_model(tmp_path, "phi3", 7, **fields), random_tokens(LENGTH)
     expected = make_reference(folder).logits(tokens)
@@ -164,8 +169,8 @@ def test_longrope_suits_what_a_request_may_become(
 
 
 def test_longrope_requests_of_both_lengths_in_a_batch(
-    make_model, tmp_path, make_ring, make_reference, random_tokens
-):
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+) -> None:
     fields = PHI4_MINI | {"original_max_position_embeddings": 48}
     folder = make_model(tmp_path, "phi3", 8, **fields)
     reference, short, long = make_reference(folder), random_tokens(20, 1), random_tokens(60, 2)
@@ -177,7 +182,7 @@ def test_longrope_requests_of_both_lengths_in_a_batch(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
-def test_cuda_gives_what_the_cpu_gives(folder_of, make_ring, random_tokens, name):
+def test_cuda_gives_what_the_cpu_gives(folder_of, make_ring, random_tokens, name) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     folder, tokens = folder_of(name), random_tokens(50)

@@ -1,5 +1,6 @@
 """The decoder gives what transformers gives: every family, every rope, whole and split."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,13 +84,13 @@ LENGTH = 75
 
 
 @pytest.fixture(params=MODELS, scope="module")
-def folder(request, make_model, tmp_path_factory):
+def folder(request: pytest.FixtureRequest, make_model, tmp_path_factory: pytest.TempPathFactory):
     family, overrides = MODELS[request.param]
     made = tmp_path_factory.mktemp("model")
     return make_model(made, family, 3, num_hidden_layers=4, **overrides)
 
 
-def test_logits_and_greedy_text(folder, make_ring, make_reference, random_tokens):
+def test_logits_and_greedy_text(folder, make_ring, make_reference, random_tokens) -> None:
     tokens, reference = random_tokens(LENGTH), make_reference(folder)
     expected = reference.logits(tokens)
     greedy = reference.generate(tokens, 64)
@@ -101,7 +102,9 @@ def test_logits_and_greedy_text(folder, make_ring, make_reference, random_tokens
         assert ring.generate(tokens, 64, BLOCKS) == greedy
 
 
-def test_prefill_in_chunks(make_model, tmp_path, make_ring, make_reference, random_tokens):
+def test_prefill_in_chunks(
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+) -> None:
     folder = make_model(tmp_path, "qwen3", 5)
     tokens = random_tokens(LENGTH)
     expected = make_reference(folder).logits(tokens)
@@ -115,8 +118,8 @@ def test_prefill_in_chunks(make_model, tmp_path, make_ring, make_reference, rand
 
 @pytest.mark.parametrize("old_spelling", [False, True])
 def test_both_spellings_of_rope(
-    make_model, tmp_path, make_ring, make_reference, random_tokens, old_spelling
-):
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, old_spelling: bool
+) -> None:
     import json
 
     folder = make_model(tmp_path, "llama", 1, rope_parameters=dict(LLAMA3))
@@ -136,8 +139,8 @@ def test_both_spellings_of_rope(
 
 
 def test_dynamic_scaling_decodes_as_generate_does(
-    make_model, tmp_path, make_ring, make_reference, random_tokens
-):
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0}
     folder = make_model(tmp_path, "llama", 2, rope_parameters=rope, max_position_embeddings=32)
     prompt = random_tokens(24)
@@ -146,7 +149,9 @@ def test_dynamic_scaling_decodes_as_generate_does(
     assert ring.generate(prompt, 40, BLOCKS) == make_reference(folder).generate(prompt, 40)
 
 
-def test_16_bit_weights_stay_close(make_model, tmp_path, make_ring, make_reference, random_tokens):
+def test_16_bit_weights_stay_close(
+    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+) -> None:
     folder = make_model(tmp_path, "qwen2", 4, dtype="bfloat16")
     tokens = random_tokens(50)
     expected = make_reference(folder).logits(tokens)
@@ -159,7 +164,9 @@ def test_16_bit_weights_stay_close(make_model, tmp_path, make_ring, make_referen
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-def test_cuda_gives_what_the_cpu_gives(make_model, tmp_path, make_ring, random_tokens, dtype):
+def test_cuda_gives_what_the_cpu_gives(
+    make_model, tmp_path: Path, make_ring, random_tokens, dtype: str
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     folder = make_model(tmp_path, "qwen3", 6)

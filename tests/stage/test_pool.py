@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.pool import KVPool
 
 
-def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(make_model, tmp_path):
+def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(
+    make_model, tmp_path: Path
+) -> None:
     config = ModelFolder.open(make_model(tmp_path)).config
     pool = KVPool(config, 2, 4, 8, torch.float32, torch.device("cpu"))
     rows = torch.rand(2, 32, 2, config.kv_heads, config.head_dim)

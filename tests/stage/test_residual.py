@@ -1,5 +1,7 @@
 """float16 is computed in with sums in float32: those of bf16 models don't fit float16."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,14 +13,16 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=DEVICES)
-def device(request):
+def device(request: pytest.FixtureRequest):
     if request.param != "cpu" and not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     return request.param
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_logits_stay_close(make_model, tmp_path, make_ring, random_tokens, family, device):
+def test_logits_stay_close(
+    make_model, tmp_path: Path, make_ring, random_tokens, family: str, device
+) -> None:
     folder = make_model(tmp_path, family, 4, dtype="bfloat16")
     tokens, table = random_tokens(50), range(7)
     expected = make_ring(folder).run(tokens, [SequenceRows(0, 50, table)])
@@ -30,7 +34,7 @@ def test_logits_stay_close(make_model, tmp_path, make_ring, random_tokens, famil
     assert (found - expected).abs().mean() < 0.02 * expected.std()
 
 
-def test_rows_beyond_the_range_of_float16_pass(make_model, tmp_path, device):
+def test_rows_beyond_the_range_of_float16_pass(make_model, tmp_path: Path, device) -> None:
     opened = ModelFolder.open(make_model(tmp_path, "qwen3", 4, dtype="bfloat16"))
     hidden = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     hidden[:, 3] = 3e5

@@ -128,7 +128,7 @@ class Paper:
                 return SendMessage(peer, route)
         return decision
 
-    def wait(self, seconds, *alive):
+    def wait(self, seconds, *alive) -> None:
         """Let time pass in ticks while ``alive`` peers report what they run."""
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
@@ -136,18 +136,18 @@ class Paper:
                 self.do(Reported(name, self.reconciler.registry.sessions[name].report))
             self.do(Tick())
 
-    def report(self, name, *workers, fresh=False, **changes):
+    def report(self, name, *workers, fresh=False, **changes) -> None:
         self.do(Reported(name, report(name, *workers, **changes), fresh))
 
-    def join(self, name, **changes):
+    def join(self, name, **changes) -> None:
         self.do(MemberAdded(member(name)))
         self.report(name, **changes)
 
-    def serve(self, **changes):
+    def serve(self, **changes) -> None:
         values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, **changes}
         self.do(Serve(Desired(**values)))
 
-    def loaded(self, message: Assign, peer, port=5468, blocks=None, profile=QUICK):
+    def loaded(self, message: Assign, peer, port=5468, blocks=None, profile=QUICK) -> None:
         self.do(
             StageSaid(
                 peer,
@@ -162,10 +162,10 @@ class Paper:
             )
         )
 
-    def ready(self, peer, stage, epoch, pipeline="p1"):
+    def ready(self, peer, stage, epoch, pipeline="p1") -> None:
         self.do(StageSaid(peer, StageReady(pipeline=pipeline, epoch=epoch, stage=stage)))
 
-    def failed(self, peer, stage, epoch, pipeline="p1", **changes):
+    def failed(self, peer, stage, epoch, pipeline="p1", **changes) -> None:
         self.do(
             StageSaid(
                 peer,
@@ -190,12 +190,12 @@ class Paper:
         self.show_workers()
         return everything
 
-    def prefetched(self, peer, number, state="done", reason=""):
+    def prefetched(self, peer, number, state="done", reason="") -> None:
         said = Prefetched(number=number, state=state, reason=reason)
         old = self.reconciler.registry.sessions[peer].report
         self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
 
-    def show_workers(self):
+    def show_workers(self) -> None:
         """Every stage of the formation shows up in its peer's report."""
         formation = self.reconciler.formation
         if formation is None:

@@ -9,14 +9,14 @@ from molink.swarm.hygiene import (
 from molink.wire.messages.control import StageFailed
 
 
-def test_names():
+def test_names() -> None:
     assert clean_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
     assert clean_name("\0\n", "p") == "p"
     assert len(clean_name("x" * 200, "p")) == 64
     assert clean_name("Jürgens Büro", "p") == "Jürgens Büro"
 
 
-def test_reports(kit):
+def test_reports(kit) -> None:
     report = msgspec.structs.replace(
         kit.report("a"), name="\n", addresses=("10.0.0.1", "pc.lan", "fe80::1%eth0", "x y", "a/b")
     )
@@ -36,7 +36,7 @@ def test_reports(kit):
     assert clean_report(kit.report("a"), "a") == kit.report("a")
 
 
-def test_reasons():
+def test_reasons() -> None:
     failed = StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07\n" + "x" * 999)
     clean = clean_failed(failed).reason
     assert clean.startswith("\\x1b]0;PWNED\\x07\\nxxx")
@@ -44,6 +44,6 @@ def test_reasons():
     assert len(clean) == 512
 
 
-def test_names_of_models():
+def test_names_of_models() -> None:
     assert is_model_name("Qwen/Qwen3-8B")
     assert not any(map(is_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))

@@ -7,7 +7,7 @@ DAY = 86400
 KEY = "k" * 40
 
 
-def test_it_holds_until_it_expires():
+def test_it_holds_until_it_expires() -> None:
     invitations = Invitations()
     record = invitations.create("a", KEY, 10, now=100.5, owner=True)
     forever = invitations.create("a", KEY, 0, now=100.5, owner=True)
@@ -23,7 +23,7 @@ def test_it_holds_until_it_expires():
     assert not invitations.revoke(forever.id)
 
 
-def test_a_flood_ends_the_flooders_own_only():
+def test_a_flood_ends_the_flooders_own_only() -> None:
     invitations = Invitations()
     owners = invitations.create("owner", KEY, 0, now=0, owner=True)
     first = invitations.create("b", KEY, DAY, now=0, owner=False)
@@ -35,13 +35,13 @@ def test_a_flood_ends_the_flooders_own_only():
 
 
 @pytest.mark.parametrize("ttl", [-1, float("nan"), float("inf"), 1e18])
-def test_a_nonsense_duration(ttl):
+def test_a_nonsense_duration(ttl) -> None:
     with pytest.raises(UsageError, match="can't be valid for"):
         Invitations().create("a", KEY, ttl, now=0, owner=True)
 
 
 @pytest.mark.parametrize("ttl", [0, 31 * DAY])
-def test_only_an_owners_is_for_ever(ttl):
+def test_only_an_owners_is_for_ever(ttl) -> None:
     with pytest.raises(NotAuthorized, match="more than 30 days"):
         Invitations().create("b", KEY, ttl, now=0, owner=False)
     assert Invitations().create("a", KEY, ttl, now=0, owner=True)

@@ -51,36 +51,36 @@ def layers_of(placement):
     return {stage.peer: stage.layers for stage in placement.stages}
 
 
-def test_equal_peers_share_equally_in_order_of_joining():
+def test_equal_peers_share_equally_in_order_of_joining() -> None:
     placed = place(facts(layers=9, last=0), [peer("a"), peer("b"), peer("c")])
     assert layers_of(placed) == {"a": (0, 3), "b": (3, 6), "c": (6, 9)}
 
 
-def test_the_output_head_counts_as_work_of_the_last_stage():
+def test_the_output_head_counts_as_work_of_the_last_stage() -> None:
     placed = place(facts(layers=9, last=3 * GB), [peer("a"), peer("b"), peer("c")])
     assert layers_of(placed) == {"a": (0, 4), "b": (4, 8), "c": (8, 9)}
     assert placed.slowest == pytest.approx(0.4)
     assert placed.total == pytest.approx(1.2)
 
 
-def test_a_faster_peer_takes_more():
+def test_a_faster_peer_takes_more() -> None:
     placed = place(facts(layers=9, last=0), [peer("a", rate=20e9), peer("b")])
     assert layers_of(placed) == {"a": (0, 6), "b": (6, 9)}
 
 
-def test_unmeasured_peers_count_as_average():
+def test_unmeasured_peers_count_as_average() -> None:
     placed = place(facts(layers=8, last=0), [peer("a", rate=0.0), peer("b", rate=3e9)])
     assert layers_of(placed) == {"a": (0, 4), "b": (4, 8)}
 
 
-def test_memory_limits_a_fast_peer_and_its_order():
+def test_memory_limits_a_fast_peer_and_its_order() -> None:
     small = peer("fast", memory=memory_for(3 * GB), rate=100e9)
     placed = place(facts(layers=8), [small, peer("a"), peer("b")])
     # At an end of the model it would hold two layers, between the others three.
     assert layers_of(placed) == {"a": (0, 3), "fast": (3, 6), "b": (6, 8)}
 
 
-def test_room_for_kv_is_kept():
+def test_room_for_kv_is_kept() -> None:
     one = facts(layers=4, first=0, last=0, kv=GB // 2048, context=2048)
     needs = Footprint.of(one, StageSetup()).needs(4, opens=True, closes=True)
     assert needs > 4 * (GB + GB // 2048 * 2048)
@@ -89,14 +89,14 @@ def test_room_for_kv_is_kept():
     assert isinstance(place(one, [peer("a", memory=memory - GB)]), Unplaceable)
 
 
-def test_a_wider_dtype_needs_more():
+def test_a_wider_dtype_needs_more() -> None:
     memory = memory_for(10 * GB)
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
     assert isinstance(place(facts(), [peer("a", memory=memory)], "bf16"), Placement)
     assert isinstance(place(facts(), [peer("a", memory=memory)], "f32"), Unplaceable)
 
 
-def test_a_cpu_without_bf16_takes_fewer_layers():
+def test_a_cpu_without_bf16_takes_fewer_layers() -> None:
     wide = peer("wide", memory=memory_for(10 * GB), bf16=False)
     found = place(facts(), [wide])
     assert isinstance(found, Unplaceable)
@@ -107,7 +107,7 @@ def test_a_cpu_without_bf16_takes_fewer_layers():
     assert layers_of(placed) == {"wide": (0, 3), "a": (3, 9)}
 
 
-def test_explicit_ranges_are_respected_and_gaps_filled():
+def test_explicit_ranges_are_respected_and_gaps_filled() -> None:
     placed = place(
         facts(layers=8, last=0),
         [peer("a"), peer("b", stage="2:5"), peer("c"), peer("watcher", stage="none")],
@@ -115,25 +115,25 @@ def test_explicit_ranges_are_respected_and_gaps_filled():
     assert layers_of(placed) == {"a": (0, 2), "b": (2, 5), "c": (5, 8)}
 
 
-def test_peers_without_room_for_a_layer_are_spares():
+def test_peers_without_room_for_a_layer_are_spares() -> None:
     placed = place(facts(), [peer("tiny", memory=GB // 2), peer("a")])
     assert layers_of(placed) == {"a": (0, 8)}
     assert placed.spares == ("tiny",)
 
 
-def test_more_peers_than_layers():
+def test_more_peers_than_layers() -> None:
     placed = place(facts(layers=2), [peer("slow", rate=1e9), peer("a"), peer("b")])
     assert layers_of(placed) == {"a": (0, 1), "b": (1, 2)}
     assert placed.spares == ("slow",)
 
 
-def test_a_ring_has_a_bounded_number_of_stages():
+def test_a_ring_has_a_bounded_number_of_stages() -> None:
     placed = place(facts(layers=40), [peer(f"p{i:02}") for i in range(MAX_STAGES + 3)])
     assert len(placed.stages) == MAX_STAGES
     assert len(placed.spares) == 3
 
 
-def test_peers_that_fit_nowhere_beside_the_others_are_left_out():
+def test_peers_that_fit_nowhere_beside_the_others_are_left_out() -> None:
     # Both ends are too much for `b`, and with two peers one of them is at each end.
     placed = place(facts(layers=4, first=5 * GB, last=5 * GB), [peer("a"), peer("b", 4 * GB)])
     assert layers_of(placed) == {"a": (0, 4)}
@@ -170,7 +170,7 @@ def test_peers_that_fit_nowhere_beside_the_others_are_left_out():
         ),
     ],
 )
-def test_the_reason_says_what_is_missing(candidates, reason):
+def test_the_reason_says_what_is_missing(candidates, reason: str) -> None:
     found = place(facts(), candidates)
     assert isinstance(found, Unplaceable)
     assert re.search(reason, found.reason), found.reason
@@ -184,7 +184,7 @@ SHRINKS = {
 }
 
 
-def test_quantized_layers_take_less_and_are_read_sooner():
+def test_quantized_layers_take_less_and_are_read_sooner() -> None:
     model = facts(**SHRINKS)
     peers = [peer("a", memory=memory_for(4 * GB))]
     assert isinstance(place(model, peers), Unplaceable)
@@ -195,7 +195,7 @@ def test_quantized_layers_take_less_and_are_read_sooner():
     assert placed.slowest == pytest.approx((8 * 0.325 + 0.5) / 10)
 
 
-def test_widening_leaves_quantized_projections_as_they_are():
+def test_widening_leaves_quantized_projections_as_they_are() -> None:
     model = facts(layers=9, first=0, last=0, **SHRINKS)
     wide = [peer("wide", bf16=False), peer("a")]
     # 0.2 + 0.225 GB for each layer there, 0.1 + 0.225 GB here.
@@ -204,12 +204,12 @@ def test_widening_leaves_quantized_projections_as_they_are():
     assert isinstance(place(model, tight, quantize="nf4"), Placement)
 
 
-def test_files_that_are_quantized_already_need_no_option():
+def test_files_that_are_quantized_already_need_no_option() -> None:
     peers = [peer("a", memory=memory_for(4 * GB))]
     assert isinstance(place(facts(**SHRINKS, quantized="nf4"), peers), Placement)
 
 
-def test_the_reason_names_the_gentlest_quantization_that_helps():
+def test_the_reason_names_the_gentlest_quantization_that_helps() -> None:
     model = facts(**SHRINKS)
     for memory, stage, hint in [
         (6 * GB, "auto", r"serve it with --quantize int8$"),
@@ -226,7 +226,7 @@ def test_the_reason_names_the_gentlest_quantization_that_helps():
     assert "--quantize" not in found.reason
 
 
-def test_a_gpu_keeps_room_for_graphs():
+def test_a_gpu_keeps_room_for_graphs() -> None:
     memory = memory_for(9 * GB)
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
     gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="0:8")])
@@ -238,7 +238,7 @@ def test_a_gpu_keeps_room_for_graphs():
     ("text", "expected"),
     [("0:4", (0, 4)), ("auto", None), ("none", None), ("4", None), ("-1:4", None), ("a:b", None)],
 )
-def test_parse_range(text, expected):
+def test_parse_range(text: str, expected) -> None:
     assert parse_range(text) == expected
 
 
@@ -281,7 +281,7 @@ runners = st.lists(
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_no_split_is_better(runners, layers, opens, closes):
+def test_no_split_is_better(runners, layers, opens, closes) -> None:
     gap = Gap(0, layers, opens, closes)
     found = share_out([gap], runners)
     expected = brute_force(gap, runners)
@@ -319,7 +319,7 @@ models = st.builds(
 
 @given(swarms, models, st.sampled_from(["auto", "f32", "bf16"]))
 @settings(max_examples=300, deadline=None)
-def test_a_placement_covers_the_model_within_memory(swarm, model, dtype):
+def test_a_placement_covers_the_model_within_memory(swarm, model, dtype) -> None:
     candidates = [peer(str(i), memory << 20, *values) for i, (memory, *values) in enumerate(swarm)]
     placed = place(model, candidates, dtype)
     assert placed == place(model, candidates, dtype)
@@ -346,7 +346,7 @@ def test_a_placement_covers_the_model_within_memory(swarm, model, dtype):
 
 
 @given(models, st.integers(0, 12), st.booleans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
-def test_costs_are_those_of_the_footprint(model, layers, opens, closes, kind):
+def test_costs_are_those_of_the_footprint(model, layers, opens, closes, kind) -> None:
     need = Footprint.of(model, StageSetup(kind=kind))
     expected = need.needs(layers, opens=opens, closes=closes)
     assert Costs.of(need).memory(layers, opens=opens, closes=closes) == expected

@@ -57,7 +57,7 @@ def address(name, port=5468):
     )
 
 
-def test_a_pipeline_forms_step_by_step(kit):
+def test_a_pipeline_forms_step_by_step(kit) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=2)
     paper.serve()
     assert paper.take() == []
@@ -115,7 +115,9 @@ def test_a_pipeline_forms_step_by_step(kit):
         ({"element_bytes": 2, "score_heads": 8}, "auto", 16),
     ],
 )
-def test_kv_blocks_are_the_largest_that_any_stage_wants(kit, facts, dtype, chosen):
+def test_kv_blocks_are_the_largest_that_any_stage_wants(
+    kit, facts, dtype: str, chosen: int
+) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     paper.serve(facts=msgspec.structs.replace(kit.facts, **facts), dtype=dtype)
     paper.report("a", block_size=256)
@@ -131,7 +133,7 @@ def test_kv_blocks_are_the_largest_that_any_stage_wants(kit, facts, dtype, chose
     assert told[-1].context == min(kit.facts.context, 3 * chosen)
 
 
-def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit):
+def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a")
@@ -158,7 +160,7 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit):
         assert paper.take()[:2] == [(peer, profile) for profile in told]
 
 
-def test_who_waits_is_told_why(kit):
+def test_who_waits_is_told_why(kit) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     paper.serve()
     paper.report("a")
@@ -182,7 +184,7 @@ def test_who_waits_is_told_why(kit):
     assert routes[-1].reason == ""  # being formed
 
 
-def test_an_epoch_is_committed_before_anybody_hears_of_it(kit):
+def test_an_epoch_is_committed_before_anybody_hears_of_it(kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -193,7 +195,7 @@ def test_an_epoch_is_committed_before_anybody_hears_of_it(kit):
     assert kinds == ["Commit", "Assign", "Route"]
 
 
-def test_peers_are_introduced_to_each_other(kit):
+def test_peers_are_introduced_to_each_other(kit) -> None:
     paper = kit.Paper("a", "b")
     paper.report("a")
     assert paper.take(about_members=True) == [
@@ -225,7 +227,7 @@ def test_peers_are_introduced_to_each_other(kit):
     assert paper.take(about_members=True) == []
 
 
-def test_a_peer_that_connects_again_is_told_everything_again(running):
+def test_a_peer_that_connects_again_is_told_everything_again(running) -> None:
     running.do(Reported("c", running.reconciler.registry.sessions["c"].report, fresh=True))
     sent = running.take(about_members=True)
     assert [peer for peer, _ in sent] == ["c"] * 4
@@ -235,7 +237,7 @@ def test_a_peer_that_connects_again_is_told_everything_again(running):
     assert running.reconciler.ready
 
 
-def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running):
+def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running) -> None:
     running.join("d", stage="none")
     assert ("d", route(1, address("a"))) in running.take()
     running.wait(3, *"abcd")
@@ -271,7 +273,7 @@ def joined(running):
     return [(p, m) for p, m in running.take() if isinstance(m, Prefetch)]
 
 
-def test_a_wish_for_files_is_said_again_until_reports_show_it(running):
+def test_a_wish_for_files_is_said_again_until_reports_show_it(running) -> None:
     asked = joined(running)
     assert asked == [("d", prefetch(1, (5, 6)))]
     running.wait(3.25, *"abcd")
@@ -287,7 +289,7 @@ def test_a_wish_for_files_is_said_again_until_reports_show_it(running):
     assert running.reconciler.formation.record.epoch == 2
 
 
-def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running):
+def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running) -> None:
     joined(running)
     running.prefetched("d", 1, "failed", "the disk is full")
     assert running.reconciler.move is None
@@ -301,7 +303,7 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running):
     assert running.reconciler.formation.peers == ("a", "b", "c", "e")
 
 
-def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running):
+def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running) -> None:
     running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
@@ -314,7 +316,7 @@ def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running):
 
 
 @pytest.mark.parametrize("how", ["left", "silent"])
-def test_a_newcomer_that_goes_while_it_fetches(running, how):
+def test_a_newcomer_that_goes_while_it_fetches(running, how: str) -> None:
     joined(running)
     if how == "left":
         running.do(MemberRemoved("d", "left"))
@@ -324,7 +326,7 @@ def test_a_newcomer_that_goes_while_it_fetches(running, how):
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_a_loss_does_not_wait_for_files(running):
+def test_a_loss_does_not_wait_for_files(running) -> None:
     joined(running)
     running.failed("b", 1, epoch=1)
     running.wait(0.5, *"abcd")
@@ -333,7 +335,7 @@ def test_a_loss_does_not_wait_for_files(running):
     assert running.reconciler.move is None
 
 
-def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running):
+def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running) -> None:
     joined(running)
     running.prefetched("d", 1)
     assert running.reconciler.formation.state == "loading"
@@ -343,7 +345,7 @@ def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running):
     assert ("e", prefetch(2, (5, 6))) in running.take()
 
 
-def test_joins_close_together_form_once(kit):
+def test_joins_close_together_form_once(kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -356,7 +358,7 @@ def test_joins_close_together_form_once(kit):
     assert len(paper.committed[0].stages) == 3
 
 
-def test_joining_for_ever_does_not_put_it_off_for_ever(kit):
+def test_joining_for_ever_does_not_put_it_off_for_ever(kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -366,7 +368,7 @@ def test_joining_for_ever_does_not_put_it_off_for_ever(kit):
     assert paper.committed
 
 
-def test_a_failed_worker(running):
+def test_a_failed_worker(running) -> None:
     running.failed("b", 1, epoch=1)
     assert running.take() == [(p, route(1)) for p in "abc"]
     assert running.reconciler.reason == "stage 1 on B: oops"
@@ -380,7 +382,7 @@ def test_a_failed_worker(running):
     ]
 
 
-def test_a_crash_loop_is_left_out_longer_and_longer(running):
+def test_a_crash_loop_is_left_out_longer_and_longer(running) -> None:
     for name, memory in zip("abc", (3, 5, 3), strict=True):
         running.report(name, memory=memory * 10**9)  # without `b` there is no placement
     gaps = []
@@ -396,7 +398,7 @@ def test_a_crash_loop_is_left_out_longer_and_longer(running):
     assert "left out for" in " ".join(running.reconciler.story)
 
 
-def test_what_works_is_not_disturbed_for_a_suspect(running):
+def test_what_works_is_not_disturbed_for_a_suspect(running) -> None:
     for epoch in (1, 2):
         running.failed("b", running.reconciler.formation.stage_of("b"), epoch)
         running.wait(0.5, *"abc")
@@ -410,7 +412,7 @@ def test_what_works_is_not_disturbed_for_a_suspect(running):
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_the_reason_names_who_is_left_out(running):
+def test_the_reason_names_who_is_left_out(running) -> None:
     running.report("a", memory=4 * 10**9)
     running.report("b", memory=4 * 10**9)
     running.do(MemberRemoved("c", "left"))
@@ -429,7 +431,7 @@ def test_the_reason_names_who_is_left_out(running):
     )
 
 
-def test_the_next_stage_is_blamed_for_being_lost(running):
+def test_the_next_stage_is_blamed_for_being_lost(running) -> None:
     for epoch in (1, 2):
         stage = running.reconciler.formation.stage_of("a")
         running.failed("a", stage, epoch, next_lost=True)
@@ -437,7 +439,7 @@ def test_the_next_stage_is_blamed_for_being_lost(running):
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_the_previous_stage_is_blamed_for_being_cut_off(running):
+def test_the_previous_stage_is_blamed_for_being_cut_off(running) -> None:
     for epoch in (1, 2):
         peers = running.reconciler.formation.peers
         stage = (peers.index("b") + 1) % len(peers)
@@ -447,7 +449,7 @@ def test_the_previous_stage_is_blamed_for_being_cut_off(running):
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_a_silent_peer_is_replaced_by_who_is_left(running):
+def test_a_silent_peer_is_replaced_by_who_is_left(running) -> None:
     running.wait(5.25, *"ab")
     assert not running.reconciler.ready
     assert running.take() == [(p, route(1)) for p in "ab"]
@@ -465,7 +467,7 @@ def test_a_silent_peer_is_replaced_by_who_is_left(running):
     assert running.reconciler.ready
 
 
-def test_a_peer_that_stops_in_good_order_is_no_suspect(running):
+def test_a_peer_that_stops_in_good_order_is_no_suspect(running) -> None:
     running.failed("c", running.reconciler.formation.stage_of("c"), 1)
     running.wait(1.5, *"abc")
     running.obey()
@@ -484,7 +486,7 @@ def test_a_peer_that_stops_in_good_order_is_no_suspect(running):
     assert running.reconciler.left_out("c") == ""
 
 
-def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running):
+def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)  # before `c` counts as silent
     running.wait(7, *"ab")
     running.obey()
@@ -494,7 +496,7 @@ def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running):
     assert "left out for 10 min more after a failure" in running.reconciler.left_out("c")
 
 
-def test_a_peer_that_just_went_silent_is_not_placed(running):
+def test_a_peer_that_just_went_silent_is_not_placed(running) -> None:
     running.wait(3, *"ab")
     assert running.reconciler.ready
     running.failed("b", 1, epoch=1, next_lost=True)
@@ -502,7 +504,7 @@ def test_a_peer_that_just_went_silent_is_not_placed(running):
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_short_silence_changes_nothing(running):
+def test_a_short_silence_changes_nothing(running) -> None:
     running.wait(4, *"ab")
     running.report("c", *running.reconciler.registry.sessions["c"].report.workers)
     running.wait(2, *"abc")
@@ -510,7 +512,7 @@ def test_a_short_silence_changes_nothing(running):
     assert running.reconciler.ready
 
 
-def test_its_own_standstill_is_nobodys_silence(running):
+def test_its_own_standstill_is_nobodys_silence(running) -> None:
     running.now += 60
     running.do(Tick())
     assert running.take() == []
@@ -519,7 +521,7 @@ def test_its_own_standstill_is_nobodys_silence(running):
     assert not running.reconciler.registry.sessions
 
 
-def test_a_peer_that_leaves(running):
+def test_a_peer_that_leaves(running) -> None:
     running.do(MemberRemoved("b", "left"))
     assert running.take() == [
         ("a", MemberGone(peer="b")),
@@ -533,7 +535,7 @@ def test_a_peer_that_leaves(running):
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_without_enough_memory_it_waits_and_says_why(kit):
+def test_without_enough_memory_it_waits_and_says_why(kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a", memory=4 * kit.GB)
@@ -545,7 +547,7 @@ def test_without_enough_memory_it_waits_and_says_why(kit):
     assert paper.reconciler.formation is not None
 
 
-def test_a_joiner_that_makes_placement_impossible_stops_nothing(running):
+def test_a_joiner_that_makes_placement_impossible_stops_nothing(running) -> None:
     running.join("d", stage="0:99")
     running.wait(2, *"abcd")
     assert running.reconciler.ready
@@ -556,7 +558,7 @@ def test_a_joiner_that_makes_placement_impossible_stops_nothing(running):
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running):
+def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running) -> None:
     running.failed("b", 1, epoch=0)
     running.failed("b", 1, epoch=2)
     running.failed("b", 0, epoch=1)
@@ -569,7 +571,7 @@ def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running):
     assert running.reconciler.ready
 
 
-def test_a_formation_without_progress_is_given_up(kit):
+def test_a_formation_without_progress_is_given_up(kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":
@@ -588,7 +590,7 @@ def test_a_formation_without_progress_is_given_up(kit):
     assert "B made no progress with loading its stage" in " ".join(paper.reconciler.story)
 
 
-def test_a_stage_that_never_links_is_given_up(kit):
+def test_a_stage_that_never_links_is_given_up(kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":
@@ -603,7 +605,7 @@ def test_a_stage_that_never_links_is_given_up(kit):
     assert paper.reconciler.formation.record.epoch == 2
 
 
-def test_lost_instructions_are_repeated(kit):
+def test_lost_instructions_are_repeated(kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -623,7 +625,7 @@ def test_lost_instructions_are_repeated(kit):
     assert paper.reconciler.ready
 
 
-def test_a_peer_without_room_for_kv_is_named(kit):
+def test_a_peer_without_room_for_kv_is_named(kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -634,7 +636,7 @@ def test_a_peer_without_room_for_kv_is_named(kit):
 
 
 @pytest.mark.parametrize("how", ["failed", "gone", "restarted"])
-def test_reports_show_what_messages_did_not(running, kit, how):
+def test_reports_show_what_messages_did_not(running, kit, how: str) -> None:
     if how == "failed":
         running.report("b", kit.worker("failed", 1, 1, (2, 4)))
     elif how == "gone":
@@ -646,7 +648,7 @@ def test_reports_show_what_messages_did_not(running, kit, how):
     assert running.take()[0] == ("a", route(1))
 
 
-def test_workers_of_nothing_are_stopped(running, kit):
+def test_workers_of_nothing_are_stopped(running, kit) -> None:
     running.report("b", kit.worker("ready", 1, 1, (2, 4)), kit.worker("ready", 7, 0, (0, 2), "p9"))
     assert running.take() == [("b", Unassign(pipeline="p9"))]
     running.join("d", stage="none")
@@ -655,21 +657,21 @@ def test_workers_of_nothing_are_stopped(running, kit):
     assert running.take() == [("d", Unassign(pipeline="p1"))]
 
 
-def test_a_peer_that_gets_no_stage_any_more_is_told_so(running):
+def test_a_peer_that_gets_no_stage_any_more_is_told_so(running) -> None:
     running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert ("b", Unassign(pipeline="p1")) in running.obey()
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_the_same_wish_changes_nothing(running):
+def test_the_same_wish_changes_nothing(running) -> None:
     running.serve(min_peers=1, source="b")
     running.wait(2, *"abc")
     assert running.take() == []
 
 
 @pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "int8"}])
-def test_another_model_gets_another_pipeline(running, change):
+def test_another_model_gets_another_pipeline(running, change) -> None:
     running.serve(**change)
     sent = running.take()
     assert sent == [
@@ -687,7 +689,7 @@ def test_another_model_gets_another_pipeline(running, change):
     }
 
 
-def test_another_number_of_micro_batches_is_another_epoch(running):
+def test_another_number_of_micro_batches_is_another_epoch(running) -> None:
     running.serve(micro_batches=5)
     running.wait(0.5, *"abc")
     running.obey()
@@ -706,7 +708,7 @@ def restarted(running, kit):
     )
 
 
-def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit):
+def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit) -> None:
     again = restarted(running, kit)
     layers = [(0, 2), (2, 4), (4, 6)]
     for stage, name in enumerate("abc"):
@@ -718,7 +720,7 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit):
     assert again.committed == []
 
 
-def test_a_newcomer_is_not_forgotten_by_a_restart(running, kit):
+def test_a_newcomer_is_not_forgotten_by_a_restart(running, kit) -> None:
     joined(running)
     again = restarted(running, kit)
     again.join("d")
@@ -729,14 +731,14 @@ def test_a_newcomer_is_not_forgotten_by_a_restart(running, kit):
     assert again.reconciler.formation.peers == ("a", "b", "c", "d")
 
 
-def test_who_has_not_reported_is_not_adopted(running, kit):
+def test_who_has_not_reported_is_not_adopted(running, kit) -> None:
     again = restarted(running, kit)
     for stage, name in enumerate("abc"):
         again.ready(name, stage, epoch=1)
     assert again.reconciler.formation.state == "adopting"
 
 
-def test_a_changed_stage_is_not_adopted(running, kit):
+def test_a_changed_stage_is_not_adopted(running, kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 5)))
@@ -746,7 +748,7 @@ def test_a_changed_stage_is_not_adopted(running, kit):
     assert again.committed[-1].epoch == 2
 
 
-def test_a_missing_peer_is_not_waited_for_beyond_its_time(running, kit):
+def test_a_missing_peer_is_not_waited_for_beyond_its_time(running, kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 4)))
@@ -757,7 +759,7 @@ def test_a_missing_peer_is_not_waited_for_beyond_its_time(running, kit):
     assert again.reconciler.formation.peers == ("a", "b")
 
 
-def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running, kit):
+def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running, kit) -> None:
     again = restarted(running, kit)
     again.report("a")
     again.report("b")
@@ -767,7 +769,7 @@ def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running, kit):
     assert again.committed[-1].epoch == 2
 
 
-def test_an_unformed_epoch_is_not_adopted(running, kit):
+def test_an_unformed_epoch_is_not_adopted(running, kit) -> None:
     record = PipelineRecord("p1", "toy", 4, running.committed[-1].stages)
     again = kit.Paper(*"abc", desired=running.reconciler.desired, pipeline=record, last=(1, 4))
     for stage, name in enumerate("abc"):
@@ -776,7 +778,7 @@ def test_an_unformed_epoch_is_not_adopted(running, kit):
     assert again.committed[-1].epoch == 5
 
 
-def test_broken_invariants_come_with_the_story(running):
+def test_broken_invariants_come_with_the_story(running) -> None:
     running.reconciler.registry.sessions["z"] = running.reconciler.registry.sessions["a"]
     with pytest.raises(InvariantError) as caught:
         running.do(Tick())

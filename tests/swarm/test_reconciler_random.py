@@ -39,11 +39,11 @@ class World:
         self.desired = self.record = self.kept = None
         self.epoch = 0
 
-    def step(self, kind, who, what):
+    def step(self, kind, who, what) -> None:
         getattr(self, kind)(who, what)
         self.deliver()
 
-    def report(self, name, fresh=False):
+    def report(self, name, fresh=False) -> None:
         self.paper.do(
             Reported(
                 name,
@@ -58,19 +58,19 @@ class World:
             )
         )
 
-    def join(self, name, stage):
+    def join(self, name, stage) -> None:
         self.stages[name] = stage
         self.paper.join(name, stage=stage)
         self.report(name)
 
-    def wait(self, alive, seconds):
+    def wait(self, alive, seconds) -> None:
         for _ in range(round(seconds / 0.25)):
             self.paper.now += 0.25
             for name in sorted(alive & set(self.paper.reconciler.registry.sessions)):
                 self.report(name)
             self.paper.do(Tick())
 
-    def obey(self, name, report):
+    def obey(self, name, report) -> None:
         if not self.inbox[name]:
             return
         message = self.inbox[name].pop(0)
@@ -91,7 +91,7 @@ class World:
         if report and name in self.paper.reconciler.registry.sessions:
             self.report(name)
 
-    def work(self, busy, rounds):
+    def work(self, busy, rounds) -> None:
         """Some peers do what they are told, for a while."""
         for _ in range(rounds):
             self.deliver()
@@ -100,40 +100,40 @@ class World:
             for name in sorted(busy):
                 self.obey(name, True)
 
-    def act(self, call):
+    def act(self, call) -> None:
         self.history.append(call)
         getattr(self.paper, call[0])(*call[1:])
 
-    def fail(self, name, next_lost):
+    def fail(self, name, next_lost) -> None:
         formation = self.paper.reconciler.formation
         stage = formation.stage_of(name) if formation is not None else None
         if stage is not None:
             record = formation.record
             self.paper.failed(name, stage, record.epoch, record.id, next_lost=next_lost)
 
-    def replay(self, _name, index):
+    def replay(self, _name, index) -> None:
         if self.history:
             self.act(self.history[index % len(self.history)])
 
-    def reconnect(self, name, pid):
+    def reconnect(self, name, pid) -> None:
         if self.pids[name] != pid:
             self.pids[name], self.workers[name] = pid, {}
             self.prefetched[name] = None
         if name in self.paper.reconciler.registry.members:
             self.report(name, fresh=True)
 
-    def leave(self, name, _):
+    def leave(self, name, _) -> None:
         self.paper.do(MemberRemoved(name, "left"))
         self.workers[name] = {}
 
-    def serve(self, dtype, min_peers):
+    def serve(self, dtype, min_peers) -> None:
         old = self.desired
         self.paper.serve(dtype=dtype, min_peers=min_peers)
         self.desired = self.paper.reconciler.desired
         if old is None or old.dtype != dtype:
             self.kept = None  # as the state does
 
-    def restart(self, *_):
+    def restart(self, *_) -> None:
         """The state has what was committed; nobody else notices."""
         self.deliver()
         old = self.paper
@@ -145,7 +145,7 @@ class World:
             last=(int(self.record.id[1:]), self.record.epoch) if self.record else (0, 0),
         )
 
-    def deliver(self):
+    def deliver(self) -> None:
         """What was decided reaches peers; and it was right to decide it."""
         decisions, self.paper.decisions = self.paper.decisions, []
         for decision in decisions:
@@ -154,7 +154,7 @@ class World:
             elif isinstance(decision, SendMessage):
                 self.sent(decision.peer, decision.message)
 
-    def committed(self, record):
+    def committed(self, record) -> None:
         assert record.epoch >= self.epoch
         assert record.epoch > self.epoch or record.formed
         first = [stage.layers[0] for stage in record.stages]
@@ -163,7 +163,7 @@ class World:
         assert last[-1] == self.kit.facts.layers
         self.epoch, self.record, self.kept = record.epoch, record, record
 
-    def sent(self, peer, message):
+    def sent(self, peer, message) -> None:
         if isinstance(message, Assign | Form):
             assert message.epoch == self.record.epoch == self.epoch
             assert isinstance(message, Assign) or self.record.formed
@@ -175,7 +175,7 @@ class World:
             assert self.record.formed
             assert message.head.peer == self.record.stages[0].peer
 
-    def check(self):
+    def check(self) -> None:
         reconciler = self.paper.reconciler
         assert bool(reconciler.reason) or reconciler.ready
         assert reconciler.move is None or reconciler.formation.worth_keeping
@@ -191,7 +191,7 @@ class World:
 
 @given(st.lists(steps, min_size=5, max_size=40))
 @settings(max_examples=120, deadline=None)
-def test_promises_are_kept(kit, plan):
+def test_promises_are_kept(kit, plan) -> None:
     world = World(kit)
     for name in "abc":
         world.step("join", name, "auto")
@@ -206,7 +206,7 @@ def test_promises_are_kept(kit, plan):
 
 @given(st.lists(steps, max_size=25))
 @settings(max_examples=60, deadline=None)
-def test_it_always_recovers(kit, plan):
+def test_it_always_recovers(kit, plan) -> None:
     """Whatever happened: once peers are there and behave, the model is served."""
     world = World(kit)
     for step in plan:

@@ -17,21 +17,21 @@ def found():
     return measure({"bundled": (ModelFolder.open(FOLDER), texts)}, masks, repeat=1)
 
 
-def test_rows_shrink_by_what_the_design_counts_on(found):
+def test_rows_shrink_by_what_the_design_counts_on(found) -> None:
     minimum = {"bf16": 1.43, "f16": 1.12, "f32": 1.15}
     for row in found["speed"]:
         lossless = row["coding"] == "lossless"
         assert row["ratio"] > (minimum[row["dtype"]] if lossless else 1.9)
 
 
-def test_nothing_that_was_tried_is_smaller(found):
+def test_nothing_that_was_tried_is_smaller(found) -> None:
     ours = next(row for row in found["tried"] if row["way"] == "exponents, entropy code only")
     for row in found["tried"]:
         # Among them what compresses the mantissas, too.
         assert row["ratio"] <= ours["ratio"] * 1.02
 
 
-def test_8_bit_rows_cost_little_quality(found):
+def test_8_bit_rows_cost_little_quality(found) -> None:
     assert [(row["dtype"], row["stages"]) for row in found["quality"]] == [
         ("f32", 2),
         ("f32", 3),

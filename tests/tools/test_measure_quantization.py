@@ -7,7 +7,7 @@ from tools.measure_quantization import measure
 from tools.train_demo_model import FOLDER
 
 
-def test_quantized_weights_cost_little_quality():
+def test_quantized_weights_cost_little_quality() -> None:
     tokenizer = load_tokenizer(FOLDER)
     texts = encode(tokenizer, conversations("held_out", 6, 7))
     masks = [answered(tokenizer, text) for text in texts]

@@ -36,7 +36,7 @@ def drain(network: Network, now: float) -> list[tuple[int, float, int]]:
 # --- shaping, without I/O ------------------------------------------------------------------------
 
 
-def test_a_line_sends_at_its_rate_and_drops_what_its_queue_cant_hold():
+def test_a_line_sends_at_its_rate_and_drops_what_its_queue_cant_hold() -> None:
     line = Line(8.0, limit=2500)  # 1 MB/s: 1 ms per packet
     assert [line.put(bytes(1000), 5.0) for _ in range(4)] == [True, True, False, False]
     assert [round(at, 6) for at, _ in line.waiting] == [5.001, 5.002]
@@ -45,7 +45,7 @@ def test_a_line_sends_at_its_rate_and_drops_what_its_queue_cant_hold():
     assert line.waiting[-1][0] == pytest.approx(5.003)
 
 
-def test_an_unlimited_line_only_delays():
+def test_an_unlimited_line_only_delays() -> None:
     line = Line(0.0, limit=1, delay=0.5)
     assert line.put(bytes(1000), 5.0)
     assert line.next_at == 5.5
@@ -53,7 +53,7 @@ def test_an_unlimited_line_only_delays():
     assert line.next_at == 5.5
 
 
-def test_another_rate_holds_for_what_is_queued_too():
+def test_another_rate_holds_for_what_is_queued_too() -> None:
     line = Line(8.0, limit=10_000)
     for _ in range(3):
         line.put(bytes(1000), 5.0)
@@ -68,7 +68,7 @@ def network(**values: float) -> Network:
     return Network([node, node], {1: 0, 2: 1}, seed=7)
 
 
-def test_a_packet_passes_uplink_delay_and_downlink():
+def test_a_packet_passes_uplink_delay_and_downlink() -> None:
     net = network()
     net.put(0, packet(2, number=1), 5.0)
     net.put(0, packet(2, number=2), 5.0)
@@ -80,7 +80,7 @@ def test_a_packet_passes_uplink_delay_and_downlink():
     assert net.next_at == float("inf")
 
 
-def test_a_cut_loses_both_directions_until_it_is_mended():
+def test_a_cut_loses_both_directions_until_it_is_mended() -> None:
     net = network()
     net.change(1, "cut", 1, 5.0)
     net.put(0, packet(2), 5.0)
@@ -92,7 +92,7 @@ def test_a_cut_loses_both_directions_until_it_is_mended():
     assert net.stats[1]["lost"] == 2
 
 
-def test_losses_are_seeded():
+def test_losses_are_seeded() -> None:
     def arrived() -> list[int]:
         net = network(loss=0.5, queue_bytes=10**6)
         for number in range(50):
@@ -104,7 +104,7 @@ def test_losses_are_seeded():
     assert 10 < len(first) < 40
 
 
-def test_strays_are_counted_and_dropped():
+def test_strays_are_counted_and_dropped() -> None:
     net = network()
     for data in (b"", b"\x60" + bytes(40), packet(9)):
         net.put(0, data, 5.0)
@@ -115,12 +115,12 @@ def test_strays_are_counted_and_dropped():
 @pytest.mark.parametrize(
     ("name", "value"), [("loss", 1.5), ("up_mbps", -1), ("delay_ms", float("nan")), ("cpu", 1)]
 )
-def test_nonsense_is_refused(name, value):
+def test_nonsense_is_refused(name: str, value) -> None:
     with pytest.raises(ValueError, match=name):
         network().change(0, name, value, 0.0)
 
 
-def test_without_namespaces_the_command_says_what_it_needs(monkeypatch):
+def test_without_namespaces_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(RigError, match=r"needs Linux.*--proxy"), Rig([Node("a")]):
         pass
@@ -129,7 +129,7 @@ def test_without_namespaces_the_command_says_what_it_needs(monkeypatch):
 # --- the byte-level proxy ------------------------------------------------------------------------
 
 
-def test_the_proxy_passes_every_byte_on_in_order():
+def test_the_proxy_passes_every_byte_on_in_order() -> None:
     data = bytes(range(256)) * 400
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -156,7 +156,7 @@ def test_the_proxy_passes_every_byte_on_in_order():
 
 
 @needs_root
-def test_round_trips_and_rates_are_as_set_and_change_live():
+def test_round_trips_and_rates_are_as_set_and_change_live() -> None:
     """Nothing is ever faster than set; how much slower, that is up to a busy PC."""
     node = Node("node", 20, 20, delay_ms=10)
     with Rig([node] * 3, congestion="cubic") as rig:
@@ -175,7 +175,7 @@ def test_round_trips_and_rates_are_as_set_and_change_live():
 
 
 @needs_root
-def test_a_cut_stops_packets_and_mending_lets_them_pass():
+def test_a_cut_stops_packets_and_mending_lets_them_pass() -> None:
     with Rig([Node("a"), Node("b")], congestion="bbr") as rig:
         assert ask(rig, "ping", 0.1)["n"] > 0
         rig.cut(1)
@@ -185,7 +185,7 @@ def test_a_cut_stops_packets_and_mending_lets_them_pass():
 
 
 @needs_root
-def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing():
+def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing() -> None:
     with Rig([Node("a")]) as one, VethPair(100.0) as two:
         names = existing(os.getpid())
         assert one.namespace(0) in names
@@ -198,7 +198,7 @@ def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing():
 
 
 @needs_root
-def test_what_a_killed_process_left_is_removed_by_the_next():
+def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
     program = (
         "from tools.wan import Node, Rig; import sys, time\n"
         "with Rig([Node('a'), Node('b')]) as rig:\n"
@@ -222,7 +222,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next():
 
 
 @needs_root
-def test_the_command_runs_a_program_on_every_node(tmp_path):
+def test_the_command_runs_a_program_on_every_node(tmp_path: Path) -> None:
     show = "import os, pathlib; pathlib.Path(os.environ['WAN_NODE']).write_text(os.environ[{!r}])"
     program = [sys.executable, "-c", show.format("WAN_ADDRESS")]
     command = [sys.executable, "-m", "tools.wan", "--nodes", "2", "--", *program]

@@ -23,7 +23,7 @@ class Captures(Protocol):
         ...
 
     def capture(self, work: Work, maximum: int) -> Work | None:
-        """What replays ``work``; ``None`` if that would keep more than ``maximum`` bytes for itself.
+        """What replays ``work``; ``None`` if that would keep more than ``maximum`` bytes.
 
         Nothing it needs may move, and it may not wait for the device.
         """

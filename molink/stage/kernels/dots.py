@@ -25,7 +25,7 @@ _PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
 def emit_tiles(
     builder: ir.IRBuilder, count: ir.Value, maximum: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
-    """``emit(first, size)`` for ``count`` rows: in tiles of ``maximum``, then for those left over."""
+    """``emit(first, size)`` for ``count`` rows: in tiles of ``maximum``, then the rest."""
 
     def emit_whole(first: ir.Value, _: Values) -> Values:
         emit(first, maximum)

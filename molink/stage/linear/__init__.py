@@ -8,10 +8,10 @@ from molink.stage.linear.plain import Linear
 
 __all__ = [
     "CompiledLinear",
+    "EmbeddingTable",
     "Linear",
     "PackedLinear",
     "Projection",
     "Projections",
-    "EmbeddingTable",
     "can_pack",
 ]

@@ -26,7 +26,7 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     """The first message: everything a worker has to know to load its stage.
 
     ``secret_key`` is the peer's CURVE key (it never appears in argv or the environment).
-    ``kv_bytes`` bounds the KV pool (``molink.facts.memory_plan``); ``ports`` is the range to bind the
+    ``kv_bytes`` bounds the KV pool; ``ports`` is the range to bind the
     data socket in (half-open).
     ``device`` is ``cpu`` or ``cuda:N``; ``threads`` 0 leaves torch's default.
     """

@@ -5,7 +5,7 @@ from molink.head.request import HeadRequest
 from molink.wire.messages.data import Sampling
 
 
-def test_order():
+def test_order() -> None:
     policy: SchedulingPolicy = Fcfs()
     jobs = [Job.of(HeadRequest("d", str(i), (1,), 1, 1, Sampling())) for i in range(4)]
     for job in jobs[:3]:

@@ -52,7 +52,7 @@ def packed(codec, dtype="bf16", coding=Coding.LOSSLESS, hidden=512):
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_every_bit_pattern_of_16_comes_back(codec, dtype):
+def test_every_bit_pattern_of_16_comes_back(codec, dtype) -> None:
     # NaNs with their payloads, infinities, denormals and both zeros among them.
     words = np.arange(1 << 16, dtype="<u2")
     if dtype == "f32":
@@ -74,7 +74,7 @@ def test_every_bit_pattern_of_16_comes_back(codec, dtype):
     rows=st.lists(st.binary(min_size=4, max_size=4), min_size=1, max_size=80),
     repeat=st.integers(1, 8),
 )
-def test_any_rows_come_back(codec, dtype, hidden, rows, repeat):
+def test_any_rows_come_back(codec, dtype, hidden, rows, repeat) -> None:
     row = hidden * DTYPE_SIZES[dtype]
     data = b"".join((each * row)[:row] for each in rows) * repeat
     plain = header(dtype, data, hidden)
@@ -86,12 +86,12 @@ def test_any_rows_come_back(codec, dtype, hidden, rows, repeat):
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [("bf16", 1.4), ("f16", 1.1), ("f32", 1.15)])
-def test_activations_shrink(codec, dtype, ratio):
+def test_activations_shrink(codec, dtype: str, ratio: float) -> None:
     coded, _ = packed(codec, dtype)
     assert coded.nbytes / coded.coded > ratio
 
 
-def test_noise_stays_as_it_is(codec):
+def test_noise_stays_as_it_is(codec) -> None:
     data = np.random.default_rng(1).bytes(8192)
     plain = header("bf16", data, 512)
     assert codec.pack(plain, data, Coding.LOSSLESS) == (plain, data)
@@ -108,12 +108,12 @@ def test_noise_stays_as_it_is(codec):
         Payload("bf16", (4, 8), Coding.LOSSLESS, 50),
     ],
 )
-def test_only_plain_rows_are_packed(codec, payload):
+def test_only_plain_rows_are_packed(codec, payload) -> None:
     with pytest.raises(WireError):
         codec.pack(payload, bytes(64), Coding.LOSSLESS)
 
 
-def test_more_than_a_message_is_not_packed(codec):
+def test_more_than_a_message_is_not_packed(codec) -> None:
     with pytest.raises(WireError, match="over"):
         codec.pack(Payload("bf16", (1, MAX_PAYLOAD)), bytes(2 * MAX_PAYLOAD), Coding.LOSSLESS)
 
@@ -122,7 +122,7 @@ def test_more_than_a_message_is_not_packed(codec):
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_int8_is_off_by_half_a_step(codec, dtype):
+def test_int8_is_off_by_half_a_step(codec, dtype) -> None:
     data = activations(dtype)
     coded, frame = codec.pack(header(dtype, data, 512), data, Coding.INT8)
     assert coded.coded == 16 * (4 + 512)
@@ -137,7 +137,7 @@ def test_int8_is_off_by_half_a_step(codec, dtype):
 
 @pytest.mark.parametrize("dtype", TRAVEL)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad):
+def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad) -> None:
     values = np.ones((3, 64), np.float32)
     values[0, 5] = bad
     values[1] = 0
@@ -150,7 +150,7 @@ def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad):
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype):
+def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype) -> None:
     top = np.uint32({"bf16": 0x7F7F0000, "f16": 0x477FE000, "f32": 0x7F7FFFFF}[dtype])
     minimum = np.uint32({"bf16": 0x00010000, "f16": 0x33800000, "f32": 1}[dtype])
     values = np.array([[top] * 8, [minimum] * 8], "<u4").view("<f4")
@@ -161,7 +161,7 @@ def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype):
 
 
 @given(data=st.binary(min_size=64, max_size=64), dtype=st.sampled_from(TRAVEL))
-def test_int8_of_any_bits_is_finite_where_the_row_was(codec, data, dtype):
+def test_int8_of_any_bits_is_finite_where_the_row_was(codec, data, dtype) -> None:
     data *= 2
     coded, frame = codec.pack(header(dtype, data, 16), data, Coding.INT8)
     after = numbers(codec.unpack(coded, frame)[1], dtype, 16)
@@ -175,7 +175,7 @@ def test_int8_of_any_bits_is_finite_where_the_row_was(codec, data, dtype):
 @pytest.mark.parametrize("coding", [Coding.LOSSLESS, Coding.INT8])
 @pytest.mark.parametrize("dtype", TRAVEL)
 @given(data=st.data())
-def test_any_bytes_are_rows_or_an_error(codec, dtype, coding, data):
+def test_any_bytes_are_rows_or_an_error(codec, dtype, coding, data) -> None:
     coded, frame = packed(codec, dtype, coding, hidden=32)
     damaged = bytearray(frame)
     for _ in range(data.draw(st.integers(0, 4))):
@@ -227,7 +227,7 @@ HUGE = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**60).to_bytes(8, "little") + byt
         pytest.param(b"\x50\x2a\x4d\x18" + (512).to_bytes(4, "little"), id="a frame to be skipped"),
     ],
 )
-def test_other_frames_are_refused(codec, content):
+def test_other_frames_are_refused(codec, content) -> None:
     with pytest.raises(WireError):
         codec.unpack(*frame_of(content))
 
@@ -246,6 +246,6 @@ def test_other_frames_are_refused(codec, content):
         Payload("bf16", (8, 8)),
     ],
 )
-def test_headers_that_lie_are_refused(codec, payload):
+def test_headers_that_lie_are_refused(codec, payload) -> None:
     with pytest.raises(WireError):
         codec.unpack(payload, bytes(64))

@@ -21,7 +21,7 @@ def make(setting="lossless", tick=1e-6):
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_it_packs_and_measures(bulk):
+def test_it_packs_and_measures(bulk: bool) -> None:
     packer, compressor = make()
     header, data = packer.pack(bulk, PLAIN, memoryview(ROWS))
     assert header.coding is Coding.LOSSLESS
@@ -36,7 +36,7 @@ def test_it_packs_and_measures(bulk):
     assert worth.share == pytest.approx(ratio * 12.5e6 * 2e-6 / len(ROWS))
 
 
-def test_it_leaves_rows_alone_where_packing_is_too_slow():
+def test_it_leaves_rows_alone_where_packing_is_too_slow() -> None:
     packer, compressor = make(tick=1.0)
     for _ in range(CompressorLimits().samples):
         header, _ = packer.pack(True, PLAIN, memoryview(ROWS))
@@ -47,7 +47,7 @@ def test_it_leaves_rows_alone_where_packing_is_too_slow():
     assert packer.pack(True, PLAIN, rows) == (PLAIN, rows)
 
 
-def test_it_decides_by_the_rate():
+def test_it_decides_by_the_rate() -> None:
     packer, compressor = make(tick=1e-6)
     packer.pack(True, PLAIN, memoryview(ROWS))
     assert compressor.packs(True)
@@ -55,7 +55,7 @@ def test_it_decides_by_the_rate():
     assert not compressor.packs(True)
 
 
-def test_none_packs_nothing():
+def test_none_packs_nothing() -> None:
     packer, _ = make("none")
     rows = memoryview(ROWS)
     assert packer.pack(True, PLAIN, rows) == (PLAIN, rows)

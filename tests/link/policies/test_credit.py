@@ -158,7 +158,7 @@ def test_acknowledgements_that_come_unevenly() -> None:
     assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.030
 
 
-@pytest.mark.parametrize(("known", "most"), [(False, 1.4), (True, 1.02)])
+@pytest.mark.parametrize(("known", "maximum"), [(False, 1.4), (True, 1.02)])
 def test_a_whole_prefill(known: bool, maximum: float) -> None:
     """14 MB at 100 Mbps and 30 ms there and back, against the same bytes sent as one."""
     link = Bottleneck(100 * MBPS, 0.015)

@@ -7,12 +7,12 @@ from molinkd.coordinator.arguments import Options, parse_options, reachable_at
 KEY = "-:@3456789012345678901234567890123456789"
 
 
-def test_defaults(tmp_path):
+def test_defaults(tmp_path: Path) -> None:
     options = parse_options(["--state", str(tmp_path), "--name", "home"])
     assert options == Options(tmp_path, name="home")
 
 
-def test_everything(tmp_path):
+def test_everything(tmp_path: Path) -> None:
     arguments = [
         "--host",
         "1.2.3.4",
@@ -34,7 +34,7 @@ def test_everything(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["--port 70000", "--member short:name", f"--member {KEY}"])
-def test_mistakes_are_named(wrong, capsys):
+def test_mistakes_are_named(wrong, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(["--state", "x", *wrong.split()])
     assert "argument --" in capsys.readouterr().err
@@ -50,10 +50,10 @@ def test_mistakes_are_named(wrong, capsys):
         ("[fe80::1]:99", "[fe80::1]:99"),
     ],
 )
-def test_addresses(host, address):
+def test_addresses(host: str, address: str) -> None:
     assert reachable_at(Options(Path(), addresses=(host,)), 7) == (address,)
     assert reachable_at(Options(Path(), host=host.removesuffix(":99")), 7)[0].endswith(":7")
 
 
-def test_on_all_interfaces_it_names_those_that_others_can_reach():
+def test_on_all_interfaces_it_names_those_that_others_can_reach() -> None:
     assert all(address.endswith(":7") for address in reachable_at(Options(Path()), 7))

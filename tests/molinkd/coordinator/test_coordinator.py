@@ -5,6 +5,8 @@ import contextlib
 import json
 import time
 from collections import Counter
+from pathlib import Path
+from typing import Never
 
 import msgspec
 import pytest
@@ -78,13 +80,13 @@ class Peer:
         await self.client.wait_connected(timeout)
         return self
 
-    def report(self):
+    def report(self) -> None:
         report = self.kit.report(
             "a", *self.workers.values(), stage=self.stage, models=self.models or ("toy",)
         )
         self.client.send(report)
 
-    def take(self, message, _payload):
+    def take(self, message, _payload) -> None:
         self.told.append(message)
         if not self.obeys:
             return
@@ -144,7 +146,7 @@ class Scene:
         self.port = await self.coordinator.start()
         return self
 
-    async def stop(self):
+    async def stop(self) -> None:
         if self.coordinator is not None:
             await self.coordinator.close()
             self.state.close()
@@ -185,7 +187,7 @@ class Scene:
         _, payload = await peer.client.request(StatusRequest(ref=0), timeout=5)
         return json.loads(bytes(payload))
 
-    async def until(self, condition, *reporters):
+    async def until(self, condition, *reporters) -> None:
         """Wait for a condition while these peers go on reporting."""
         async with asyncio.timeout(20):
             while not condition():
@@ -196,7 +198,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(kit, tmp_path, monkeypatch):
+async def scene(kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "TICK", 0.02)
     async with contextlib.AsyncExitStack() as stack:
         scene = Scene(kit, tmp_path / "state", stack)
@@ -208,7 +210,7 @@ def serve(kit, **changes):
     return ServeModel(ref=0, model=kit.facts, **changes)
 
 
-async def test_join_serve_and_route(scene, kit):
+async def test_join_serve_and_route(scene, kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit, min_peers=2))
     guest = await scene.join(await scene.token(owner))
@@ -229,7 +231,7 @@ async def test_join_serve_and_route(scene, kit):
     assert status["pipelines"][0]["ready"] is True
 
 
-async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(scene, kit):
+async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(scene, kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit, quantize="nf4"))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
@@ -240,7 +242,7 @@ async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(sce
     assert scene.coordinator.reconciler.desired.quantize == "nf4"
 
 
-async def test_a_restart_adopts_what_runs(scene, kit):
+async def test_a_restart_adopts_what_runs(scene, kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
@@ -254,7 +256,7 @@ async def test_a_restart_adopts_what_runs(scene, kit):
     assert scene.coordinator.reconciler.ready
 
 
-async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene):
+async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     first = await scene.join(token)
@@ -270,7 +272,7 @@ async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene):
         await owner.ask(RevokeRequest(ref=0, target=invitation.id))
 
 
-async def test_an_expired_invitation_opens_nothing(scene, monkeypatch):
+async def test_an_expired_invitation_opens_nothing(scene, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, ttl=60)
     real = time.time()
@@ -281,7 +283,7 @@ async def test_an_expired_invitation_opens_nothing(scene, monkeypatch):
     assert scene.state.invitations() == []
 
 
-async def test_the_secret_is_kept_nowhere(scene):
+async def test_the_secret_is_kept_nowhere(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     await scene.stop()
@@ -289,7 +291,7 @@ async def test_the_secret_is_kept_nowhere(scene):
         assert token.secret_key.encode() not in path.read_bytes()
 
 
-async def test_an_invitation_may_do_nothing_but_join(scene):
+async def test_an_invitation_may_do_nothing_but_join(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = Client(
@@ -314,7 +316,7 @@ async def test_an_invitation_may_do_nothing_but_join(scene):
     assert len(scene.coordinator.reconciler.registry.members) == 1
 
 
-async def test_strangers_and_odd_requests(scene, kit):
+async def test_strangers_and_odd_requests(scene, kit) -> None:
     owner = await scene.peer()
     stranger = Peer(kit, scene.context, KeyPair.generate(), scene.keys.public, scene.port)
     scene.stack.push_async_callback(stranger.client.close)
@@ -329,7 +331,7 @@ async def test_strangers_and_odd_requests(scene, kit):
     assert (await scene.status(owner))["counters"]["strangers"] >= 1
 
 
-async def test_leaving_and_coming_back(scene):
+async def test_leaving_and_coming_back(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -341,7 +343,7 @@ async def test_leaving_and_coming_back(scene):
     assert (await scene.join(token, guest.keys)).id == guest.id
 
 
-async def test_a_goodbye_ends_the_session_but_no_membership(scene):
+async def test_a_goodbye_ends_the_session_but_no_membership(scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(Member), owner, guest)
@@ -351,7 +353,7 @@ async def test_a_goodbye_ends_the_session_but_no_membership(scene):
     assert not registry.live(guest.id)
 
 
-async def test_a_revoked_peer_is_cut_off_for_good(scene):
+async def test_a_revoked_peer_is_cut_off_for_good(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -368,10 +370,12 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene):
 
 
 @pytest.mark.parametrize("kind", [StateError, InvariantError])
-async def test_a_state_that_fails_ends_the_run(scene, kit, monkeypatch, kind):
+async def test_a_state_that_fails_ends_the_run(
+    scene, kit, monkeypatch: pytest.MonkeyPatch, kind
+) -> None:
     owner = await scene.peer()
 
-    def full(_pipeline):
+    def full(_pipeline) -> Never:
         raise kind("disk full")
 
     monkeypatch.setattr(scene.state, "commit", full)
@@ -382,7 +386,7 @@ async def test_a_state_that_fails_ends_the_run(scene, kit, monkeypatch, kind):
     assert owner.last(Assign) is None
 
 
-async def test_the_wrong_key_is_noticed(scene):
+async def test_the_wrong_key_is_noticed(scene) -> None:
     await scene.stop()
     scene.keys = KeyPair.generate()
     with pytest.raises(StateError, match="another key"):
@@ -391,7 +395,7 @@ async def test_the_wrong_key_is_noticed(scene):
     scene.own_context.destroy(linger=0)
 
 
-async def test_a_port_that_is_taken(scene, tmp_path, kit):
+async def test_a_port_that_is_taken(scene, tmp_path: Path, kit) -> None:
     async with contextlib.AsyncExitStack() as stack:
         other = Scene(kit, tmp_path / "other", stack)
         stack.push_async_callback(other.stop)
@@ -400,7 +404,7 @@ async def test_a_port_that_is_taken(scene, tmp_path, kit):
     assert issubclass(PortInUse, UsageError)
 
 
-async def test_only_owners_replace_the_model(scene, kit):
+async def test_only_owners_replace_the_model(scene, kit) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     other = await scene.join(await scene.token(owner))
@@ -422,7 +426,7 @@ async def test_only_owners_replace_the_model(scene, kit):
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])
-async def test_invitations_end_with_their_maker(scene, how):
+async def test_invitations_end_with_their_maker(scene, how: str) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     with pytest.raises(NotAuthorized, match="more than 30 days"):
@@ -438,7 +442,7 @@ async def test_invitations_end_with_their_maker(scene, how):
         await scene.join(token)
 
 
-async def test_a_flood_of_invitations_leaves_the_owners(scene):
+async def test_a_flood_of_invitations_leaves_the_owners(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -449,7 +453,7 @@ async def test_a_flood_of_invitations_leaves_the_owners(scene):
     await scene.join(token)
 
 
-async def test_nobody_else_renames_a_member(scene):
+async def test_nobody_else_renames_a_member(scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     assert (await scene.join(token, owner.keys)).id == owner.id
@@ -459,7 +463,7 @@ async def test_nobody_else_renames_a_member(scene):
     assert not any("guest" in line for line in scene.coordinator.reconciler.story)
 
 
-async def test_what_stages_say_is_cleaned(scene, kit):
+async def test_what_stages_say_is_cleaned(scene, kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import zmq.asyncio
@@ -42,7 +43,7 @@ class Process:
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path: Path):
     started = []
 
     def launch(folder, owner, *more):
@@ -72,7 +73,7 @@ async def ask(context, keys, server_key, addresses, message, timeout=10.0):
         await client.close()
 
 
-async def test_a_life(launch, context):
+async def test_a_life(launch, context) -> None:
     owner, joiner = KeyPair.generate(), KeyPair.generate()
     process = launch("swarm", owner, "--port", "0")
     said = process.announcement()
@@ -118,7 +119,7 @@ async def test_a_life(launch, context):
         assert code == 0
 
 
-def test_one_at_a_time_and_errors_are_one_line(launch, tmp_path):
+def test_one_at_a_time_and_errors_are_one_line(launch, tmp_path: Path) -> None:
     owner = KeyPair.generate()
     first = launch("swarm", owner, "--port", "0")
     first.announcement()
@@ -131,7 +132,7 @@ def test_one_at_a_time_and_errors_are_one_line(launch, tmp_path):
     assert "Traceback" not in log
 
 
-def test_it_ends_with_whoever_started_it(launch):
+def test_it_ends_with_whoever_started_it(launch) -> None:
     process = launch("swarm", KeyPair.generate(), "--port", "0")
     process.announcement()
     process.child.stdin.close()
@@ -140,7 +141,7 @@ def test_it_ends_with_whoever_started_it(launch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
-def test_it_may_have_many_connections(tmp_path):
+def test_it_may_have_many_connections(tmp_path: Path) -> None:
     import resource
 
     import psutil

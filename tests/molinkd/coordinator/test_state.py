@@ -1,5 +1,6 @@
 import contextlib
 import sqlite3
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,7 @@ FACTS = ModelFacts(
 
 
 @pytest.fixture
-def state(tmp_path):
+def state(tmp_path: Path):
     with contextlib.closing(State.open(tmp_path / "state")) as state:
         state.create_swarm(SwarmRecord("s1", "home", KEYS[0].public))
         for peer, keys in zip((A, B), KEYS, strict=True):
@@ -49,7 +50,7 @@ def pipeline(epoch=1, id="p1", **changes):
     return PipelineRecord(id, "toy", epoch, stages, **changes)
 
 
-def test_a_restart_finds_everything(state):
+def test_a_restart_finds_everything(state) -> None:
     announced = Member(
         peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
     )
@@ -73,7 +74,7 @@ def test_a_restart_finds_everything(state):
         assert again.last() == (1, 2)
 
 
-def test_a_new_folder_is_empty(tmp_path):
+def test_a_new_folder_is_empty(tmp_path: Path) -> None:
     with contextlib.closing(State.open(tmp_path)) as state:
         assert state.swarm() is None
         assert state.members() == []
@@ -82,7 +83,7 @@ def test_a_new_folder_is_empty(tmp_path):
         assert state.last() == (0, 0)
 
 
-def test_a_file_of_the_first_format_goes_on(state):
+def test_a_file_of_the_first_format_goes_on(state) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(formed=True, blocks=10))
     state._db.executescript(
@@ -111,7 +112,7 @@ def test_a_file_of_the_first_format_goes_on(state):
         assert again.pipeline() is None, "stages go with their pipeline"
 
 
-def test_an_epoch_never_goes_back(state):
+def test_an_epoch_never_goes_back(state) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(epoch=5))
     with pytest.raises(InvariantError, match="epoch 4 after 5"):
@@ -119,7 +120,7 @@ def test_an_epoch_never_goes_back(state):
     assert state.pipeline() == pipeline(epoch=5)
 
 
-def test_another_model_ends_the_pipeline_but_not_the_counting(state):
+def test_another_model_ends_the_pipeline_but_not_the_counting(state) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(epoch=5))
     state.save_desired(Desired(FACTS, B))
@@ -139,7 +140,7 @@ def test_another_model_ends_the_pipeline_but_not_the_counting(state):
     assert state.last() == (2, 6)
 
 
-def test_standing(state):
+def test_standing(state) -> None:
     state.save_standing(B, "revoked")
     state.save_member(MemberRecord(A, KEYS[0].public, "a", owner=True))
     state.save_member(MemberRecord(A, KEYS[0].public, "a"))
@@ -149,14 +150,14 @@ def test_standing(state):
     ]
 
 
-def test_a_failed_write_changes_nothing(state):
+def test_a_failed_write_changes_nothing(state) -> None:
     with pytest.raises(StateError):
         state.save_desired(Desired(FACTS, "nobody"))
     assert state.desired() is None
     state.save_desired(Desired(FACTS, A))
 
 
-def test_one_process_at_a_time(state, monkeypatch):
+def test_one_process_at_a_time(state, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = sqlite3.connect
     monkeypatch.setattr(
         module.sqlite3, "connect", lambda p, **kw: connect(p, **{**kw, "timeout": 0})
@@ -165,7 +166,7 @@ def test_one_process_at_a_time(state, monkeypatch):
         State.open(state.path.parent)
 
 
-def test_a_newer_format_is_refused(state):
+def test_a_newer_format_is_refused(state) -> None:
     state._db.execute("UPDATE schema SET version = 99")
     state.close()
     with pytest.raises(StateError, match="written by a newer molink"):
@@ -173,7 +174,7 @@ def test_a_newer_format_is_refused(state):
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "foreign"])
-def test_a_damaged_file_is_named(tmp_path, damage):
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / module.FILE
     State.open(tmp_path).close()
     if damage == "text":

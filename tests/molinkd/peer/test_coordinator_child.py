@@ -26,7 +26,9 @@ def make(tmp_path: Path, code: str) -> CoordinatorProcess:
     )
 
 
-async def test_it_is_started_again_on_the_same_port(tmp_path: Path, net, monkeypatch) -> None:
+async def test_it_is_started_again_on_the_same_port(
+    tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
     process = make(tmp_path, GOOD)
     announcement = await process.start()

@@ -105,7 +105,7 @@ class FakeStore:
 
 
 async def test_a_model_is_offered_once_its_tokenizer_is_here(
-    net, tmp_path: Path, monkeypatch
+    net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_module, "BACK_OFF_S", (0.01,))
     config = {

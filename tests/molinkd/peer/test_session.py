@@ -70,7 +70,9 @@ def make_session(net, keys: KeyPair, port: int, heard: list[object]) -> Coordina
     )
 
 
-async def test_a_report_comes_first_and_then_again_and_again(net, monkeypatch) -> None:
+async def test_a_report_comes_first_and_then_again_and_again(
+    net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
@@ -116,7 +118,7 @@ async def test_goodbye_is_the_last_word(net) -> None:
     await session.close()
 
 
-async def test_it_comes_back(net, monkeypatch) -> None:
+async def test_it_comes_back(net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)

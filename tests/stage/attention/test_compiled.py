@@ -34,14 +34,14 @@ def backend(shape, block_size=16, threads=1):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_window_at_once(check, shape_of, mix, threads):
+def test_every_window_at_once(check, shape_of, mix, threads: int) -> None:
     shape = shape_of(windows=(0, 1, 5, 16, 17, 33, 64), head_dim=32, scale=0.4)
     check(backend(shape, 16, threads), shape, MIXES[mix], 16, BF16, atol=3e-2)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 12])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_every_grouping(check, shape_of, groups, kv_heads):
+def test_every_grouping(check, shape_of, groups: int, kv_heads: int) -> None:
     shape = shape_of(groups=groups, kv_heads=kv_heads, head_dim=64, windows=(0, 20))
     check(backend(shape), shape, MIXES["fused"], 16, BF16, atol=3e-2)
 
@@ -49,7 +49,7 @@ def test_every_grouping(check, shape_of, groups, kv_heads):
 @pytest.mark.parametrize("block_size", [16, 32, 256])
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("count", [1, 2, 17])
-def test_page_edges(check, shape_of, block_size, beyond, count):
+def test_page_edges(check, shape_of, block_size: int, beyond: int, count: int) -> None:
     before = max(0, block_size + beyond - count)
     shape = shape_of(windows=(0, block_size + 1), head_dim=96)
     check(backend(shape, block_size), shape, [(before, count), (1, 1)], block_size, BF16, atol=3e-2)
@@ -61,17 +61,17 @@ def test_page_edges(check, shape_of, block_size, beyond, count):
     window=st.integers(0, 100),
     seed=st.integers(0, 99),
 )
-def test_random_forwards(check, shape_of, requests, window, seed):
+def test_random_forwards(check, shape_of, requests, window, seed) -> None:
     shape = shape_of(groups=4, kv_heads=2, head_dim=32, windows=(0, window))
     check(backend(shape), shape, requests, 16, BF16, seed=seed, atol=3e-2)
 
 
-def test_scores_far_apart(check, shape_of):
+def test_scores_far_apart(check, shape_of) -> None:
     shape = shape_of(head_dim=64, scale=30.0)
     check(backend(shape), shape, [(100, 3)], 16, BF16, atol=3e-2)
 
 
-def test_what_there_is_no_code_for(shape_of):
+def test_what_there_is_no_code_for(shape_of) -> None:
     fine = shape_of(head_dim=64)
     if try_compiled(fine, 16, BF16, CPU)[0] is None:
         pytest.skip("this CPU has no compiled attention")
@@ -90,7 +90,7 @@ def test_what_there_is_no_code_for(shape_of):
             create_attention("compiled", shape, block_size, dtype, CPU)
 
 
-def test_results_that_are_off_are_not_used(shape_of, monkeypatch):
+def test_results_that_are_off_are_not_used(shape_of, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_of(head_dim=64)
     backend(shape)
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
@@ -104,7 +104,7 @@ def test_results_that_are_off_are_not_used(shape_of, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [-1, 4, 1 << 40])
-def test_blocks_outside_the_pool_are_not_read(shape_of, block):
+def test_blocks_outside_the_pool_are_not_read(shape_of, block) -> None:
     shape = shape_of(head_dim=32)
     pool = KVPool(shape, 1, 4, 16, BF16, CPU)
     prepared = backend(shape).prepare([SequenceRows(20, 1, (block, 1))], 16, BF16, CPU)

@@ -3,6 +3,7 @@
 import math
 import sys
 from types import ModuleType
+from typing import Never
 
 import pytest
 import torch
@@ -26,12 +27,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("groups", [1, 3])
-def test_the_kernel_is_told_the_right_things(check, shape_of, paged, mix, groups):
+def test_the_kernel_is_told_the_right_things(check, shape_of, paged, mix, groups: int) -> None:
     shape = shape_of(groups=groups, windows=(0, 1, 4, 6, 64, 4096), scale=0.3)
     check(FlashAttention(shape, paged), shape, MIXES[mix])
 
 
-def test_decode_rows_are_packed_and_chunks_causal(shape_of, check, paged):
+def test_decode_rows_are_packed_and_chunks_causal(shape_of, check, paged) -> None:
     told = []
 
     def kernel(*given, **options):
@@ -55,7 +56,7 @@ def fake_cuda(monkeypatch, kernel):
     return torch.device("cuda:0")
 
 
-def test_a_kernel_that_is_right_is_taken(monkeypatch, shape_of, paged):
+def test_a_kernel_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch, shape_of, paged) -> None:
     device = fake_cuda(monkeypatch, paged)
     shape = shape_of(windows=(0, 4096, 30))
     found, reason = try_flash(shape, 2 * PAGE, torch.bfloat16, device)
@@ -94,7 +95,9 @@ def unusable(paged):
         (unusable, "off by nan"),
     ],
 )
-def test_anything_else_means_gather(monkeypatch, shape_of, paged, make, why):
+def test_anything_else_means_gather(
+    monkeypatch: pytest.MonkeyPatch, shape_of, paged, make, why: str
+) -> None:
     device = fake_cuda(monkeypatch, make(paged))
     shape = shape_of(windows=(0, 4096))
     found, reason = try_flash(shape, PAGE, torch.bfloat16, device)
@@ -106,7 +109,7 @@ def test_anything_else_means_gather(monkeypatch, shape_of, paged, make, why):
         create_attention("flash", shape, PAGE, torch.bfloat16, device)
 
 
-def test_gathering_never_runs_cudnn(monkeypatch, shape_of):
+def test_gathering_never_runs_cudnn(monkeypatch: pytest.MonkeyPatch, shape_of) -> None:
     told = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
     create_attention("auto", shape_of(), 16, torch.bfloat16, CPU)
@@ -116,7 +119,7 @@ def test_gathering_never_runs_cudnn(monkeypatch, shape_of):
     assert told == [False, False]
 
 
-def test_what_flash_is_not_made_for(monkeypatch, shape_of, paged):
+def test_what_flash_is_not_made_for(monkeypatch: pytest.MonkeyPatch, shape_of, paged) -> None:
     device = fake_cuda(monkeypatch, paged)
     for shape, size, where, why in [
         (shape_of(), PAGE, CPU, "CUDA"),
@@ -127,10 +130,10 @@ def test_what_flash_is_not_made_for(monkeypatch, shape_of, paged):
     assert wanted_block_size(CPU) == 1
 
 
-def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch):
+def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     older = ModuleType("torch.nn.attention.varlen")
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None) -> Never:
         raise AssertionError
 
     older.varlen_attn = varlen_attn
@@ -141,7 +144,7 @@ def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch):
 
 
 @pytest.fixture
-def cuda():
+def cuda() -> str:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     return "cuda:0"
@@ -151,7 +154,7 @@ def cuda():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4, 7])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_the_kernel_itself(check, shape_of, cuda, dtype, groups, head_dim):
+def test_the_kernel_itself(check, shape_of, cuda, dtype, groups: int, head_dim: int) -> None:
     shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE, PAGE + 1))
     flash, reason = try_flash(shape, PAGE, dtype, torch.device(cuda))
     if flash is None:
@@ -169,7 +172,7 @@ def test_the_kernel_itself(check, shape_of, cuda, dtype, groups, head_dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("block_size", [16, PAGE])
-def test_gathering_on_a_gpu(check, shape_of, cuda, dtype, softcap, block_size):
+def test_gathering_on_a_gpu(check, shape_of, cuda, dtype, softcap: float, block_size) -> None:
     shape = shape_of(groups=4, head_dim=64, windows=(0, 1, 33, 300), softcap=softcap)
     backend = create_attention("gather", shape, block_size, dtype, torch.device(cuda))
     tolerance = 3e-2 if dtype.itemsize == 2 else 2e-3

@@ -23,14 +23,14 @@ DTYPES = pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (tor
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_every_window_at_once(check, shape_of, mix, softcap):
+def test_every_window_at_once(check, shape_of, mix, softcap: float) -> None:
     shape = shape_of(windows=WINDOWS, softcap=softcap, scale=0.4)
     check(GatherAttention(shape), shape, MIXES[mix])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_every_grouping(check, shape_of, groups, kv_heads):
+def test_every_grouping(check, shape_of, groups: int, kv_heads: int) -> None:
     shape = shape_of(groups=groups, kv_heads=kv_heads, windows=(0, 6))
     check(GatherAttention(shape), shape, MIXES["fused"])
 
@@ -38,14 +38,14 @@ def test_every_grouping(check, shape_of, groups, kv_heads):
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_page_edges(check, shape_of, block_size, beyond, count):
+def test_page_edges(check, shape_of, block_size: int, beyond: int, count: int) -> None:
     before = max(0, 3 * block_size + beyond - count)
     shape = shape_of(windows=(0, block_size, block_size + 1, 2 * block_size))
     check(GatherAttention(shape), shape, [(before, count), (1, 1)], block_size=block_size)
 
 
 @DTYPES
-def test_consecutive_blocks_are_read_where_they_lie(check, shape_of, dtype, atol):
+def test_consecutive_blocks_are_read_where_they_lie(check, shape_of, dtype, atol) -> None:
     shape = shape_of(windows=(0, 5), softcap=0.0)
     for mix in MIXES.values():
         check(GatherAttention(shape), shape, mix, dtype=dtype, atol=atol, consecutive=True)
@@ -53,20 +53,22 @@ def test_consecutive_blocks_are_read_where_they_lie(check, shape_of, dtype, atol
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
-def test_16_bits(check, shape_of, dtype, softcap):
+def test_16_bits(check, shape_of, dtype, softcap: float) -> None:
     shape = shape_of(windows=(0, 9), softcap=softcap, head_dim=64)
     check(GatherAttention(shape), shape, MIXES["fused"], dtype=dtype, atol=3e-2)
 
 
 @DTYPES
-def test_long_requests_share_memory_over_the_layers(check, shape_of, monkeypatch, dtype, atol):
+def test_long_requests_share_memory_over_the_layers(
+    check, shape_of, monkeypatch: pytest.MonkeyPatch, dtype, atol
+) -> None:
     monkeypatch.setattr(gather, "_CPU_SCRATCH", 1)
     shape = shape_of(windows=(0, 7, 0))
     for mix in MIXES.values():
         check(GatherAttention(shape), shape, mix, dtype=dtype, atol=atol)
 
 
-def test_buckets_that_fit_a_cache(check, shape_of, monkeypatch):
+def test_buckets_that_fit_a_cache(check, shape_of, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "_CPU_BUCKET", 1 << 14)
     shape = shape_of(windows=(0, 7))
     check(GatherAttention(shape), shape, [(n, 1) for n in (5, 30, 6, 200, 7, 90, 8, 31)])
@@ -85,6 +87,6 @@ requests = st.lists(
     softcap=st.sampled_from([0.0, 3.0]),
     consecutive=st.booleans(),
 )
-def test_any_mix(check, shape_of, mix, block_size, window, softcap, consecutive):
+def test_any_mix(check, shape_of, mix, block_size, window, softcap, consecutive) -> None:
     shape = shape_of(windows=(0, window), softcap=softcap)
     check(GatherAttention(shape), shape, mix, block_size=block_size, consecutive=consecutive)

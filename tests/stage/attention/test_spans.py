@@ -10,14 +10,14 @@ def span(row, start, count=1, window=0):
     return Span.of(row, SequenceRows(start, count, TABLE), window, 4)
 
 
-def test_without_a_window_all_is_read():
+def test_without_a_window_all_is_read() -> None:
     assert span(3, 0) == Span(3, 1, (9,), 0, 1)
     assert span(0, 3) == Span(0, 1, (9,), 0, 4)
     assert span(0, 4) == Span(0, 1, (9, 8), 0, 5)
     assert span(0, 6, 5) == Span(0, 5, (9, 8, 7), 0, 11)
 
 
-def test_with_a_window_only_its_blocks_are_read():
+def test_with_a_window_only_its_blocks_are_read() -> None:
     assert span(0, 9, window=1) == Span(0, 1, (7,), 1, 2)
     assert span(0, 9, window=2) == Span(0, 1, (7,), 0, 2)
     assert span(0, 9, window=3) == Span(0, 1, (8, 7), 3, 6)
@@ -25,15 +25,15 @@ def test_with_a_window_only_its_blocks_are_read():
     assert span(0, 9, 6, window=3) == Span(0, 6, (8, 7, 6), 3, 11)
 
 
-def test_windows_that_leave_nothing_out_are_none():
+def test_windows_that_leave_nothing_out_are_none() -> None:
     assert windows_in_use((0, 8, 9, 4096), 9) == (0, 8, 0, 0)
 
 
-def test_padding_repeats_a_block_of_the_same_request():
+def test_padding_repeats_a_block_of_the_same_request() -> None:
     assert block_ids([span(0, 9), span(1, 2)]) == [9, 8, 7, 9, 9, 9]
 
 
-def test_rows_that_suit_each_other_run_together():
+def test_rows_that_suit_each_other_run_together() -> None:
     wide = [Span(row, 1, range(many), 0, 1) for row, many in enumerate([2, 300, 3, 290, 1])]
     kept = [[s.row for s in bucket] for bucket in buckets(wide, 4, 1 << 62)]
     assert kept == [[1, 3], [0, 2, 4]]
@@ -43,7 +43,7 @@ def test_rows_that_suit_each_other_run_together():
     assert buckets([], 4, 24) == []
 
 
-def test_runs():
+def test_runs() -> None:
     assert run([4]) == slice(4, 5)
     assert run([4, 5, 6]) == slice(4, 7)
     assert run([4, 6, 5]) is None

@@ -1,6 +1,7 @@
 """Experts: each row goes through those it chose, the others aren't touched."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from hypothesis import given, settings
@@ -54,7 +55,7 @@ def make(count, chosen, normalized, seed, activation="silu"):
     normalized=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_row_is_the_weighted_sum_of_its_experts(count, part, rows, normalized, seed):
+def test_a_row_is_the_weighted_sum_of_its_experts(count, part, rows, normalized, seed) -> None:
     chosen = max(1, round(part * count))
     mlp, generator = make(count, chosen, normalized, seed)
     given_rows = torch.randn(rows, HIDDEN, generator=generator)
@@ -77,19 +78,19 @@ def test_a_row_is_the_weighted_sum_of_its_experts(count, part, rows, normalized,
     assert all(len(expert.given) <= 1 for expert in mlp.experts) or rows == 1
 
 
-def test_bytes_are_those_of_the_router_and_all_experts():
+def test_bytes_are_those_of_the_router_and_all_experts() -> None:
     mlp, _ = make(5, 2, True, 0)
     assert mlp.nbytes == 4 * (5 * HIDDEN + 5 * 3 * INNER * HIDDEN)
 
 
-def test_only_layers_without_experts_can_be_captured(make_model, tmp_path):
+def test_only_layers_without_experts_can_be_captured(make_model, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "qwen3_moe", mlp_only_layers=[0]))
     assert Stage.load(folder, (0, 1))._decoder.capturable
     assert not Stage.load(folder, (0, 2))._decoder.capturable
     assert not Stage.load(folder, (2, 3))._decoder.capturable
 
 
-def test_a_stage_reads_the_experts_of_its_layers_only(make_model, tmp_path):
+def test_a_stage_reads_the_experts_of_its_layers_only(make_model, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "mixtral", num_hidden_layers=4))
     whole = Stage.load(folder, (0, 4)).weight_bytes
     ends = 4 * (2 * 320 * 64 + 64)

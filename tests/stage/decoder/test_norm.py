@@ -1,5 +1,7 @@
 """Norms in the rows' own type and, for 16-bit rows, in float32."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,8 +32,8 @@ def load(folder, dtype):
     ],
 )
 def test_weights_are_offset_in_full_precision(
-    make_model, tmp_path, monkeypatch, family, dtype, kind, kept
-):
+    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, kind, kept
+) -> None:
     monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
     norm, stored = load(make_model(tmp_path, family), dtype)
     assert isinstance(norm, kind)
@@ -40,7 +42,9 @@ def test_weights_are_offset_in_full_precision(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_compiled_norms_are_wide_ones(make_model, tmp_path, monkeypatch, family):
+def test_compiled_norms_are_wide_ones(
+    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     folder = make_model(tmp_path, family, head_dim=32)
     compiled, _ = load(folder, "bf16")
     if not isinstance(compiled, CompiledNorm):
@@ -52,7 +56,7 @@ def test_compiled_norms_are_wide_ones(make_model, tmp_path, monkeypatch, family)
     torch.testing.assert_close(compiled(rows), usual(rows), rtol=2**-6, atol=1e-5)
 
 
-def test_16_bit_rows_are_rounded_once():
+def test_16_bit_rows_are_rounded_once() -> None:
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight = torch.linspace(0.9, 1.1, 64)
     wide = rows.double()

@@ -22,7 +22,7 @@ def angles(rope, *rows):
     return rope.angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
 
 
-def test_rotation_turns_pairs_by_position_times_frequency():
+def test_rotation_turns_pairs_by_position_times_frequency() -> None:
     rows = torch.randn(3, 2, 16)
     turned = rows.clone()
     rotate(turned, angles(make(), (5, 3)))
@@ -32,7 +32,7 @@ def test_rotation_turns_pairs_by_position_times_frequency():
     torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1))
 
 
-def test_a_grown_table_gives_the_same_angles():
+def test_a_grown_table_gives_the_same_angles() -> None:
     rope = make("linear", factor=2.0)
     before = angles(rope, (0, 50))
     far = angles(rope, (5000, 3))
@@ -41,7 +41,7 @@ def test_a_grown_table_gives_the_same_angles():
 
 
 @pytest.mark.parametrize("others", [(), ((0, 10),), ((70, 2), (0, 3))])
-def test_dynamic_scaling_is_a_requests_own_affair(others):
+def test_dynamic_scaling_is_a_requests_own_affair(others) -> None:
     rope = make("dynamic", factor=2.0, original_context=32)
     alone = angles(rope, (40, 5))
     assert torch.equal(angles(rope, (40, 5), *others)[:5], alone)
@@ -57,7 +57,7 @@ LONG = {
 }
 
 
-def test_longrope_goes_by_what_a_request_may_reach():
+def test_longrope_goes_by_what_a_request_may_reach() -> None:
     rope = make("longrope", **LONG)
     short, long = angles(rope, (0, 32)), angles(rope, (0, 33))
     assert not torch.equal(short, long[:32])
@@ -68,14 +68,14 @@ def test_longrope_goes_by_what_a_request_may_reach():
     assert torch.equal(mixed, expected)
 
 
-def test_longrope_scales_attention_by_its_factor():
+def test_longrope_scales_attention_by_its_factor() -> None:
     scale = (1 + math.log(8) / math.log(32)) ** 0.5
     assert frequencies(RopeConfig(kind="longrope", **LONG), 16)[1] == pytest.approx(scale)
     for given, expected in (({"factor": 0.5}, 1.0), ({"attention_factor": 1.25}, 1.25)):
         assert frequencies(RopeConfig(kind="longrope", **LONG | given), 16)[1] == expected
 
 
-def test_a_partial_rotation_leaves_the_rest_alone():
+def test_a_partial_rotation_leaves_the_rest_alone() -> None:
     rope, rows = make(partial=0.75), torch.randn(3, 2, 16)
     turned = rows.clone()
     rotate(turned, angles(rope, (5, 3)))

@@ -12,7 +12,7 @@ def steps(*starts, count=1):
     return [SequenceRows(start, count, range(99)) for start in starts]
 
 
-def test_rows_and_tables_are_padded_to_few_sizes():
+def test_rows_and_tables_are_padded_to_few_sizes() -> None:
     assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 63, 64)] == [
         1, 2, 4, 4, 8, 8, 16, 16, 24, 64, 64,
     ]  # fmt: skip
@@ -22,18 +22,18 @@ def test_rows_and_tables_are_padded_to_few_sizes():
 
 
 @given(st.integers(1, MAX_ROWS), st.integers(1, 10**6))
-def test_a_step_fits_its_bucket(rows, blocks):
+def test_a_step_fits_its_bucket(rows, blocks) -> None:
     assert rows <= row_bucket(rows) <= min(MAX_ROWS, max(2 * rows - 1, rows + 7))
     assert blocks <= block_bucket(blocks) <= max(2, 1.5 * blocks)
 
 
 @pytest.mark.parametrize(("block_size", "blocks"), [(16, 16), (256, 1), (1024, 1)])
-def test_short_contexts_share_a_bucket(block_size, blocks):
+def test_short_contexts_share_a_bucket(block_size: int, blocks: int) -> None:
     plan = GraphPlan(block_size, 1 << 30)
     assert plan.bucket(steps(0, 5, 255)) == Bucket(4, blocks)
 
 
-def test_only_decode_steps_have_one():
+def test_only_decode_steps_have_one() -> None:
     plan = GraphPlan(16, 1 << 30)
     assert plan.bucket(steps(300)) == Bucket(1, 24)
     assert plan.bucket([*steps(4), *steps(0, count=2)]) is None
@@ -41,7 +41,7 @@ def test_only_decode_steps_have_one():
     assert plan.bucket(steps(*range(MAX_ROWS + 1))) is None
 
 
-def test_a_bucket_that_comes_again_gets_a_graph():
+def test_a_bucket_that_comes_again_gets_a_graph() -> None:
     plan, one, other = GraphPlan(16, 1 << 30), Bucket(1, 16), Bucket(2, 16)
     assert [plan.use(one) for _ in range(2)] == ["eager", "capture"]
     plan.captured(one, 5 << 20, True)
@@ -55,7 +55,7 @@ def test_a_bucket_that_comes_again_gets_a_graph():
     assert plan.nbytes == 9 << 20
 
 
-def test_graphs_are_bounded():
+def test_graphs_are_bounded() -> None:
     plan = GraphPlan(16, 3 << 20)
     made = 0
     for rows in range(1, 10):

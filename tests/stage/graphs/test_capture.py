@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Never
 
 import pytest
 import torch
@@ -45,15 +46,15 @@ class FakeCuda:
         self.capturing, self.current = False, before
         self.free -= 8 * MIB
 
-    def take(self, nbytes):
+    def take(self, nbytes) -> None:
         self.peak = max(self.peak, self.allocated + nbytes)
 
 
 @pytest.fixture
-def cuda(monkeypatch):
+def cuda(monkeypatch: pytest.MonkeyPatch):
     fake = FakeCuda()
 
-    def reset(device):
+    def reset(device) -> None:
         fake.peak = fake.allocated
 
     @contextmanager
@@ -84,7 +85,7 @@ def cuda(monkeypatch):
 DEVICE = torch.device("cuda:0")
 
 
-def test_work_is_captured_after_two_runs(cuda):
+def test_work_is_captured_after_two_runs(cuda) -> None:
     captures, runs = CudaCaptures(DEVICE), []
     replay = captures.capture(lambda: runs.append(cuda.capturing), 64 * MIB)
     assert runs == [False, False, True]
@@ -94,12 +95,12 @@ def test_work_is_captured_after_two_runs(cuda):
     assert cuda.told == ["wait", "synchronize", "empty", "replay"]
 
 
-def test_captures_share_a_stream_and_its_workspaces(cuda):
+def test_captures_share_a_stream_and_its_workspaces(cuda) -> None:
     assert CudaCaptures(DEVICE)._stream is CudaCaptures(DEVICE)._stream
 
 
-def test_work_that_needs_too_much_is_not_captured(cuda):
-    def work():
+def test_work_that_needs_too_much_is_not_captured(cuda) -> None:
+    def work() -> None:
         cuda.take(65 * MIB)
         assert not cuda.capturing
 
@@ -108,8 +109,8 @@ def test_work_that_needs_too_much_is_not_captured(cuda):
     assert captures.capture(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
 
 
-def test_nor_is_work_for_which_there_is_no_memory(cuda):
-    def work():
+def test_nor_is_work_for_which_there_is_no_memory(cuda) -> None:
+    def work() -> Never:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     assert CudaCaptures(DEVICE).capture(work, 64 * MIB) is None
@@ -117,8 +118,8 @@ def test_nor_is_work_for_which_there_is_no_memory(cuda):
     assert cuda.current is cuda.here
 
 
-def test_a_capture_that_fails_leaves_no_stream_in_place(cuda):
-    def work():
+def test_a_capture_that_fails_leaves_no_stream_in_place(cuda) -> None:
+    def work() -> None:
         if cuda.capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
 

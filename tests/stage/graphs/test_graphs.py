@@ -3,6 +3,8 @@
 On a CPU a graph is the work itself: all that pads, loads and chooses is the same.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ class WorkItself:
         if self.captured > self.fit:
             return None
 
-        def replay():
+        def replay() -> None:
             self.replayed += 1
             work()
 
@@ -48,7 +50,7 @@ class WorkItself:
 
 
 @pytest.fixture
-def captures(monkeypatch):
+def captures(monkeypatch: pytest.MonkeyPatch):
     """``captures(**options)``: stages loaded from now on have graphs; returns all stand-ins."""
     made = []
 
@@ -97,8 +99,8 @@ def run_both(make_ring, folder, random_tokens, lengths, prepare, **options):
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_padded_steps_give_the_same(
-    make_model, tmp_path, make_ring, random_tokens, captures, mix, family
-):
+    make_model, tmp_path: Path, make_ring, random_tokens, captures, mix, family: str
+) -> None:
     folder = make_model(tmp_path, family, 3)
     made = []
     plain, replayed, ring = run_both(
@@ -113,14 +115,20 @@ def test_padded_steps_give_the_same(
 
 
 def test_flash_on_fixed_pages(
-    make_model, tmp_path, make_ring, random_tokens, captures, paged, monkeypatch
-):
+    make_model,
+    tmp_path: Path,
+    make_ring,
+    random_tokens,
+    captures,
+    paged,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
 
     def flash(name, shape, *given):
         return FlashAttention(shape, paged)
 
-    def prepare():
+    def prepare() -> None:
         captures()
         monkeypatch.setattr(stages, "create_attention", flash)
 
@@ -128,7 +136,9 @@ def test_flash_on_fixed_pages(
     torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
 
 
-def test_slower_graphs_are_not_used(make_model, tmp_path, make_ring, random_tokens, captures):
+def test_slower_graphs_are_not_used(
+    make_model, tmp_path: Path, make_ring, random_tokens, captures
+) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
     plain, other, ring = run_both(
@@ -140,8 +150,8 @@ def test_slower_graphs_are_not_used(make_model, tmp_path, make_ring, random_toke
 
 
 def test_a_capture_that_fails_later_leaves_the_step_whole(
-    make_model, tmp_path, make_ring, random_tokens, captures, caplog
-):
+    make_model, tmp_path: Path, make_ring, random_tokens, captures, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
     plain, other, _ = run_both(
@@ -153,8 +163,8 @@ def test_a_capture_that_fails_later_leaves_the_step_whole(
 
 
 def test_a_graph_that_would_take_too_much_stops_no_other(
-    make_model, tmp_path, make_ring, random_tokens, captures
-):
+    make_model, tmp_path: Path, make_ring, random_tokens, captures
+) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
     plain, other, ring = run_both(
@@ -167,7 +177,7 @@ def test_a_graph_that_would_take_too_much_stops_no_other(
     assert [each.replayed for each in made[0]] == [count + 1 for count in before]
 
 
-def test_no_request_has_the_spare_block(make_model, tmp_path, make_ring, captures):
+def test_no_request_has_the_spare_block(make_model, tmp_path: Path, make_ring, captures) -> None:
     from molink.errors import InvariantError
 
     captures()
@@ -181,8 +191,15 @@ def test_no_request_has_the_spare_block(make_model, tmp_path, make_ring, capture
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [8, 256])
 def test_cuda_graphs_give_what_eager_steps_give(
-    make_model, tmp_path, make_ring, random_tokens, monkeypatch, dtype, mix, block_size
-):
+    make_model,
+    tmp_path: Path,
+    make_ring,
+    random_tokens,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    mix,
+    block_size: int,
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     from molink.stage.graphs.capture import CudaCaptures
@@ -195,12 +212,12 @@ def test_cuda_graphs_give_what_eager_steps_give(
 
         turn = 0
 
-        def seconds(self, work):
+        def seconds(self, work) -> float:
             super().seconds(work)
             self.turn += 1
             return 1.0 if self.turn % 2 else 0.5
 
-    def prepare():
+    def prepare() -> None:
         monkeypatch.setattr(Stage, "_may_have_graphs", True)
         monkeypatch.setattr(stages, "CudaCaptures", Always)
         # Torch takes memory by 2 or 20 MiB, which is more than so few layers may have.

@@ -26,7 +26,7 @@ def rowwise(threads, activation="silu"):
 @teams
 @settings(deadline=None, max_examples=30)
 @sizes
-def test_norms(threads, rows, vectors, seed):
+def test_norms(threads, rows, vectors, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     given = torch.randn(rows, 16 * vectors, generator=generator).mul(seed + 1).bfloat16()
     weight = torch.randn(16 * vectors, generator=generator)
@@ -38,14 +38,14 @@ def test_norms(threads, rows, vectors, seed):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @settings(deadline=None, max_examples=30)
 @sizes
-def test_gates(threads, activation, rows, vectors, seed):
+def test_gates(threads, activation: str, rows, vectors, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     given = torch.randn(rows, 32 * vectors, generator=generator).mul(4 * seed + 1).bfloat16()
     exact = create_gate(activation)(given.double()).float()
     torch.testing.assert_close(rowwise(threads, activation).gate(given).float(), exact, **WITHIN)
 
 
-def test_gates_of_what_is_far_out():
+def test_gates_of_what_is_far_out() -> None:
     given = torch.tensor([[-3e38, -1e4, -90.0, 90.0, 1e4, 3e38, 0.0, 1.0] * 2 + [1.0] * 16])
     result = rowwise(1).gate(given.bfloat16()).float()
     exact = create_gate("silu")(given.bfloat16().float())
@@ -54,7 +54,7 @@ def test_gates_of_what_is_far_out():
 
 @teams
 @pytest.mark.parametrize("rotary", [32, 64])
-def test_rotations_leave_alone_what_is_beyond(threads, rotary):
+def test_rotations_leave_alone_what_is_beyond(threads, rotary: int) -> None:
     every = torch.randn(50, 9, 64).bfloat16()
     angles = torch.randn(50, 1, 2, rotary).bfloat16()
     exact = every.float()
@@ -63,13 +63,13 @@ def test_rotations_leave_alone_what_is_beyond(threads, rotary):
     torch.testing.assert_close(every.float(), exact, rtol=2**-7, atol=2**-6)
 
 
-def test_which_widths_fit():
+def test_which_widths_fit() -> None:
     assert fits_rowwise([64, 2816], [64, 96])
     assert not fits_rowwise([64, 2820], [64])
     assert not fits_rowwise([64], [64, 48])
 
 
-def test_norms_that_are_wrong_are_not_used(monkeypatch):
+def test_norms_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = rowwise(1)
     monkeypatch.setattr(type(made), "norm", lambda _, rows, weight: rows)
     assert create_rowwise.__wrapped__(1e-5, "silu", 1) is None

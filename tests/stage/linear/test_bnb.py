@@ -24,7 +24,7 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
-def test_no_code_is_fetched_though_the_package_that_would_is_there(tmp_path):
+def test_no_code_is_fetched_though_the_package_that_would_is_there(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         "import logging; logging.basicConfig()\n"
@@ -37,7 +37,7 @@ def test_no_code_is_fetched_though_the_package_that_would_is_there(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_package_can_still_be_used_by_others(tmp_path):
+def test_the_package_can_still_be_used_by_others(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         "import kernels\n"
@@ -48,7 +48,7 @@ def test_the_package_can_still_be_used_by_others(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "FETCHED\n", "")
 
 
-def test_what_was_fetched_before_is_dropped(tmp_path):
+def test_what_was_fetched_before_is_dropped(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         "sys.modules['kernels'] = None\n"
@@ -61,7 +61,7 @@ def test_what_was_fetched_before_is_dropped(tmp_path):
     assert done.returncode == 0
 
 
-def test_a_pc_without_bitsandbytes_is_told_what_to_do(monkeypatch):
+def test_a_pc_without_bitsandbytes_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UsageError, match="pip install bitsandbytes"):
         load_library()

@@ -8,13 +8,13 @@ from molink.stage.linear import Linear, PackedLinear, can_pack
 CPU = torch.device("cpu")
 
 
-def test_only_bf16_on_a_cpu_is_packed():
+def test_only_bf16_on_a_cpu_is_packed() -> None:
     assert not can_pack(torch.float32, CPU)
     assert not can_pack(torch.float16, CPU)
     assert not can_pack(torch.bfloat16, torch.device("cuda:0"))
 
 
-def test_operators_that_are_missing(monkeypatch):
+def test_operators_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert not can_pack(torch.bfloat16, CPU)
 
@@ -22,7 +22,7 @@ def test_operators_that_are_missing(monkeypatch):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @torch.inference_mode()
-def test_packed_equals_plain(rows, biased):
+def test_packed_equals_plain(rows: int, biased: bool) -> None:
     if not can_pack(torch.bfloat16, CPU):
         pytest.skip("this torch can't pack bf16 weights here; the plain projection is used")
     weight = torch.randn(96, 64).bfloat16()
@@ -35,7 +35,7 @@ def test_packed_equals_plain(rows, biased):
 
 
 @torch.inference_mode()
-def test_strided_rows():
+def test_strided_rows() -> None:
     if not can_pack(torch.bfloat16, CPU):
         pytest.skip("this torch can't pack bf16 weights here; the plain projection is used")
     packed = PackedLinear.pack(torch.randn(96, 64).bfloat16(), None)

@@ -55,7 +55,9 @@ def rows_with_outliers(width: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def compare(found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
+def compare(
+    found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> None:
     assert found.dtype is rows.dtype
     assert bool(torch.isfinite(found).all())
     exact = rows.double().cpu() @ weight.t() + bias.double().cpu()
@@ -68,7 +70,9 @@ def compare(found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
-def test_a_projection_is_that_of_its_dequantized_weight(mode, fast, shape, dtype):
+def test_a_projection_is_that_of_its_dequantized_weight(
+    mode: str, fast: bool, shape, dtype
+) -> None:
     weight = torch.randn(shape) * 0.05
     bias = torch.randn(shape[0]).to(dtype)
     kernels = QuantizedKernels.probe(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
@@ -83,7 +87,7 @@ def test_a_projection_is_that_of_its_dequantized_weight(mode, fast, shape, dtype
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
-def test_a_layer_with_zeros_only(mode):
+def test_a_layer_with_zeros_only(mode: str) -> None:
     kernels = QuantizedKernels.probe(mode, torch.bfloat16, CPU)
     projection = kernels.create(fill(mode, torch.zeros(64, 128)), None)
     assert not projection(torch.randn(3, 128).bfloat16()).any()
@@ -91,7 +95,7 @@ def test_a_layer_with_zeros_only(mode):
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
-def test_merged_projections_are_the_parts_side_by_side(mode):
+def test_merged_projections_are_the_parts_side_by_side(mode: str) -> None:
     parts = [torch.randn(rows, 64) for rows in (96, 32, 32)]
     kernels = QuantizedKernels.probe(mode, torch.float32, CPU)
     rows = torch.randn(4, 64)
@@ -101,7 +105,7 @@ def test_merged_projections_are_the_parts_side_by_side(mode):
 
 
 @torch.inference_mode()
-def test_int8_weights_are_those_of_bitsandbytes():
+def test_int8_weights_are_those_of_bitsandbytes() -> None:
     from molink.stage.linear.bnb import load_library
 
     library = load_library()
@@ -113,7 +117,7 @@ def test_int8_weights_are_those_of_bitsandbytes():
     assert torch.equal(scales, their_scales)
 
 
-def test_fast_kernels_that_are_missing(monkeypatch):
+def test_fast_kernels_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "onednn", object())
     monkeypatch.setattr(torch.ops, "bitsandbytes", object())
     assert not int8.has_onednn_int8()
@@ -124,7 +128,7 @@ def test_fast_kernels_that_are_missing(monkeypatch):
     assert not nf4.has_nf4_kernel()
 
 
-def test_products_that_saturate_are_not_used(monkeypatch):
+def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = int8.OneDnnProduct.__call__
     monkeypatch.setattr(
         int8.OneDnnProduct,
@@ -135,14 +139,14 @@ def test_products_that_saturate_are_not_used(monkeypatch):
 
 
 @torch.inference_mode()
-def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch):
+def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "MAX_WIDTH", 64)
     kernels = QuantizedKernels(True, True)
     assert isinstance(kernels.create(fill("int8", torch.randn(8, 128)), None), UnpackedLinear)
 
 
 @torch.inference_mode()
-def test_which_kind_is_chosen():
+def test_which_kind_is_chosen() -> None:
     fast = QuantizedKernels(has_onednn_int8(), True)
     if fast.int8:
         made = fast.create(fill("int8", torch.randn(33, 64)), None)
@@ -154,7 +158,7 @@ def test_which_kind_is_chosen():
 
 
 @torch.inference_mode()
-def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu():
+def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
     from molink.stage.linear.bnb import load_library
 
     load_library()
@@ -166,14 +170,14 @@ def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu():
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((100, 128), Int8Linear), ((33, 128), UnpackedLinear)])
-def test_the_integer_product_of_a_gpu_takes_multiples_of_4(shape, kind):
+def test_the_integer_product_of_a_gpu_takes_multiples_of_4(shape, kind) -> None:
     there = SimpleNamespace(device=torch.device("cuda:0"))  # its numbers don't matter
     weight = QuantizedWeight("int8", shape, there, torch.ones(shape[0]))
     assert isinstance(QuantizedKernels(True, True).create(weight, None), kind)
 
 
 @torch.inference_mode()
-def test_the_nf4_projection_of_a_gpu_with_bitsandbytes_on_a_cpu():
+def test_the_nf4_projection_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
     weight = torch.randn(96, 128)
     made = fill("nf4", weight)
     projection = CudaNf4Linear(made.data.view(-1, 1), made.scales, made.shape)
@@ -186,7 +190,7 @@ def test_the_nf4_projection_of_a_gpu_with_bitsandbytes_on_a_cpu():
 @pytest.mark.parametrize("shape", [(96, 128), (64, 96), (100, 96), (33, 61 * 64)])
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
-def test_on_a_gpu(mode, shape, dtype):
+def test_on_a_gpu(mode: str, shape, dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     device = torch.device("cuda", 0)

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def counted() -> Iterator[Allocations]:
 
 
 @pytest.fixture(scope="module")
-def folder(make_model, tmp_path_factory) -> ModelFolder:
+def folder(make_model, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     made = make_model(
         tmp_path_factory.mktemp("model"),
         "llama",
@@ -72,19 +73,19 @@ def folder(make_model, tmp_path_factory) -> ModelFolder:
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
-def test_quantizing_takes_less_than_the_stage_and_two_layers(folder, mode):
+def test_quantizing_takes_less_than_the_stage_and_two_layers(folder, mode: str) -> None:
     with counted() as allocations:
         stage = Stage.load(folder, (0, LAYERS), dtype="f32", quantize=mode)
     assert stage.weight_bytes < allocations.peak < stage.weight_bytes + 2 * LAYER_BYTES
 
 
-def test_the_measure_sees_what_is_not_quantized(folder):
+def test_the_measure_sees_what_is_not_quantized(folder) -> None:
     with counted() as allocations:
         stage = Stage.load(folder, (0, LAYERS), dtype="f32")
     assert LAYERS * LAYER_BYTES < stage.weight_bytes <= allocations.peak
 
 
-def test_a_large_weight_is_quantized_in_parts(folder, monkeypatch):
+def test_a_large_weight_is_quantized_in_parts(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes takes several times the bytes of what it is given at once."""
     given: list[int] = []
     quantize = quantized.quantize_nf4
@@ -111,7 +112,9 @@ def test_a_large_weight_is_quantized_in_parts(folder, monkeypatch):
         "model.embed_tokens.weight",
     ],
 )
-def test_a_weight_that_is_no_number_is_named(qwen, tmp_path, name, mode, value):
+def test_a_weight_that_is_no_number_is_named(
+    qwen, tmp_path: Path, name: str, mode: str, value
+) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = {key: tensor.clone() for key, tensor in load_file(qwen / FILE).items()}
@@ -127,11 +130,11 @@ FILE = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def qwen(make_model, tmp_path_factory):
+def qwen(make_model, tmp_path_factory: pytest.TempPathFactory):
     return make_model(tmp_path_factory.mktemp("qwen"), "qwen2", 0)
 
 
-def test_large_weights_whose_sum_overflows_are_fine(qwen, tmp_path):
+def test_large_weights_whose_sum_overflows_are_fine(qwen, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     name = "model.layers.0.mlp.down_proj.weight"

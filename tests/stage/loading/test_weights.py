@@ -1,5 +1,7 @@
 """Tensors are read from any shard, merged and converted; files may go away afterwards."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,11 +15,11 @@ NAMES = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
 
 
 @pytest.fixture
-def folder(make_model, tmp_path):
+def folder(make_model, tmp_path: Path):
     return make_model(tmp_path, "qwen2", 0, max_shard_size="60KB")
 
 
-def test_tensors_of_several_shards_are_merged_and_converted(folder):
+def test_tensors_of_several_shards_are_merged_and_converted(folder) -> None:
     stored = {}
     for shard in folder.glob("*.safetensors"):
         # Cloned: what `load_file` returns keeps the file mapped, and Windows keeps mapped files.
@@ -30,7 +32,7 @@ def test_tensors_of_several_shards_are_merged_and_converted(folder):
     assert torch.equal(merged, torch.cat([stored[name] for name in NAMES]).bfloat16())
 
 
-def test_a_file_that_changed_since_it_was_checked_is_named(folder):
+def test_a_file_that_changed_since_it_was_checked_is_named(folder) -> None:
     opened = ModelFolder.open(folder)
     file = opened.tensors[NAMES[0]].file
     (folder / file).write_bytes(b"short")

@@ -130,7 +130,7 @@ def test_what_does_not_fit_the_memory_is_left_out() -> None:
         measure_profile(Machine(max_rows=4), machine.clock, 30.0)
 
 
-@pytest.mark.parametrize("most_context", [2, 16, 100, 512, 2100])
+@pytest.mark.parametrize("max_context", [2, 16, 100, 512, 2100])
 def test_no_position_beyond_the_models_context(max_context: int) -> None:
     machine = Machine(prefill=lambda rows, _: 0.001 * -(-rows // 64), max_context=max_context)
     profile = measure_profile(machine, machine.clock, 30.0)

@@ -51,7 +51,7 @@ def kept(logits, settings):
 
 @pytest.mark.parametrize("vocabulary", [30, 64, 65, 3000])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-def test_all_together_keep_what_each_keeps_alone(vocabulary, scale):
+def test_all_together_keep_what_each_keeps_alone(vocabulary: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(len(SETTINGS), vocabulary, generator=generator) * scale
     found = kept(logits, SETTINGS)
@@ -63,7 +63,7 @@ def test_all_together_keep_what_each_keeps_alone(vocabulary, scale):
 
 @pytest.mark.parametrize("size", [1, 7, 64, 2999])
 @pytest.mark.parametrize("step", [0.0, 0.25])
-def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size, step):
+def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size: int, step: float) -> None:
     logits = torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(size)) * 4
     if step:  # with many ties, as logits in bf16 have
         logits = (logits / step).round() * step
@@ -76,7 +76,7 @@ def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size, step):
     assert not enough[SETTINGS.index(Sampling())]
 
 
-def test_ties_at_the_edge_stay_together():
+def test_ties_at_the_edge_stay_together() -> None:
     logits = torch.tensor([[0.5, 1.0, 0.5, 0.5, 0.1]]).log()
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
         assert kept(logits, [sampling]).tolist() == [[True, True, True, True, False]]

@@ -14,7 +14,7 @@ PARTS = st.lists(st.tuples(st.booleans(), TOKENS), max_size=6)
 
 @settings(max_examples=100, deadline=None)
 @given(PARTS)
-def test_any_order_of_parts(parts):
+def test_any_order_of_parts(parts) -> None:
     history, prompt, generated = TokenHistory(), [], []
     for answered, tokens in parts:
         (generated if answered else prompt).extend(tokens)
@@ -31,7 +31,7 @@ def test_any_order_of_parts(parts):
         assert found == {token: n for token, n in expected.items() if token < vocabulary}
 
 
-def test_one_token_at_a_time():
+def test_one_token_at_a_time() -> None:
     history = TokenHistory([5, 6])
     for token in [6, 7, *range(300), 6]:
         history.add_generated([token])

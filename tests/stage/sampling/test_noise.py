@@ -8,11 +8,11 @@ from molink.stage.sampling.noise import uniform
 KNOWN = {(0, 0): 0.741511, (1, 0): 0.843647, (0, 1): 0.350932, (2**53, 2**53): 0.924801}
 
 
-def test_known_values():
+def test_known_values() -> None:
     assert [round(uniform(seed, position), 6) for seed, position in KNOWN] == list(KNOWN.values())
 
 
-def test_it_is_uniform_over_seeds_and_positions():
+def test_it_is_uniform_over_seeds_and_positions() -> None:
     for draws in (
         [uniform(seed, 0) for seed in range(4000)],
         [uniform(0, position) for position in range(4000)],

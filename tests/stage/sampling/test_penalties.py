@@ -23,7 +23,7 @@ def reference(logits, s, prompt, generated):
     return result
 
 
-def test_rows_with_different_settings():
+def test_rows_with_different_settings() -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
     everything = Sampling(
         repetition_penalty=0.8,
@@ -44,7 +44,7 @@ def test_rows_with_different_settings():
     assert torch.equal(found[0], logits[0])
 
 
-def test_repetition_penalty_is_that_of_transformers():
+def test_repetition_penalty_is_that_of_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1))
@@ -54,19 +54,19 @@ def test_repetition_penalty_is_that_of_transformers():
     torch.testing.assert_close(penalize(logits, [row]), expected)
 
 
-def test_nothing_to_do_copies_nothing():
+def test_nothing_to_do_copies_nothing() -> None:
     logits = torch.randn(2, 30)
     assert penalize(logits, [SampleRow(Sampling(), 0, TokenHistory([1], [2]))] * 2) is logits
 
 
-def test_ids_beyond_the_vocabulary_are_passed_over():
+def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     logits = torch.randn(2, 30)
     sampling = Sampling(repetition_penalty=2.0, logit_bias=((30, 5.0), (10**6, 1.0)))
     row = SampleRow(sampling, 2, TokenHistory([30, -1], [99, -7]))
     assert torch.equal(penalize(logits, [row, row]), logits)
 
 
-def test_no_history_yet():
+def test_no_history_yet() -> None:
     logits = torch.randn(2, 30)
     sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0)
     assert torch.equal(

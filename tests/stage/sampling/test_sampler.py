@@ -30,20 +30,20 @@ def as_dict(sampling):
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
-def test_greedy_takes_the_lowest_id_of_a_tie():
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(3, 50)
     logits[0, [9, 30]] = 2.0
     logits[1, 49] = 1.0
     assert [t.token for t in sample(logits, [SampleRow(GREEDY, 0)] * 3)] == [9, 49, 0]
 
 
-def test_no_rows():
+def test_no_rows() -> None:
     assert sample(torch.empty(0, 50), []) == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_finite(bad, temperature):
+def test_rows_that_are_not_finite(bad, temperature: float) -> None:
     logits = logits_of(3, 20)
     logits[1, 4] = bad
     sampling = Sampling(temperature=temperature, logprobs=2)
@@ -53,7 +53,7 @@ def test_rows_that_are_not_finite(bad, temperature):
     assert found[2] is not None
 
 
-def test_the_logits_are_left_unchanged():
+def test_the_logits_are_left_unchanged() -> None:
     logits = logits_of(2, 40)
     before = logits.clone()
     sampling = Sampling(
@@ -63,7 +63,7 @@ def test_the_logits_are_left_unchanged():
     assert torch.equal(logits, before)
 
 
-def test_a_draw_depends_on_seed_and_position_alone():
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
     logits = logits_of(1, 300)
     row = SampleRow(Sampling(seed=11), 5)
     alone = sample(logits, [row])[0]
@@ -87,7 +87,7 @@ def test_a_draw_depends_on_seed_and_position_alone():
         Sampling(temperature=1.5, top_k=12, top_p=0.8, min_p=0.02),
     ],
 )
-def test_frequencies_follow_the_distribution(sampling):
+def test_frequencies_follow_the_distribution(sampling) -> None:
     logits, draws = logits_of(1, 40, scale=2.0), 4000
     expected = reference_weights(logits[0], sampling)
     counts = Counter(draw(logits, sampling, range(draws)))
@@ -100,7 +100,7 @@ def test_frequencies_follow_the_distribution(sampling):
 
 @pytest.mark.parametrize("vocabulary", [50, 300, 8192, 20000])
 @pytest.mark.parametrize("step", [0.0, 0.125])
-def test_tokens_are_those_of_the_plain_formula(vocabulary, step):
+def test_tokens_are_those_of_the_plain_formula(vocabulary: int, step: float) -> None:
     """Whichever way is taken: among the likeliest tokens, or all, in blocks or not."""
     settings = [
         {},
@@ -164,13 +164,13 @@ def reference_weights(logits, sampling):
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-3])
-def test_a_tiny_temperature_is_greedy(temperature):
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = logits_of(4, 100)
     rows = [SampleRow(Sampling(temperature=temperature, seed=i), i) for i in range(4)]
     assert [t.token for t in sample(logits, rows)] == logits.argmax(-1).tolist()
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_are_the_models_own() -> None:
     logits = logits_of(3, 60)
     expected = logits.log_softmax(-1)
     biased = Sampling(temperature=0.0, logprobs=3, logit_bias=((5, 100.0),))
@@ -188,6 +188,6 @@ def test_logprobs_are_the_models_own():
     assert math.isnan(third.logprob)
 
 
-def test_more_logprobs_than_tokens():
+def test_more_logprobs_than_tokens() -> None:
     found = sample(logits_of(1, 5), [SampleRow(Sampling(logprobs=20), 0)])[0]
     assert len(found.top) == 5

@@ -1,5 +1,7 @@
 import stat
 import sys
+from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -14,7 +16,7 @@ def mode(path):
 
 
 @posix
-def test_a_secret_is_its_owners_alone(tmp_path):
+def test_a_secret_is_its_owners_alone(tmp_path: Path) -> None:
     folder = secrets.private_folder(tmp_path / "a" / "b")
     secrets.write_secret(folder / "key", "one")
     secrets.write_secret(folder / "key", "two")
@@ -25,7 +27,7 @@ def test_a_secret_is_its_owners_alone(tmp_path):
 
 
 @posix
-def test_access_given_since_is_taken_away(tmp_path):
+def test_access_given_since_is_taken_away(tmp_path: Path) -> None:
     path = tmp_path / "key"
     secrets.write_secret(path, "x")
     path.chmod(0o644)
@@ -33,7 +35,7 @@ def test_access_given_since_is_taken_away(tmp_path):
     assert mode(path) == 0o600
 
 
-def test_keys_are_made_once(tmp_path):
+def test_keys_are_made_once(tmp_path: Path) -> None:
     path = tmp_path / "state" / "peer.key"
     keys = secrets.load_keys(path)
     assert secrets.load_keys(path) == keys
@@ -41,18 +43,20 @@ def test_keys_are_made_once(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "short", "\N{SNOWMAN}" * 40, '"' * 40])
-def test_a_file_without_a_key_is_named(tmp_path, text):
+def test_a_file_without_a_key_is_named(tmp_path: Path, text) -> None:
     path = tmp_path / "peer.key"
     secrets.write_secret(path, text)
     with pytest.raises(UsageError, match=r"peer\.key holds no CURVE secret key"):
         secrets.load_keys(path)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "key"
     secrets.write_secret(path, "old")
 
-    def full(_descriptor):
+    def full(_descriptor) -> Never:
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(secrets.os, "fsync", full)
@@ -62,17 +66,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
 
 
-def test_the_windows_user_is_named_by_its_security_id(monkeypatch):
+def test_the_windows_user_is_named_by_its_security_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_run", lambda command: '"pc\\me","S-1-5-21-7-1001"\n')
     assert secrets._user_sid() == "S-1-5-21-7-1001"
 
 
-def test_a_refusal_of_the_system_tool_is_shown():
+def test_a_refusal_of_the_system_tool_is_shown() -> None:
     with pytest.raises(UsageError, match="ended with 3: no"):
         secrets._run([sys.executable, "-c", "import sys; print('no'); sys.exit(3)"])
 
 
-def test_a_key_file_that_cannot_be_read_is_named(tmp_path):
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "peer.key"
     folder.mkdir(mode=0o755)
     with pytest.raises(UsageError, match=r"peer\.key can't be read"):
