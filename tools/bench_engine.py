@@ -27,6 +27,7 @@ from molink.checkpoint.layout import EMBEDDING
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.measure.peaks import peak_read_rate
 from molink.stage.stage import Stage
+from molink.stage.torch_dtypes import TORCH_DTYPES
 from molinkd.peer.platform import huge_pages
 from tools.serving.rounds import compare
 
@@ -155,7 +156,7 @@ def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
     """A function that generates once and returns the seconds it took."""
     from transformers import AutoModelForCausalLM
 
-    kind = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[stage.dtype]
+    kind = TORCH_DTYPES[stage.dtype]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
     ids = torch.arange(BATCH * BATCH_PROMPT).view(BATCH, BATCH_PROMPT) % stage.config.vocab_size
     settings = {"do_sample": False, "max_new_tokens": BATCH_NEW, "min_new_tokens": BATCH_NEW}

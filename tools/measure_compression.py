@@ -32,7 +32,7 @@ import zstandard
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
-from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES, DType
 from molink.link.packing.compression import RowCodec, entropy_coder
 from molink.link.packing.planes import Planes
 from molink.stage.batch import SequenceRows, StageInput
@@ -45,7 +45,6 @@ from tools.demo_model.train import conversations
 from tools.train_demo_model import FOLDER
 
 _BLOCK = 16
-_TRAVEL: tuple[Any, ...] = ("bf16", "f16", "f32")
 #: One decode row of a 4096-wide bf16 model, eight of them, and a message of prefill rows.
 _SIZES = (8 << 10, 64 << 10, 192 << 10)
 _LEVELS = (-5, -3, -1, 1, 2, 3)
@@ -272,7 +271,7 @@ def measure(
     found["speed"], found["tried"] = [], []
     for name, (folder, texts) in sources.items():
         hidden = folder.config.hidden_size
-        for dtype in _TRAVEL:
+        for dtype in WEIGHT_DTYPES:
             data = activations(folder, texts, dtype)
             found["speed"] += map(asdict, speeds(name, data, dtype, hidden, repeat))
             if dtype == "bf16":

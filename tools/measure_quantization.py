@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
-from molink.stage.torch_dtypes import DTypeChoice
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer
 from tools.demo_model.train import conversations
 from tools.train_demo_model import FOLDER

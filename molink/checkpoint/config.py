@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from molink.checkpoint.families import ARCHITECTURES, Family, parse_traits
 from molink.checkpoint.fields import Fields, read_json
@@ -12,10 +12,10 @@ from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_CONTEXT
 from molink.checkpoint.traits import Traits
 from molink.errors import BrokenModel, UnsupportedModel
+from molink.facts.dtypes import WeightDType
 from molink.facts.model import Quantize
 
 #: Element types of weights that can be computed with, by the names of the wire.
-WeightDType = Literal["f32", "bf16", "f16"]
 
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 #: Extents beyond these are a damaged config, not a model (also bounds what is allocated).

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from molink.checkpoint.config import ModelConfig, WeightDType
+from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
@@ -13,6 +13,7 @@ from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import Stored, stored_tensors
 from molink.checkpoint.strays import refuse_strays
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
+from molink.facts.dtypes import WeightDType
 from molink.facts.model import ModelFacts
 
 INDEX_FILE = "model.safetensors.index.json"

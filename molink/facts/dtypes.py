@@ -1,7 +1,13 @@
 """Element types of tensors, as they are named in messages, and how rows are packed."""
 
-from typing import Literal
+from typing import Literal, get_args
 
+#: What weights are kept in, and what rows are computed in and travel in.
+WeightDType = Literal["f32", "bf16", "f16"]
+#: All of them.
+WEIGHT_DTYPES: tuple[WeightDType, ...] = get_args(WeightDType)
+#: What a user asks for; ``auto`` is what suits the model and the device.
+DTypeChoice = Literal["auto", "f32", "bf16", "f16"]
 #: What a payload may hold.
 DType = Literal["u8", "i32", "f32", "f16", "bf16"]
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from molink.checkpoint.config import ModelConfig, WeightDType
+from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import InvariantError, UsageError
+from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES
 from molink.facts.model import Quantize
 from molink.stage.attention.base import (
@@ -29,7 +30,6 @@ from molink.stage.pool import KVPool, block_bytes
 from molink.stage.to_device import upload, upload_integers
 from molink.stage.torch_dtypes import (
     TORCH_DTYPES,
-    DTypeChoice,
     choose_dtype,
     choose_travel,
     residual_dtype,

@@ -1,13 +1,10 @@
 """Element types by the names of the wire, and which one a device computes in."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 
-from molink.checkpoint.config import WeightDType
-
-DTypeChoice = Literal["auto", "f32", "bf16", "f16"]
+from molink.facts.dtypes import DTypeChoice, WeightDType
 
 TORCH_DTYPES: dict[WeightDType, torch.dtype] = {
     "f32": torch.float32,

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.wire.messages.control import Member
 
 #: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.
 Standing = Literal["member", "left", "revoked"]
-Dtype = Literal["auto", "f32", "bf16", "f16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Desired:
     facts: ModelFacts
     source: str
     min_peers: int = 1
-    dtype: Dtype = "auto"
+    dtype: DTypeChoice = "auto"
     micro_batches: int = 0
     quantize: Quantize = "none"
 

@@ -6,9 +6,8 @@ from functools import cached_property
 
 import msgspec
 
-from molink.checkpoint.config import WeightDType
 from molink.errors import UsageError
-from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, rooflines

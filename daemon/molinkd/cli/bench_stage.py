@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import typer
@@ -13,8 +13,9 @@ from rich.table import Table
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import DEMO_MODEL, find_model
 from molink.errors import UsageError
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.memory_plan import size
-from molink.facts.model import LayerRange
+from molink.facts.model import LayerRange, Quantize
 from molink.plaintext import printable
 from molink.swarm.placement import parse_range
 from molinkd.peer.stage_bench import BenchPoint, StageBench, StageResult, measure_stage
@@ -31,12 +32,8 @@ def stage(
     threads: Annotated[
         int, typer.Option("--threads", "-t", min=0, help="On the CPU; 0 = torch's default.")
     ] = 0,
-    dtype: Annotated[
-        Literal["auto", "f32", "bf16", "f16"], typer.Option(help="Compute in.")
-    ] = "auto",
-    quantize: Annotated[
-        Literal["none", "int8", "nf4"], typer.Option(help="Keep the layers' weights so.")
-    ] = "none",
+    dtype: Annotated[DTypeChoice, typer.Option(help="Compute in.")] = "auto",
+    quantize: Annotated[Quantize, typer.Option(help="Keep the layers' weights so.")] = "none",
     seconds: Annotated[
         float, typer.Option(min=0.1, max=600.0, help="Of measuring, at maximum.")
     ] = 20.0,

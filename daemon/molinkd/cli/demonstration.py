@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.plaintext import printable
 from molink.wire.sockets.loop import EventLoop
@@ -17,7 +18,6 @@ from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyEvent, Ended, ModelReady, NotServed, Serving, StageNow, Trouble
 from molinkd.peer.platform import until_terminated
-from molinkd.peer.settings import Dtype
 
 _QUESTION = "What is molink?"
 _SAMPLE = {"messages": [{"role": "user", "content": _QUESTION}], "stream": True}
@@ -98,7 +98,7 @@ def sample(url: str, platform: str = sys.platform) -> str:
 def run_demo(
     home: Home,
     peers: int,
-    dtype: Dtype,
+    dtype: DTypeChoice,
     model: str | None,
     question: str | None,
     quantize: Quantize = "none",

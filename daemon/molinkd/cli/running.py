@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from molink.errors import UsageError
+from molink.facts.model import Quantize
 from molinkd.cli.here import HomeOption
 
 DtypeChoice = Literal["auto", "f32", "bf16", "f16"]
-QuantizeChoice = Literal["none", "int8", "nf4"]
 
 ModelOption = Annotated[
     str | None,
@@ -42,7 +42,7 @@ MemoryOption = Annotated[
     typer.Option(help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET)."),
 ]
 QuantizeOption = Annotated[
-    QuantizeChoice | None,
+    Quantize | None,
     typer.Option(help="Keep the layers' weights in 8 or 4 bits.  [default: none]"),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="Compute threads on the CPU.")]
@@ -126,7 +126,7 @@ def demo(
     peers: Annotated[int, typer.Option(min=1, max=8, help="How many daemons to run.")] = 3,
     dtype: Annotated[DtypeChoice, typer.Option(help="Compute in.")] = "auto",
     quantize: Annotated[
-        QuantizeChoice, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
+        Quantize, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
     ] = "none",
     model: Annotated[str | None, typer.Option(help="[default: the bundled demo model]")] = None,
     home: HomeOption = None,

@@ -13,6 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from molink.errors import MolinkError, UsageError, WorkerError
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.files import patiently
 from molink.wire.sockets.secrets import private_folder
@@ -27,7 +28,7 @@ from molinkd.peer.launch import (
     ModelReady,
 )
 from molinkd.peer.runfile import RunFile
-from molinkd.peer.settings import Dtype, Settings
+from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class DemoSwarm:
         self,
         under: Home,
         count: int,
-        dtype: Dtype,
+        dtype: DTypeChoice,
         model: str | None,
         on_event: Callable[[int, AnyEvent], None],
         quantize: Quantize = "none",
@@ -68,7 +69,7 @@ class DemoSwarm:
         """``under``: the home that the demo's own lies in. ``on_event`` gets the peer's number."""
         self._under = under
         self._count = count
-        self._dtype: Dtype = dtype
+        self._dtype: DTypeChoice = dtype
         self._quantize: Quantize = quantize
         self._model = model
         self._on_event = on_event

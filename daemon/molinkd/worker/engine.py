@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.checkpoint.config import WeightDType
+from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
 from molink.ring.segment import Executing
 from molink.wire.messages.pipe import Start

@@ -13,13 +13,11 @@ pairs, then the n bytes between), then one zstd frame of the n top bytes.
 import zstandard
 
 from molink.errors import WireError
-from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES
 from molink.link.packing.planes import Planes
 from molink.link.packing.quantized import packed_bytes, to_int8, to_rows
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
-
-_TRAVEL = ("bf16", "f16", "f32")
 
 
 class RowCodec:
@@ -116,7 +114,7 @@ def entropy_coder() -> zstandard.ZstdCompressor:
 
 
 def _check(payload: Payload) -> None:
-    if payload.dtype not in _TRAVEL or len(payload.shape) != 2:
+    if payload.dtype not in WEIGHT_DTYPES or len(payload.shape) != 2:
         raise WireError(f"{payload.dtype} {list(payload.shape)} are no rows to pack")
     if payload.nbytes > MAX_PAYLOAD:
         raise WireError(f"rows of {payload.nbytes} bytes are over {MAX_PAYLOAD}")

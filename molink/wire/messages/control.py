@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from molink.facts.device import Device
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Count, Index, Sentence, Text
@@ -148,7 +149,7 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     ref: Count
     model: ModelFacts
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
-    dtype: Literal["auto", "f32", "bf16", "f16"] = "auto"
+    dtype: DTypeChoice = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     quantize: Quantize = "none"
 
@@ -227,7 +228,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     layers: LayerRange
     model: Text
     sources: tuple[Text, ...]
-    dtype: Literal["auto", "f32", "bf16", "f16"]
+    dtype: DTypeChoice
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
     quantize: Quantize = "none"
 

@@ -6,12 +6,12 @@ keeps a GPU's memory.
 """
 
 import struct
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, BinaryIO, TypeVar
 
 import msgspec
 
 from molink.errors import WireError
-from molink.facts.dtypes import Compression
+from molink.facts.dtypes import Compression, DTypeChoice
 from molink.facts.model import LayerRange, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Count, Index, Sentence, Text
@@ -36,7 +36,7 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     stages: Index
     layers: LayerRange
     model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
-    dtype: Literal["auto", "f32", "bf16", "f16"]
+    dtype: DTypeChoice
     device: Text
     threads: Index
     public_key: PublicKey
