@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from molink.errors import MolinkError
-from molink.stage.attention.base import AttentionShape, BackendName, create_attention
+from molink.stage.attention.base import AttentionShape, BackendName
+from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 from molink.stage.torch_dtypes import TORCH_DTYPES

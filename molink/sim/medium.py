@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from molink.sim.agenda import Action, Agenda
-from molink.sim.congestion import Controller
+from molink.sim.congestion.base import Controller
 from molink.sim.tcp import Passed, TcpConnection
 from molink.sim.uplink import Uplink
 from molink.wire.messages.data import Lane

@@ -18,7 +18,7 @@ from molink.ring.ring import Ring
 from molink.ring.segment import StageShape
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients
-from molink.sim.congestion import create_controller
+from molink.sim.congestion.create import create_controller
 from molink.sim.hop import Hop
 from molink.sim.medium import IdealMedium, Medium, TcpMedium
 from molink.sim.packing import SimPacker

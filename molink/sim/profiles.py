@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from molink.errors import UsageError
-from molink.sim.congestion import CONGESTION
+from molink.sim.congestion.base import CONGESTION
 
 #: A megabit per second, in bytes per second.
 MBPS = 1e6 / 8

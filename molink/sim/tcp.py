@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from molink.sim.agenda import Agenda
-from molink.sim.bbr import burst_of
-from molink.sim.congestion import MIN_TIMEOUT, SEGMENT, Controller, SegmentsAcked
+from molink.sim.congestion.base import MIN_TIMEOUT, SEGMENT, Controller, SegmentsAcked
+from molink.sim.congestion.bbr import burst_of
 from molink.sim.uplink import Uplink
 
 #: Bytes that leave and are acknowledged together: two segments (RFC 1122, section 4.2.3.2).

@@ -15,11 +15,12 @@ from molink.stage.attention.base import (
     Attention,
     AttentionShape,
     BackendName,
-    create_attention,
 )
+from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder, load_decoder
+from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaCaptures
@@ -90,8 +91,9 @@ class Stage:
         """
         place, config = _device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
+        operators = create_operators(config, TORCH_DTYPES[computed], place)
         with WeightReader(folder, TORCH_DTYPES[computed], place, quantize) as reader:
-            decoder = load_decoder(reader, config, layers)
+            decoder = load_decoder(reader, config, operators, layers)
         travel = choose_travel(dtype, config.dtype)
         return cls(config, layers, decoder, place, computed, travel)
 

@@ -174,7 +174,7 @@ class Formation:
         stages = set(range(len(self.record.stages)))
         if not (set(self.loaded) <= stages and self.ready <= stages):
             raise InvariantError(f"epoch {self.record.epoch} has stages that it hasn't")
-        if (self.state == "ready") != (self.all_ready and self.state in ("ready",)):
+        if self.state == "ready" and not self.all_ready:
             raise InvariantError(f"epoch {self.record.epoch} is ready without all of its stages")
         if self.state in ("linking", "ready") and not self.record.formed:
             raise InvariantError(f"epoch {self.record.epoch} was formed but not committed so")

@@ -3,7 +3,7 @@
 import pytest
 
 from molink.sim.agenda import Agenda
-from molink.sim.congestion import create_controller
+from molink.sim.congestion.create import create_controller
 from molink.sim.medium import IdealMedium, TcpMedium
 from molink.sim.uplink import Uplink
 from molink.wire.messages.data import Lane

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from molink.errors import UsageError
 from molink.sim.agenda import Agenda
-from molink.sim.bbr import HIGH_GAIN, MIN_WINDOW, BbrTcp, Mode
-from molink.sim.congestion import FIRST_WINDOW, SEGMENT, create_controller
-from molink.sim.cubic import CubicTcp
+from molink.sim.congestion.base import FIRST_WINDOW, SEGMENT
+from molink.sim.congestion.bbr import HIGH_GAIN, MIN_WINDOW, BbrTcp, Mode
+from molink.sim.congestion.create import create_controller
+from molink.sim.congestion.cubic import CubicTcp
 from molink.sim.forecast import plan_ring
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario

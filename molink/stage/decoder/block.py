@@ -9,10 +9,11 @@ from torch.nn.functional import rms_norm
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import attention_projections, mlp_norm, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.mlp import GatedMlp, Mlp, create_gate
+from molink.stage.decoder.mlp import Gate, GatedMlp, Mlp
 from molink.stage.decoder.moe import ExpertMlp
-from molink.stage.decoder.norm import Norm, load_norm
-from molink.stage.decoder.rotary import Rotate, rotate
+from molink.stage.decoder.norm import Norm
+from molink.stage.decoder.operators import RowOperators
+from molink.stage.decoder.rotary import Rotate
 from molink.stage.linear import Linear, Projection
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool
@@ -55,7 +56,7 @@ class DecoderBlock:
     mlp_norm: Norm
     mlp: Mlp
     result_norm: Norm | None
-    rotate: Rotate = rotate
+    rotate: Rotate
 
     def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
@@ -92,12 +93,14 @@ def _sum(rows: Tensor, result: Tensor) -> Tensor:
     return result.add_(rows) if result.dtype == rows.dtype else rows + result
 
 
-def load_block(reader: WeightReader, config: ModelConfig, layer: int, index: int) -> DecoderBlock:
+def load_block(
+    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
+) -> DecoderBlock:
     """Load the model's layer ``layer``, which is the stage's ``index``-th."""
     prefix = f"model.layers.{layer}."
 
     def norm(name: str) -> Norm:
-        return load_norm(reader, config, f"{prefix}{name}.weight")
+        return operators.norm(reader.read(f"{prefix}{name}.weight"))
 
     sandwiched = config.sandwich_norms
     return DecoderBlock(
@@ -115,9 +118,9 @@ def load_block(reader: WeightReader, config: ModelConfig, layer: int, index: int
         output=reader.projection([f"{prefix}self_attn.o_proj"], config.output_bias),
         attended_norm=norm("post_attention_layernorm") if sandwiched else None,
         mlp_norm=norm(mlp_norm(config)),
-        mlp=_load_mlp(reader, config, layer, prefix),
+        mlp=_load_mlp(reader, config, operators.gate, layer, prefix),
         result_norm=norm("post_feedforward_layernorm") if sandwiched else None,
-        rotate=reader.rowwise.rotate if reader.rowwise else rotate,
+        rotate=operators.rotate,
     )
 
 
@@ -129,9 +132,9 @@ def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> T
     return torch.cat((queries, keys)).float().add_(config.norm_offset)
 
 
-def _load_mlp(reader: WeightReader, config: ModelConfig, layer: int, prefix: str) -> Mlp:
-    gate = reader.rowwise.gate if reader.rowwise else create_gate(config.activation)
-
+def _load_mlp(
+    reader: WeightReader, config: ModelConfig, gate: Gate, layer: int, prefix: str
+) -> Mlp:
     def gated(names: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
         return GatedMlp(
             gate_up=reader.projection([prefix + name for name in names], biased),

@@ -10,7 +10,8 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import EMBEDDING, FINAL_NORM, OUTPUT_HEAD
 from molink.errors import InvariantError
 from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
-from molink.stage.decoder.norm import Norm, load_norm
+from molink.stage.decoder.norm import Norm
+from molink.stage.decoder.operators import RowOperators
 from molink.stage.linear import CompiledLinear, EmbeddingTable, Linear, Projection
 from molink.stage.loading.weights import WeightReader
 from molink.stage.to_device import upload_integers
@@ -69,15 +70,18 @@ class Decoder:
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-def load_decoder(reader: WeightReader, config: ModelConfig, layers: tuple[int, int]) -> Decoder:
+def load_decoder(
+    reader: WeightReader, config: ModelConfig, operators: RowOperators, layers: tuple[int, int]
+) -> Decoder:
     """Load layers ``first:last`` and the ends of the model that the range touches."""
     first, last = layers
     opens, closes = first == 0, last == config.layers
     scale = float(torch.tensor(config.embedding_scale, dtype=reader.dtype)) if opens else 1.0
     blocks = tuple(
-        load_block(reader, config, layer, index) for index, layer in enumerate(range(first, last))
+        load_block(reader, config, operators, layer, index)
+        for index, layer in enumerate(range(first, last))
     )
-    norm = load_norm(reader, config, FINAL_NORM) if closes else None
+    norm = operators.norm(reader.read(FINAL_NORM)) if closes else None
     if opens and closes and config.tied:
         both = reader.tied(EMBEDDING)
         return Decoder(config, both, blocks, norm, both, scale)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from molink.checkpoint.config import ModelConfig
-from molink.stage.loading.weights import WeightReader
 
 if TYPE_CHECKING:
     from molink.stage.kernels.rowwise import Rowwise
@@ -79,15 +78,12 @@ class CompiledNorm:
         return self.weight.nbytes
 
 
-def load_norm(reader: WeightReader, config: ModelConfig, name: str) -> Norm:
-    """Load the norm whose weight is called ``name``.
+def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
+    """A norm by torch's operators, on every device; ``weight`` is as it was read, and is taken.
 
     A model that adds an offset to its weights stores what would vanish in a 16-bit sum. Rows that
     are computed in float16 are summed in float32, and normed from there.
     """
-    weight = reader.read(name)
-    if reader.rowwise is not None:
-        return CompiledNorm(weight.float().add_(config.norm_offset), reader.rowwise)
     if weight.dtype == torch.float32:
         return PlainNorm(weight.add_(config.norm_offset), config.norm_eps)
     if config.norm_offset or weight.dtype == torch.float16:

@@ -3,39 +3,22 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.layout import Shapes, layer_tensors
 from molink.checkpoint.prequantized import FLOATS, companions
 from molink.checkpoint.quantization import can_hold, is_quantizable
 from molink.errors import BrokenModel, UsageError
 from molink.facts.model import Quantize
-from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.shape import fits_rowwise
 from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.stored import check_layout, fill
-
-if TYPE_CHECKING:
-    from molink.stage.kernels.rowwise import Rowwise
-
-
-def _find_rowwise(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> "Rowwise | None":
-    inner = [] if config.experts is None else [config.experts.inner_size]
-    widths = [config.hidden_size, config.intermediate_size, *inner]
-    rotary = [rope.rotary_dim(config.head_dim) for rope in config.ropes]
-    if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):
-        return None
-    return create_rowwise(config.norm_eps, config.activation, torch.get_num_threads())
 
 
 class WeightReader:
@@ -58,8 +41,6 @@ class WeightReader:
             raise UsageError(f"{folder.path} is quantized as {stored}; it can't become {quantize}")
         self._folder, self.dtype, self._device = folder, dtype, device
         self._projections = Projections.probe(dtype, device)
-        #: What is compiled beside projections, where something is.
-        self.rowwise = _find_rowwise(folder.config, dtype, device)
         self._mode: Quantize = quantize if stored == "none" else stored
         self._kernels = QuantizedKernels.probe(self._mode, dtype, device)
         self._stack = ExitStack()

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, UsageError
-from molink.stage.attention.base import create_attention
 from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.trial import try_compiled
 from molink.stage.batch import SequenceRows

@@ -10,7 +10,7 @@ import torch
 
 from molink.errors import UsageError
 from molink.stage.attention import trial as probe
-from molink.stage.attention.base import create_attention
+from molink.stage.attention.create import create_attention
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.trial import try_flash, wanted_block_size

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm, load_norm
-from molink.stage.loading import weights
+from molink.stage.decoder import operators
+from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm
+from molink.stage.decoder.operators import create_operators
 from molink.stage.loading.weights import WeightReader
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
@@ -15,9 +16,10 @@ NAME = "model.layers.0.input_layernorm.weight"
 
 
 def load(folder, dtype):
-    opened = ModelFolder.open(folder)
-    with WeightReader(opened, TORCH_DTYPES[dtype], torch.device("cpu")) as reader:
-        return load_norm(reader, opened.config, NAME), reader.read(NAME)
+    opened, kind, cpu = ModelFolder.open(folder), TORCH_DTYPES[dtype], torch.device("cpu")
+    norm = create_operators(opened.config, kind, cpu).norm
+    with WeightReader(opened, kind, cpu) as reader:
+        return norm(reader.read(NAME)), reader.read(NAME)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def load(folder, dtype):
 def test_weights_are_offset_in_full_precision(
     make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, kind, kept
 ) -> None:
-    monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
+    monkeypatch.setattr(operators, "create_rowwise", lambda *_: None)
     norm, stored = load(make_model(tmp_path, family), dtype)
     assert isinstance(norm, kind)
     assert norm.weight.dtype == kept
@@ -49,7 +51,7 @@ def test_compiled_norms_are_wide_ones(
     compiled, _ = load(folder, "bf16")
     if not isinstance(compiled, CompiledNorm):
         pytest.skip("this CPU has no compiled norms")
-    monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
+    monkeypatch.setattr(operators, "create_rowwise", lambda *_: None)
     usual, stored = load(folder, "bf16")
     assert torch.equal(compiled.weight, stored.float() + (family == "gemma2"))
     rows = torch.randn(5, len(stored)).bfloat16()

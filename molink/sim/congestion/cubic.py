@@ -5,8 +5,8 @@ Sections are those of RFC 9438 unless another is named.
 
 from math import ceil, inf
 
-from molink.sim.congestion import FIRST_WINDOW, MIN_TIMEOUT, SEGMENT, SegmentsAcked
-from molink.sim.hystart import HyStart
+from molink.sim.congestion.base import FIRST_WINDOW, MIN_TIMEOUT, SEGMENT, SegmentsAcked
+from molink.sim.congestion.hystart import HyStart
 
 #: Segments/s³ by which the window grows, and what is left of it after a loss (sections 4.1, 4.6).
 _GROWTH = 0.4

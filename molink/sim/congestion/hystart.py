@@ -2,7 +2,7 @@
 
 from math import inf
 
-from molink.sim.congestion import SEGMENT, SegmentsAcked
+from molink.sim.congestion.base import SEGMENT, SegmentsAcked
 
 #: Smaller windows don't look, in segments.
 _MIN_WINDOW = 16

@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from molink.errors import UsageError
-from molink.wire.messages.data import Lane
-
 Congestion = Literal["none", "cubic", "bbr"]
 #: All of them; ``none`` is a link that both lanes share without any TCP.
 CONGESTION: tuple[str, ...] = get_args(Congestion)
@@ -67,24 +64,3 @@ class Controller(Protocol):
 
     def timed_out(self, now: float) -> None:
         """No acknowledgement came for a timeout: all that was in flight counts as lost."""
-
-
-def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
-    """Congestion control of a connection whose handshake took ``round_trip`` seconds.
-
-    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.steady`.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    from molink.sim.bbr import BbrTcp
-    from molink.sim.cubic import CubicTcp, PacedCubicTcp
-
-    match name:
-        case "cubic":
-            return CubicTcp()
-        case "bbr" if lane is Lane.DECODE:
-            return PacedCubicTcp(round_trip)
-        case "bbr":
-            return BbrTcp(round_trip)
-    raise UsageError(f"no congestion control {name!r}: choose one of {', '.join(CONGESTION)}")

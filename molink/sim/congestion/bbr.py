@@ -8,7 +8,7 @@ from collections import deque
 from enum import Enum
 from math import inf, log
 
-from molink.sim.congestion import FIRST_WINDOW, SEGMENT, SegmentsAcked
+from molink.sim.congestion.base import FIRST_WINDOW, SEGMENT, SegmentsAcked
 
 #: Doubles the delivery rate in a round trip (section 4.3.2.1).
 HIGH_GAIN = 2 / log(2)

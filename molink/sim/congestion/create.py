@@ -1,0 +1,25 @@
+"""Which congestion control a simulated connection runs."""
+
+from molink.errors import UsageError
+from molink.sim.congestion.base import CONGESTION, Controller
+from molink.sim.congestion.bbr import BbrTcp
+from molink.sim.congestion.cubic import CubicTcp, PacedCubicTcp
+from molink.wire.messages.data import Lane
+
+
+def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
+    """Congestion control of a connection whose handshake took ``round_trip`` seconds.
+
+    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.steady`.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    match name:
+        case "cubic":
+            return CubicTcp()
+        case "bbr" if lane is Lane.DECODE:
+            return PacedCubicTcp(round_trip)
+        case "bbr":
+            return BbrTcp(round_trip)
+    raise UsageError(f"no congestion control {name!r}: choose one of {', '.join(CONGESTION)}")

@@ -1,0 +1,40 @@
+"""Which attention backend a stage runs: the one asked for, or the best that works here."""
+
+import torch
+
+from molink.errors import UsageError
+from molink.stage.attention.base import Attention, AttentionShape, BackendName
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.trial import try_compiled, try_flash
+
+
+def create_attention(
+    name: BackendName,
+    shape: AttentionShape,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    """The backend called ``name``; ``auto`` takes ``flash`` or ``compiled`` if it works here.
+
+    If neither does, it takes ``gather``.
+
+    Raises:
+        UsageError: ``flash`` or ``compiled`` was asked for and doesn't work.
+    """
+    if name == "gather":
+        return _create_gather(shape, device)
+    attempt = try_flash if name == "flash" or device.type == "cuda" else try_compiled
+    found, reason = attempt(shape, block_size, dtype, device)
+    if found is not None:
+        return found
+    if name != "auto":
+        raise UsageError(f"{name} attention can't run on {device}: {reason}; use auto or gather")
+    return _create_gather(shape, device)
+
+
+def _create_gather(shape: AttentionShape, device: torch.device) -> Attention:
+    if device.type == "cuda":
+        # SDPA prefers cuDNN on H100 and B200, which takes 30 ms for each length it hasn't met yet.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return GatherAttention(shape)

@@ -1,0 +1,54 @@
+"""What a layer does with each row on its own between its projections: norms, gate, rotation.
+
+By torch on every device, or by what is compiled for this CPU and model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.config import ModelConfig
+from molink.stage.decoder.mlp import Gate, create_gate
+from molink.stage.decoder.norm import CompiledNorm, Norm, create_norm
+from molink.stage.decoder.rotary import Rotate, rotate
+from molink.stage.kernels.create import create_rowwise
+from molink.stage.kernels.shape import fits_rowwise
+
+if TYPE_CHECKING:
+    from molink.stage.kernels.rowwise import Rowwise
+
+
+@dataclass(frozen=True, slots=True)
+class RowOperators:
+    """The same for all layers of a stage. ``norm`` makes a norm of its weight as it was read."""
+
+    norm: Callable[[Tensor], Norm]
+    gate: Gate
+    rotate: Rotate
+
+
+def create_operators(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowOperators:
+    """Those for rows of ``dtype`` on ``device``: compiled ones where there are any."""
+    compiled = _find_compiled(config, dtype, device)
+    if compiled is None:
+        return RowOperators(partial(create_norm, config), create_gate(config.activation), rotate)
+
+    def norm(weight: Tensor) -> Norm:
+        return CompiledNorm(weight.float().add_(config.norm_offset), compiled)
+
+    return RowOperators(norm, compiled.gate, compiled.rotate)
+
+
+def _find_compiled(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> "Rowwise | None":
+    inner = [] if config.experts is None else [config.experts.inner_size]
+    widths = [config.hidden_size, config.intermediate_size, *inner]
+    rotary = [rope.rotary_dim(config.head_dim) for rope in config.ropes]
+    if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):
+        return None
+    return create_rowwise(config.norm_eps, config.activation, torch.get_num_threads())
