@@ -1,5 +1,6 @@
 """The paged cache of keys and values of one stage."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.errors import InvariantError
+from molink.stage.batch import SequenceRows
 
 
 def block_bytes(config: ModelConfig, layers: int, block_size: int, dtype: torch.dtype) -> int:
@@ -129,3 +132,30 @@ class KVPool:
         """
         for block in block_ids:
             self._storage[:, :, block].zero_()
+
+    def locate(
+        self, sequences: Sequence[SequenceRows]
+    ) -> "tuple[array[int], array[int], list[int]]":
+        """Position and slot of each row, and the blocks that are begun here but not filled.
+
+        Raises:
+            InvariantError: rows don't fit their blocks, or blocks the pool.
+        """
+        size = self.block_size
+        positions, slots = array("q"), array("q")
+        fresh: list[int] = []
+        for sequence in sequences:
+            start, end, blocks = sequence.start, sequence.start + sequence.count, sequence.blocks
+            if start < 0 or end <= start or end > len(blocks) * size:
+                raise InvariantError(f"rows {start}:{end} don't fit {len(blocks)} blocks of {size}")
+            last = (end - 1) // size
+            for index in range(start // size, last + 1):
+                block = blocks[index]
+                if not 0 <= block < self.blocks:
+                    raise InvariantError(f"block {block} is not in a pool of {self.blocks}")
+                first, stop = max(start, index * size), min(end, (index + 1) * size)
+                positions.extend(range(first, stop))
+                slots.extend(range((block - index) * size + first, (block - index) * size + stop))
+            if start <= last * size and end % size:
+                fresh.append(blocks[last])
+        return positions, slots, fresh

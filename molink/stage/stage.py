@@ -24,9 +24,8 @@ from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaCaptures
-from molink.stage.graphs.graphs import DecodeGraphs, DecodeRows
+from molink.stage.graphs.decode_graphs import DecodeGraphs, DecodeRows
 from molink.stage.loading.weights import WeightReader
-from molink.stage.places import locate
 from molink.stage.pool import KVPool, block_bytes
 from molink.stage.to_device import upload, upload_integers
 from molink.stage.torch_dtypes import (
@@ -227,7 +226,7 @@ class Stage:
     def _through(self, rows: Tensor, sequences: Sequence[SequenceRows], pool: KVPool) -> Tensor:
         """Rows ``[T, hidden]`` through all layers, as one CUDA graph where that is faster."""
         count = len(rows)
-        positions, slots, fresh = locate(sequences, pool)
+        positions, slots, fresh = pool.locate(sequences)
         if len(positions) != count:
             raise InvariantError(f"a batch has {count} rows, its sequences {len(positions)}")
         pool.clear(fresh)

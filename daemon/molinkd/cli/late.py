@@ -1,4 +1,4 @@
-"""Commands that are imported only when they are asked for."""
+"""Commands, and a group of them, that are imported only when they are asked for."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -21,6 +21,8 @@ _LATE = (
     ),
 )
 
+_BENCH = "Measure a server, or this PC."
+
 
 def add_late(
     app: typer.Typer, arguments: Sequence[str], wrap: Callable[[Command], Command]
@@ -28,6 +30,18 @@ def add_late(
     """Add the real commands, wrapped, if ``arguments`` name them, else their lines in the help."""
     for name, where, text in _LATE:
         app.command(name, help=text)(wrap(_load(where) if name in arguments else _stand_in))
+
+
+def add_bench(app: typer.Typer, arguments: Sequence[str]) -> None:
+    """Add the real group if ``arguments`` name it, else its line in the help."""
+    if "bench" in arguments:
+        from molinkd.cli.bench_serve import bench_app
+
+        app.add_typer(bench_app, name="bench")
+        return
+    stand_in = typer.Typer(help=_BENCH)
+    stand_in.callback()(_stand_in)
+    app.add_typer(stand_in, name="bench")
 
 
 def _load(where: str) -> Command:

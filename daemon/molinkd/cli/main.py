@@ -13,8 +13,7 @@ import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
 from molinkd.cli import here, running
-from molinkd.cli.bench_group import add_bench
-from molinkd.cli.late import add_late
+from molinkd.cli.late import add_bench, add_late
 
 #: Exit code after Ctrl-C, as shells count it.
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from molink.errors import MolinkError
 from molink.facts.footprint import Load, StageSetup
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.profile import MAX_CHUNK_ROWS
-from molink.swarm.addressbook import AddressBook
+from molink.swarm.address_book import AddressBook
 from molink.swarm.keeper import (
     Decision,
     Fetch,

@@ -50,7 +50,7 @@ class CoordinatorProcess:
         self._child: Child | None = None
         self._announced: asyncio.Future[Announcement] | None = None
         self._exited = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> Announcement:
         """Start it and wait until it listens; from then on it is kept running.
@@ -61,14 +61,14 @@ class CoordinatorProcess:
         announcement = await self._launch()
         # Members know this port: a restart has to take it again.
         self._port = announcement.port
-        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        self._watcher = asyncio.get_running_loop().create_task(self._keep())
         return announcement
 
     async def close(self) -> None:
         """End it for good."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         if self._child is not None:
             await self._child.stop(GRACE_S)
 

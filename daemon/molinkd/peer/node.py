@@ -13,7 +13,7 @@ import molink
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
 from molink.facts.identity import peer_id
-from molink.swarm.addressbook import AddressBook
+from molink.swarm.address_book import AddressBook
 from molink.swarm.offenders import Offenders
 from molink.swarm.stream import StreamLimits
 from molink.wire.messages.control import (

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import zmq.asyncio
 
 from molink.errors import Unavailable, WireError
-from molink.swarm.addressbook import AddressBook
-from molink.swarm.fetchplan import FilePiece
+from molink.swarm.address_book import AddressBook
+from molink.swarm.fetch_plan import FilePiece
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest

@@ -33,7 +33,7 @@ from molink.errors import (
 )
 from molink.files import patiently
 from molink.swarm.backoff import Backoff
-from molink.swarm.fetchplan import FilePiece, GroupPlan, cut, group_file, group_tensors, plan_group
+from molink.swarm.fetch_plan import FilePiece, GroupPlan, cut, group_file, group_tensors, plan_group
 from molink.wire.messages.transfer import FileEntry
 from molink.wire.sockets.secrets import private_folder
 from molinkd.peer.library import MAX_FILES, Library, folder_name, listing_identity

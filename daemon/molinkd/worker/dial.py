@@ -7,8 +7,8 @@ import zmq.asyncio
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Lane
 from molink.wire.sockets.client import Client
+from molink.wire.sockets.congestion import avoid_bbr
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.steady import keep_steady
 from molinkd.worker.outlink import Channel, ChannelEvents
 
 
@@ -32,7 +32,7 @@ def dial(
             on_connect=events.on_connect,
             on_disconnect=events.on_disconnect,
             on_drained=events.on_drained,
-            on_open=keep_steady if lane is Lane.DECODE else None,
+            on_open=avoid_bbr if lane is Lane.DECODE else None,
         )
 
     return connect

@@ -16,7 +16,7 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
 from molink.link.estimate.remembered import LinkMemory
-from molink.stage.measure.measure import profile_stage
+from molink.stage.measure.stage_profile import profile_stage
 from molink.stage.out_of_memory import limit_memory
 from molink.stage.stage import Stage
 from molink.wire.messages.codec import data_codec

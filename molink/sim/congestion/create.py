@@ -10,7 +10,7 @@ from molink.wire.messages.data import Lane
 def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
-    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.steady`.
+    BBR doesn't control the decode lane for long: :mod:`molink.wire.sockets.congestion`.
 
     Raises:
         UsageError: there is none of that name.

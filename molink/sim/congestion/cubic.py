@@ -191,7 +191,7 @@ class CubicTcp:
 class PacedCubicTcp(CubicTcp):
     """One that has begun under BBR: Linux goes on pacing such a connection.
 
-    Decode lanes are switched so (:mod:`molink.wire.sockets.steady`).
+    Decode lanes are switched so (:mod:`molink.wire.sockets.congestion`).
     """
 
     def __init__(self, round_trip: float) -> None:

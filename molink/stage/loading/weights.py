@@ -18,7 +18,7 @@ from molink.facts.model import Quantize
 from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
-from molink.stage.loading.stored import check_layout, fill
+from molink.stage.loading.bnb_formats import check_layout, fill
 
 
 class WeightReader:

@@ -14,15 +14,15 @@ from typing import Literal
 import psutil
 import torch
 
-from molink.checkpoint.arithmetic import StageWork
 from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.stage_work import StageWork
 from molink.errors import MolinkError
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
 from molink.stage.measure.device import cpu_name, pick_device
-from molink.stage.measure.measure import profile_stage
 from molink.stage.measure.peaks import peak_matmul_rate, peak_read_rate
+from molink.stage.measure.stage_profile import profile_stage
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_has_bf16
 

@@ -22,9 +22,9 @@ from molink.errors import (
 )
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
+from molink.wire.sockets.create import connect, create_client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Outbox
-from molink.wire.sockets.make import connect, make_client
 from molink.wire.sockets.monitor import Change, Monitor
 from molink.wire.sockets.offences import Offences
 from molink.wire.sockets.traffic import Traffic
@@ -114,7 +114,7 @@ class Client(Generic[M]):
         """Begin to connect. Raises :class:`UsageError` if there is no address, or one is none."""
         if not self._addresses:
             raise UsageError(f"{self._name} has no address")
-        self._socket = make_client(self._context, self._keys, self._server_key)
+        self._socket = create_client(self._context, self._keys, self._server_key)
         self._monitor = Monitor(self._socket, self._on_open)
         try:
             connect(self._socket, self._address)

@@ -14,9 +14,9 @@ import zmq.asyncio
 from molink.errors import MolinkError, PortInUse, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
+from molink.wire.sockets.create import bind, create_server
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Inbox, Outbox
-from molink.wire.sockets.make import bind, make_server
 from molink.wire.sockets.monitor import Change, Monitor
 from molink.wire.sockets.offences import Offences
 from molink.wire.sockets.traffic import Traffic
@@ -139,7 +139,7 @@ class Server(Generic[M]):
             UsageError: ``host`` is no address of this PC.
             zmq.ZMQError: this process has no descriptor left, or the like.
         """
-        socket = make_server(self._context, self._keys, ipv6=":" in host)
+        socket = create_server(self._context, self._keys, ipv6=":" in host)
         monitor: Monitor | None = None
         try:
             monitor = Monitor(socket)

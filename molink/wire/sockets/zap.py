@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from molink.errors import UsageError
 from molink.facts.identity import peer_id
-from molink.wire.sockets.make import DOMAIN
+from molink.wire.sockets.create import DOMAIN
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import pytest
 
 from molink.errors import ModelNotFound, NotAuthorized, RequestError
 from molink.facts.identity import peer_id
-from molink.swarm.addressbook import AddressBook
-from molink.swarm.fetchplan import FilePiece
+from molink.swarm.address_book import AddressBook
+from molink.swarm.fetch_plan import FilePiece
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import (
     Invite,

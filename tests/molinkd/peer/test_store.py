@@ -16,7 +16,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.layout import stage_tensors
 from molink.errors import ModelError, MolinkError, Unavailable
-from molink.swarm.fetchplan import PIECE_BYTES, FilePiece, cut, plan_group
+from molink.swarm.fetch_plan import PIECE_BYTES, FilePiece, cut, plan_group
 from molink.wire.messages.transfer import FileEntry
 from molinkd.peer import store as store_module
 from molinkd.peer.library import Library

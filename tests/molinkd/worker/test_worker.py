@@ -26,8 +26,8 @@ from molink.wire.messages.pipe import (
     Stats,
     WorkerFailed,
 )
+from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.make import make_client
 from molinkd.worker.worker import Worker
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
@@ -191,7 +191,7 @@ async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
         pipe.order(ring(1))
         await net.until(lambda: pipe.said(Formed))
         address = f"tcp://127.0.0.1:{pipe.said(Loaded)[0].port}"
-        with make_client(net.context, PREVIOUS, KEYS.public, address) as socket:
+        with create_client(net.context, PREVIOUS, KEYS.public, address) as socket:
             for _ in range(20):
                 await socket.send_multipart([b"not", b"a", b"message"])
             await net.until(lambda: pipe.said(MemberBlocked))

@@ -15,8 +15,8 @@ from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done, StatusRequest
 from molink.wire.messages.data import Cancel, Prompt
 from molink.wire.sockets.client import Client
+from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.make import make_client
 from molink.wire.sockets.server import Sender, Server
 
 _GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -72,7 +72,7 @@ async def test_no_curve(victim: Victim) -> None:
 
 async def test_unknown_key(victim: Victim) -> None:
     keys, server_key = KeyPair.generate(), victim.net.keys.public
-    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         with pytest.raises(zmq.Again):
             await socket.send(b"x", zmq.DONTWAIT)
         await victim.net.until(lambda: victim.net.gatekeeper.refused == 1)
@@ -111,7 +111,7 @@ async def test_raw_tcp(victim: Victim, noise: bytes) -> None:
 async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
     parts = [bytes(size)] * (800 if size < 1000 else 80)
-    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         await socket.send_multipart(parts)
         await victim.net.until(lambda: victim.server.counters.malformed == 1)
         header = control_codec().encode(StatusRequest(ref=7))
@@ -121,7 +121,7 @@ async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
 
 async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         for _ in range(40):
             await socket.send_multipart([b"not", b"a", b"message"])
         await victim.net.until(lambda: victim.blocked)
@@ -140,7 +140,7 @@ async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> N
 async def test_oversize_from_a_member(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
     header = data_codec().encode(Prompt("k", 0, Payload("u8", (1,))), b"x")[0]
-    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         await socket.send_multipart([header, bytes(300 * 1024)])
         await victim.net.until(lambda: victim.server.counters.malformed == 1)
         # Beyond MAXMSGSIZE libzmq itself cuts the connection.
@@ -152,7 +152,7 @@ async def test_oversize_from_a_member(victim: Victim) -> None:
 
 async def test_a_member_can_not_choose_its_identity(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    with make_client(victim.net.context, keys, server_key) as socket:
+    with create_client(victim.net.context, keys, server_key) as socket:
         socket.set(zmq.ROUTING_ID, b"somebody")
         socket.connect(victim.address)
         await socket.send_multipart(control_codec().encode(StatusRequest(ref=1)))
@@ -161,7 +161,7 @@ async def test_a_member_can_not_choose_its_identity(victim: Victim) -> None:
 
 async def test_a_message_of_the_other_plane(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
-    with make_client(victim.net.context, keys, server_key, victim.address) as socket:
+    with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         await socket.send_multipart(data_codec().encode(Cancel("k")))
         await victim.net.until(lambda: victim.server.counters.malformed == 1)
 

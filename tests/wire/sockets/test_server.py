@@ -21,8 +21,8 @@ from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done, LeaveRequest, StatusRequest, Welcome
 from molink.wire.messages.data import Prompt
 from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
+from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.make import make_client
 from molink.wire.sockets.server import Sender, Server, ServerLimits
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -173,7 +173,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     await revoked.request(StatusRequest(ref=0))
 
 
-@pytest.mark.parametrize("where", ["make_server", "Monitor", "bind"])
+@pytest.mark.parametrize("where", ["create_server", "Monitor", "bind"])
 @pytest.mark.parametrize("error", [zmq.ZMQError(errno.EMFILE), UsageError("the address is gone")])
 async def test_a_server_listens_again_whatever_hinders_it(
     net: Any,
@@ -254,7 +254,7 @@ async def test_a_slow_receiver_is_dropped_to_not_waited_for(net: Any) -> None:
     seen: list[Sender] = []
     server = net.server(data_codec(), lambda sender, *_: seen.append(sender), limits=limits)
     keys = net.member()
-    with make_client(
+    with create_client(
         net.context, keys, net.keys.public, f"tcp://127.0.0.1:{server.port}"
     ) as socket:
         prompt = Prompt("k", 0, Payload("u8", (4,)))

@@ -11,10 +11,10 @@ from molink.checkpoint.folder import ModelFolder
 from molink.facts.profile import Profile
 from molink.stage import stage as stages
 from molink.stage.graphs.capture import Work
-from molink.stage.measure import measure as module
-from molink.stage.measure.measure import profile_key, profile_stage
+from molink.stage.measure import stage_profile as module
 from molink.stage.measure.passes import StagePasses
 from molink.stage.measure.profile_cache import MAX_FILES, ProfileCache
+from molink.stage.measure.stage_profile import profile_key, profile_stage
 from molink.stage.measure.timing import DECODE_ROWS
 from molink.stage.stage import Stage
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from molink.checkpoint.arithmetic import StageWork
 from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.stage_work import StageWork
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 64, 96, 4, 2, 16, 320
 ATTENTION = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)

@@ -1,7 +1,7 @@
 """The members as the coordinator announces them."""
 
 from molink.facts.identity import peer_id
-from molink.swarm.addressbook import AddressBook
+from molink.swarm.address_book import AddressBook
 from molink.wire.messages.control import Member
 from molink.wire.messages.pipe import MemberKey
 from molink.wire.sockets.curve import KeyPair

@@ -32,7 +32,7 @@ _OPTIONS: dict[int, int] = {
 }
 
 
-def make_server(
+def create_server(
     context: zmq.asyncio.Context, keys: KeyPair, *, ipv6: bool = False
 ) -> zmq.asyncio.Socket:
     """An unbound ROUTER that only peers with a key known to the gatekeeper can talk to."""
@@ -45,7 +45,7 @@ def make_server(
     return socket
 
 
-def make_client(
+def create_client(
     context: zmq.asyncio.Context, keys: KeyPair, server_public_key: str, address: str | None = None
 ) -> zmq.asyncio.Socket:
     """A DEALER for the server that holds ``server_public_key``.

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from molink.bench.arrivals import poisson_arrivals
+from molink.bench.planned import poisson_arrivals
 from molink.errors import UsageError
 
 

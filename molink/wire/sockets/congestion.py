@@ -9,7 +9,7 @@ import sys
 _STEADY = (b"cubic", b"reno")
 
 
-def keep_steady(descriptor: int) -> None:
+def avoid_bbr(descriptor: int) -> None:
     """Let the TCP connection ``descriptor`` be controlled by something other than BBR, if it is.
 
     Every 10 s or so BBR sends next to nothing for 200 ms, to see what the round trip of an empty
