@@ -15,7 +15,7 @@ import zmq.asyncio
 from hypothesis import HealthCheck, settings
 
 from molink.wire.messages.codec import Codec
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Handler, Server
@@ -176,7 +176,9 @@ class Net:
         """A client that begins to connect to ``port``."""
         server_key = options.pop("server_key", self.keys.public)
         addresses = options.pop("addresses", [f"tcp://127.0.0.1:{port}"])
-        client = Client(self.context, keys, codec, server_key, addresses, **options)
+        heard = {key: options.pop(key) for key in list(options) if key.startswith("on_")}
+        events: ClientEvents[Any] = ClientEvents(**heard)
+        client = Client(self.context, keys, codec, server_key, addresses, events=events, **options)
         self._stack.push_async_callback(client.close)
         client.start()
         return client

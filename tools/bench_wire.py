@@ -26,7 +26,7 @@ from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Cancel, Prompt, Rows, Volume
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Server
@@ -86,8 +86,10 @@ class Bench:
             data_codec(),
             server_key,
             [self.address],
-            on_message=lambda *_: self.answers.put_nowait(time.perf_counter()),
-            on_drained=lambda: self.drained.set(),
+            events=ClientEvents(
+                on_message=lambda *_: self.answers.put_nowait(time.perf_counter()),
+                on_drained=lambda: self.drained.set(),
+            ),
         )
         self.drained = asyncio.Event()
 

@@ -24,7 +24,7 @@ from molink.wire.messages.data import (
     Submit,
     Tokens,
 )
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member
 
@@ -148,7 +148,7 @@ async def load_on(
         data_codec(),
         head.keys.public,
         [f"tcp://{head.host.address}:{head.port}"],
-        on_message=heard,
+        events=ClientEvents(on_message=heard),
     )
     load = Load(client, vocabulary, seed)
     client.start()

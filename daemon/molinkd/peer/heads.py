@@ -13,7 +13,7 @@ from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import Buffer, data_codec
 from molink.wire.messages.control import Route
 from molink.wire.messages.data import DataMessage
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
 
@@ -133,9 +133,11 @@ class Heads:
             address.public_key,
             endpoints(address.addresses, address.port),
             name=f"the head of {pipeline}",
-            on_message=lambda message, _: self._on_message(pipeline, message),
-            on_connect=changed,
-            on_disconnect=changed,
+            events=ClientEvents(
+                on_message=lambda message, _: self._on_message(pipeline, message),
+                on_connect=changed,
+                on_disconnect=changed,
+            ),
         )
         head.client.start()
 

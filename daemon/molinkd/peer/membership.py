@@ -13,7 +13,7 @@ from molink.errors import NotAuthorized, TokenError, Unavailable, UsageError, Wi
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Joined, JoinRequest
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.secrets import write_secret
 
@@ -119,7 +119,7 @@ async def join(
         token.coordinator_key,
         membership.endpoints,
         name="the swarm's coordinator",
-        on_refused=refusals.put_nowait,
+        events=ClientEvents(on_refused=refusals.put_nowait),
     )
     client.start()
     request = JoinRequest(ref=0, public_key=keys.public, name=name, version=molink.__version__)

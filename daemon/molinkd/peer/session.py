@@ -13,7 +13,7 @@ import zmq.asyncio
 from molink.errors import MolinkError
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Goodbye, PeerReport, Welcome
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.membership import Membership
 
@@ -46,10 +46,12 @@ class CoordinatorSession:
             membership.coordinator_key,
             membership.endpoints,
             name="the swarm's coordinator",
-            on_message=self._take,
-            on_connect=self._connected,
-            on_disconnect=self._disconnected,
-            on_refused=self._refused,
+            events=ClientEvents(
+                on_message=self._take,
+                on_connect=self._connected,
+                on_disconnect=self._disconnected,
+                on_refused=self._refused,
+            ),
         )
         self._beat: asyncio.Task[None] | None = None
         self._last_refusal = ""

@@ -6,7 +6,7 @@ import zmq.asyncio
 
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Lane
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.congestion import avoid_bbr
 from molink.wire.sockets.curve import KeyPair
 from molinkd.worker.outlink import Channel, ChannelEvents
@@ -28,11 +28,13 @@ def dial(
             server_key,
             addresses,
             name=f"the next stage ({lane.name.lower()} lane)",
-            on_message=events.on_message,
-            on_connect=events.on_connect,
-            on_disconnect=events.on_disconnect,
-            on_drained=events.on_drained,
-            on_open=avoid_bbr if lane is Lane.DECODE else None,
+            events=ClientEvents(
+                on_message=events.on_message,
+                on_connect=events.on_connect,
+                on_disconnect=events.on_disconnect,
+                on_drained=events.on_drained,
+                on_open=avoid_bbr if lane is Lane.DECODE else None,
+            ),
         )
 
     return connect

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -51,6 +52,23 @@ def _nothing(*_: object) -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class ClientEvents(Generic[M]):
+    """What a client calls its owner with; its errors are logged, and end nothing."""
+
+    #: What is no reply to a request, and its payload.
+    on_message: Callable[[M, memoryview | None], None] = _nothing
+    #: There is a new connection; what is sent from here goes first.
+    on_connect: Callable[[], None] = _nothing
+    on_disconnect: Callable[[], None] = _nothing
+    #: Why a handshake failed, for a person.
+    on_refused: Callable[[str], None] = _nothing
+    #: A client that was ``congested`` no longer is.
+    on_drained: Callable[[], None] = _nothing
+    #: As :class:`Monitor`'s.
+    on_open: Callable[[int], None] | None = None
+
+
 class Client(Generic[M]):
     """Talks to the one server that holds ``server_key``, for as long as it takes.
 
@@ -67,31 +85,19 @@ class Client(Generic[M]):
         addresses: Sequence[str],
         *,
         name: str = "the server",
-        on_message: Callable[[M, memoryview | None], None] = _nothing,
-        on_connect: Callable[[], None] = _nothing,
-        on_disconnect: Callable[[], None] = _nothing,
-        on_refused: Callable[[str], None] = _nothing,
-        on_drained: Callable[[], None] = _nothing,
-        on_open: Callable[[int], None] | None = None,
+        events: ClientEvents[M] | None = None,
         max_messages: int = 4096,
         max_bytes: int = 8 << 20,
     ) -> None:
         """``name`` is what errors call the server.
 
-        ``on_message`` gets what is no reply to a request. ``on_connect`` is called on each new
-        connection; what it sends goes first. ``on_refused`` is told why a handshake failed,
-        ``on_drained`` when a client that was ``congested`` no longer is. ``on_open`` is as
-        :class:`Monitor`'s.
         ``max_messages`` and ``max_bytes`` bound what waits while the server is slow.
         """
         self._context, self._keys, self._codec = context, keys, codec
         self._server_key = server_key
         self._addresses = tuple(addresses)
         self._name = name
-        self._on_message, self._on_refused = on_message, on_refused
-        self._on_connect, self._on_disconnect = on_connect, on_disconnect
-        self._on_drained = on_drained
-        self._on_open = on_open
+        self._events = events or ClientEvents()
         self.connected = False
         #: Why the last handshake failed; ``None`` once one has succeeded.
         self.failure: MolinkError | None = None
@@ -115,7 +121,7 @@ class Client(Generic[M]):
         if not self._addresses:
             raise UsageError(f"{self._name} has no address")
         self._socket = create_client(self._context, self._keys, self._server_key)
-        self._monitor = Monitor(self._socket, self._on_open)
+        self._monitor = Monitor(self._socket, self._events.on_open)
         try:
             connect(self._socket, self._address)
         except MolinkError:
@@ -213,7 +219,7 @@ class Client(Generic[M]):
         except zmq.ZMQError as error:
             logger.warning("can't send to %s: %s", self._name, error)
             self._outbox.clear()
-        self._call(self._on_drained)
+        self._call(self._events.on_drained)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -273,7 +279,7 @@ class Client(Generic[M]):
             return
         ref = getattr(message, "ref", None)
         if ref is None:
-            self._call(self._on_message, message, payload)
+            self._call(self._events.on_message, message, payload)
             return
         queue = self._pending.get(ref)
         if queue is None:
@@ -293,7 +299,7 @@ class Client(Generic[M]):
     def _offend(self, reason: str) -> None:
         if self._offences.count(self._server_key, asyncio.get_running_loop().time()):
             logger.warning("%s sends what is no message: %s", self._name, reason)
-            self._call(self._on_refused, f"{self._name} misbehaves: {reason}")
+            self._call(self._events.on_refused, f"{self._name} misbehaves: {reason}")
 
     # --- the connection ----------------------------------------------------------------------
 
@@ -306,7 +312,7 @@ class Client(Generic[M]):
             if change is Change.CONNECTED:
                 self.failure = None
                 self.connected = True
-                self._call(self._on_connect)
+                self._call(self._events.on_connect)
             elif change is Change.DISCONNECTED:
                 self._nudge.set()
                 self._lost()
@@ -314,14 +320,14 @@ class Client(Generic[M]):
                 self.failure = self._explain(change)
                 if change is Change.REFUSED:
                     self._nudge.set()
-                self._call(self._on_refused, str(self.failure))
+                self._call(self._events.on_refused, str(self.failure))
             self._changed.set()
 
     def _lost(self) -> None:
         was, self.connected = self.connected, False
         self._drop(f"the connection to {self._name} broke")
         if was:
-            self._call(self._on_disconnect)
+            self._call(self._events.on_disconnect)
 
     def _explain(self, change: Change) -> MolinkError:
         if change is Change.REFUSED:

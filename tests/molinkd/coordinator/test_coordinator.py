@@ -48,7 +48,7 @@ from molink.wire.messages.control import (
     StatusRequest,
     Welcome,
 )
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import coordinator as module
 from molinkd.coordinator.arguments import Options
@@ -71,8 +71,7 @@ class Peer:
             control_codec(),
             server_key,
             [f"tcp://127.0.0.1:{port}"],
-            on_message=self.take,
-            on_connect=self.report,
+            events=ClientEvents(on_message=self.take, on_connect=self.report),
         )
 
     async def connect(self, timeout=10.0):

@@ -41,7 +41,7 @@ from molink.wire.messages.pipe import (
     read_pipe,
     write_pipe,
 )
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 
 PROMPT = [257, 72, 101, 108, 108, 111, 258, 10, 44, 99]
@@ -198,7 +198,7 @@ async def daemon_of(head: Stage, keys: KeyPair) -> AsyncIterator[Daemon]:
         data_codec(),
         head.keys.public,
         [f"tcp://127.0.0.1:{head.port}"],
-        on_message=heard,
+        events=ClientEvents(on_message=heard),
     )
     daemon = Daemon(client)
     client.start()
