@@ -63,11 +63,8 @@ class TcpConnection:
         on_room: Callable[[], None],
     ) -> None:
         self.controller = controller
-        self._agenda = agenda
-        self._uplink = uplink
-        self._latency = latency
-        self._reply_s = reply_s
-        self._on_room = on_room
+        self._agenda, self._uplink, self._latency = agenda, uplink, latency
+        self._reply_s, self._on_room = reply_s, on_room
         #: Bytes written and never sent, and where in the stream they begin.
         self.unsent = 0
         self._next = 0

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
@@ -107,9 +108,7 @@ async def join(
         Unavailable: it can't be reached.
     """
     membership = Membership(
-        swarm=token.swarm,
-        coordinator_key=token.coordinator_key,
-        addresses=token.addresses,
+        swarm=token.swarm, coordinator_key=token.coordinator_key, addresses=token.addresses
     )
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
@@ -123,13 +122,8 @@ async def join(
     )
     client.start()
     request = JoinRequest(ref=0, public_key=keys.public, name=name, version=molink.__version__)
-    asking = asyncio.create_task(client.request(request, timeout=_JOIN_S))
-    refused = asyncio.create_task(_refused(refusals, len(token.addresses)))
     try:
-        await asyncio.wait((asking, refused), return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            raise refused.result()
-        reply, _ = asking.result()
+        reply = await _ask(client, request, _refused(refusals, len(token.addresses)))
     except NotAuthorized as error:
         raise TokenError(
             "this join token was withdrawn, has expired, or is of another swarm than runs at "
@@ -138,14 +132,30 @@ async def join(
     except Unavailable as error:
         raise Unavailable(f"can't join: {error}") from error
     finally:
-        for task in (asking, refused):
-            task.cancel()
-        await asyncio.gather(asking, refused, return_exceptions=True)
         await client.close()
     if not isinstance(reply, Joined):
         raise WireError(f"the coordinator answered a join with a {type(reply).__name__}")
     log.info("joined swarm %s", reply.swarm)
     return msgspec.structs.replace(membership, swarm=reply.swarm)
+
+
+async def _ask(
+    client: Client[ControlMessage],
+    request: JoinRequest,
+    refused: Coroutine[None, None, NotAuthorized],
+) -> ControlMessage:
+    """The reply; raises what ``refused`` returns, should that come first."""
+    asking = asyncio.create_task(client.request(request, timeout=_JOIN_S))
+    refusing = asyncio.create_task(refused)
+    try:
+        await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise refusing.result()
+        return asking.result()[0]
+    finally:
+        for task in (asking, refusing):
+            task.cancel()
+        await asyncio.gather(asking, refusing, return_exceptions=True)
 
 
 async def _refused(refusals: "asyncio.Queue[str]", addresses: int) -> NotAuthorized:

@@ -23,9 +23,8 @@ from molink.stage.kernels.emit import (
     FLOAT,
     I32,
     I64,
-    POINTER,
-    VOID,
     Values,
+    begin_function,
     emit_loop,
     emit_nth,
     emit_offset,
@@ -115,15 +114,14 @@ class _HeadPart:
     """Emits what one thread does: some of the parts, one after the other."""
 
     def __init__(self, module: ir.Module, shape: AttendShape) -> None:
-        kind = ir.FunctionType(VOID, [POINTER] * 7 + [I64] * 9)
-        self.function = ir.Function(module, kind, "part")
+        self.function, builder = begin_function(module, "part", pointers=7, numbers=9)
         heads, keys, values, result, passes, tables, scratch, *numbers = self.function.args
         _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
         begin, end, thread = task
         self._shape, self._scratch = shape, Scratch.of(shape)
         self._arithmetic = DotBf16()
         self._tile = max(1, self._arithmetic.tile // shape.groups)
-        self._builder = builder = ir.IRBuilder(self.function.append_basic_block())
+        self._builder = builder
         self._heads, self._result = heads, result
         self._passes, self._tables, self._window = passes, tables, window
         self._pages = {"keys": keys, "values": values}
@@ -188,25 +186,14 @@ class _HeadPart:
         scores = emit_offset(builder, self._scores, builder.mul(query, self._score_bytes))
         vectors = builder.udiv(self._score_bytes, I64(LANES * F32))
         position = builder.add(self._start, row)
-        minimum, maximum = (
+        first, last = (
             emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), LANES)
             for each in (self._first_seen(position), position)
         )
-        lanes = ir.Constant(INTEGERS, list(range(LANES)))
-
-        def seen(vector: ir.Value) -> ir.Value:
-            place = self._nth(scores, vector, LANES * F32)
-            given = builder.load(place, typ=FLOATS, align=4)
-            first = builder.trunc(builder.mul(vector, I64(LANES)), I32)
-            numbers = builder.add(emit_spread(builder, first, LANES), lanes)
-            inside = builder.and_(
-                builder.icmp_signed(">=", numbers, minimum),
-                builder.icmp_signed("<=", numbers, maximum),
-            )
-            return builder.select(inside, given, emit_constant(_MINIMUM))
 
         def emit_greatest(vector: ir.Value, carried: Values) -> Values:
-            return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], seen(vector)),)
+            given = self._seen(scores, vector, first, last)
+            return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], given),)
 
         begun = emit_constant(_MINIMUM)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
@@ -214,7 +201,7 @@ class _HeadPart:
         factor = emit_constant(self._shape.scale * math.log2(math.e))
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
-            given = builder.fsub(seen(vector), greatest)
+            given = builder.fsub(self._seen(scores, vector, first, last), greatest)
             weight = emit_power_of_two(builder, builder.fmul(given, factor))
             self._arithmetic.store(builder, weight, self._nth(scores, vector, LANES * BF16))
             return (builder.fadd(carried[0], weight),)
@@ -227,6 +214,20 @@ class _HeadPart:
         for column in range(0, width, LANES):
             builder.store(zero, self._at(self._total(query), column * F32), align=4)
         return ()
+
+    def _seen(
+        self, scores: ir.Value, vector: ir.Value, first: ir.Value, last: ir.Value
+    ) -> ir.Value:
+        """A vector of scores; those outside of ``first … last`` are as small as can be."""
+        builder = self._builder
+        given = builder.load(self._nth(scores, vector, LANES * F32), typ=FLOATS, align=4)
+        begin = builder.trunc(builder.mul(vector, I64(LANES)), I32)
+        lanes = ir.Constant(INTEGERS, list(range(LANES)))
+        numbers = builder.add(emit_spread(builder, begin, LANES), lanes)
+        inside = builder.and_(
+            builder.icmp_signed(">=", numbers, first), builder.icmp_signed("<=", numbers, last)
+        )
+        return builder.select(inside, given, emit_constant(_MINIMUM))
 
     def _sum(self, strip: ir.Value, _: Values) -> Values:
         """The values of a strip, by their weights, to what the strips before it gave."""

@@ -28,6 +28,16 @@ def declare(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
     return module.globals.get(name) or ir.Function(module, kind, name)
 
 
+def begin_function(
+    module: ir.Module, name: str, pointers: int, numbers: int
+) -> tuple[ir.Function, ir.IRBuilder]:
+    """A function of so many pointers, then so many int64, that returns nothing; and its body."""
+    function = ir.Function(
+        module, ir.FunctionType(VOID, [POINTER] * pointers + [I64] * numbers), name
+    )
+    return function, ir.IRBuilder(function.append_basic_block())
+
+
 def emit_loop(
     builder: ir.IRBuilder,
     begin: ir.Value,

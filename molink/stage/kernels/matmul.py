@@ -20,9 +20,8 @@ from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_t
 from molink.stage.kernels.emit import (
     FLOAT,
     I64,
-    POINTER,
-    VOID,
     Values,
+    begin_function,
     emit_loop,
     emit_nth,
     emit_offset,
@@ -95,10 +94,8 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
 
     Of the weight's ``blocks`` it multiplies ``begin … end - 1``, ``pairs`` deep, by ``count`` rows.
     """
-    kind = ir.FunctionType(VOID, [POINTER] * 4 + [I64] * 6)
-    product = ir.Function(module, kind, "product")
+    product, builder = begin_function(module, "product", pointers=4, numbers=6)
     weight, rows, bias, result, blocks, pairs, count, begin, end, _ = product.args
-    builder = ir.IRBuilder(product.append_basic_block())
     columns, element = I64(arithmetic.vectors * arithmetic.lanes), I64(arithmetic.element)
     block_bytes = builder.mul(pairs, builder.mul(columns, I64(PAIR_BYTES)))
     row_bytes = builder.mul(pairs, builder.mul(element, I64(2)))

@@ -14,9 +14,8 @@ from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.emit import (
     FLOAT,
     I64,
-    POINTER,
-    VOID,
     Values,
+    begin_function,
     emit_loop,
     emit_nth,
     emit_offset,
@@ -106,10 +105,8 @@ class Rowwise:
 
 def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
     """``norm(rows, weight, result, count, width, begin, end, thread)``."""
-    kind = ir.FunctionType(VOID, [POINTER] * 3 + [I64] * 5)
-    function = ir.Function(module, kind, "norm")
+    function, builder = begin_function(module, "norm", pointers=3, numbers=5)
     rows, weight, result, _, width, begin, end, _ = function.args
-    builder = ir.IRBuilder(function.append_basic_block())
 
     def emit_row(row: ir.Value, _: Values) -> Values:
         at = builder.mul(builder.mul(row, width), I64(BF16))
@@ -143,10 +140,8 @@ def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
 
 def _emit_gate(module: ir.Module, activation: Activation) -> ir.Function:
     """``gate(rows, result, count, width, begin, end, thread)``."""
-    kind = ir.FunctionType(VOID, [POINTER] * 2 + [I64] * 5)
-    function = ir.Function(module, kind, "gate")
+    function, builder = begin_function(module, "gate", pointers=2, numbers=5)
     rows, result, _, width, begin, end, _ = function.args
-    builder = ir.IRBuilder(function.append_basic_block())
     log2_e = math.log2(math.e)
 
     def emit_exponent(value: ir.Value) -> ir.Value:
@@ -189,10 +184,8 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
 
     ``row`` and ``head`` are bytes from one to the next.
     """
-    kind = ir.FunctionType(VOID, [POINTER] * 2 + [I64] * 8)
-    function = ir.Function(module, kind, "rotate")
+    function, builder = begin_function(module, "rotate", pointers=2, numbers=8)
     heads, angles, _, members, row_bytes, head_bytes, rotary, begin, end, _ = function.args
-    builder = ir.IRBuilder(function.append_basic_block())
     half = builder.udiv(rotary, I64(2))
 
     def emit_row(row: ir.Value, _: Values) -> Values:
@@ -205,19 +198,9 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
             second = emit_nth(builder, first, half, BF16)
 
             def emit_vector(column: ir.Value, _: Values) -> Values:
-                places = [emit_nth(builder, each, column, BF16) for each in (first, second)]
-                low, high = (emit_widened(builder, place) for place in places)
-                for place, own, other, at in (
-                    (places[0], low, high, column),
-                    (places[1], high, low, builder.add(column, half)),
-                ):
-                    cosine, sine = (
-                        emit_widened(builder, emit_nth(builder, each, at, BF16))
-                        for each in (cosines, sines)
-                    )
-                    turned = builder.fmul(other, sine)
-                    turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)
-                    emit_rounded(builder, turned, place)
+                low, high = (emit_nth(builder, each, column, BF16) for each in (first, second))
+                ats = (column, builder.add(column, half))
+                _emit_turned(builder, (low, high), (cosines, sines), ats)
                 return ()
 
             emit_loop(builder, I64(0), half, LANES, emit_vector)
@@ -229,3 +212,15 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
     emit_loop(builder, begin, end, 1, emit_row)
     builder.ret_void()
     return function
+
+
+def _emit_turned(builder: ir.IRBuilder, places: Values, tables: Values, ats: Values) -> None:
+    """A vector of pairs, at two ``places``, by the cosines and sines that are for each of them."""
+    low, high = (emit_widened(builder, place) for place in places)
+    for place, own, other, at in zip(places, (low, high), (high, low), ats, strict=True):
+        cosine, sine = (
+            emit_widened(builder, emit_nth(builder, table, at, BF16)) for table in tables
+        )
+        turned = builder.fmul(other, sine)
+        turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)
+        emit_rounded(builder, turned, place)
