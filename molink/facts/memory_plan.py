@@ -67,13 +67,13 @@ def plan_memory(
         UsageError: it isn't enough; with the numbers, and what would fit.
     """
     need = Footprint.of(facts, target)
-    minimum = _plan(facts, layers, need, budget, need.min_tokens)
-    if minimum.total > budget:
+    smallest = _plan(facts, layers, need, budget, need.min_tokens)
+    if smallest.total > budget:
         raise UsageError(refusal(facts, layers, target, budget))
     first, last = layers
     free = budget - _plan(facts, layers, need, budget, 0).total
-    maximum = -(-need.context * requests // block_size)
-    blocks = min(maximum, _blocks(need, last - first, free, block_size))
+    max_blocks = -(-need.context * requests // block_size)
+    blocks = min(max_blocks, _blocks(need, last - first, free, block_size))
     return _plan(facts, layers, need, budget, blocks * block_size)
 
 
@@ -107,15 +107,15 @@ def refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: i
     """Why layers ``first:last`` don't fit ``budget`` bytes, and what would; for a person."""
     first, last = layers
     need = Footprint.of(facts, target)
-    minimum = _plan(facts, layers, need, budget, need.min_tokens)
+    smallest = _plan(facts, layers, need, budget, need.min_tokens)
     room = need.capacity(usable(budget), opens=first == 0, closes=False)
     fits = max(0, min(last - first - 1, room))
     layers_fit = f"{fits or 'not one'} layer{'s' if fits > 1 else ''} would fit"
     smaller = smaller_mode(facts, layers, target, budget)
     better = f", or --quantize {smaller}" if smaller else ""
     return (
-        f"layers {first}:{last} of {facts.name} need at least {size(minimum.total)} "
-        f"({minimum}), the budget is {size(budget)}: {layers_fit}{better}"
+        f"layers {first}:{last} of {facts.name} need at least {size(smallest.total)} "
+        f"({smallest}), the budget is {size(budget)}: {layers_fit}{better}"
     )
 
 

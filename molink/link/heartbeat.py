@@ -7,32 +7,40 @@ compute thread's progress instead.
 from collections import deque
 from dataclasses import dataclass
 
+#: Seconds between beats while no request lives: two may be lost within :data:`PATIENCE`.
 IDLE_INTERVAL = 1.0
-#: While requests live: TCP forgets its window after about 250 ms without traffic.
+#: The same while requests live: TCP forgets its window after about 250 ms without traffic.
 BUSY_INTERVAL = 0.1
-#: The least time without a sign of life that is death.
+#: The least time without progress that is death, in seconds, however short the steps are.
 PATIENCE = 3.0
-#: The same while nothing at all is heard.
+#: The same while nothing at all is heard: a new connection after :data:`STALL` gets its chance.
 SILENCE = 4.0
-#: Silence after which the connections are made anew: after a cut of 2 s TCP may try again only 4 s
-#: after it began, since it doubles its pauses. A new connection tries at once, and a second later.
+#: Seconds of silence after which the connections are made anew: after a cut of 2 s TCP may try
+#: again only 4 s after it began, since it doubles its pauses. A new connection tries at once, and a
+#: second later.
 STALL = 2.0
-#: Predicted durations without progress that are death.
+#: Predicted durations of a step without progress that are death: predictions are off by less.
 PATIENCE_FACTOR = 5.0
-#: The patience with a stage that has not been reached yet: it may have a step to finish.
+#: The patience with a stage that has not been reached yet, in seconds: it may have a step to
+#: finish.
 FIRST_PATIENCE = 60.0
-#: What an echo says beyond this is no measurement.
-_LONGEST_ROUND_TRIP = 60.0
-#: The least round trip is that of so many seconds, and of so many beats at most.
+#: What an echo says beyond this is no measurement, in seconds: by then the stage counts as dead.
+_MAX_ROUND_TRIP = 60.0
+#: The least round trip is that of so many seconds, a dozen beats: a link that changes is known
+#: anew within 2 s.
 _LATELY = 1.25
-_MAX_BEATS = 64
-#: Trips of so many seconds have to agree where each by itself may mean something else.
+#: Trips of so many seconds have to agree where each by itself may mean something else; 2 s again.
 _PATIENTLY = 1.6
+#: Beats and trips that are kept at most: several times what comes in that time.
+_MAX_BEATS = 64
 #: What is under way beside a beat, as a share of what the link can deliver in its round trip:
 #: beside little it tells what the link's own is, whatever the rate; with much the link was full.
 _LITTLE = 0.05
 _MUCH = 0.75
-#: A longer pause between two looks is our own: time in which nobody looked doesn't count.
+#: A trip moves the smoothed one by one part in so many of their difference (RFC 6298).
+_SMOOTHING = 8
+#: A longer pause between two looks, in seconds, is our own: time in which nobody looked doesn't
+#: count.
 _OWN_PAUSE = 1.0
 
 
@@ -114,9 +122,9 @@ class RoundTrip:
             self._away.popleft()
         _, ahead, wait = self._away.popleft()
         seconds = now - sent_at
-        if not 0 < seconds < _LONGEST_ROUND_TRIP:
+        if not 0 < seconds < _MAX_ROUND_TRIP:
             return False
-        self.smooth += (seconds - self.smooth) / (8 if self._measured else 1)
+        self.smooth += (seconds - self.smooth) / (_SMOOTHING if self._measured else 1)
         if not self._measured:
             self._measured, self._minimum = True, None
         self._trips.append(_BeatTrip(now, seconds, max(seconds - wait, 0.0), ahead, rate))
@@ -127,7 +135,7 @@ class RoundTrip:
 
         Returns whether that is news.
         """
-        known = min((trip.seconds for trip in self._trips), default=_LONGEST_ROUND_TRIP)
+        known = min((trip.seconds for trip in self._trips), default=_MAX_ROUND_TRIP)
         news = 0 < seconds < known
         if news:
             self._trips.append(_BeatTrip(now, seconds, 0.0, 0, 0.0))

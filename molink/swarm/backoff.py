@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-#: Longest time for which a peer is left out, in seconds.
-LONGEST = 60.0
+#: Longest time for which a peer is left out, in seconds: a mended one is back within a minute.
+MAX_DELAY = 60.0
 #: A peer without a failure for this long, in seconds, has a clean record again.
 MEMORY = 600.0
 
@@ -17,7 +17,7 @@ class _Record:
 
 
 class Backoff:
-    """Failures per peer. The first is free; then 1, 2, 4 … seconds up to :data:`LONGEST`."""
+    """Failures per peer. The first is free; then 1, 2, 4 … seconds up to :data:`MAX_DELAY`."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
@@ -27,7 +27,7 @@ class Backoff:
         before = self._records.get(peer)
         clean = before is None or now - before.last > MEMORY
         failures = 1 if clean or before is None else before.failures + 1
-        delay = min(LONGEST, 2.0 ** min(failures - 2, 16)) if failures > 1 else 0.0
+        delay = min(MAX_DELAY, 2.0 ** min(failures - 2, 16)) if failures > 1 else 0.0
         self._records[peer] = _Record(failures, now, now + delay, reason)
         return delay
 

@@ -19,6 +19,7 @@ from molink.facts.model import Quantize
 
 #: Bytes per request; the wire's bound is 192 KiB.
 PIECE_BYTES = 192 * 1024
+#: Bytes that the data of a safetensors file is aligned to.
 _ALIGNMENT = 8
 
 

@@ -10,8 +10,10 @@ from molink.swarm.placement import parse_range
 from molink.wire.messages.control import PeerReport, Prefetched, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
+#: Characters of a name that a column of ``molink status`` has room for.
 _MAX_NAME = 64
-_MAX_REASON = 512
+#: Characters of a reason: the headers that pass it on hold a ring's addresses too.
+MAX_REASON = 512
 
 
 def clean_name(name: str, otherwise: str) -> str:
@@ -47,12 +49,12 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
 def _clean_prefetched(said: Prefetched | None) -> Prefetched | None:
     if said is None:
         return None
-    return msgspec.structs.replace(said, reason=printable(said.reason)[:_MAX_REASON])
+    return msgspec.structs.replace(said, reason=printable(said.reason)[:MAX_REASON])
 
 
 def clean_failed(message: StageFailed) -> StageFailed:
     """A reason that can be shown."""
-    return msgspec.structs.replace(message, reason=printable(message.reason)[:_MAX_REASON])
+    return msgspec.structs.replace(message, reason=printable(message.reason)[:MAX_REASON])
 
 
 def is_model_name(name: str) -> bool:

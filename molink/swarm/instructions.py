@@ -1,6 +1,7 @@
 """The messages that say what a stage has to do, and where requests go."""
 
 from molink.swarm.formation import Formation
+from molink.swarm.hygiene import MAX_REASON
 from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
@@ -13,9 +14,8 @@ from molink.wire.messages.control import (
     StageProfile,
 )
 
+#: Peers that are named to fetch a model from: more would not be asked at once.
 MAX_SOURCES = 8
-#: Longest reason in a route, in characters: its header holds addresses too.
-MAX_REASON = 512
 
 
 def instruction(

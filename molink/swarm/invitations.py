@@ -13,8 +13,8 @@ PREFIX = "invite:"
 #: Each `molink up` makes one; beyond this many of one member its oldest ends.
 MAX_INVITATIONS = 16
 #: Longest validity of an owner's, unless it is for ever, and of any other member's, in seconds.
-_LONGEST = 10 * 365 * 86400
-_LONGEST_OF_OTHERS = 30 * 86400
+_MAX_TTL = 10 * 365 * 86400
+_MAX_TTL_OF_OTHERS = 30 * 86400
 
 
 class Invitations:
@@ -37,11 +37,11 @@ class Invitations:
             UsageError: ``ttl`` is no duration.
             NotAuthorized: it is longer than an invitation by one who is no owner may be.
         """
-        if not (math.isfinite(ttl) and 0 <= ttl <= _LONGEST):
+        if not (math.isfinite(ttl) and 0 <= ttl <= _MAX_TTL):
             raise UsageError(f"an invitation can't be valid for {ttl} seconds")
-        if not owner and not 0 < ttl <= _LONGEST_OF_OTHERS:
+        if not owner and not 0 < ttl <= _MAX_TTL_OF_OTHERS:
             raise NotAuthorized(
-                f"an invitation for more than {_LONGEST_OF_OTHERS // 86400} days can only be made "
+                f"an invitation for more than {_MAX_TTL_OF_OTHERS // 86400} days can only be made "
                 "on the PC that runs the swarm"
             )
         expires = math.ceil(now + ttl) if ttl else 0

@@ -34,6 +34,7 @@ from molink.wire.messages.pipe import (
 StageState = Literal["fetching", "loading", "loaded", "ready", "failed"]
 #: States in which a worker process exists.
 WITH_WORKER: frozenset[StageState] = frozenset({"loading", "loaded", "ready"})
+#: Characters of a reason in a report to the coordinator: its field holds 1024.
 MAX_REASON = 1000
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-#: The oldest are forgotten beyond this many.
+#: The oldest are forgotten beyond this many: a person reads the list.
 _MAX = 32
 
 

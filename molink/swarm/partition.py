@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from molink.facts.footprint import Footprint
 
-#: Ways to spread peers over gaps that are tried one by one.
+#: Ways to spread peers over gaps that are tried one by one: the control plane waits meanwhile.
 MAX_SPREADS = 256
 
 

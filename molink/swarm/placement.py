@@ -23,7 +23,8 @@ from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 
 #: Bound of the ring in :class:`molink.wire.messages.control.Form`.
 MAX_STAGES = 16
-#: Bytes/s that are assumed where no peer has measured its own.
+#: Bytes/s that are assumed where no peer has measured its own: what one core reads. All have the
+#: same then, so it decides nothing but the time that is shown.
 ASSUMED_RATE = 10e9
 #: Bytes of a weight where bf16 can't be computed with.
 _WIDE = DTYPE_SIZES["f32"]

@@ -14,7 +14,7 @@ from molink.swarm.registry import Registry
 #: Peers that join or change within this time, in seconds, are placed together …
 DEBOUNCE = 1.0
 #: … but the first of them doesn't wait longer than this.
-LONGEST_DEBOUNCE = 5.0
+MAX_DEBOUNCE = 5.0
 #: A broken pipeline is placed anew after this pause: losses rarely come alone.
 LOSS_DEBOUNCE = 0.3
 #: While no pipeline stands, a peer that has been silent for this long is not placed.
@@ -85,7 +85,7 @@ class Planner:
         if self._pending is None:
             self._pending_since = now
         if _differ(candidates, self._pending):
-            self._place_at = min(now + DEBOUNCE, self._pending_since + LONGEST_DEBOUNCE)
+            self._place_at = min(now + DEBOUNCE, self._pending_since + MAX_DEBOUNCE)
         self._pending = candidates
         if now < self._place_at:
             return False

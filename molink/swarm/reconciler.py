@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 #: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
 STANDSTILL = 2.0
+#: Transitions that are kept: those of a bad hour.
 STORY_LENGTH = 200
 WAITING = "waiting for peers"
 JUST_ASKED = "the model was just asked for"

@@ -13,6 +13,7 @@ from molink.wire.messages.control import PeerReport
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
+#: Transitions that are shown: what fits a screen.
 _STORY = 20
 
 

@@ -20,7 +20,9 @@ from molink.wire.messages.control import Addresses, PublicKey
 
 PREFIX = "molink-"
 _VERSION = 1
+#: Enough to notice a word that was not copied whole.
 _CHECKSUM_BYTES = 4
+#: Characters: several times those of a token with all the addresses it may have.
 _MAX_LENGTH = 2048
 _ALPHABET = re.compile(r"[A-Za-z0-9_-]*\Z")
 

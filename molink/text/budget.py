@@ -108,8 +108,8 @@ def size_of(value: object) -> int:
     return len(value) if isinstance(value, Sized) else 64
 
 
-def text_size(value: object, maximum: int) -> int:
-    """Characters of ``value`` written out, about; stops counting beyond ``maximum``.
+def text_size(value: object, max_size: int) -> int:
+    """Characters of ``value`` written out, about; stops counting beyond ``max_size``.
 
     Raises:
         TemplateTooCostly: it is nested beyond ``MAX_DEPTH``.
@@ -125,7 +125,7 @@ def text_size(value: object, maximum: int) -> int:
                 continue
             parts = _parts(item)
             total += _ELEMENT * len(parts)
-            if total > maximum:
+            if total > max_size:
                 return total
             inner.extend(parts)
         if not inner:

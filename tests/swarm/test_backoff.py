@@ -1,11 +1,11 @@
-from molink.swarm.backoff import LONGEST, MEMORY, Backoff
+from molink.swarm.backoff import MAX_DELAY, MEMORY, Backoff
 
 
 def test_the_first_failure_is_free_and_then_it_doubles() -> None:
     backoff = Backoff()
     delays = [backoff.failed("a", "oops", now=0.0) for _ in range(40)]
     assert delays[:9] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    assert delays[-1] == LONGEST
+    assert delays[-1] == MAX_DELAY
     assert backoff.blocked("a", now=59.9)
     assert not backoff.blocked("a", now=60.0)
     assert not backoff.blocked("b", now=0.0)

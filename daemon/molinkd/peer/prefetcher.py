@@ -5,12 +5,11 @@ import logging
 from collections.abc import Callable
 
 from molink.errors import MolinkError
+from molink.swarm.hygiene import MAX_REASON
 from molink.wire.messages.control import Prefetch, Prefetched
 from molinkd.peer.store import FetchProgress, Store
 
 log = logging.getLogger(__name__)
-
-_MAX_REASON = 400
 
 
 class Prefetcher:
@@ -68,7 +67,7 @@ class Prefetcher:
             log.exception("layers %d:%d of %s", *message.layers, message.model)
         number = message.number
         if reason:
-            self._say(Prefetched(number=number, state="failed", reason=reason[:_MAX_REASON]))
+            self._say(Prefetched(number=number, state="failed", reason=reason[:MAX_REASON]))
         else:
             self._say(Prefetched(number=number, state="done"))
 

@@ -5,11 +5,14 @@ from molink.link.estimate.rate import RateMeter
 from molink.link.heartbeat import RoundTrip
 from molink.link.policies.base import Acknowledged, Event, LinkEstimate, Reconnected, Sent
 
-#: Relative changes that are worth telling: of the rate and the least round trip, and of the
-#: smoothed one; and the seconds below which a change of round trips is none.
+#: Relative changes that are worth telling a policy: of the rate and the least round trip, and of
+#: the smoothed one, which never rests; and the seconds below which a change of round trips is none,
+#: as much as an event loop is late.
 NOTICEABLE = 0.05
 _NOTICEABLE_SMOOTH = 0.2
 _NOTICEABLE_SECONDS = 0.0003
+#: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
+#: thousands of times a second, and changes with beats.
 _LOOK_INTERVAL = 0.005
 
 
@@ -28,7 +31,7 @@ class LinkEstimator:
         self._trip = RoundTrip(None if start.latency is None else 2 * start.latency)
         self._meter = RateMeter(start.rate)
         self._now = 0.0
-        #: The least round trip, and when to look for it again: thousands of times a second is much.
+        #: The least round trip, and when to look for it again.
         self._known_min: float | None = None
         self._look_at = 0.0
         self._told: LinkEstimate | None = None

@@ -12,32 +12,39 @@ from dataclasses import dataclass
 
 from molink.wire.messages.data import Lane
 
-#: Busy time that a delivery rate is taken over, in seconds. Acknowledgements are some ms off.
+#: Busy time that a delivery rate is taken over, in seconds: acknowledgements are some ms off, which
+#: is a tenth of it.
 WINDOW = 0.05
-#: A rate over it may be so much above that over a longer time: after a pause, what was held up
-#: comes faster than the link is.
+#: The rate over it is at most so many times that over this longer time, in seconds: after a pause,
+#: what was held up comes faster than the link is.
 _LONG_WINDOW = 0.25
-_CATCHING_UP = 1.1
-#: The greatest rate counts for so long; this clock stops when nothing is acknowledged.
+_MAX_CATCHING_UP = 1.1
+#: Seconds for which the greatest rate counts, so that a slower link is known within 2 s; this clock
+#: stops when nothing is acknowledged.
 MEMORY = 1.0
-#: The longest that this clock runs on without an acknowledgement.
-_LONGEST_STEP = 0.25
-#: What begins to be known: so much busy time, or so many bytes in one burst.
+#: The longest that this clock runs on without an acknowledgement, in seconds: in a pause no rate is
+#: seen that could replace those of before.
+_MAX_STEP = 0.25
+#: What begins to be known: after so many seconds of busy time (a chunk's 5 ms are enough), or so
+#: many bytes in one burst (four times a TCP connection's first window).
 _FIRST_WINDOW = 0.004
 _FIRST_BYTES = 64 * 1024
-#: Acknowledgements so close together came at once: the next was held up, or the event loop was.
+#: Acknowledgements that follow each other within so many seconds came at once (the next was held
+#: up, or the event loop was), but not for longer than a chunk's 5 ms.
 _TOGETHER = 0.001
-_LONGEST_TOGETHER = 0.005
-#: Share of an interval for which the narrowest point may have been idle.
+_MAX_TOGETHER = 0.005
+#: Share of an interval for which the narrowest point may have been idle: clocks and loops are late.
 _SLACK = 0.1
-#: A burst's least busy time that counts: in less, one late acknowledgement makes a rate.
+#: A burst's least busy time that counts, in seconds: in less, one late acknowledgement makes a
+#: rate.
 _MIN_BURST = 0.02
-#: An interval so much longer than others of late, for its bytes, is a hole in what was sent.
+#: An interval so many times longer than the median of so many of late, for its bytes, is a hole in
+#: what was sent.
 _HOLE = 3.0
 _INTERVALS = 16
-#: Differences of times that are none, in seconds.
+#: Differences of times that are none, in seconds: floating-point sums are that far off.
 _SAME = 1e-6
-#: Bytes/s that no link has.
+#: Bytes/s that no link has: what comes at once has no rate.
 MAX_RATE = 1e12
 
 
@@ -152,7 +159,7 @@ class RateMeter:
     def _carry(self, now: float) -> None:
         """A link carries at least what has arrived, whether it was busy or not."""
         carried = self._carried
-        if not carried or now - carried[-1][0] >= _LONGEST_TOGETHER:
+        if not carried or now - carried[-1][0] >= _MAX_TOGETHER:
             carried.append((now, self._total))
         while len(carried) > 1 and now - carried[1][0] >= _LONG_WINDOW:
             carried.popleft()
@@ -185,13 +192,13 @@ class RateMeter:
         """
         if not self._points:
             self._points.append(_Delivered(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
-        active = self._points[-1].active + min(gap, _LONGEST_STEP)
+        active = self._points[-1].active + min(gap, _MAX_STEP)
         if not busy or self._hole(gap, nbytes):
             self._end_burst(active, now)
             return
         last = self._points[-1]
         sums = (active, last.busy + gap, last.sent + sent, last.nbytes + nbytes)
-        together = now - last.ended < _TOGETHER and now - last.began < _LONGEST_TOGETHER
+        together = now - last.ended < _TOGETHER and now - last.began < _MAX_TOGETHER
         if together and len(self._points) > 1:
             last.ended, (last.active, last.busy, last.sent, last.nbytes) = now, sums
         else:
@@ -221,7 +228,7 @@ class RateMeter:
         if counts and last.busy - self._points[0].busy >= WINDOW:
             first = next(p for p in reversed(self._points) if last.busy - p.busy >= WINDOW)
             usual = _rate(self._points[0], last)
-            self._keep(min(_rate(first, last), _CATCHING_UP * usual), active)
+            self._keep(min(_rate(first, last), _MAX_CATCHING_UP * usual), active)
         if self._guess:
             for point in self._points:
                 if last.busy - point.busy >= _FIRST_WINDOW:

@@ -12,12 +12,13 @@ from molink.facts.ringtimes import LinkFacts
 
 log = logging.getLogger(__name__)
 
-#: Links that are kept, those measured last.
+#: Links that are kept, those measured last: more than the stages of a ring, times a few swarms.
 MAX_LINKS = 64
-#: Seconds between two writes.
+#: Seconds between two writes: a disk is spared, and a crash costs half a minute's news.
 SAVE_INTERVAL = 30.0
 #: A smaller relative change is not worth a write.
 _NOTICEABLE = 0.1
+#: A larger file is not ours: 64 links take less.
 _MAX_BYTES = 1 << 16
 
 

@@ -26,13 +26,14 @@ class CompressorLimits:
     """When packing pays. Rates in bytes/s, times in seconds."""
 
     #: How many times faster a packed byte has to be there than a plain one: to begin, and to go on.
+    #: Between the two nothing changes, so that noise doesn't switch it.
     begin: float = 1.10
     keep: float = 1.03
     #: The most of one core that a stage between two full links may spend on it, which unpacks what
     #: comes and packs what goes; to begin, three quarters of it.
     share: float = 0.25
-    #: How often at most messages are packed while it doesn't pay, and unpacked again for their
-    #: time; so many one after another, as the first finds cold caches.
+    #: Seconds between two times that messages are packed while it doesn't pay, and unpacked again
+    #: for their time; so many one after another, as the first finds cold caches.
     sample_every: float = 1.0
     samples: int = 3
     #: What a link is taken for until it has been measured: 100 Mbps.

@@ -23,11 +23,11 @@ class Planes:
     computed in them. What a method returns is valid until the next call.
     """
 
-    def __init__(self, maximum: int) -> None:
-        """``maximum`` is the bytes of elements that are taken apart at a time."""
-        self._result = np.empty(maximum, np.uint8)
-        self._rotated = np.empty(maximum, np.uint8)
-        self._scratch = np.empty(maximum, np.uint8)
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes`` of elements are taken apart at a time, at most."""
+        self._result = np.empty(max_bytes, np.uint8)
+        self._rotated = np.empty(max_bytes, np.uint8)
+        self._scratch = np.empty(max_bytes, np.uint8)
 
     def split(self, data: memoryview, size: int) -> tuple[memoryview, memoryview]:
         """All top bytes, and the other bytes, of elements of ``size`` (2 or 4) bytes."""

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from molink.wire.messages.base import Payload
 
 _SCALE = np.dtype("<f4")
+#: The largest magnitude that a signed byte has on both sides of 0.
 _STEPS = np.float32(127)
+#: The quiet NaN of bf16.
 _NAN_BF16 = 0x7FC0
 
 Floats = npt.NDArray[np.float32]

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-#: How long one address is tried before the next, in seconds.
+#: How long one address is tried before the next, in seconds: as long as a handshake may take.
 _ADDRESS_TURN = 3.0
 #: The same if there is no other: a handshake takes five round trips.
 _ONLY_ADDRESS_TURN = 8.0
-#: How long libzmq has to reconnect by itself, and the server to come to know a key it refused.
+#: How long libzmq has to reconnect by itself, and the server to come to know a key it refused, in
+#: seconds.
 _NUDGE_PAUSE = 1.0
 
 #: Parts that a split reply may have: none has a payload, so this is 4 MiB at most.

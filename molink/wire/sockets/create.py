@@ -16,14 +16,19 @@ from molink.wire.sockets.curve import KeyPair
 DOMAIN = "molink"
 
 _OPTIONS: dict[int, int] = {
+    # Bytes of a frame: four times what any message of ours has.
     zmq.MAXMSGSIZE: 1 << 20,
+    # All times are in ms. A handshake takes five round trips.
     zmq.HANDSHAKE_IVL: 3000,
+    zmq.CONNECT_TIMEOUT: 3000,
+    # A host that vanished is noticed after 4 s, as by our own heartbeat.
     zmq.HEARTBEAT_IVL: 1000,
     zmq.HEARTBEAT_TTL: 4000,
     zmq.HEARTBEAT_TIMEOUT: 4000,
-    zmq.CONNECT_TIMEOUT: 3000,
+    # Nothing is kept for a connection that is closed, or isn't there yet.
     zmq.LINGER: 0,
     zmq.IMMEDIATE: 1,
+    # Quick at first, but a PC that is switched off isn't called 20 times a second.
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 1000,
     # Messages per connection: at 256 KB each this bounds libzmq's own memory to 16 MB a direction.

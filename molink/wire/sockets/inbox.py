@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-#: What a message costs beside its bytes.
+#: What a message costs beside its bytes, in bytes: about what its Python objects take.
 _OVERHEAD = 512
 
 

@@ -1,5 +1,6 @@
 """When a member that misbehaves has done so too often."""
 
+#: Misdeeds in a row that end it: another version may make a few, an attacker makes thousands.
 _LIMIT = 16
 #: Seconds without an offence after which the count starts anew.
 _FORGIVEN = 60.0

@@ -16,6 +16,7 @@ from molink.errors import UsageError
 from molink.files import patiently
 from molink.wire.sockets.curve import KeyPair
 
+#: Characters of a CURVE key in Z85.
 _KEY_LENGTH = 40
 
 

@@ -19,8 +19,10 @@ from molink.wire.sockets.create import DOMAIN
 
 logger = logging.getLogger(__name__)
 
+#: Where libzmq asks, and the frames of a question about a CURVE key (RFC 27, with ROUTER's two).
 _ENDPOINT = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 9
+#: Seconds before a handler that failed runs again, so that a lasting fault keeps no core busy.
 _RESTART_PAUSE = 0.1
 
 
