@@ -4,20 +4,12 @@ from dataclasses import dataclass
 
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
 from molink.wire.messages.control import (
-    Assign,
-    Form,
+    Instruction,
     Member,
-    MemberGone,
     PeerReport,
-    Prefetch,
-    Route,
-    RouteGone,
     StageFailed,
     StageLoaded,
-    StageProfile,
     StageReady,
-    Unassign,
-    Welcome,
 )
 
 # --- events ----------------------------------------------------------------------------------
@@ -77,19 +69,6 @@ class Tick:
 Event = MemberAdded | MemberRemoved | Departed | Reported | StageSaid | Serve | Tick
 
 # --- decisions, to be carried out in the order given --------------------------------------------
-
-Instruction = (
-    Welcome
-    | Member
-    | MemberGone
-    | Prefetch
-    | Assign
-    | StageProfile
-    | Form
-    | Unassign
-    | Route
-    | RouteGone
-)
 
 
 @dataclass(frozen=True, slots=True)

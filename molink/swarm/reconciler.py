@@ -16,7 +16,6 @@ from molink.swarm.events import (
     Decision,
     Departed,
     Event,
-    Instruction,
     MemberAdded,
     MemberRemoved,
     Reported,
@@ -31,7 +30,7 @@ from molink.swarm.placement import Candidate, Placement, Unplaceable
 from molink.swarm.planner import LOSS_DEBOUNCE, Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.wire.messages.control import PeerReport, StageFailed, StageLoaded, Unassign
+from molink.wire.messages.control import Instruction, PeerReport, StageFailed, StageLoaded, Unassign
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from molink.swarm.events import Announce, Decision, Instruction, SendMessage
+from molink.swarm.events import Announce, Decision, SendMessage
 from molink.swarm.records import MemberRecord
-from molink.wire.messages.control import Member, MemberGone, PeerReport, Route, RouteGone, Welcome
+from molink.wire.messages.control import (
+    Instruction,
+    Member,
+    MemberGone,
+    PeerReport,
+    Route,
+    RouteGone,
+    Welcome,
+)
 
 #: A peer that hasn't reported for this long, in seconds, is gone until it does again.
 SESSION_TIMEOUT = 5.0

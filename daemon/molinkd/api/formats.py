@@ -7,7 +7,7 @@ serialising whole objects for every token would be most of the endpoint's work.
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from msgspec import json
 
@@ -38,20 +38,37 @@ class Format(Protocol):
         ...
 
 
-class ChatFormat:
-    """``chat.completion`` and ``chat.completion.chunk``."""
+class _EventParts:
+    """What the events of both formats are put together from."""
+
+    #: How ids begin; what a whole answer and an event are called; the field that holds the text.
+    _id: ClassVar[str]
+    _object: ClassVar[str]
+    _chunk: ClassVar[str]
+    _field: ClassVar[bytes]
 
     def __init__(self, plan: Plan, with_usage: bool = False) -> None:
         self._tokenizer = plan.offer.tokenizer
         self._top = plan.logprobs
-        head = _head("chatcmpl", "chat.completion.chunk", plan)
-        self._head = head
+        self._whole = _whole_head(self._id, self._object, plan)
+        self._head = _head(self._id, self._chunk, plan)
         self._prefixes = [
-            head + b'"choices":[{"index":%d,"delta":' % choice.index for choice in plan.choices
+            self._head + b'"choices":[{"index":%d,"%s":' % (choice.index, self._field)
+            for choice in plan.choices
         ]
         self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
-        self._whole = _whole_head("chatcmpl", "chat.completion", plan)
+
+    def usage_event(self, usage: dict[str, object]) -> bytes:
+        """A chunk without choices."""
+        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
+
+
+class ChatFormat(_EventParts):
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    _id, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _field = b"delta"
 
     def opening(self, index: int) -> bytes:
         """The event that names the role."""
@@ -72,10 +89,6 @@ class ChatFormat:
             event += prefix + b'{},"logprobs":null,"finish_reason":"'
             event += piece.finish.encode() + b'"}]' + self._end
         return event
-
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """A chunk without choices."""
-        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
 
     def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
         """A ``chat.completion``."""
@@ -106,21 +119,15 @@ class ChatFormat:
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
-class CompletionFormat:
+class CompletionFormat(_EventParts):
     """``text_completion``."""
 
+    _id, _object, _chunk = "cmpl", "text_completion", "text_completion"
+    _field = b"text"
+
     def __init__(self, plan: Plan, with_usage: bool = False) -> None:
-        self._tokenizer = plan.offer.tokenizer
-        self._top = plan.logprobs
+        super().__init__(plan, with_usage)
         self._echoes = [choice.echo for choice in plan.choices]
-        head = _head("cmpl", "text_completion", plan)
-        self._head = head
-        self._prefixes = [
-            head + b'"choices":[{"index":%d,"text":' % choice.index for choice in plan.choices
-        ]
-        self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
-        self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
-        self._whole = _whole_head("cmpl", "text_completion", plan)
 
     def opening(self, index: int) -> bytes:
         """The prompt, where it is to be echoed."""
@@ -138,10 +145,6 @@ class CompletionFormat:
         return (
             start + b',"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}]" + self._end
         )
-
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """A chunk without choices."""
-        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
 
     def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
         """A ``text_completion``."""

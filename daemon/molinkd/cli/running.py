@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from molink.errors import UsageError
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molinkd.cli.here import HomeOption
-
-DtypeChoice = Literal["auto", "f32", "bf16", "f16"]
 
 ModelOption = Annotated[
     str | None,
@@ -71,7 +70,7 @@ def up(
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
-    dtype: Annotated[DtypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
+    dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
     quantize: QuantizeOption = None,
     min_peers: Annotated[
         int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
@@ -124,7 +123,7 @@ def demo(
         str | None, typer.Option(help="Print the answer to one question, then end.")
     ] = None,
     peers: Annotated[int, typer.Option(min=1, max=8, help="How many daemons to run.")] = 3,
-    dtype: Annotated[DtypeChoice, typer.Option(help="Compute in.")] = "auto",
+    dtype: Annotated[DTypeChoice, typer.Option(help="Compute in.")] = "auto",
     quantize: Annotated[
         Quantize, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
     ] = "none",

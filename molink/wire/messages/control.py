@@ -328,6 +328,20 @@ class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):
     leave: bool = False
 
 
+#: What the coordinator tells a peer unasked.
+Instruction = (
+    Welcome
+    | Member
+    | MemberGone
+    | Prefetch
+    | Assign
+    | StageProfile
+    | Form
+    | Unassign
+    | Route
+    | RouteGone
+)
+
 ControlMessage = (
     Failure
     | Done
@@ -343,16 +357,7 @@ ControlMessage = (
     | LeaveRequest
     | Goodbye
     | RevokeRequest
-    | Welcome
-    | Member
-    | MemberGone
-    | Prefetch
-    | Assign
-    | StageProfile
-    | Form
-    | Unassign
-    | Route
-    | RouteGone
+    | Instruction
     | FilesRequest
     | FileList
     | ReadRequest
