@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import molink
-from molinkd.cli import finding
+from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
 
 ROOT = Path(molink.__file__).parents[1]
@@ -52,16 +52,16 @@ class Process:
         except psutil.NoSuchProcess:
             return []
 
-    def found(self) -> finding.Found:
+    def found(self) -> local_daemon.Found:
         """Its daemon (that of the demo's first peer) once it can be found."""
-        wait_for(lambda: finding.find_daemon(self.home), self)
-        found = finding.find_daemon(self.home)
+        wait_for(lambda: local_daemon.find_daemon(self.home), self)
+        found = local_daemon.find_daemon(self.home)
         assert found is not None
         return found
 
     def status(self) -> dict[str, Any]:
         """``molink status --json``."""
-        return finding.fetch_status(self.found())
+        return local_daemon.fetch_status(self.found())
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait until its pipeline is ready; returns the status."""
@@ -178,7 +178,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     home = tmp_path_factory.mktemp("demo")
     process = Process(home, ["demo", "--dtype", "f32"])
     try:
-        wait_for(lambda: finding.find_daemon(Home(home)), process)
+        wait_for(lambda: local_daemon.find_daemon(Home(home)), process)
         yield process
     finally:
         process.stop()

@@ -12,7 +12,7 @@ import typer
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
-from molinkd.cli import here, running
+from molinkd.cli import daemon_verbs, swarm_verbs
 from molinkd.cli.late import add_bench, add_late
 
 #: Exit code after Ctrl-C, as shells count it.
@@ -28,15 +28,15 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     commands: list[Callable[..., None]] = [
-        running.up,
-        running.join,
-        running.demo,
-        here.chat,
-        here.status,
-        here.invite,
-        here.revoke,
-        here.leave,
-        running.coordinator,
+        daemon_verbs.up,
+        daemon_verbs.join,
+        daemon_verbs.demo,
+        swarm_verbs.chat,
+        swarm_verbs.status,
+        swarm_verbs.invite,
+        swarm_verbs.revoke,
+        swarm_verbs.leave,
+        daemon_verbs.coordinator,
     ]
     for command in commands:
         app.command()(_interruptible(command))

@@ -27,7 +27,7 @@ from molink.swarm.records import (
 )
 from molink.wire.messages.control import Member
 from molink.wire.sockets.secrets import private_folder
-from molinkd.coordinator.tables import explain, prepare
+from molinkd.coordinator.state_tables import explain, prepare
 
 FILE = "swarm.sqlite"
 

@@ -14,8 +14,8 @@ import zstandard
 
 from molink.errors import WireError
 from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES
+from molink.link.packing.int8_rows import packed_bytes, to_int8, to_rows
 from molink.link.packing.planes import Planes
-from molink.link.packing.quantized import packed_bytes, to_int8, to_rows
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
 

@@ -17,9 +17,11 @@ from molink.wire.messages.data import DataMessage, Frame, Volume, VolumePart
 
 M = TypeVar("M")
 
+#: Bytes: what is longer belongs into a payload, which is checked before it is kept.
 MAX_HEADER = 4096
-#: Longer messages on a slow link outlive the heartbeat and are lost: split them.
+#: Bytes: longer messages on a slow link outlive the heartbeat and are lost: split them.
 MAX_PAYLOAD = 256 * 1024
+#: A header and a payload.
 MAX_FRAMES = 2
 
 #: Bytes that can be sent; ``memoryview(array)`` makes one of anything else without a copy.

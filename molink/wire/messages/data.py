@@ -19,7 +19,9 @@ MAX_GROUPS = 128
 MAX_MICRO_BATCHES = 64
 #: Entries of a logit bias, bounded for the same reason.
 MAX_LOGIT_BIAS = 256
+#: Alternatives to a token, as many as OpenAI's API allows.
 MAX_TOP_LOGPROBS = 20
+#: Token ids that end an answer; models have a few of their own.
 MAX_STOP_IDS = 64
 
 Epoch = Count

@@ -18,6 +18,7 @@ from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import Message
 from molink.wire.messages.control import Port, PublicKey, StageAddress
 
+#: Bytes: nothing that goes over the pipe comes near, so a longer one is garbage.
 MAX_PIPE_MESSAGE = 1 << 20
 _LENGTH = struct.Struct("<I")
 

@@ -10,7 +10,7 @@ import pytest
 
 import molink
 from molink.errors import Unavailable, UsageError
-from molinkd.cli import finding
+from molinkd.cli import local_daemon
 from molinkd.cli.demonstration import sample
 from molinkd.cli.main import run, speak_utf8
 from molinkd.peer.demo import first_peer
@@ -108,19 +108,19 @@ def test_a_broken_model_is_named_before_anything_starts(
 
 def test_a_live_daemon_comes_before_a_demo(home: Path) -> None:
     place = Home(home)
-    assert finding.find_daemon(place) is None
+    assert local_daemon.find_daemon(place) is None
     with pytest.raises(Unavailable):
-        finding.need_daemon(home)
+        local_daemon.need_daemon(home)
     demo = place.demo(2)
     demo.create()
     note = RunFile.of_this_process(1, "http://a", ("http://a", "http://b"))
     note.save(demo.run_file)
-    found = finding.need_daemon(home)
+    found = local_daemon.need_daemon(home)
     assert found.demo
     assert found.home == first_peer(demo)
     assert found.endpoints == ("http://a", "http://b")
     RunFile.of_this_process(2, "http://live").save(place.run_file)
-    found = finding.need_daemon(home)
+    found = local_daemon.need_daemon(home)
     assert not found.demo
     assert found.endpoints == ("http://live",)
 
@@ -157,7 +157,7 @@ def test_errors_drive_no_terminal(
     def fail(*_: object) -> None:
         raise Unavailable("\x1b[2J")
 
-    monkeypatch.setattr(finding, "need_daemon", fail)
+    monkeypatch.setattr(local_daemon, "need_daemon", fail)
     assert run(["status"]) == 6
     assert capsys.readouterr().err == "molink: \\x1b[2J\n"
 
@@ -165,16 +165,16 @@ def test_errors_drive_no_terminal(
 def test_a_peer_is_found_by_name_or_id() -> None:
     peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
     status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
-    assert finding.find_peer(status, "pc") == "1"
-    assert finding.find_peer(status, "3") == "3"
+    assert local_daemon.find_peer(status, "pc") == "1"
+    assert local_daemon.find_peer(status, "3") == "3"
     # An id is nobody else's choice, a name is.
-    assert finding.find_peer(status, "tv") == "tv"
+    assert local_daemon.find_peer(status, "tv") == "tv"
     with pytest.raises(UsageError, match="2 peers are called tv"):
-        finding.find_peer({**status, "peers": peers[:3]}, "tv")
+        local_daemon.find_peer({**status, "peers": peers[:3]}, "tv")
     with pytest.raises(UsageError, match="no peer"):
-        finding.find_peer(status, "nobody")
+        local_daemon.find_peer(status, "nobody")
     with pytest.raises(Unavailable, match="gone"):
-        finding.find_peer({**status, "coordinator": {"state": "unreachable"}}, "pc")
+        local_daemon.find_peer({**status, "coordinator": {"state": "unreachable"}}, "pc")
 
 
 def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

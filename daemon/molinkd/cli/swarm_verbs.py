@@ -24,11 +24,11 @@ def status(
     home: HomeOption = None,
 ) -> None:
     """Show the swarm: its peers, their stages, and whether it can serve."""
-    from molinkd.cli import finding
-    from molinkd.cli.tables import show_status
+    from molinkd.cli import local_daemon
+    from molinkd.cli.status_table import show_status
 
-    found = finding.need_daemon(home)
-    state = finding.fetch_status(found)
+    found = local_daemon.need_daemon(home)
+    state = local_daemon.fetch_status(found)
     if as_json:
         print(json.dumps(state, indent=2))
     else:
@@ -52,12 +52,12 @@ def chat(
     home: HomeOption = None,
 ) -> None:
     """Chat with the model: a conversation, or one question."""
-    from molinkd.cli import finding
+    from molinkd.cli import local_daemon
     from molinkd.cli.chat import run_chat
 
     if url is not None and not url.lower().startswith(("http://", "https://")):
         raise UsageError(f"--url is a URL such as http://127.0.0.1:5465, not {url!r}")
-    root = (url or finding.need_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
+    root = (url or local_daemon.need_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
     code = run_chat(
         f"{root}/v1",
         text,
@@ -75,12 +75,12 @@ def invite(
     home: HomeOption = None,
 ) -> None:
     """Print a new join token for other PCs."""
-    from molinkd.cli import finding
+    from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 
     if ttl < 0:
         raise UsageError("--ttl is a number of hours, 0 for ever")
-    print(printable(finding.fetch_invite(Home.find(home), ttl * 3600)))
+    print(printable(local_daemon.fetch_invite(Home.find(home), ttl * 3600)))
 
 
 def revoke(
@@ -88,10 +88,10 @@ def revoke(
     home: HomeOption = None,
 ) -> None:
     """Shut a peer out of the swarm for good; only on the PC that runs the swarm."""
-    from molinkd.cli import finding
+    from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 
-    id = finding.revoke(Home.find(home), peer)
+    id = local_daemon.revoke(Home.find(home), peer)
     print(f"{id} is no member any more, and its invitations have ended.")
 
 
@@ -103,7 +103,7 @@ def leave(
 ) -> None:
     """Leave the swarm for good; the daemon here ends."""
     from molink.wire.messages.control import LeaveRequest
-    from molinkd.cli import finding
+    from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
     from molinkd.peer.membership import read_membership
     from molinkd.peer.runfile import read_run_file
@@ -120,10 +120,10 @@ def leave(
     note = read_run_file(place.run_file)
     try:
         if note is not None:
-            finding.shut_down(finding.Found(place, note), leave=True)
+            local_daemon.shut_down(local_daemon.Found(place, note), leave=True)
             wait_until(lambda: not note.alive())
         elif not member.own:
-            finding.ask_coordinator(place, member, LeaveRequest(ref=0))
+            local_daemon.ask_coordinator(place, member, LeaveRequest(ref=0))
     except MolinkError as error:
         reason = printable(str(error))
         print(f"The coordinator could not be told ({reason}); forgetting the swarm here.")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from molinkd.cli.tables import show_status
+from molinkd.cli.status_table import show_status
 
 STATE = {
     "swarm": "home",

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from molink.errors import UsageError
 from molink.plaintext import printable
 from molink.wire.sockets.loop import EventLoop
-from molinkd.cli import finding
+from molinkd.cli import local_daemon
 from molinkd.peer.founder import start_coordinator
 from molinkd.peer.home import Home, HomeLock
 from molinkd.peer.membership import read_membership
@@ -40,7 +40,7 @@ async def _run(home: Home, settings: Settings) -> None:
         async with AsyncExitStack() as stack:
             membership = await start_coordinator(home, home.keys(), settings, stack)
             membership.save(home.membership)
-            token = await asyncio.to_thread(finding.fetch_invite, home, settings.token_ttl)
+            token = await asyncio.to_thread(local_daemon.fetch_invite, home, settings.token_ttl)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
             print(f"To add a PC, run there:\n\n  molink join {printable(token)}\n", flush=True)
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)

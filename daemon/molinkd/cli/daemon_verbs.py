@@ -10,7 +10,7 @@ import typer
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
-from molinkd.cli.here import HomeOption
+from molinkd.cli.swarm_verbs import HomeOption
 
 ModelOption = Annotated[
     str | None,
@@ -145,7 +145,7 @@ def coordinator(
     home: HomeOption = None,
 ) -> None:
     """Run a coordinator alone, without a stage or an endpoint."""
-    from molinkd.cli.alone import run_coordinator
+    from molinkd.cli.lone_coordinator import run_coordinator
     from molinkd.peer.home import Home
     from molinkd.peer.settings import load_settings
 
