@@ -22,8 +22,8 @@ class CompiledLayers:
     """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
 
     ``passes``, ``tables`` and ``scratch`` are what
-    :class:`~molink.stage.kernels.attend.Attend` takes, which looks nothing up: ``minimum`` and
-    ``greatest`` are those of the tables' blocks.
+    :class:`~molink.stage.kernels.attend.Attend` takes, which looks nothing up: ``first_block`` and
+    ``last_block`` are those of the tables' blocks.
     """
 
     attend: "Attend"
@@ -31,14 +31,14 @@ class CompiledLayers:
     passes: Tensor
     tables: Tensor
     scratch: Tensor
-    minimum: int
-    greatest: int
+    first_block: int
+    last_block: int
 
     def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`."""
-        if self.minimum < 0 or self.greatest >= pool.blocks:
+        if self.first_block < 0 or self.last_block >= pool.blocks:
             raise InvariantError(
-                f"blocks {self.minimum} to {self.greatest} are not in a pool of {pool.blocks}"
+                f"blocks {self.first_block} to {self.last_block} are not in a pool of {pool.blocks}"
             )
         keys, values = pool.pages(layer)
         return self.attend(

@@ -39,29 +39,32 @@ def find_kernel() -> Kernel | None:
 
 @dataclass(frozen=True, slots=True)
 class FlashCall:
-    """One call of the kernel for some rows of the batch; ``maximum`` bounds their positions."""
+    """One call of the kernel for some rows of the batch.
+
+    ``max_rows`` and ``max_positions`` bound what a sequence has of each.
+    """
 
     kernel: Kernel
     shape: AttentionShape
     rows: Tensor | slice
     pages: Pages
-    longest: int
-    maximum: int
+    max_rows: int
+    max_positions: int
 
     def attend(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
         """Attention of the rows ``[n, heads * head_dim]``."""
         shape, pages = self.shape, self.pages
         keys, values = pool.pages(layer)
-        window = shape.windows[layer] if shape.windows[layer] < self.maximum else 0
-        right = -1 if self.longest == 1 and not window else 0
+        window = shape.windows[layer] if shape.windows[layer] < self.max_positions else 0
+        right = -1 if self.max_rows == 1 and not window else 0
         attended: Tensor = self.kernel(
             heads[self.rows, : shape.groups * shape.kv_heads],
             keys,
             values,
             pages.starts,
             pages.ends,
-            self.longest,
-            self.maximum,
+            self.max_rows,
+            self.max_positions,
             scale=shape.scale,
             window_size=(window - 1, right),
             enable_gqa=shape.groups > 1,
@@ -159,6 +162,6 @@ class FlashAttention:
             shape=self._shape,
             rows=row_indices(part, device),
             pages=Pages.of(upload(numbers, device), len(sequences)),
-            longest=max(sequence.count for sequence in sequences),
-            maximum=width * page,
+            max_rows=max(sequence.count for sequence in sequences),
+            max_positions=width * page,
         )

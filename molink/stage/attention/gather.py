@@ -99,11 +99,12 @@ class _Builder:
             else:
                 parts.append(self._prefill(span, window, sequence.start == 0))
             row += sequence.count
-        parts += [self._bucket(part) for part in buckets(decode, self._block_size, self._maximum)]
+        together = buckets(decode, self._block_size, self._max_positions)
+        parts += [self._bucket(part) for part in together]
         return tuple(parts)
 
     @property
-    def _maximum(self) -> int:
+    def _max_positions(self) -> int:
         """Positions of a decode bucket. A GPU takes all rows that suit each other in one call."""
         if self._device.type != "cpu":
             return 1 << 62

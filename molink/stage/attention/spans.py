@@ -43,11 +43,11 @@ def windows_in_use(windows: Sequence[int], longest: int) -> tuple[int, ...]:
     return tuple(0 if window >= longest else window for window in windows)
 
 
-def buckets(decode: Sequence[Span], block_size: int, maximum: int) -> list[list[Span]]:
+def buckets(decode: Sequence[Span], block_size: int, max_positions: int) -> list[list[Span]]:
     """Decode rows that run together, in the order of the batch; each is padded to its longest.
 
     Rows are cut apart, longest first, where the shorter ones would mostly be padding, and where
-    more than ``maximum`` positions would be gathered at once (a single row may have more).
+    more than ``max_positions`` positions would be gathered at once (a single row may have more).
     """
     rest = sorted(decode, key=lambda span: -len(span.blocks))
     found: list[list[Span]] = []
@@ -58,7 +58,7 @@ def buckets(decode: Sequence[Span], block_size: int, maximum: int) -> list[list[
             here = len(rest[index].blocks) * block_size
             padding = (longest - here) * (len(rest) - index)
             sparse = here < longest // 2 and padding > FREE_PADDING
-            if not sparse and longest * (index - begin + 1) <= maximum:
+            if not sparse and longest * (index - begin + 1) <= max_positions:
                 continue
         found.append(sorted(rest[begin:index], key=lambda span: span.row))
         begin = index

@@ -51,8 +51,8 @@ class GraphPlan:
         if any(sequence.count != 1 for sequence in sequences):
             return None
         blocks = -(-max(sequence.end for sequence in sequences) // self._block_size)
-        minimum = -(-_MIN_POSITIONS // self._block_size)
-        return Bucket(row_bucket(len(sequences)), block_bucket(max(blocks, minimum)))
+        min_blocks = -(-_MIN_POSITIONS // self._block_size)
+        return Bucket(row_bucket(len(sequences)), block_bucket(max(blocks, min_blocks)))
 
     def use(self, bucket: Bucket) -> Action:
         """How to run a step of this bucket."""

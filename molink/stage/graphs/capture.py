@@ -22,8 +22,8 @@ class Captures(Protocol):
         """Bytes that the last capture took."""
         ...
 
-    def capture(self, work: Work, maximum: int) -> Work | None:
-        """What replays ``work``; ``None`` if that would keep more than ``maximum`` bytes.
+    def capture(self, work: Work, max_bytes: int) -> Work | None:
+        """What replays ``work``; ``None`` if that would keep more than ``max_bytes``.
 
         Nothing it needs may move, and it may not wait for the device.
         """
@@ -48,7 +48,7 @@ class CudaCaptures:
         """See :class:`Captures`."""
         return self._nbytes
 
-    def capture(self, work: Work, maximum: int) -> Work | None:
+    def capture(self, work: Work, max_bytes: int) -> Work | None:
         """See :class:`Captures`; it is run twice before, so that libraries are ready."""
         self._nbytes = 0
         with torch.cuda.device(self._device):
@@ -59,14 +59,14 @@ class CudaCaptures:
                     work()
                     needed = self._needs(work)
             except torch.OutOfMemoryError:
-                needed = maximum + 1
+                needed = max_bytes + 1
             finally:
                 # If it failed, its memory is about to be used for something else.
                 here.wait_stream(self._stream)
                 torch.cuda.synchronize(self._device)
                 # The capture does so too, and what it frees is not to count.
                 torch.cuda.empty_cache()
-            if needed > maximum:
+            if needed > max_bytes:
                 return None
             free, _ = torch.cuda.mem_get_info(self._device)
             graph = torch.cuda.CUDAGraph()

@@ -23,18 +23,18 @@ _PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
 
 
 def emit_tiles(
-    builder: ir.IRBuilder, count: ir.Value, maximum: int, emit: Callable[[ir.Value, int], None]
+    builder: ir.IRBuilder, count: ir.Value, tile: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
-    """``emit(first, size)`` for ``count`` rows: in tiles of ``maximum``, then the rest."""
+    """``emit(first, size)`` for ``count`` rows: in tiles of ``tile``, then the rest."""
 
     def emit_whole(first: ir.Value, _: Values) -> Values:
-        emit(first, maximum)
+        emit(first, tile)
         return ()
 
-    first, _ = emit_loop(builder, I64(0), count, maximum, emit_whole)
+    first, _ = emit_loop(builder, I64(0), count, tile, emit_whole)
     after = builder.append_basic_block()
     rest = builder.switch(builder.sub(count, first), after)
-    for size in range(1, maximum):
+    for size in range(1, tile):
         case = builder.append_basic_block()
         rest.add_case(I64(size), case)
         builder.position_at_end(case)

@@ -75,10 +75,10 @@ class _Timing:
         self._clock = clock
         self._deadline = clock() + _TABLES_SHARE * seconds
         self._seconds = seconds
-        maximum = passes.max_context
-        self._context = min(CONTEXT, maximum - 1)
-        self._deep = min(DEEP_CONTEXT, maximum - DEEP_ROWS)
-        self._chunks = [rows for rows in PREFILL_ROWS if rows <= maximum] or [maximum]
+        max_context = passes.max_context
+        self._context = min(CONTEXT, max_context - 1)
+        self._deep = min(DEEP_CONTEXT, max_context - DEEP_ROWS)
+        self._chunks = [rows for rows in PREFILL_ROWS if rows <= max_context] or [max_context]
 
     def profile(self) -> Profile:
         decode, prefill = self._tables()
@@ -140,17 +140,17 @@ class _Timing:
 
     def _tile_at(self, base: int) -> int:
         """Compare ``T_p(n · tile)`` with ``T_p(n · tile + 1)`` and ``T_p((n + 1) · tile)``."""
-        below, above = self._minimum(base), self._minimum(base + 1)
+        below, above = self._min_s(base), self._min_s(base + 1)
         if below is None or above is None or above < _STEP * below:
             return 1
         for tile in _TILES:
             if tile <= base:
-                end = self._minimum(base + tile)
+                end = self._min_s(base + tile)
                 if end is not None and end <= _PLATEAU * above:
                     return tile
         return 1
 
-    def _minimum(self, rows: int) -> float | None:
+    def _min_s(self, rows: int) -> float | None:
         """Of a chunk the least time: noise, which only adds to it, must not look like a step."""
         return self._try(self._prefill(rows), pick=min)
 
@@ -205,11 +205,11 @@ def _plausible(table: dict[int, float]) -> tuple[tuple[int, float], ...]:
     More rows never take less time, and twice as many hardly more than twice the time.
     """
     points = sorted(table.items())
-    minimum = points[-1][1]
+    least_s = points[-1][1]
     for index in range(len(points) - 1, -1, -1):
         rows, seconds = points[index]
-        minimum = min(minimum, seconds)
-        points[index] = rows, minimum
+        least_s = min(least_s, seconds)
+        points[index] = rows, least_s
     for index in range(1, len(points)):
         (before, quick), (rows, seconds) = points[index - 1], points[index]
         points[index] = rows, min(seconds, _DEARER * quick * rows / before)

@@ -39,8 +39,8 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float]) 
         if rows:
             few = filters.take(rows)
             values, ids = _likeliest(take_rows(logits, rows), size)
-            minimum, enough = cut(values, take_rows(totals, rows), few)
-            tokens = _draw_among(values, ids, minimum, few, take_rows(aims, rows))
+            threshold, enough = cut(values, take_rows(totals, rows), few)
+            tokens = _draw_among(values, ids, threshold, few, take_rows(aims, rows))
             answers = torch.stack((tokens, enough.to(tokens.dtype))).tolist()
             drawn = zip(rows, *answers, strict=True)
             found.update((row, token) for row, token, is_enough in drawn if is_enough)
@@ -96,22 +96,22 @@ def _totals(logits: Tensor, samplings: Sequence[Sampling], filters: Filters) -> 
 
 
 def _draw_among(
-    values: Tensor, ids: Tensor, minimum: Tensor, filters: Filters, noise: Tensor
+    values: Tensor, ids: Tensor, threshold: Tensor, filters: Filters, noise: Tensor
 ) -> Tensor:
     """Tokens ``[n]``, where all that are kept are among ``values`` (with ``ids``, ``[n, c]``)."""
     ids, order = ids.sort(dim=-1)
-    weights = weigh(values, values[:, :1], filters) * (values >= minimum)
+    weights = weigh(values, values[:, :1], filters) * (values >= threshold)
     cumulative = weights.gather(1, order).cumsum(dim=-1)
     places = torch.searchsorted(cumulative, cumulative[:, -1:] * noise, right=True)
     return ids.gather(1, places).flatten()
 
 
-def _draw_wide(logits: Tensor, minimum: Tensor | None, filters: Filters, noise: Tensor) -> Tensor:
+def _draw_wide(logits: Tensor, threshold: Tensor | None, filters: Filters, noise: Tensor) -> Tensor:
     """Tokens ``[n]`` among whole rows: first the block, then the token in it."""
     weights = _weigh_all(logits, filters)
-    if minimum is not None:
+    if threshold is not None:
         # A product, since masked_fill is several times slower on a CPU.
-        weights[:, : logits.shape[1]] *= logits >= minimum
+        weights[:, : logits.shape[1]] *= logits >= threshold
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=-1)
     aims = cumulative[:, -1:] * noise

@@ -98,9 +98,9 @@ def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Te
     inside[:, 0] = True
     last = (inside & stays).sum(dim=-1, keepdim=True) - 1
     floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)
-    minimum = torch.maximum(likeliest.gather(1, last), floor)
+    threshold = torch.maximum(likeliest.gather(1, last), floor)
     # At the edge itself there may be more tokens just as likely.
-    return minimum, (kth.where(limited, minimum) > edge).flatten()
+    return threshold, (kth.where(limited, threshold) > edge).flatten()
 
 
 def weigh(logits: Tensor, greatest: Tensor, filters: Filters) -> Tensor:

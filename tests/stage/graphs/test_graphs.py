@@ -29,8 +29,8 @@ class WorkItself:
         self.captured = 0
         self.replayed = 0
 
-    def capture(self, work, maximum):
-        assert maximum >= 1 << 20
+    def capture(self, work, max_bytes):
+        assert max_bytes >= 1 << 20
         self.captured += 1
         if self.captured > self.fails_after:
             raise RuntimeError("operation not permitted when stream is capturing")

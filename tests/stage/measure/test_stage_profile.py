@@ -71,7 +71,7 @@ def test_no_graph_is_made_while_a_pass_is_timed(
         def __init__(self, device: torch.device) -> None:
             self.turn = 0
 
-        def capture(self, work: Work, maximum: int) -> Work:
+        def capture(self, work: Work, max_bytes: int) -> Work:
             captured.append(work)
             return work
 
