@@ -14,12 +14,11 @@ import msgspec
 import platformdirs
 
 from molink.errors import UsageError
-from molink.facts.dtypes import Compression
+from molink.facts.dtypes import Compression, DTypeChoice
 from molink.facts.model import Quantize
 from molink.link.policies.create import POLICIES
 from molinkd.peer.home import Home
 
-Dtype = Literal["auto", "f32", "bf16", "f16"]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
@@ -66,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     #: Stages of all daemons on this PC: they share its memory and its cores.
     stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    dtype: Dtype = "auto"
+    dtype: DTypeChoice = "auto"
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
