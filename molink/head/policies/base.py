@@ -28,7 +28,7 @@ class Preemption:
 
 
 class SchedulingPolicy(Protocol):
-    """Decides whose turn it is. Implementations inherit from it: of events they take what they need.
+    """Decides whose turn it is. Implementations inherit from it, and take the events they need.
 
     The same question may be asked several times, so an answer changes nothing: only events do.
     """
@@ -37,15 +37,18 @@ class SchedulingPolicy(Protocol):
 
     def arrived(self, job: Job, now: float) -> None:
         """A request has arrived and waits; its preemption later is no arrival."""
+        return
 
     def ran(self, job: Job, seconds: float, now: float) -> None:
         """An iteration of the job has ended: its rows are back, ``seconds`` after they were issued.
 
         Its sampled token, if there is one, is not among its tokens yet.
         """
+        return
 
     def over(self, job: Job, now: float) -> None:
         """The job is finished, cancelled, failed or refused after all: forget it."""
+        return
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -63,8 +66,9 @@ class SchedulingPolicy(Protocol):
     def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
         """``jobs``, first to be run first; those that are left out rest in this iteration.
 
-        No job may rest for ever. They are either jobs that could take a decode step, in the order in which their tokens came
-        back, or jobs with prompt rows to be issued, in the order in which they were admitted.
+        No job may rest for ever. ``jobs`` are either those that could take a decode step, in the
+        order in which their tokens came back, or those with prompt rows to be issued, in the order
+        in which they were admitted.
         """
         ...
 

@@ -11,6 +11,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.rope import RopeConfig
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
+from molink.facts.settings import PipelineSettings
 from molink.head.request import HeadRequest
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
@@ -71,7 +72,7 @@ def place(
         kv_bytes=1 << 20,
         block_size=4,
         max_context=64,
-        record=record,
+        settings=PipelineSettings(record=record),
     )
     me = StageAddress(peer="me", public_key=KEYS.public, addresses=("127.0.0.1",), port=1)
     order = FormRing(epoch=1, ring=(me,) * stages, blocks=16, micro_batches=1)
