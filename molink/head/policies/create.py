@@ -4,15 +4,9 @@ from collections.abc import Callable
 
 from molink.errors import UsageError
 from molink.head.policies.base import SchedulingPolicy
+from molink.head.policies.fcfs import Fcfs
 
-
-def _fcfs() -> SchedulingPolicy:
-    from molink.head.policies.fcfs import Fcfs
-
-    return Fcfs()
-
-
-_POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {"fcfs": _fcfs}
+_POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {"fcfs": Fcfs}
 #: Names that :func:`create_scheduling_policy` takes.
 SCHEDULING_POLICIES = tuple(_POLICIES)
 
