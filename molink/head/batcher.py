@@ -10,6 +10,7 @@ from molink.head.job import Job
 from molink.head.ledger import Ledger
 from molink.head.limits import HeadLimits
 from molink.head.microbatches import MicroBatches
+from molink.head.policies.base import Preemption
 from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
 from molink.wire.messages.base import Payload
@@ -26,11 +27,12 @@ class Batcher:
     """Composes micro-batches out of a roster, blocks and ticks.
 
     Decode rows: jobs whose token has come back, spread over the ``K`` micro-batches. Prefill rows:
-    chunks of jobs in order of admission, then of waiting ones as far as slots and blocks allow.
+    chunks of admitted jobs, then of waiting ones as far as slots and blocks allow. Whose turn it is
+    among them, and who is preempted, the roster's policy decides.
     A job gets the blocks of its known tokens when it is admitted, as many of them as can be from
     the prefix cache, and grows one by one from then on.
-    A decode row that gets no block preempts younger jobs; while one is *starved* nobody is admitted
-    and nobody younger goes on prefilling, so the oldest job always makes progress.
+    A decode row that gets no block preempts other jobs; while one is *starved* nobody is admitted,
+    and nobody who would give way to it goes on prefilling.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Batcher:
             if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, streams, now)
             if prefill:
-                rows = self._prefill_rows(streams, beside=len(decode) > 0)
+                rows = self._prefill_rows(streams, now, beside=len(decode) > 0)
                 self._add_prefill(chunk, rows, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
@@ -84,7 +86,7 @@ class Batcher:
     def _add_decode(self, builder: VolumeBuilder, streams: int, now: float) -> None:
         quota = max(1, math.ceil(streams / self.micro_batches.count))
         self._starved = []
-        for job in self._roster.policy.rank(self._roster.runnable(), now):
+        for job in self._roster.runnable(now):
             if len(builder) == quota or builder.room < 1:
                 return
             if job.state != "decode":
@@ -110,13 +112,13 @@ class Batcher:
     def _make_room(self, job: Job, now: float) -> None:
         """Preempt until as many blocks as there are starved jobs are on their way back."""
         while self._coming < len(self._still_starved()):
-            victim = self._roster.victim(job.id)
+            victim = self._roster.victim(job, now)
             if victim is None:
                 return
-            self._preempt(victim, now)
+            self._preempt(victim)
 
-    def _preempt(self, job: Job, now: float) -> None:
-        self._roster.preempt(job, now)
+    def _preempt(self, preemption: Preemption) -> None:
+        self._roster.preempt(preemption.job)
         self.preemptions += 1
 
     @property
@@ -124,8 +126,8 @@ class Batcher:
         """Blocks on their way back."""
         return self._cache.coming(self._roster.leaving)
 
-    def _still_starved(self) -> list[int]:
-        return [job.id for job in self._starved if self._roster.of_id(job.id) is job]
+    def _still_starved(self) -> list[Job]:
+        return [job for job in self._starved if self._roster.of_id(job.id) is job]
 
     # --- prefill -------------------------------------------------------------------------------
 
@@ -134,11 +136,11 @@ class Batcher:
     ) -> None:
         """Add up to ``left`` prefill rows."""
         starved = self._still_starved()
-        oldest = min(starved, default=None)
-        for job in self._roster.prefilling():
-            if left < 1 or builder.room < 1 or (oldest is not None and job.id > oldest):
+        for job in self._roster.prefilling(now):
+            if left < 1 or builder.room < 1:
                 break
-            left -= self._add_chunk(builder, job, left)
+            if not any(self._roster.gives_way(job, needy, now) for needy in starved):
+                left -= self._add_chunk(builder, job, left)
         while left > 0 and builder.room >= 1 and not starved:
             new = self._admit(now)
             if new is None:
@@ -146,7 +148,7 @@ class Batcher:
             admitted.append(new)
             left -= self._add_chunk(builder, new, left)
 
-    def _prefill_rows(self, streams: int, *, beside: bool) -> int:
+    def _prefill_rows(self, streams: int, now: float, *, beside: bool) -> int:
         """Rows of the next prefill volume, 0 if there is to be none; ``streams`` decode.
 
         Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
@@ -160,8 +162,8 @@ class Batcher:
         paired = flying < maximum and (beside or apart)
         if not paired and not self.micro_batches.decides:
             return 0
-        jobs = self._roster.prefilling()
-        new = None if jobs else self._roster.first_waiting()
+        jobs = self._roster.prefilling(now)
+        new = None if jobs else self._roster.first_waiting(now)
         left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
         if not left:
             return 0
@@ -181,12 +183,14 @@ class Batcher:
         return count
 
     def _admit(self, now: float) -> Job | None:
-        job = self._roster.first_waiting()
+        job = self._roster.first_waiting(now)
         if job is None:
             return None
         found = self._admissible(job)
         if found is None:
-            self._evict_stalled(now)
+            victim = None if self._coming else self._roster.victim(job, now)
+            if victim is not None:
+                self._preempt(victim)
             return None
         blocks = self._cache.take(found, self._limits.blocks_for(len(job.tokens)))
         if blocks is None:
@@ -211,18 +215,6 @@ class Batcher:
         if not self._cache.affords(found, need):
             found = self._cache.whole(found)
         return found if self._cache.affords(found, need) else None
-
-    def _evict_stalled(self, now: float) -> None:
-        """Make place for one who can go on.
-
-        By a job that its client has abandoned, or if nobody who is admitted can go on before his
-        client does.
-        """
-        victim = self._roster.longest_stalled()
-        if victim is None or self._coming:
-            return
-        if victim.abandoned(now) or self._roster.all_stalled():
-            self._preempt(victim, now)
 
     # --- into messages -------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Head:
     ``next`` is to be called whenever stage 0 can take a micro-batch and after every event while it
     is idle; what it returns goes to stage 0's scoreboard in order. What comes out of the tail goes
     to ``sampled``, ``tombstone`` and ``released``. ``now`` is in seconds of any monotonic clock.
+    Whose turn it is ``policy`` decides (first come, first served if none is given).
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Head:
         self._batcher = Batcher(limits, self._roster, self._cache, self._ledger)
         self._admission = Admission(limits)
         self._story = Story()
+        #: When volumes in flight were issued, by tick.
+        self._issued_at: dict[int, float] = {}
         self._counts = dict.fromkeys(
             (
                 "requests",
@@ -100,7 +103,7 @@ class Head:
         for job in self._roster.owned_by(owner):
             self._cancel(job, now)
 
-    def credit(self, owner: str, key: str, position: int, now: float) -> None:
+    def credit(self, owner: str, key: str, position: int) -> None:
         """The client has taken all tokens below ``position``; the latest such word counts."""
         job = self._roster.find(owner, key)
         if job is not None:
@@ -122,6 +125,7 @@ class Head:
             self._story.add(now, "issue", control.body)
         for volume in batch.volumes:
             header = volume.header
+            self._issued_at[header.tick] = now
             self._story.add(now, "issue", header.tick, header.prefill, len(header.rows))
         self._counts["volumes"] += len(batch.volumes)
         self._counts["iterations"] += bool(batch.volumes)
@@ -133,7 +137,7 @@ class Head:
         A request that is neither in ``choices`` nor in ``failed`` although its rows were to be
         sampled counts as failed: nothing waits for a token that will not come.
         """
-        rows_back = self._back(message.tick, now)
+        rows_back, seconds = self._back(message.tick, now)
         choices = {choice.request: choice for choice in message.choices}
         failed = set(message.failed)
         emissions = []
@@ -142,6 +146,7 @@ class Head:
             if job is None:
                 continue
             job.flight.pop(message.tick, None)
+            self._roster.ran(job, seconds, now)
             if rows.source >= 0:
                 self._cache.copied(job)
             choice = choices.get(rows.request)
@@ -160,7 +165,8 @@ class Head:
         Its requests should be over; one that is not has been dropped by mistake and has failed.
         """
         emissions = []
-        for rows in self._back(tick, now):
+        rows_back, _ = self._back(tick, now)
+        for rows in rows_back:
             job = self._roster.of_id(rows.request)
             if job is not None:
                 emissions.append(self._fail(job, "a stage dropped rows of this request", now))
@@ -211,7 +217,7 @@ class Head:
             "head_prefix_hit_rate": round(cache.hit_rate, 4),
             "head_micro_batches": batcher.micro_batches.count,
             "head_running": self._roster.admitted,
-            "head_waiting": len(self._roster.policy),
+            "head_waiting": self._roster.waiting,
             "head_decode_in_flight": ledger.volumes(prefill=False),
             "head_prefill_in_flight": ledger.volumes(prefill=True),
             "head_prefill_rows_in_flight": ledger.prefill_rows,
@@ -234,7 +240,7 @@ class Head:
     # --- inside --------------------------------------------------------------------------------
 
     def _make_place(self, request: HeadRequest, now: float) -> list[Emission]:
-        waiting, running = len(self._roster.policy), self._roster.admitted
+        waiting, running = self._roster.waiting, self._roster.admitted
         if not self._admission.is_full(waiting, running):
             return []
         error = self._admission.overloaded(waiting, running)
@@ -243,19 +249,20 @@ class Head:
             raise error
         self._counts["displaced"] += 1
         self._story.add(now, "displace", job.request.owner, job.request.key, job.admissions)
-        self._roster.remove(job)
+        self._roster.remove(job, now)
         rejected = Rejected(
             self.epoch, job.request.key, "overloaded", str(error), error.retry_after
         )
         return [Emission(job.request.owner, rejected)]
 
-    def _back(self, tick: int, now: float) -> tuple[Rows, ...]:
+    def _back(self, tick: int, now: float) -> tuple[tuple[Rows, ...], float]:
+        """The rows of a volume that has gone round, and the seconds that it took."""
         rows = self._ledger.returned(tick)
         if rows is None:
             self._stray("volume", tick, now)
-            return ()
+            return (), 0.0
         self._story.add(now, "back", tick, len(rows))
-        return rows
+        return rows, now - self._issued_at.pop(tick)
 
     def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
         """A token of a live request: keep it and pass it on."""
@@ -296,7 +303,7 @@ class Head:
         self._counts["cancelled"] += 1
         trip = self._ledger.cancelled() if job.state != "waiting" else None
         self._story.add(now, "cancel", job.request.owner, job.request.key, job.state, job.id)
-        self._roster.remove(job, trip)
+        self._roster.remove(job, now, trip)
         self._admission.departed(now)
 
     def _fail(self, job: Job, reason: str, now: float) -> Emission:
@@ -308,7 +315,7 @@ class Head:
 
     def _remove(self, job: Job, why: str, now: float) -> None:
         self._story.add(now, why, job.request.owner, job.request.key, job.id, len(job.tokens))
-        self._roster.remove(job)
+        self._roster.remove(job, now)
         self._admission.departed(now)
 
     def _stray(self, kind: str, tick: int, now: float) -> None:

@@ -1,13 +1,13 @@
 """All jobs of a head, by what can be done with them."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.head.job import Job
 from molink.head.ledger import TurnCount
-from molink.head.policies.base import SchedulingPolicy
+from molink.head.policies.base import Preemption, SchedulingPolicy
 from molink.head.prefix import ROOT, Match
 
 
@@ -39,11 +39,17 @@ class Leaving:
 
 
 class Roster:
-    """Keeps jobs in exactly one place each: waiting in the policy, admitted, or gone."""
+    """Keeps jobs in exactly one place each: waiting, admitted, or gone.
+
+    It knows which jobs could be admitted, run or preempted; whose turn it is among them, ``policy``
+    decides.
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
-        self.policy = policy
+        self._policy = policy
         self._jobs: dict[tuple[str, str], Job] = {}
+        #: Those that were preempted, the last one first, then the others as they arrived.
+        self._waiting: OrderedDict[Job, None] = OrderedDict()
         #: By request id, which rises with each admission.
         self._admitted: dict[int, Job] = {}
         #: Admitted jobs with known tokens whose rows have still to be issued, oldest first.
@@ -63,6 +69,11 @@ class Roster:
     def admitted(self) -> int:
         """How many jobs are admitted."""
         return len(self._admitted)
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait."""
+        return len(self._waiting)
 
     @property
     def leaving(self) -> Sequence[Leaving]:
@@ -85,24 +96,44 @@ class Roster:
         """Jobs that take part in decoding: those that wait for their client do not count."""
         return sum(job.state == "decode" and not job.stalled for job in self._admitted.values())
 
-    def runnable(self) -> list[Job]:
-        """Jobs that could take a decode step now."""
-        return [job for job in self._idle.values() if not job.stalled]
+    # --- whose turn it is -------------------------------------------------------------------------
 
-    def prefilling(self) -> list[Job]:
-        """Jobs with rows of known tokens to be issued, oldest first."""
-        return list(self._prefilling.values())
+    def runnable(self, now: float) -> Sequence[Job]:
+        """Jobs that could take a decode step now, first to be run first."""
+        jobs = [job for job in self._idle.values() if not job.stalled]
+        return self._policy.running_order(jobs, now)
 
-    def first_waiting(self) -> Job | None:
-        """The job to be admitted next: the first one of the owner with the fewest admitted jobs.
+    def prefilling(self, now: float) -> Sequence[Job]:
+        """Jobs with rows of known tokens to be issued, first to be run first."""
+        return self._policy.running_order(list(self._prefilling.values()), now)
 
-        Those that wait for their client are passed over.
+    def first_waiting(self, now: float) -> Job | None:
+        """The job to be admitted next; those that wait for their client are passed over."""
+        able = [job for job in self._waiting if not job.stalled]
+        return self._policy.next_admitted(able, self._admitted.values(), now) if able else None
+
+    def victim(self, needy: Job, now: float) -> Preemption | None:
+        """Who is to give way to ``needy``, which lacks a block or waits to be admitted.
+
+        Raises:
+            InvariantError: the policy names a job that can't be preempted.
         """
-        able = [job for job in self.policy.waiting() if not job.stalled]
-        if not able:
-            return None
-        running = Counter(job.request.owner for job in self._admitted.values())
-        return min(able, key=lambda job: running[job.request.owner])
+        at_rest = [job for job in self._at_rest() if job is not needy]
+        found = self._policy.victim(needy, at_rest, self._admitted.values(), now)
+        if found is not None and found.job not in at_rest:
+            raise InvariantError(f"job {found.job.request.key} is to be preempted but not at rest")
+        return found
+
+    def gives_way(self, job: Job, needy: Job, now: float) -> bool:
+        """Whether ``job`` would be preempted for ``needy`` if only it could be."""
+        return self._policy.victim(needy, [job], self._admitted.values(), now) is not None
+
+    def _at_rest(self) -> Iterator[Job]:
+        """Admitted jobs with no rows in flight or in a volume that is being composed."""
+        yield from self._idle.values()
+        yield from (job for job in self._prefilling.values() if not job.flight)
+
+    # --- the queue --------------------------------------------------------------------------------
 
     def displaced_by(self, owner: str, now: float) -> Job | None:
         """The waiting job whose place in the full queue a new one of ``owner`` gets, if any.
@@ -111,7 +142,7 @@ class Roster:
         ``owner``, one of his that waits for its client, or his last. So the owners who want in
         come to have equal shares, and one who is alone has them all.
         """
-        waiting = list(self.policy.waiting())
+        waiting = list(self._waiting)
         abandoned = next((job for job in waiting if job.abandoned(now)), None)
         held = Counter(job.request.owner for job in waiting)
         maximum = max(held, key=held.__getitem__, default=owner)
@@ -120,39 +151,15 @@ class Roster:
         theirs = [job for job in reversed(waiting) if job.request.owner == maximum]
         return next((job for job in theirs if job.stalled), theirs[0])
 
-    def longest_stalled(self) -> Job | None:
-        """The admitted job that has waited longest for its client."""
-        stalled = [job for job in self._idle.values() if job.stalled]
-        return min(stalled, key=lambda job: job.stalled_at, default=None)
-
-    def all_stalled(self) -> bool:
-        """Whether every admitted job waits for its client."""
-        return all(job.stalled and job.id in self._idle for job in self._admitted.values())
-
-    def victim(self, younger_than: int) -> Job | None:
-        """Whom to preempt: one that waits for its client, else the latest admitted.
-
-        Only jobs with nothing in flight, and (unless they wait for their client) only those
-        admitted after request id ``younger_than``, so that the oldest always goes on.
-        """
-        latest = None
-        for job in reversed(self._admitted.values()):
-            if job.flight or (job.state == "decode" and job.id not in self._idle):
-                continue
-            if job.stalled:
-                return job
-            if latest is None and job.id > younger_than:
-                latest = job
-        return latest
-
     def enqueue(self, job: Job, now: float) -> None:
         """A new job waits."""
         self._jobs[job.request.owner, job.request.key] = job
-        self.policy.push(job, now)
+        self._waiting[job] = None
+        self._policy.arrived(job, now)
 
     def admit(self, job: Job, blocks: list[int], found: Match) -> None:
         """A waiting job gets blocks for all its tokens, the first of them found, and an id."""
-        self.policy.discard(job)
+        del self._waiting[job]
         job.begin(self._next_id, blocks, found)
         self._next_id += 1
         self._admitted[job.id] = self._prefilling[job.id] = job
@@ -164,24 +171,30 @@ class Roster:
             self._prefilling.pop(job.id, None)
             job.state = "decode"
 
+    def ran(self, job: Job, seconds: float, now: float) -> None:
+        """Rows of ``job`` have come back, ``seconds`` after they were issued."""
+        self._policy.ran(job, seconds, now)
+
     def came_back(self, job: Job) -> None:
         """A sampled token has come back: the job can go on."""
         self._idle[job.id] = job
 
-    def preempt(self, job: Job, now: float) -> None:
+    def preempt(self, job: Job) -> None:
         """Take an admitted job's blocks; it waits with its tokens so far."""
         self._depart(job, None)
         job.state = "waiting"
-        self.policy.push_back(job, now)
+        self._waiting[job] = None
+        self._waiting.move_to_end(job, last=False)
 
-    def remove(self, job: Job, trip: TurnCount | None = None) -> None:
+    def remove(self, job: Job, now: float, trip: TurnCount | None = None) -> None:
         """The job is over, at whatever point it is."""
         del self._jobs[job.request.owner, job.request.key]
         if job.state == "waiting":
-            self.policy.discard(job)
+            del self._waiting[job]
         else:
             self._depart(job, trip)
         job.state = "gone"
+        self._policy.over(job, now)
 
     def take_leaving(self) -> list[Leaving]:
         """The admissions whose release is to be issued now."""
@@ -218,16 +231,13 @@ class Roster:
         Raises:
             InvariantError: one is not.
         """
-        waiting = list(self.policy.waiting())
-        if len(waiting) != len(set(waiting)) or len(waiting) != len(self.policy):
-            raise InvariantError("the policy holds a job twice")
         for job in self:
-            inside = self._admitted.get(job.id) is job
-            if (job.state == "waiting") != (job in waiting) or inside == (job in waiting):
+            inside, waits = self._admitted.get(job.id) is job, job in self._waiting
+            if (job.state == "waiting") != waits or inside == waits:
                 raise InvariantError(f"job {job.request.key} is {job.state} but not kept as such")
             if inside:
                 self._validate_admitted(job)
-        if len(waiting) + len(self._admitted) != len(self._jobs):
+        if len(self._waiting) + len(self._admitted) != len(self._jobs):
             raise InvariantError("a job is kept that nobody owns")
         if not self._idle.keys() | self._prefilling.keys() <= self._admitted.keys():
             raise InvariantError("a job that is over could still be run")

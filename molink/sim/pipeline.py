@@ -10,6 +10,7 @@ from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
+from molink.head.policies.create import create_scheduling_policy
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
@@ -64,7 +65,8 @@ class Pipeline:
         self._blocks = tokens // BLOCK_SIZE
         rows = max(max_chunk_rows(scenario.chunk_tokens), MAX_GROUPS)
         self._zeros = memoryview(bytes(rows * self._row_bytes))
-        self._head = Head(self._head_limits(), EPOCH)
+        policy = create_scheduling_policy(scenario.scheduling_policy)
+        self._head = Head(self._head_limits(), EPOCH, policy)
         self.clients = Clients(self.agenda, self._head, plan, self._pump_head)
         self._executors: list[SimExecutor] = []
         self._rings = [self._make_ring(index) for index in range(scenario.stages)]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import UsageError
+from molink.head.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.workload import Workload
 from molink.wire.messages.data import MAX_MICRO_BATCHES
@@ -26,10 +27,11 @@ class Scenario:
     ``micro_batches`` 0 leaves ``K`` to the head, ``chunk_tokens`` 0 the rows of a prefill volume.
     ``tensors`` per row and hop is 2 where hidden and residual travel apart (vLLM 0.7).
     ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
-    1.47 were measured). ``max_running`` requests hold KV blocks at a time.
+    1.47 were measured). ``max_running`` requests hold KV blocks at a time. ``policy`` is that of
+    the links, ``scheduling_policy`` that of the head.
 
     Raises:
-        UsageError: a number is out of range, or there is no profile of that name.
+        UsageError: a number is out of range, or there is no profile or policy of that name.
     """
 
     workload: Workload
@@ -45,6 +47,7 @@ class Scenario:
     chunk_tokens: int = 0
     max_running: int = 256
     compression_ratio: float = 1.45
+    scheduling_policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
@@ -62,6 +65,7 @@ class Scenario:
                 )
         if self.compression not in ("none", "lossless"):
             raise UsageError(f"--compression is none or lossless, not {self.compression}")
+        create_scheduling_policy(self.scheduling_policy)
         if self.stages > self.model_profile.layers:
             raise UsageError(
                 f"{self.model} has {self.model_profile.layers} layers: too few for {self.stages}"
@@ -107,6 +111,7 @@ class Scenario:
         """What tells one run of a comparison from another, as in the result's JSON."""
         return {
             "policy": self.policy,
+            "scheduling_policy": self.scheduling_policy,
             "cut_through": self.cut_through,
             "compression": self.compression,
             "micro_batches": self.micro_batches or "auto",

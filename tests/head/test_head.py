@@ -235,12 +235,12 @@ def test_uncredited_tokens_pause_a_request() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 2, window=2))
     assert [len(step(head)) for _ in range(4)] == [1, 1, 0, 0]
-    head.credit("daemon", "a", 3, 0.0)
+    head.credit("daemon", "a", 3)
     assert [len(step(head)) for _ in range(3)] == [1, 0, 0]
-    head.credit("daemon", "a", 1, 0.0)  # an old word changes nothing
-    head.credit("daemon", "a", 999, 0.0)  # nor can what was not emitted be taken
+    head.credit("daemon", "a", 1)  # an old word changes nothing
+    head.credit("daemon", "a", 999)  # nor can what was not emitted be taken
     assert [len(step(head)) for _ in range(3)] == [1, 1, 0]
-    head.credit("daemon", "unknown", 3, 0.0)
+    head.credit("daemon", "unknown", 3)
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_who_waits_for_his_client_gives_way() -> None:
     batch = head.next(0.0)
     assert [body.request for body in controls(batch)] == [1]
     assert head._roster.find("daemon", "slow").state == "waiting"
-    head.credit("daemon", "slow", 6, 0.0)
+    head.credit("daemon", "slow", 6)
     head.cancel("daemon", "new", 0.0)
     back(head, volumes(batch)[0])
     positions = [emission.message.position for _ in range(3) for emission in step(head)]
@@ -554,7 +554,7 @@ def test_patience_begins_when_the_client_is_waited_for() -> None:
         head.sampled(Sampled(volume.tick, (Choice(0, position, 50),)), {}, now)
     assert not job.abandoned(199.0 + PATIENCE)
     assert job.abandoned(200.0 + PATIENCE)
-    head.credit("daemon", "slow", 5, 300.0)
+    head.credit("daemon", "slow", 5)
     assert not job.abandoned(300.0)
 
 
@@ -563,7 +563,7 @@ def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
     submit(head, request("paused", 4, 3, window=1))
     step(head)
     assert head.next(1000 * PATIENCE) is None
-    head.credit("daemon", "paused", 5, 1000 * PATIENCE)
+    head.credit("daemon", "paused", 5)
     assert [emission.message.position for emission in step(head)] == [5]
 
 

@@ -266,7 +266,7 @@ class Ring:
 
     def credit(self, key: str) -> None:
         client = self.clients[key]
-        self.head.credit(client.request.owner, key, client.position, self.now)
+        self.head.credit(client.request.owner, key, client.position)
 
     def next(self, prefill: bool = True) -> bool:
         batch = self.head.next(self.now, prefill=prefill)

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 
 from molink.errors import UsageError
+from molink.head.job import Job
+from molink.head.policies import create
+from molink.head.policies.fcfs import Fcfs
 from molink.link.policies.create import POLICIES
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
@@ -110,3 +113,21 @@ def test_a_model_that_does_not_fit(workload: Workload) -> None:
     scenario = Scenario(workload, device="rtx3060", model="qwen2.5-32b", stages=2)
     with pytest.raises(UsageError, match=r"qwen2\.5-32b doesn't fit into 2 x rtx3060"):
         simulate(scenario)
+
+
+def test_the_heads_policy_is_that_of_the_scenario(
+    baseline: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Job] = []
+
+    class Listening(Fcfs):
+        def arrived(self, job: Job, now: float) -> None:
+            heard.append(job)
+
+    monkeypatch.setitem(create._POLICIES, "listening", Listening)
+    first = simulate(baseline)
+    assert heard == []
+    second = simulate(replace(baseline, scheduling_policy="listening"))
+    assert len(heard) == second.report.completed == first.report.completed
+    with pytest.raises(UsageError, match="no scheduling policy 'lottery'"):
+        replace(baseline, scheduling_policy="lottery")

@@ -16,7 +16,9 @@ from typing import IO, Any, BinaryIO, TypeVar, cast
 import msgspec
 
 from molink.errors import UsageError, WorkerError
+from molink.facts.dtypes import Compression
 from molink.facts.identity import peer_id
+from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message
 from molink.wire.messages.control import StageAddress
 from molink.wire.messages.pipe import (
@@ -60,7 +62,7 @@ class RingSettings:
 
     policy: str = "fifo"
     cut_through: bool = False
-    compression: str = "none"
+    compression: Compression = "none"
     micro_batches: int = 0
     chunk_tokens: int = 2048
     max_running: int = 256
@@ -191,12 +193,6 @@ def _spawn(command: Sequence[str], output: IO[bytes]) -> "subprocess.Popen[bytes
 
 
 def _start(emulation: Emulation, settings: RingSettings, index: int, member: Member) -> Start:
-    wanted: dict[str, Any] = {
-        "policy": settings.policy,
-        "chunk_tokens": settings.chunk_tokens,
-        "cut_through": settings.cut_through,
-        "compression": settings.compression,
-    }
     return Start(
         pipeline=PIPELINE,
         stage=index,
@@ -213,16 +209,16 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
         kv_bytes=EmulatedStage(emulation, index).kv_tokens,
         block_size=BLOCK_SIZE,
         max_context=CONTEXT,
-        max_running=settings.max_running,
-        max_waiting=4096,
-        prefix_cache=False,
-        **{name: value for name, value in wanted.items() if name in switches()},
+        settings=PipelineSettings(
+            link_policy=settings.policy,
+            chunk_tokens=settings.chunk_tokens,
+            cut_through=settings.cut_through,
+            compression=settings.compression,
+            max_running=settings.max_running,
+            max_waiting=4096,
+            prefix_cache=False,
+        ),
     )
-
-
-def switches() -> set[str]:
-    """Which switches a worker has, of those that a ring can be told."""
-    return {"policy", "chunk_tokens", "cut_through", "compression"} & set(Start.__struct_fields__)
 
 
 def _form(

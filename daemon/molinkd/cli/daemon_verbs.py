@@ -49,6 +49,10 @@ ChunkOption = Annotated[
     str | None,
     typer.Option(help="Rows of a prefill chunk: a number, or auto, as measured.  [default: auto]"),
 ]
+SchedulingOption = Annotated[
+    str | None,
+    typer.Option("--scheduling-policy", help="Whose turn it is among requests.  [default: fcfs]"),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
@@ -70,6 +74,7 @@ def up(
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
+    scheduling_policy: SchedulingOption = None,
     dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
     quantize: QuantizeOption = None,
     min_peers: Annotated[
@@ -107,6 +112,7 @@ def join(
     memory: MemoryOption = None,
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
+    scheduling_policy: SchedulingOption = None,
     api_key: KeyOption = None,
     home: HomeOption = None,
 ) -> None:

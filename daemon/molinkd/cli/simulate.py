@@ -47,6 +47,7 @@ def simulate_command(
     congestion: options.Congestion = None,
     max_running: options.MaxRunning = 256,
     policy: options.Policy = "adaptive",
+    scheduling_policy: options.SchedulingPolicy = "fcfs",
     cut_through: options.CutThrough = True,
     compression: options.Compression = "lossless",
     micro_batches: options.MicroBatches = "auto",
@@ -93,6 +94,7 @@ def simulate_command(
         tensors=tensors,
         chunk_tokens=_auto("--chunk-tokens", chunk_tokens),
         max_running=max_running,
+        scheduling_policy=scheduling_policy,
     )
     scenarios = [replace(scenario, policy=name) for name in _policies(policy)]
     with Console(stderr=True).status("simulating …"):

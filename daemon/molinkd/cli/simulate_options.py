@@ -37,6 +37,7 @@ Congestion = Annotated[
 MaxRunning = Annotated[int, _ring(help="Requests that hold KV blocks at once.")]
 
 Policy = Annotated[str, _switch(help="How links send; several separated by commas.")]
+SchedulingPolicy = Annotated[str, _switch(help="Whose turn it is among requests.")]
 CutThrough = Annotated[bool, _switch(help="Prefill rows go on while more come.")]
 Compression = Annotated[Literal["none", "lossless"], _switch(help="Of rows between stages.")]
 MicroBatches = Annotated[str, _switch(help="In flight: a number or auto.")]

@@ -10,6 +10,7 @@ from molink.errors import MolinkError
 from molink.facts.footprint import Load, StageSetup
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.profile import MAX_CHUNK_ROWS
+from molink.facts.settings import PipelineSettings
 from molink.swarm.address_book import AddressBook
 from molink.swarm.keeper import (
     Decision,
@@ -34,6 +35,7 @@ from molink.wire.messages.control import (
 from molink.wire.messages.pipe import MemberBlocked, Start
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.device_probe import Measured, worker_threads
+from molinkd.peer.home import Home
 from molinkd.peer.prefetcher import Prefetcher
 from molinkd.peer.quantize import check_quantize
 from molinkd.peer.settings import Settings
@@ -52,8 +54,7 @@ class Assignments:
         keys: KeyPair,
         store: Store,
         book: AddressBook,
-        logs: Path,
-        profiles: Path,
+        home: Home,
         tell: Callable[[ControlMessage], None],
         on_change: Callable[[], None],
         on_blocked: Callable[[str, str, str], None],
@@ -66,7 +67,7 @@ class Assignments:
         self._keys = keys
         self._store = store
         self._book = book
-        self._profiles = profiles
+        self._home = home
         self._tell = tell
         self._on_change = on_change
         self._on_blocked = on_blocked
@@ -75,7 +76,7 @@ class Assignments:
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._progress: dict[int, FetchProgress] = {}
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
-        self.supervisor = Supervisor(logs, self._worker_said, self._worker_exited)
+        self.supervisor = Supervisor(home.logs, self._worker_said, self._worker_exited)
 
     def measured(self, device: Measured) -> None:
         """The device is known: stages may be started on it."""
@@ -173,7 +174,7 @@ class Assignments:
         measured = await asyncio.shield(self._measured)
         settings = self._settings
         check_quantize(assign.quantize, opened.config, measured.device.kind)
-        plan = plan_stage(opened, assign, measured, settings)
+        plan = plan_stage(opened, assign, measured, settings.pipeline)
         log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
         first, last = settings.worker_ports
         return Start(
@@ -192,15 +193,8 @@ class Assignments:
             kv_bytes=plan.kv,
             block_size=assign.block_size,
             max_context=opened.config.context,
-            chunk_tokens=settings.chunk_tokens,
-            max_running=settings.max_running,
-            max_waiting=settings.max_waiting,
-            profile_cache=str(self._profiles),
-            prefix_cache=settings.prefix_cache,
-            compression=settings.compression,
-            policy=settings.link_policy,
-            cut_through=settings.cut_through,
-            record=_from_anywhere(settings.record),
+            settings=settings.pipeline,
+            profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
             memory=0 if measured.name == "cpu" else plan.budget,
         )
@@ -225,13 +219,8 @@ class Assignments:
         self._carry_out(self._keeper.failed(generation, reason))
 
 
-def _from_anywhere(folder: str) -> str:
-    """A folder's path that doesn't depend on where a process runs; empty stays so."""
-    return str(Path(folder).absolute()) if folder else ""
-
-
 def plan_stage(
-    folder: ModelFolder, assign: Assign, measured: Measured, settings: Settings
+    folder: ModelFolder, assign: Assign, measured: Measured, settings: PipelineSettings
 ) -> MemoryPlan:
     """How the device's memory is shared out for a stage.
 

@@ -14,8 +14,10 @@ import msgspec
 import platformdirs
 
 from molink.errors import UsageError
-from molink.facts.dtypes import Compression, DTypeChoice
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
+from molink.facts.settings import PipelineSettings
+from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
 from molinkd.peer.home import Home
 
@@ -71,20 +73,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     #: In flight in the ring; 0 = as measured links and devices suggest.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
-    max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
-    max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
-    #: How rows are packed on the way to the next stage, where that pays; ``int8`` loses precision.
-    compression: Compression = "lossless"
-    #: Whether the KV of requests that are over is kept for others that begin alike.
-    prefix_cache: bool = True
-    #: How links between stages share their bandwidth (``molink.link.policies.create``).
-    link_policy: str = "adaptive"
-    #: Whether prompts' rows are computed and sent on while more of them are coming.
-    cut_through: bool = True
-    #: Folder in which stages record the decisions of their links; empty = nothing is recorded.
-    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    #: What workers are told as it is. Users give its fields beside the others, under their names.
+    pipeline: PipelineSettings = PipelineSettings()
     #: Seconds for which a request waits while no pipeline can serve it.
     hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
@@ -99,12 +89,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
         if _DEVICE.match(self.device) is None:
             raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
-        if self.link_policy not in POLICIES:
-            names = ", ".join(POLICIES)
-            raise ValueError(f"`link_policy` is one of {names}, not {self.link_policy!r}")
+        policies = {"link_policy": POLICIES, "scheduling_policy": SCHEDULING_POLICIES}
+        for name, choices in policies.items():
+            chosen = getattr(self.pipeline, name)
+            if chosen not in choices:
+                raise ValueError(f"`{name}` is one of {', '.join(choices)}, not {chosen!r}")
         if self.worker_ports[0] > self.worker_ports[1]:
             raise ValueError("`worker_ports` is a first and a last port")
 
+
+#: What a user may set.
+NAMES = (
+    *(name for name in Settings.__struct_fields__ if name != "pipeline"),
+    *PipelineSettings.__struct_fields__,
+)
 
 #: How many ports are tried where the first is taken.
 PORTS_TRIED = 16
@@ -130,16 +128,18 @@ def load_settings(home: Home, options: Layer, environment: Mapping[str, str]) ->
 
 def build(layer: Layer, below: Settings, where: str) -> Settings:
     """``below`` with the values of ``layer``, converted from text where needed."""
-    values = {name: getattr(below, name) for name in below.__struct_fields__}
+    values: dict[str, Any] = msgspec.structs.asdict(below)
+    inner: dict[str, Any] = msgspec.structs.asdict(values.pop("pipeline"))
     for name, value in layer.items():
-        if name not in values:
-            known = ", ".join(sorted(values))
+        if name not in NAMES:
+            known = ", ".join(sorted(NAMES))
             raise UsageError(f"{where}: there is no setting {name!r}; known are {known}")
-        values[name] = _parse(name, value, where)
+        (inner if name in inner else values)[name] = _parse(name, value, where)
     try:
-        return msgspec.convert(values, Settings, strict=False)
+        pipeline = msgspec.convert(inner, PipelineSettings, strict=False)
+        return msgspec.convert(values | {"pipeline": pipeline}, Settings, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{where}: {_in_words(str(error), values)}") from None
+        raise UsageError(f"{where}: {_in_words(str(error), values | inner)}") from None
 
 
 def _in_words(error: str, values: Layer) -> str:
@@ -168,7 +168,7 @@ def read_toml(path: Path) -> Layer:
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
     """``MOLINK_NAME`` → ``name`` and so on; ``MOLINK_VRAM_BUDGET`` is ``memory``."""
-    names = {f"MOLINK_{name.upper()}": name for name in Settings.__struct_fields__}
+    names = {f"MOLINK_{name.upper()}": name for name in NAMES}
     names["MOLINK_VRAM_BUDGET"] = "memory"
     return {names[key]: text for key, text in environment.items() if key in names}
 
@@ -224,6 +224,8 @@ def _parse(name: str, value: object, where: str) -> object:
         return [part.strip() for part in value.split(",") if part.strip()]
     if name in ("chunk_tokens", "micro_batches") and value.strip().lower() == "auto":
         return 0
+    if name == "record" and value:
+        return str(Path(value).absolute())  # workers run elsewhere
     if name == "worker_ports":
         first, dash, last = value.partition("-")
         if not dash:

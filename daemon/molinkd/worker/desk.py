@@ -72,7 +72,7 @@ class Desk:
             case Cancel():
                 self._cancel(owner, key, now)
             case Credit():
-                self._head.credit(owner, key, message.position, now)
+                self._head.credit(owner, key, message.position)
 
     def deliver(self, emissions: Iterable[Emission], now: float) -> None:
         """Send tokens, those of one connection together, and rejections to their daemons."""

@@ -13,6 +13,7 @@ from molink.facts.ringtimes import LinkFacts
 from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
+from molink.head.policies.create import create_scheduling_policy
 from molink.link.estimate.estimator import LinkEstimator
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.heartbeat import StageProgress
@@ -48,7 +49,7 @@ from molinkd.worker.outlink import OutLink
 from molinkd.worker.recordfile import RecordFile
 from molinkd.worker.request_table import RequestTable
 
-#: Requests that any head may run: ``Start.max_running`` of its worker, which we don't know.
+#: Requests that any head may run: ``max_running`` of its worker, which we don't know.
 MAX_RUNNING = 1024
 #: Bytes of rows that a stage is ready to keep, whatever its own settings make of it.
 MIN_BYTES = 256 << 20
@@ -104,7 +105,7 @@ class Place:
             # The loop's own clock on Windows, where time.monotonic ticks at 15.6 ms.
             time.perf_counter,
             self._board_limits(),
-            cut_through=start.cut_through,
+            cut_through=start.settings.cut_through,
             profiles=order.profiles,
         )
         self._memory = memory or LinkMemory(None)
@@ -171,21 +172,23 @@ class Place:
 
     def _make_head(self) -> Head:
         start, order = self._start, self._order
+        settings = start.settings
         limits = HeadLimits(
             blocks=order.blocks,
             block_size=start.block_size,
             micro_batches=order.micro_batches,
             stages=len(order.ring),
             row_bytes=self._row_bytes,
-            chunk_tokens=start.chunk_tokens,
-            max_running=start.max_running,
-            max_waiting=start.max_waiting,
+            chunk_tokens=settings.chunk_tokens,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
             max_context=start.max_context,
             # Requests can share only what does not depend on whose it is.
-            prefix_cache=start.prefix_cache and not self._stage.config.keys_depend_on_length,
+            prefix_cache=settings.prefix_cache and not self._stage.config.keys_depend_on_length,
             profiles=order.profiles,
         )
-        return Head(limits, order.epoch)
+        policy = create_scheduling_policy(settings.scheduling_policy)
+        return Head(limits, order.epoch, policy)
 
     def _board_limits(self) -> BoardLimits:
         order, size, context = self._order, self._start.block_size, self._stage.config.context
@@ -201,7 +204,7 @@ class Place:
     @property
     def _max_bytes(self) -> int:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
-        chunk = max_chunk_rows(self._start.chunk_tokens)
+        chunk = max_chunk_rows(self._start.settings.chunk_tokens)
         if not self._order.micro_batches:
             chunk = max(chunk, MAX_CHUNK_ROWS)  # as chunks that go unpaired may have, in all
         rows = 2 * self._max_micro_batches * (chunk + MAX_GROUPS)
@@ -257,14 +260,15 @@ class Place:
         return self._order.ring[(self._start.stage + 1) % len(self._order.ring)]
 
     def _make_policy(self) -> LanePolicy:
-        start, policy = self._start, create_policy(self._start.policy)
-        if not start.record:
+        start, settings = self._start, self._start.settings
+        policy = create_policy(settings.link_policy)
+        if not settings.record:
             return policy
-        self._record = RecordFile(Path(start.record), start.pipeline, start.stage, self.epoch)
+        self._record = RecordFile(Path(settings.record), start.pipeline, start.stage, self.epoch)
         return RecordedPolicy(policy, self._record.write)
 
     def _make_packer(self) -> RowPacker | None:
-        setting = self._start.compression
+        setting = self._start.settings.compression
         return RowPacker(Compressor(setting), time.perf_counter) if setting != "none" else None
 
     def _make_inlink(self, server: Server[DataMessage]) -> InLink:
@@ -277,7 +281,7 @@ class Place:
                 hidden,
                 self._stage.travel_dtype,
                 ReceiverLimits(assembly=self._max_bytes),
-                cut_through=start.cut_through,
+                cut_through=start.settings.cut_through,
             ),
             start.pipeline,
             (start.stage - 1) % stages,

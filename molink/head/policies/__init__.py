@@ -1,1 +1,1 @@
-"""Whose turn it is: which request is admitted, in what order, and who is preempted."""
+"""Whose turn it is: who is admitted next, who runs first, and who is preempted."""

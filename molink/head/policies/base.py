@@ -1,41 +1,88 @@
-"""Which request goes first."""
+"""What a scheduling policy decides: whose turn it is.
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+A head asks three questions: who is admitted next, in what order jobs run, and who is preempted and
+how. The policy decides between jobs only. What fits (blocks, slots, rows of a chunk, micro-batches)
+and which jobs can go on at all is decided elsewhere: it is asked about those that can.
+
+To decide, it hears of a job's arrival, of the end of each of its iterations, and of its end. It may
+read everything of a job and changes nothing of it. All times are in seconds of one clock.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from molink.head.job import Job
 
+#: ``recompute``: the job's blocks are released, and once it is admitted again it begins with a
+#: prefill of all its tokens so far.
+PreemptionKind = Literal["recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """An admitted job that is to give way, and how."""
+
+    job: Job
+    how: PreemptionKind = "recompute"
+
 
 class SchedulingPolicy(Protocol):
-    """Holds the jobs that wait and orders those that could run.
+    """Decides whose turn it is. Implementations inherit from it, and take the events they need.
 
-    It decides order only: what fits (blocks, slots, chunk, micro-batches) is decided elsewhere.
+    The same question may be asked several times, so an answer changes nothing: only events do.
     """
 
-    def push(self, job: Job, now: float) -> None:
-        """A request has arrived."""
-        ...
+    # --- events ---------------------------------------------------------------------------------
 
-    def push_back(self, job: Job, now: float) -> None:
-        """A job was preempted: it goes on before those that have not begun."""
-        ...
+    def arrived(self, job: Job, now: float) -> None:
+        """A request has arrived and waits; its preemption later is no arrival."""
+        return
 
-    def discard(self, job: Job) -> None:
-        """The job no longer waits."""
-        ...
+    def ran(self, job: Job, seconds: float, now: float) -> None:
+        """An iteration of the job has ended: its rows are back, ``seconds`` after they were issued.
 
-    def waiting(self) -> Iterator[Job]:
-        """Jobs that wait, first to be admitted first."""
-        ...
+        Its sampled token, if there is one, is not among its tokens yet.
+        """
+        return
 
-    def rank(self, runnable: Sequence[Job], now: float) -> Sequence[Job]:
-        """Jobs that could take a decode step, first to be run first.
+    def over(self, job: Job, now: float) -> None:
+        """The job is finished, cancelled, failed or refused after all: forget it."""
+        return
 
-        ``runnable`` is in the order in which their tokens came back. A policy that reorders must
-        not leave a job behind for ever.
+    # --- questions ------------------------------------------------------------------------------
+
+    def next_admitted(
+        self, waiting: Sequence[Job], admitted: Collection[Job], now: float
+    ) -> Job | None:
+        """Which job is admitted next; ``None`` keeps free what is free.
+
+        ``waiting`` are one or more jobs: those that were preempted, the last one first, then the
+        others as they arrived. ``admitted`` are all that have blocks, as they were admitted. It is
+        asked again after each admission.
         """
         ...
 
-    def __len__(self) -> int:
-        """How many jobs wait."""
+    def running_order(self, jobs: Sequence[Job], now: float) -> Sequence[Job]:
+        """``jobs``, first to be run first; those that are left out rest in this iteration.
+
+        No job may rest for ever. ``jobs`` are either those that could take a decode step, in the
+        order in which their tokens came back, or those with prompt rows to be issued, in the order
+        in which they were admitted.
+        """
+        ...
+
+    def victim(
+        self, needy: Job, at_rest: Sequence[Job], admitted: Collection[Job], now: float
+    ) -> Preemption | None:
+        """Which of ``at_rest`` gives way to ``needy``, and how; ``None`` lets ``needy`` wait.
+
+        ``needy`` is a job that decodes and lacks a block, or the one that waits to be admitted next
+        (its ``state`` tells) and lacks a slot or blocks. ``at_rest`` are admitted jobs other than
+        ``needy`` with no rows in flight. ``admitted`` are all that have blocks.
+
+        There must be an order of jobs such that none is preempted for one behind it: then the first
+        one always makes progress. While a job lacks a block, nobody is admitted, and those that
+        would give way to it issue no prompt rows.
+        """
         ...

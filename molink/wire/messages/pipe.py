@@ -11,10 +11,11 @@ from typing import Annotated, BinaryIO, TypeVar
 import msgspec
 
 from molink.errors import WireError
-from molink.facts.dtypes import Compression, DTypeChoice
+from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import LayerRange, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Count, Index, Sentence, Text
+from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message
 from molink.wire.messages.control import Port, PublicKey, StageAddress
 
@@ -47,24 +48,13 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     kv_bytes: Count
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     max_context: Count
-    #: How the link schedules what it sends (``molink.link.policies.create``).
-    policy: Text = "adaptive"
-    #: Whether prefill rows are computed and sent on while more of their volume are coming.
-    cut_through: bool = True
-    #: How rows are packed for the link, where that pays (``molink.link.packing.compressor``).
-    compression: Compression = "lossless"
-    #: Rows of a prefill chunk; 0 leaves them to the head.
-    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
-    max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
-    max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
-    prefix_cache: bool = True
+    #: How the pipeline serves; the same object that the daemon's settings hold.
+    settings: PipelineSettings = PipelineSettings()
     #: Folder in which measured profiles are kept; empty: they are measured anew each time.
     profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     quantize: Quantize = "none"
     #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
     memory: Count = 0
-    #: Folder in which the decisions of links are recorded; empty: nothing is.
-    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
 class MemberKey(Message, frozen=True, kw_only=True):

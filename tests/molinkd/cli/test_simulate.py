@@ -46,6 +46,7 @@ def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["switches"] == {
         "policy": "fifo",
+        "scheduling_policy": "fcfs",
         "cut_through": False,
         "compression": "none",
         "micro_batches": 3,
@@ -105,6 +106,7 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (("--scheduling-policy", "lottery"), "no scheduling policy 'lottery': choose one of fcfs"),
         (("--device", "abacus"), "no profile 'abacus' among the devices: cpu-8core, rtx"),
         (("--model-profile", "gpt-9"), "no profile 'gpt-9' among the models: "),
         (("--link", "string"), "no profile 'string' among the links: "),

@@ -11,18 +11,21 @@ import pytest
 
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.device import Device
+from molink.facts.settings import PipelineSettings
 from molink.wire.messages.control import Assign, StageFailed
 from molink.wire.messages.pipe import Start
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import quantize as module
 from molinkd.peer.assignments import Assignments
 from molinkd.peer.device_probe import Measured
+from molinkd.peer.home import Home
 from molinkd.peer.settings import Settings
 
 ASSIGN = Assign(
     pipeline="p1", epoch=1, stage=0, stages=1, layers=(0, 3), model="m", sources=(), dtype="auto"
 )
-SETTINGS = Settings(name="n", max_running=4, chunk_tokens=64)
+PIPELINE = PipelineSettings(max_running=4, chunk_tokens=64, link_policy="fifo", record="/records")
+SETTINGS = Settings(name="n", pipeline=PIPELINE)
 
 
 class FakeStore:
@@ -68,8 +71,7 @@ class Bench:
             KeyPair.generate(),
             store,
             book,
-            folder,
-            folder / "profiles",
+            Home(folder),
             self._tell,
             lambda: None,
             lambda *_: None,
@@ -114,7 +116,7 @@ async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     # As many blocks as four requests of the model's whole context can use.
     assert start.kv_bytes == 4 * config.context * 3 * 2 * 2 * 16 * 2
     assert (start.quantize, start.memory) == ("none", 0)
-    assert start.compression == bench.assignments._settings.compression == "lossless"
+    assert start.settings == PIPELINE
 
 
 async def test_a_gpu_is_bounded_by_its_budget(bench: Bench) -> None:

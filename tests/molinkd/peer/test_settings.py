@@ -7,8 +7,16 @@ import platformdirs
 import pytest
 
 from molink.errors import UsageError
+from molink.facts.settings import PipelineSettings
 from molinkd.peer.home import Home
-from molinkd.peer.settings import Settings, Share, load_settings, parse_size, port_range
+from molinkd.peer.settings import (
+    NAMES,
+    Settings,
+    Share,
+    load_settings,
+    parse_size,
+    port_range,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +35,7 @@ def test_later_layers_win(tmp_path: Path, no_common_config: Path) -> None:
     settings = load_settings(
         Home(tmp_path), {"name": "given", "hold": None}, {"MOLINK_NAME": "env", "OTHER": "x"}
     )
-    assert (settings.name, settings.hold, settings.max_running) == ("given", 6.0, 8)
+    assert (settings.name, settings.hold, settings.pipeline.max_running) == ("given", 6.0, 8)
 
 
 def test_text_is_converted() -> None:
@@ -127,9 +135,10 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(("text", "rows"), [("auto", 0), (" AUTO", 0), ("0", 0), ("256", 256)])
 def test_rows_of_a_chunk(text: str, rows: int) -> None:
     nowhere = Home(Path("nowhere"))
-    assert load_settings(nowhere, {"chunk_tokens": text}, {}).chunk_tokens == rows
-    assert load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text}).chunk_tokens == rows
-    assert load_settings(nowhere, {}, {}).chunk_tokens == 0
+    assert load_settings(nowhere, {"chunk_tokens": text}, {}).pipeline.chunk_tokens == rows
+    settings = load_settings(nowhere, {}, {"MOLINK_CHUNK_TOKENS": text})
+    assert settings.pipeline.chunk_tokens == rows
+    assert load_settings(nowhere, {}, {}).pipeline.chunk_tokens == 0
 
 
 def test_micro_batches_may_be_auto() -> None:
@@ -146,27 +155,54 @@ def test_chunk_of_no_number() -> None:
 
 def test_how_rows_are_packed_for_links() -> None:
     nowhere = Home(Path("nowhere"))
-    assert load_settings(nowhere, {}, {}).compression == "lossless"
+    assert load_settings(nowhere, {}, {}).pipeline.compression == "lossless"
     for name in ("none", "lossless", "int8"):
-        assert load_settings(nowhere, {}, {"MOLINK_COMPRESSION": name}).compression == name
+        settings = load_settings(nowhere, {}, {"MOLINK_COMPRESSION": name})
+        assert settings.pipeline.compression == name
     with pytest.raises(UsageError, match="compression"):
         load_settings(nowhere, {}, {"MOLINK_COMPRESSION": "zip"})
 
 
 def test_where_links_are_recorded() -> None:
     nowhere = Home(Path("nowhere"))
-    assert load_settings(nowhere, {}, {}).record == ""
-    assert load_settings(nowhere, {}, {"MOLINK_RECORD": "records"}).record == "records"
+    assert load_settings(nowhere, {}, {}).pipeline.record == ""
+    settings = load_settings(nowhere, {}, {"MOLINK_RECORD": "records"})
+    assert settings.pipeline.record == str(Path.cwd() / "records"), "workers run elsewhere"
 
 
 def test_how_links_send() -> None:
     nowhere = Home(Path("nowhere"))
     environment = {"MOLINK_LINK_POLICY": "molink", "MOLINK_CUT_THROUGH": "false"}
-    settings = load_settings(nowhere, {}, environment)
-    assert (settings.link_policy, settings.cut_through) == ("molink", False)
-    assert load_settings(nowhere, {}, {}).cut_through
+    pipeline = load_settings(nowhere, {}, environment).pipeline
+    assert (pipeline.link_policy, pipeline.cut_through) == ("molink", False)
+    assert load_settings(nowhere, {}, {}).pipeline.cut_through
     with pytest.raises(UsageError, match=r"link.policy.* is one of concurrent, fifo"):
         load_settings(nowhere, {}, {"MOLINK_LINK_POLICY": "anyhow"})
+
+
+def test_whose_turn_it_is_among_requests(tmp_path: Path) -> None:
+    nowhere = Home(tmp_path)
+    assert load_settings(nowhere, {}, {}).pipeline.scheduling_policy == "fcfs"
+    given = load_settings(nowhere, {"scheduling_policy": "fcfs"}, {})
+    assert given.pipeline.scheduling_policy == "fcfs"
+    complaint = "`scheduling_policy` is one of fcfs, not 'lottery'"
+    with pytest.raises(UsageError, match=rf"the environment .*{complaint}"):
+        load_settings(nowhere, {}, {"MOLINK_SCHEDULING_POLICY": "lottery"})
+    (tmp_path / "config.toml").write_text('scheduling_policy = "lottery"', encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"config\.toml: .*{complaint}"):
+        load_settings(nowhere, {}, {})
+
+
+def test_settings_of_the_pipeline_are_given_by_their_own_names() -> None:
+    nowhere = Home(Path("nowhere"))
+    assert set(PipelineSettings.__struct_fields__) < set(NAMES)
+    with pytest.raises(UsageError, match="there is no setting 'pipeline'"):
+        load_settings(nowhere, {"pipeline": {}}, {})
+    with pytest.raises(UsageError, match="--max-running is at least 1, not 0"):
+        load_settings(nowhere, {}, {"MOLINK_MAX_RUNNING": "0"})
+    settings = load_settings(nowhere, {}, {"MOLINK_PREFIX_CACHE": "false"})
+    assert settings.pipeline == PipelineSettings(prefix_cache=False)
+    assert msgspec.json.decode(msgspec.json.encode(settings), type=Settings) == settings
 
 
 def test_stage_ranges() -> None:

@@ -11,6 +11,10 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.rope import RopeConfig
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
+from molink.facts.settings import PipelineSettings
+from molink.head.job import Job
+from molink.head.policies import create
+from molink.head.policies.fcfs import Fcfs
 from molink.head.request import HeadRequest
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
@@ -51,8 +55,8 @@ def place(
     rope: RopeConfig,
     stages: int = 1,
     context: Any = None,
-    record: str = "",
     memory: LinkMemory | None = None,
+    **settings: Any,
 ) -> Place:
     """That of stage 0, which is the whole ring unless there are more."""
     start = Start(
@@ -71,7 +75,7 @@ def place(
         kv_bytes=1 << 20,
         block_size=4,
         max_context=64,
-        record=record,
+        settings=PipelineSettings(**settings),
     )
     me = StageAddress(peer="me", public_key=KEYS.public, addresses=("127.0.0.1",), port=1)
     order = FormRing(epoch=1, ring=(me,) * stages, blocks=16, micro_batches=1)
@@ -132,9 +136,26 @@ async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
         await own.close()
 
 
+async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+
+    class Listening(Fcfs):
+        def arrived(self, job: Job, now: float) -> None:
+            heard.append(job.request.key)
+
+    monkeypatch.setitem(create._POLICIES, "listening", Listening)
+    own = place(RopeConfig(), scheduling_policy="listening")
+    try:
+        assert own._head is not None
+        own._head.submit(HeadRequest("d", "a", PROMPT, len(PROMPT), 1, Sampling()), 0.0)
+        assert heard == ["a"]
+    finally:
+        await own.close()
+
+
 async def test_a_link_is_recorded_if_a_folder_is_given(net: Any, tmp_path: Path) -> None:
     for record in ("", str(tmp_path / "records")):
-        own = place(RopeConfig(), 2, net.context, record)
+        own = place(RopeConfig(), 2, net.context, record=record)
         own.ring.open(own._out)
         own.ring.pump()
         await own.close()

@@ -17,6 +17,7 @@ import torch
 import zmq.asyncio
 
 from molink.facts.identity import peer_id
+from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.control import StageAddress
@@ -139,7 +140,7 @@ def _start(folder: Path, index: int, stages: int, layers: tuple[int, int], keys:
         kv_bytes=1 << 20,
         block_size=4,
         max_context=256,
-        chunk_tokens=16,
+        settings=PipelineSettings(chunk_tokens=16),
     )
 
 

@@ -1,0 +1,34 @@
+"""How a pipeline serves, as its owner sets it."""
+
+from typing import Annotated
+
+import msgspec
+
+from molink.facts.dtypes import Compression
+from molink.facts.scalars import Text
+
+
+class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stage's worker is told of how to serve, beside what it has to hold and where.
+
+    A daemon makes it from its settings once, and its workers read it as it is. Policies are known
+    by name here; whoever makes it has seen to it that there are such policies.
+    """
+
+    #: Whose turn it is among requests (``molink.head.policies.create``).
+    scheduling_policy: Text = "fcfs"
+    #: Requests that hold KV blocks at a time, and those that may queue.
+    max_running: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
+    #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
+    #: Whether the KV of requests that are over is kept for others that begin alike.
+    prefix_cache: bool = True
+    #: How links between stages share their bandwidth (``molink.link.policies.create``).
+    link_policy: Text = "adaptive"
+    #: Whether prompts' rows are computed and sent on while more of them are coming.
+    cut_through: bool = True
+    #: How rows are packed on the way to the next stage, where that pays; ``int8`` loses precision.
+    compression: Compression = "lossless"
+    #: Folder in which stages record the decisions of their links; empty = nothing is recorded.
+    record: Annotated[str, msgspec.Meta(max_length=4096)] = ""
