@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from molinkd.peer.settings import Settings
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -50,3 +52,9 @@ def test_a_wrong_name_is_found(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert missing(document) == ["molink/nowhere.py", "tools.nothing", "b.md", "#d"]
+
+
+def test_every_setting_is_described() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(rows) == sorted(Settings.__struct_fields__)
