@@ -130,7 +130,7 @@ class Formation:
     def _absent(self, stage: int, now: float) -> str | None:
         """A report lacks the worker: at once a failure only where none is on its way."""
         if self.state == "adopting":
-            return "it runs another stage, or none"
+            return "it no longer runs the layers that it had before this coordinator started"
         since = self._missing.setdefault(stage, now)
         if self.state == "ready" and now - since >= MISSING_TIMEOUT:
             return "its worker is gone"

@@ -1,4 +1,4 @@
-"""Exact decisions of one stage's scoreboard; a whole ring of them is in tests/head/test_ring.py."""
+"""Exact decisions of one stage's scoreboard; whole rings are in tests/ring/test_random_rings.py."""
 
 from array import array
 

@@ -199,8 +199,9 @@ def _rig(rig: dict[str, Any]) -> str:
         "",
         "The simulator has the same congestion control, queues that drop what they have no room"
         " for, and 1.1 ms for a message to be handed on (measured on one hop); what it leaves out"
-        " is in [decisions.md](../decisions.md). Steps end late because several processes share"
-        " few cores: where the share is large, the rig was disturbed.",
+        " is in [this decision](../decisions/29-what-the-simulator-leaves-out.md). Steps end late"
+        " because several processes share few cores: where the share is large, the rig was"
+        " disturbed.",
     ]
     return "\n".join(lines)
 
