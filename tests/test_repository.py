@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 ROOT = Path(__file__).resolve().parent.parent
 #: Where the packages lie, by the name that they are imported by.
 PLACES = {
@@ -47,6 +49,7 @@ TEST_TOOLS = {
     "mypy",
     "pytest-asyncio",
     "pytest-timeout",
+    "pytest-xdist",
     "ruff",
     "setuptools",
 }

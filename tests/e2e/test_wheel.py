@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
