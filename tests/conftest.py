@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,10 @@ from molink.wire.sockets.loop import EventLoop
 from tests.support.models import MakeModel
 from tests.support.net import Net
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
+
 # Tests share the machine with each other and with what they start; many threads only slow them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,20 +28,39 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("molink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("molink")
 
+#: Tests that start processes, by folder or file.
+STARTING_PROCESSES = (
+    "tests/e2e/",
+    "tests/molinkd/coordinator/test_main.py",
+    "tests/molinkd/peer/test_coordinator_child.py",
+    "tests/molinkd/peer/test_device_probe.py",
+    "tests/molinkd/peer/test_stage_bench.py",
+    "tests/molinkd/peer/test_supervisor.py",
+    "tests/molinkd/worker/test_processes.py",
+    "tests/stage/linear/test_bnb.py",
+    "tests/test_repository.py",
+    "tests/tools/test_wan.py",
+)
+
 #: Fixtures that several folders share.
 pytest_plugins = ["tests.support.swarm"]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, a file's tests stay on one of them, and so its fixtures are made once.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling | None":
+    """With ``--dist loadfile``, tests that start processes also run one after the other."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
 
-    Tests that start processes say that they belong to the group ``processes``: they run one after
-    the other.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    class ByFile(LoadScopeScheduling):
+        """A file's tests stay on one worker, and so its fixtures are made once."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            is_apart = nodeid.startswith(STARTING_PROCESSES)
+            return "processes" if is_apart else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).resolve().parent.parent
 #: Where the packages lie, by the name that they are imported by.
 PLACES = {
@@ -49,7 +47,6 @@ TEST_TOOLS = {
     "mypy",
     "pytest-asyncio",
     "pytest-timeout",
-    "pytest-xdist",
     "ruff",
     "setuptools",
 }

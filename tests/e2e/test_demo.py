@@ -9,8 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 QUESTION = [{"role": "user", "content": "What is molink?"}]
 LONG = {"temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 MESSAGES = [{"role": "user", "content": "Hello, who are you?"}]
 
 

@@ -8,8 +8,6 @@ import torch
 
 from molink.checkpoint.source import demo_model
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 PROMPTS = [
     "What is molink?",
     "How do I add a PC?",

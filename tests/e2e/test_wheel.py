@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.timeout(300)
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:

@@ -1,7 +1,5 @@
 """A swarm on paper: members that report, and a reconciler that is told."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 
@@ -218,12 +216,21 @@ class Paper:
             )
 
 
-@pytest.fixture(scope="session")
-def kit():
+class Kit:
     """What tests build their swarms from."""
-    return SimpleNamespace(
-        Paper=Paper, member=member, report=report, worker=worker, facts=FACTS, GB=GB
-    )
+
+    Paper = Paper
+    member = staticmethod(member)
+    report = staticmethod(report)
+    worker = staticmethod(worker)
+    facts = FACTS
+    GB = GB
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    """What tests build their swarms from."""
+    return Kit()
 
 
 @pytest.fixture

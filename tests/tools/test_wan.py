@@ -15,8 +15,6 @@ from tools.wan.check import ask
 from tools.wan.line import Line, Network
 from tools.wan.namespaces import existing, remove_stale
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 125_000  # bytes/s
 

@@ -17,8 +17,6 @@ from molink.wire.messages.control import Invite, InviteRequest, Joined, JoinRequ
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 class Process:
     """``python -m molinkd.coordinator`` with a pipe to it."""

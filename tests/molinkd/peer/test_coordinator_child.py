@@ -10,8 +10,6 @@ from molink.errors import UsageError
 from molinkd.peer import coordinator_child as coordinator_module
 from molinkd.peer.coordinator_child import CoordinatorProcess
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 GOOD = """
 import json, sys
 print("some other line")

@@ -12,8 +12,6 @@ from molinkd.peer.device_probe import DeviceProbe, budget, measure_device, worke
 from molinkd.peer.platform import cores
 from molinkd.peer.settings import Settings, Share
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 RESULT = {
     "kind": "cpu",
     "index": 0,

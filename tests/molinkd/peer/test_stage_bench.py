@@ -11,8 +11,6 @@ import pytest
 from molink.errors import MolinkError, UsageError, WorkerError
 from molinkd.peer.stage_bench import StageBench, measure_stage
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 RESULT = {
     "layers": [0, 3],
     "device": "cpu",

@@ -17,8 +17,6 @@ from molinkd.peer import supervisor as supervisor_module
 from molinkd.peer.child import BoundedLog, Child
 from molinkd.peer.supervisor import Supervisor, exit_reason
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 KEY = "k" * 40
 FAKE = Path(__file__).with_name("fake_worker.py")
 MEMBERS = Members(members=(MemberKey(peer="a", public_key=KEY),))

@@ -44,8 +44,6 @@ from molink.wire.messages.pipe import (
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 PROMPT = [257, 72, 101, 108, 108, 111, 258, 10, 44, 99]
 TOKENS = 24
 

@@ -9,8 +9,6 @@ import pytest
 from molink.errors import UsageError
 from molink.stage.linear.bnb import load_library
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 #: What the `kernels` package does, as far as bitsandbytes asks it.
 FETCHER = """
 print("FETCHED")
