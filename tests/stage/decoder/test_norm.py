@@ -4,17 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm, load_norm
 from molink.stage.loading import weights
 from molink.stage.loading.weights import WeightReader
 from molink.stage.torch_dtypes import TORCH_DTYPES
+from tests.support.models import MakeModel
 
 NAME = "model.layers.0.input_layernorm.weight"
 
 
-def load(folder, dtype):
+def load(folder: Path, dtype: str) -> tuple[CompiledNorm | PlainNorm | WideNorm, Tensor]:
     opened = ModelFolder.open(folder)
     with WeightReader(opened, TORCH_DTYPES[dtype], torch.device("cpu")) as reader:
         return load_norm(reader, opened.config, NAME), reader.read(NAME)
@@ -32,7 +34,13 @@ def load(folder, dtype):
     ],
 )
 def test_weights_are_offset_in_full_precision(
-    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, kind, kept
+    make_model: MakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: str,
+    kind: type[PlainNorm] | type[WideNorm],
+    kept: torch.dtype,
 ) -> None:
     monkeypatch.setattr(weights, "create_rowwise", lambda *_: None)
     norm, stored = load(make_model(tmp_path, family), dtype)
@@ -43,7 +51,7 @@ def test_weights_are_offset_in_full_precision(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_norms_are_wide_ones(
-    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     folder = make_model(tmp_path, family, head_dim=32)
     compiled, _ = load(folder, "bf16")
