@@ -14,7 +14,7 @@ from molink.wire.sockets.server import Handler, Server
 from molink.wire.sockets.zap import Gatekeeper
 
 
-async def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Wait until ``condition()`` holds; fails after ``timeout`` seconds."""
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110  any condition, not an event

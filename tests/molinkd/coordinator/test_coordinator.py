@@ -83,7 +83,7 @@ class Peer:
             on_connect=self.report,
         )
 
-    async def connect(self, timeout: float = 10.0) -> Self:
+    async def connect(self, timeout: float = 60.0) -> Self:
         self.client.start()
         await self.client.wait_connected(timeout)
         return self
@@ -123,7 +123,7 @@ class Peer:
         return next((m for m in reversed(self.told) if isinstance(m, kind)), None)
 
     async def ask(self, message: Any) -> Done | Invite:
-        return (await self.client.request(message, timeout=5))[0]
+        return (await self.client.request(message, timeout=30))[0]
 
 
 class Scene:
@@ -183,7 +183,7 @@ class Scene:
         keys = keys or KeyPair.generate()
         request = JoinRequest(ref=0, public_key=keys.public, name="guest\x1b", version="1")
         try:
-            reply, _ = await guest.request(request, timeout=5)
+            reply, _ = await guest.request(request, timeout=30)
         finally:
             await guest.close()
         assert reply == Joined(
@@ -192,12 +192,12 @@ class Scene:
         return await self.peer(keys)
 
     async def status(self, peer: Peer) -> dict[str, Any]:
-        _, payload = await peer.client.request(StatusRequest(ref=0), timeout=5)
+        _, payload = await peer.client.request(StatusRequest(ref=0), timeout=30)
         return json.loads(bytes(payload))
 
     async def until(self, condition: Callable[..., Any], *reporters: Peer) -> None:
         """Wait for a condition while these peers go on reporting."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 for peer in reporters:
                     with contextlib.suppress(MolinkError):
@@ -321,7 +321,7 @@ async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
         for key in (token.coordinator_key, KeyPair.from_secret(token.secret_key).public, "#" * 40):
             with pytest.raises(RequestError):
                 await guest.request(
-                    JoinRequest(ref=0, public_key=key, name="x", version="1"), timeout=5
+                    JoinRequest(ref=0, public_key=key, name="x", version="1"), timeout=30
                 )
     finally:
         await guest.close()
@@ -396,7 +396,7 @@ async def test_a_state_that_fails_ends_the_run(
     monkeypatch.setattr(scene.state, "commit", full)
     await owner.ask(serve(kit))
     with pytest.raises(kind, match="disk full"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await scene.coordinator.wait()
     assert owner.last(Assign) is None
 

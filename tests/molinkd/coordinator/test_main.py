@@ -47,7 +47,7 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Close its input: returns its exit code and what it logged."""
-        _, log = self.child.communicate(timeout=30)
+        _, log = self.child.communicate(timeout=60)
         return self.child.returncode, log
 
 
@@ -81,7 +81,7 @@ async def ask(
     server_key: str,
     addresses: list[str],
     message: InviteRequest | JoinRequest | StatusRequest,
-    timeout: float = 10.0,
+    timeout: float = 60.0,
 ) -> tuple[Invite | Joined | StatusReply, memoryview | None]:
     """One request over a connection of its own."""
     client = Client(context, keys, control_codec(), server_key, addresses)
@@ -155,7 +155,7 @@ def test_it_ends_with_whoever_started_it(launch: Launch) -> None:
     process = launch("swarm", KeyPair.generate(), "--port", "0")
     process.announcement()
     process.child.stdin.close()
-    assert process.child.wait(timeout=30) == 0
+    assert process.child.wait(timeout=60) == 0
     process.child.stdin = None
 
 
@@ -177,4 +177,4 @@ def test_it_may_have_many_connections(tmp_path: Path) -> None:
     ) as process:
         assert json.loads(process.stdout.readline())
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)

@@ -38,6 +38,8 @@ async def test_it_is_started_again_on_the_same_port(
     psutil.Process(first).kill()
     await net.until(lambda: process.pid not in (0, first))
     second = process.pid
+    # It has one as soon as it runs a program of its own.
+    await net.until(lambda: psutil.Process(second).cmdline())
     assert "4321" in psutil.Process(second).cmdline()
     await process.close()
     assert not psutil.pid_exists(second)
