@@ -99,7 +99,7 @@ def test_an_interrupt_prints_what_was_measured(fake: FakeOpenAI, threaded_url: s
         # A job that a script starts in the background inherits an ignored SIGINT.
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from molink.bench import run\n"
+        "from molink.bench import runner\n"
         "import molinkd.cli.bench_serve as command\n"
         "done = []\n"
         "def tell(plan, send, *, on_sample, **rest):\n"
@@ -107,7 +107,7 @@ def test_an_interrupt_prints_what_was_measured(fake: FakeOpenAI, threaded_url: s
         "        on_sample(sample)\n"
         "        done.append(sample)\n"
         "        if len(done) == 3: print('three', flush=True)\n"
-        "    return run.run_plan(plan, send, on_sample=count, **rest)\n"
+        "    return runner.run_plan(plan, send, on_sample=count, **rest)\n"
         "command.run_plan = tell\n"
         "command.bench_app()\n"
     )
