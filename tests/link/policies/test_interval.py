@@ -1,67 +1,59 @@
+"""``T_a`` by hand: decode executions on a time line, and what is left until their rows are there."""
+
 import pytest
 
 from molink.link.policies.base import DecodeFinished, DecodeStarted, LinkEstimate
-from molink.link.policies.interval import (
-    OVERDUE,
-    IdleInterval,
-    after_last_decode,
-    during_decode,
-    first_chunk,
-    idle_interval,
+from molink.link.policies.interval import IdleInterval
+
+
+def test_case_1_the_transmission_starts_with_the_decode_execution() -> None:
+    interval = IdleInterval()
+    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
+    assert interval.at(7.0) == pytest.approx(0.020)
+
+
+def test_case_2_a_decode_execution_is_running() -> None:
+    # It began at 7.000 and ends at 7.020: at 7.008 there are 12 ms left.
+    interval = IdleInterval()
+    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
+    assert interval.at(7.008) == pytest.approx(0.012)
+
+
+def test_case_3_the_first_batch_comes_round_after_a_turn() -> None:
+    # The first batch finished at t_p = 2.000. Three stages of 8 ms each and 84 ms of links make a
+    # turn of 108 ms, so it will have finished here again at 2.108. The last batch finished at
+    # 2.040, 68 ms before that; a transmission that starts at 2.050 has 58 ms.
+    interval = IdleInterval()
+    interval.handle(DecodeFinished(4, next_predicted=0.068), 2.040)
+    assert interval.at(2.050) == pytest.approx(0.058)
+
+
+def test_rows_that_are_late_leave_no_interval() -> None:
+    interval = IdleInterval()
+    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
+    assert interval.at(7.021) == 0.0
+    assert interval.at(7.119) == 0.0, "up to 0.1 s late"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "expected_until"),
+    [
+        pytest.param(0.020, 0.120, id="soon: 0.1 s late"),
+        pytest.param(0.300, 0.600, id="far away: as late again"),
+    ],
 )
-
-
-def test_the_general_form_and_its_three_cases() -> None:
-    t_s, t_d = 10.0, 0.02
-    assert idle_interval(t_s, t_d, t_s) == pytest.approx(first_chunk(t_d))
-    assert idle_interval(t_s, t_d, 10.005) == pytest.approx(during_decode(t_s, t_d, 10.005))
-    # A batch that finished at t_p is finished again a turn later: it starts t_d before that.
-    t_p, t_o, t_m, t_c = 10.0, 0.06, 0.1, 10.03
-    assert after_last_decode(t_p, t_o, t_m, t_c) == pytest.approx(0.13)
-    next_start = t_p + t_o + t_m - t_d
-    assert idle_interval(next_start, t_d, t_c) == pytest.approx(0.13)
-
-
-def test_nothing_is_known_before_a_decode() -> None:
+def test_rows_that_are_far_too_late_are_given_up(predicted: float, expected_until: float) -> None:
     interval = IdleInterval()
-    interval.handle(LinkEstimate(0.03, 0.03), 1.0)
-    assert interval.at(1.0) is None
-    assert interval.given_up_at is None
-
-
-def test_case_1_starts_with_a_decode() -> None:
-    interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 1.0)
-    assert interval.at(1.0) == first_chunk(0.02) == 0.02
-
-
-def test_case_2_while_a_decode_runs() -> None:
-    interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 1.0)
-    assert interval.at(1.005) == during_decode(1.0, 0.02, 1.005) == pytest.approx(0.015)
-    assert interval.at(1.05) == 0, "late"
-
-
-def test_case_3_after_the_last_decode_of_an_iteration() -> None:
-    interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 0.98)
-    interval.handle(DecodeFinished(8, 0.06 + 0.1), 1.0)
-    assert interval.at(1.03) == pytest.approx(after_last_decode(1.0, 0.06, 0.1, 1.03))
-    interval.handle(DecodeStarted(8, 0.02), 1.14)
-    assert interval.at(1.14) == 0.02, "and again case 1"
-
-
-@pytest.mark.parametrize("event", [DecodeStarted(8, 0.02), DecodeFinished(8, 0.02)])
-def test_what_is_far_too_late_is_not_expected(event: DecodeStarted | DecodeFinished) -> None:
-    interval = IdleInterval()
-    interval.handle(event, 1.0)
-    assert interval.given_up_at == pytest.approx(1.02 + OVERDUE)
-    assert interval.at(1.02 + 0.99 * OVERDUE) == 0
-    assert interval.at(1.02 + OVERDUE) is None
+    interval.handle(DecodeFinished(4, next_predicted=predicted), 1.0)
+    assert interval.at(1.0 + expected_until - 0.001) == 0.0
+    assert interval.at(1.0 + expected_until + 0.001) is None
 
 
 def test_nobody_decodes() -> None:
     interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 1.0)
-    interval.handle(DecodeFinished(8), 1.02)
+    assert interval.at(1.0) is None
+    interval.handle(DecodeStarted(4, predicted=0.020), 1.0)
+    interval.handle(LinkEstimate(0.06, 0.06, 1e6), 1.01)
+    assert interval.at(1.01) is not None, "other events don't matter"
+    interval.handle(DecodeFinished(4, next_predicted=None), 1.02)
     assert interval.at(1.02) is None
