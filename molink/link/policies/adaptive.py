@@ -9,10 +9,22 @@ from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, Shrinkage
 from molink.wire.messages.data import Lane
 
-#: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds.
+#: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds,
+#: or as often as it takes a tenth of the time, where it takes longer than 5 ms.
 EVERY = 0.05
+CHUNK_SHARE = 0.1
+#: Prefill rows take this share of the time until the next decode rows are expected: these may come
+#: sooner, and then wait for what has been handed to the sockets.
+COMMITTED = 0.7
+#: Seconds of prefill rows that are under way while decode rows are overdue: the shortest time that
+#: a timer can be trusted with, and as much more as timers have been late.
+LEAD = 0.001
+#: Weight of the last time that a timer was late.
+_WEIGHT = 0.1
 #: Times that differ by less are the same, in seconds.
 _INSTANT = 0.0005
+#: Quotients that differ by less are the same.
+_ROUNDING = 1e-6
 
 
 class Adaptive:
@@ -20,15 +32,18 @@ class Adaptive:
 
     A chunk is about 5 ms of the link's rate (16 to 256 KB, whole rows, at least one). It is sent
     if it fits the :class:`~.credit.CreditWindow`, which keeps the queue in front of a decode volume
-    to about its :data:`~.credit.TARGET`, and, with ``predict``, if it will have left before the
-    next decode rows are there (``T_a × rate``, :class:`~.interval.IdleInterval`), so that they find
-    no queue at all. While those are overdue, one chunk at a time is under way: the link does not
-    idle, and they wait for no more than that.
+    to about its :data:`~.credit.TARGET`, and, with ``predict``, if it will have left well before
+    the next decode rows are there (:data:`COMMITTED` of ``T_a × rate``,
+    :class:`~.interval.IdleInterval`): the nearer they are, the smaller are the chunks, so that they
+    find next to no queue when they are there, even sooner than expected. While they are overdue,
+    :data:`LEAD` seconds' worth is under way at a time: the link does not idle, and they wait for no
+    more than that. What is under way is known by :class:`~.outflow.Outflow`.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
     against starvation: while prefill rows wait, their lane is ready and the window has room, a
     whole chunk leaves at least every :data:`EVERY` = 50 ms, be there decode volumes without end or
-    no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode rows can lose.
+    no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode rows can lose;
+    where even the smallest chunk takes longer, it leaves as much more rarely.
     """
 
     one_lane = False
@@ -45,6 +60,9 @@ class Adaptive:
         self._packing = Shrinkage()
         #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
         self._waits_since = 0.0
+        #: When we wanted to be asked again, and by how much later that is, usually.
+        self._asked_for: float | None = None
+        self._lateness = 0.0
 
     def handle(self, event: Event, now: float) -> None:
         """Everything matters here."""
@@ -61,12 +79,13 @@ class Adaptive:
 
     def decide(self, now: float, ready: Collection[Lane]) -> Decision:
         """The oldest decode volume, or a chunk of the oldest prefill volume."""
+        self._note_lateness(now)
         decode = self._decode.first if Lane.DECODE in ready else None
         bulk = self._bulk.first if Lane.BULK in ready else None
         rows = chunk = 0 if bulk is None else self._chunk(bulk)
         if bulk is not None and not self._window.fits(int(chunk * self._wire_bytes(bulk))):
             bulk = None
-        starving = bulk is not None and now >= self._starves_at
+        starving = bulk is not None and now >= self._starves_at(bulk)
         if decode is not None and not starving:
             self._decode.take(count := decode.rows)
             return SendRows(decode.volume, count)
@@ -75,7 +94,8 @@ class Adaptive:
         if not starving:
             rows = min(chunk, self._rows_now(bulk, now))
             if rows == 0:
-                return Wait(self._until(bulk, now))
+                self._asked_for = self._until(bulk, now)
+                return Wait(self._asked_for)
         self._bulk.take(rows)
         self._packing.granted(rows * bulk.row_bytes)
         if rows == chunk:
@@ -96,8 +116,19 @@ class Adaptive:
         free, rate = self._free(now), self._outflow.rate
         if free is None or rate is None:
             return volume.rows
-        left = max(free, CHUNK_S if free < _INSTANT else 0.0) - self._unsent_s(now)
-        return max(0, int(left * rate / self._wire_bytes(volume)))
+        row_s = self._wire_bytes(volume) / rate
+        left = max(COMMITTED * free, self._lead(row_s)) - self._unsent_s(now)
+        return max(0, int(left / row_s + _ROUNDING))
+
+    def _lead(self, row_s: float) -> float:
+        """Seconds' worth that may be under way whenever decode rows come; at least a row."""
+        return max(row_s, LEAD + self._lateness)
+
+    def _note_lateness(self, now: float) -> None:
+        if self._asked_for is not None and now >= self._asked_for:
+            late = min(now - self._asked_for, CHUNK_S)
+            self._lateness += _WEIGHT * (late - self._lateness)
+        self._asked_for = None
 
     def _free(self, now: float) -> float | None:
         """``T_a``; ``None`` if it is unknown or not asked for."""
@@ -107,17 +138,22 @@ class Adaptive:
         """Seconds until what was sent will have left."""
         return max(0.0, self._outflow.leaves_at - now)
 
-    @property
-    def _starves_at(self) -> float:
-        return self._waits_since + EVERY
+    def _starves_at(self, bulk: Pending) -> float:
+        every, rate = EVERY, self._outflow.rate
+        if rate is not None:
+            every = max(every, self._chunk(bulk) * self._wire_bytes(bulk) / rate / CHUNK_SHARE)
+        return self._waits_since + every
 
     def _until(self, bulk: Pending, now: float) -> float:
         """When prefill rows that are held back may go, if nothing happens."""
+        starves_at = self._starves_at(bulk)
         if now < self._window.opens_at:
-            return min(self._window.opens_at, max(self._starves_at, now + _INSTANT))
+            return min(self._window.opens_at, max(starves_at, now + _INSTANT))
         free, rate = self._free(now), self._outflow.rate
         assert free is not None
         assert rate is not None
+        # There is room for a row once as much has left; what is free shrinks meanwhile.
         row_s = self._wire_bytes(bulk) / rate
-        room_at = now + max(free, self._unsent_s(now) - CHUNK_S + row_s)
-        return max(now + _INSTANT, min(self._starves_at, room_at))
+        lacking = self._unsent_s(now) + row_s
+        room_in = min((lacking - COMMITTED * free) / (1 - COMMITTED), lacking - self._lead(row_s))
+        return max(now + _INSTANT, min(starves_at, now + room_in))

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 
 from molink.link.policies.backlog import Backlog, Pending
-from molink.link.policies.base import Decision, Event, Produced, SendRows, Wait
+from molink.link.policies.base import Decision, Event, Produced, SendRows, Sent, Wait
 from molink.link.policies.interval import IdleInterval
-from molink.link.policies.outflow import Outflow
+from molink.link.policies.outflow import Outflow, Shrinkage
 from molink.wire.messages.data import Lane
 
 #: ``N`` of the paper: prefill rows wait for at most so many decode volumes.
@@ -23,8 +23,13 @@ class MoLink:
     the decisions, as in the paper's system, whose scheduler has to keep prefill bytes out of the
     way because nothing else does. A connection for decode rows alone belongs to ``adaptive``.
 
-    Where the paper has no answer: a chunk is at least one row, is the whole remainder if no decode
-    rows are expected at all, and is :data:`FIRST_CHUNK` bytes while the rate is unknown.
+    Where it differs from the paper: the turn of the ring in case 3 (``T_o + T_m``) is multiplied by
+    how much longer than predicted turns have taken of late, and the batch that is expected next is
+    the one that is due first, not always the first of the iteration
+    (:class:`molink.ring.turn.TurnClock`); and rows that travel packed count as the bytes that they
+    take. Where the paper has no answer: a chunk is at least one row; it is the whole remainder if
+    no decode rows are expected, at all or any more (:data:`~.interval.OVERDUE`), and
+    :data:`FIRST_CHUNK` bytes while the rate is unknown.
     """
 
     name = "molink"
@@ -35,6 +40,7 @@ class MoLink:
         self._prefill = Backlog()  # vq2
         self._interval = IdleInterval()
         self._outflow = Outflow()
+        self._packing = Shrinkage()
         #: ``W``: decode volumes sent while prefill rows waited; never above :data:`MAX_WAITING`.
         self.weight = 0
 
@@ -42,6 +48,8 @@ class MoLink:
         """Line 1 of the algorithm for what was produced; the clocks hear of everything."""
         if isinstance(event, Produced):
             (self._decode if event.lane is Lane.DECODE else self._prefill).add(event)
+        elif isinstance(event, Sent):
+            self._packing.sent(event.nbytes)
         self._interval.handle(event, now)
         self._outflow.handle(event, now)
 
@@ -55,13 +63,16 @@ class MoLink:
         if decode is not None and prefill is not None:
             self.weight += 1
         if decode is not None and self.weight < MAX_WAITING:
-            self._decode.take(rows := decode.rows)
-            return SendRows(decode.volume, rows)
+            return self._send(self._decode, decode, decode.rows)
         assert prefill is not None  # the weight rises only while prefill rows wait
         rows = prefill.rows if self.weight >= MAX_WAITING else self._chunk(prefill, now)
-        self._prefill.take(rows)
         self.weight = 0
-        return SendRows(prefill.volume, rows)
+        return self._send(self._prefill, prefill, rows)
+
+    def _send(self, queue: Backlog, volume: Pending, rows: int) -> SendRows:
+        self._packing.granted(rows * volume.row_bytes)
+        queue.take(rows)
+        return SendRows(volume.volume, rows)
 
     def _chunk(self, volume: Pending, now: float) -> int:
         """``chunk()`` of the paper, in rows: what the link carries in ``T_a``."""
@@ -70,4 +81,4 @@ class MoLink:
             return volume.rows
         rate = self._outflow.rate
         nbytes = FIRST_CHUNK if rate is None else free * rate
-        return max(1, min(volume.rows, int(nbytes / volume.row_bytes)))
+        return max(1, min(volume.rows, int(nbytes / (volume.row_bytes * self._packing.share))))

@@ -1,64 +1,59 @@
-"""The idle interval ``T_a``: numbers worked out by hand from the paper's three cases (§4).
-
-A decode that starts at ``t_s`` and takes ``t_d`` needs the link at ``t_s + t_d``. After the first
-decode of an iteration has finished at ``t_p``, the next one finishes a whole turn later, at
-``t_p + t_o + t_m``. The interval is what is left until then.
-"""
+"""``T_a`` by hand: decode executions on a time line, and what is left until their end."""
 
 import pytest
 
 from molink.link.policies.base import DecodeFinished, DecodeStarted, LinkEstimate
-from molink.link.policies.interval import OVERDUE, IdleInterval
+from molink.link.policies.interval import IdleInterval
 
 
-def test_nothing_is_known_before_a_decode() -> None:
+def test_case_1_the_transmission_starts_with_the_decode_execution() -> None:
     interval = IdleInterval()
-    interval.handle(LinkEstimate(0.03, 0.03), 1.0)
-    assert interval.at(1.0) is None
-    assert interval.given_up_at is None
+    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
+    assert interval.at(7.0) == pytest.approx(0.020)
 
 
-def test_case_1_starts_with_a_decode() -> None:
+def test_case_2_a_decode_execution_is_running() -> None:
+    # It began at 7.000 and ends at 7.020: at 7.008 there are 12 ms left.
     interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 1.0)
-    # It starts now and takes 20 ms: all of them are left.
-    assert interval.at(1.0) == 0.02
+    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
+    assert interval.at(7.008) == pytest.approx(0.012)
 
 
-@pytest.mark.parametrize(("now", "left"), [(1.005, 0.015), (1.019, 0.001), (1.02, 0), (1.05, 0)])
-def test_case_2_while_a_decode_runs(now: float, left: float) -> None:
+def test_case_3_the_first_batch_comes_round_after_a_turn() -> None:
+    # The first batch finished at t_p = 2.000. Three stages of 8 ms each and 84 ms of links make a
+    # turn of 108 ms, so it will have finished here again at 2.108. The last batch finished at
+    # 2.040, 68 ms before that; a transmission that starts at 2.050 has 58 ms.
     interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 1.0)
-    # It ends at 1.020; one that is late may end at any moment.
-    assert interval.at(now) == pytest.approx(left, abs=1e-12)
+    interval.handle(DecodeFinished(4, next_predicted=0.068), 2.040)
+    assert interval.at(2.050) == pytest.approx(0.058)
 
 
-def test_case_3_after_the_last_decode_of_an_iteration() -> None:
+def test_rows_that_are_late_leave_no_interval() -> None:
     interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 0.98)
-    # A turn of 60 ms of computing and 100 ms of transmissions: the next one ends at 1.160.
-    interval.handle(DecodeFinished(8, 0.16), 1.0)
-    assert interval.at(1.0) == pytest.approx(0.16)
-    assert interval.at(1.03) == pytest.approx(0.13)
-    # It starts at 1.140, so that case 1 expects its end at 1.160 as well.
-    assert interval.at(1.14) == pytest.approx(0.02)
-    interval.handle(DecodeStarted(8, 0.02), 1.14)
-    assert interval.at(1.14) == 0.02
+    interval.handle(DecodeStarted(4, predicted=0.020), 7.0)
+    assert interval.at(7.021) == 0.0
+    assert interval.at(7.119) == 0.0, "up to 0.1 s late"
 
 
-@pytest.mark.parametrize("event", [DecodeStarted(8, 0.02), DecodeFinished(8, 0.02)])
-def test_what_is_far_too_late_is_not_expected(event: DecodeStarted | DecodeFinished) -> None:
-    assert OVERDUE == 0.1
+@pytest.mark.parametrize(
+    ("predicted", "expected_until"),
+    [
+        pytest.param(0.020, 0.120, id="soon: 0.1 s late"),
+        pytest.param(0.300, 0.600, id="far away: as late again"),
+    ],
+)
+def test_rows_that_are_far_too_late_are_given_up(predicted: float, expected_until: float) -> None:
     interval = IdleInterval()
-    interval.handle(event, 1.0)
-    # Expected at 1.020, and for 100 ms more.
-    assert interval.given_up_at == pytest.approx(1.12)
-    assert interval.at(1.119) == 0
-    assert interval.at(1.121) is None
+    interval.handle(DecodeFinished(4, next_predicted=predicted), 1.0)
+    assert interval.at(1.0 + expected_until - 0.001) == 0.0
+    assert interval.at(1.0 + expected_until + 0.001) is None
 
 
 def test_nobody_decodes() -> None:
     interval = IdleInterval()
-    interval.handle(DecodeStarted(8, 0.02), 1.0)
-    interval.handle(DecodeFinished(8), 1.02)
+    assert interval.at(1.0) is None
+    interval.handle(DecodeStarted(4, predicted=0.020), 1.0)
+    interval.handle(LinkEstimate(0.06, 0.06, 1e6), 1.01)
+    assert interval.at(1.01) is not None, "other events don't matter"
+    interval.handle(DecodeFinished(4, next_predicted=None), 1.02)
     assert interval.at(1.02) is None

@@ -1,0 +1,95 @@
+"""When what was sent has left, by hand: a link of 1 MB/s and a round trip of 50 ms."""
+
+import pytest
+
+from molink.link.policies.base import Acknowledged, LinkEstimate, Reconnected, Sent
+from molink.link.policies.outflow import MAX_CORRECTION, MIN_PACE, Outflow
+from molink.wire.messages.data import Lane
+
+RTT = 0.05
+
+
+def known(rate: float = 1e6) -> Outflow:
+    outflow = Outflow()
+    outflow.handle(LinkEstimate(RTT, RTT, rate), 0.0)
+    return outflow
+
+
+def sent(outflow: Outflow, nbytes: int, now: float) -> None:
+    outflow.handle(Sent(Lane.BULK, nbytes), now)
+
+
+def back(outflow: Outflow, nbytes: int, now: float) -> None:
+    outflow.handle(Acknowledged(Lane.BULK, nbytes, 0.0), now)
+
+
+def test_messages_leave_one_after_another() -> None:
+    outflow = known()
+    sent(outflow, 10_000, 1.0)
+    sent(outflow, 5_000, 1.002)
+    assert outflow.leaves_at == pytest.approx(1.015)
+    assert outflow.busy(1.014)
+    assert not outflow.busy(1.016)
+    sent(outflow, 1_000, 2.0)
+    assert outflow.leaves_at == pytest.approx(2.001)
+
+
+def test_while_the_rate_is_unknown_what_is_not_acknowledged_is_under_way() -> None:
+    outflow = Outflow()
+    sent(outflow, 1000, 0.0)
+    assert outflow.busy(10.0)
+    back(outflow, 1000, 10.0)
+    assert not outflow.busy(10.0)
+    sent(outflow, 1000, 11.0)
+    outflow.handle(Reconnected(Lane.BULK), 11.5)
+    assert not outflow.busy(11.5)
+
+
+def test_what_follows_a_message_that_left_late_leaves_late() -> None:
+    """Four messages of 10 ms each. The first is acknowledged 3 ms late: so will the others be."""
+    outflow = known()
+    for number in range(4):
+        sent(outflow, 10_000, 0.001 * number)
+    assert outflow.leaves_at == pytest.approx(0.040)
+    back(outflow, 10_000, 0.010 + RTT + 0.003)
+    assert outflow.leaves_at == pytest.approx(0.043)
+    back(outflow, 10_000, 0.020 + RTT + 0.001)
+    assert outflow.leaves_at == pytest.approx(0.041), "the least of late counts"
+
+
+def test_a_correction_is_bounded() -> None:
+    outflow = known()
+    for _ in range(2):
+        sent(outflow, 10_000, 0.0)
+    back(outflow, 10_000, 0.010 + RTT + 0.5)
+    assert outflow.leaves_at == pytest.approx(0.020 + MAX_CORRECTION)
+
+
+def test_after_a_break_nothing_is_corrected() -> None:
+    outflow = known()
+    sent(outflow, 10_000, 0.0)
+    sent(outflow, 10_000, 1.0)
+    back(outflow, 10_000, 1.001)
+    assert outflow.leaves_at == pytest.approx(1.010)
+
+
+def test_the_pace_follows_a_link_that_is_slower_than_estimated() -> None:
+    """The link has 900 kB/s: a message of 10 000 bytes takes it 11.1 ms, not 10."""
+    outflow = known()
+    messages = 300
+    left = [10_000 / 0.9e6 * (number + 1) for number in range(messages)]
+    events = [(0.001 * number, "sent") for number in range(messages)]
+    events += [(at + RTT, "back") for at in left]
+    for at, what in sorted(events):
+        (sent if what == "sent" else back)(outflow, 10_000, at)
+    assert MIN_PACE < outflow.pace < 0.97
+
+
+def test_the_pace_stays_where_the_estimate_is_right() -> None:
+    outflow = known()
+    for number in range(100):
+        sent(outflow, 10_000, 0.001 * number)
+    for number in range(99):
+        back(outflow, 10_000, 0.010 * (number + 1) + RTT)
+    assert outflow.pace == pytest.approx(1.0)
+    assert outflow.leaves_at == pytest.approx(1.0)
