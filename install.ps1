@@ -271,7 +271,8 @@ function Invoke-Checks {
     Invoke-Check 'mypy' @('-m', 'mypy')
     Invoke-Check 'lint-imports' @(
         '-c', 'from importlinter.cli import lint_imports_command; lint_imports_command()')
-    Invoke-Check 'pytest' @('-m', 'pytest', '--color=no')
+    Invoke-Check 'pytest' @(
+        '-m', 'pytest', '--color=no', '-n', 'logical', '--maxprocesses', '4', '--dist', 'loadfile')
 }
 
 $options = Read-Options $args

@@ -231,7 +231,7 @@ run_checks() {
   check "ruff format --check" -m ruff format --check .
   check "mypy" -m mypy
   check "lint-imports" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
-  check "pytest" -m pytest --color=no
+  check "pytest" -m pytest --color=no -n logical --maxprocesses 4 --dist loadfile
 }
 
 main() {

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from molink.errors import MolinkError, Unavailable, UsageError
 from molinkd.cli.bench_serve import bench_app
+from tests.support.fake_openai import FakeOpenAI
 
 RUNNER = CliRunner()
 KEYS = {
@@ -26,11 +27,11 @@ KEYS = {
 }
 
 
-def bench(*arguments: str):
+def bench(*arguments: str) -> Result:
     return RUNNER.invoke(bench_app, ["serve", *arguments])
 
 
-def test_json_result(fake, threaded_url: str) -> None:
+def test_json_result(fake: FakeOpenAI, threaded_url: str) -> None:
     result = bench(
         *("--url", threaded_url, "--requests", "6", "--concurrency", "3", "--warmup", "2"),
         *("--input-tokens", "40", "--output-tokens", "5", "--rate", "inf", "--json"),
@@ -45,7 +46,7 @@ def test_json_result(fake, threaded_url: str) -> None:
     assert result.stderr == ""
 
 
-def test_table_and_failures(fake, threaded_url: str) -> None:
+def test_table_and_failures(fake: FakeOpenAI, threaded_url: str) -> None:
     fake.refused = {4}
     result = bench("--url", threaded_url, "--requests", "3", "--output-tokens", "2")
     assert result.exit_code == 0
@@ -53,7 +54,7 @@ def test_table_and_failures(fake, threaded_url: str) -> None:
     assert "1 requests failed; the first: HTTP 429: queues are full" in result.stderr
 
 
-def test_a_trace(fake, threaded_url: str, tmp_path: Path) -> None:
+def test_a_trace(fake: FakeOpenAI, threaded_url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": i, "input_length": 20 + 2 * i, "output_length": 1 + i} for i in range(4)]
     trace.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -77,7 +78,7 @@ def test_bad_options(arguments: list[str], message: str) -> None:
     assert message in str(result.exception)
 
 
-def test_nothing_completed(fake, threaded_url: str) -> None:
+def test_nothing_completed(fake: FakeOpenAI, threaded_url: str) -> None:
     fake.refused = set(range(3, 10))
     result = bench("--url", threaded_url, "--requests", "2", "--json")
     assert isinstance(result.exception, Unavailable)
@@ -92,7 +93,7 @@ def test_unreachable() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT for one process on Windows")
-def test_an_interrupt_prints_what_was_measured(fake, threaded_url: str) -> None:
+def test_an_interrupt_prints_what_was_measured(fake: FakeOpenAI, threaded_url: str) -> None:
     fake.held_from = 6
     code = (
         # A job that a script starts in the background inherits an ignored SIGINT.

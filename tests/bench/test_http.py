@@ -7,16 +7,17 @@ from molink.bench.http import BenchClient, BenchTarget
 from molink.bench.planned import PlannedRequest
 from molink.bench.prompts import Calibration, make_prompt
 from molink.errors import Unavailable, UsageError
+from tests.support.fake_openai import FakeOpenAI
 
 REQUEST = PlannedRequest(index=0, at=0.0, input_tokens=51, output_tokens=4)
 
 
-def client(url: str, **options) -> BenchClient:
+def client(url: str, **options: bool | str) -> BenchClient:
     return BenchClient(BenchTarget(url, **options), MonotonicClock())
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-async def test_a_measured_answer(fake, url: str, suffix: str) -> None:
+async def test_a_measured_answer(fake: FakeOpenAI, url: str, suffix: str) -> None:
     async with client(url + suffix, api_key="secret") as bench:
         assert await bench.prepare()
         assert bench.model == "toy"
@@ -31,7 +32,7 @@ async def test_a_measured_answer(fake, url: str, suffix: str) -> None:
     assert fake.keys == {"Bearer secret"}
 
 
-async def test_plain_completions_without_ignore_eos(fake, url: str) -> None:
+async def test_plain_completions_without_ignore_eos(fake: FakeOpenAI, url: str) -> None:
     async with client(url, api="completions", ignore_eos=False, model="other") as bench:
         await bench.prepare()
         sample = await bench.send(REQUEST)
@@ -40,7 +41,7 @@ async def test_plain_completions_without_ignore_eos(fake, url: str) -> None:
     assert all("ignore_eos" not in body and body["model"] == "other" for body in fake.bodies)
 
 
-async def test_a_server_without_usage(fake, url: str) -> None:
+async def test_a_server_without_usage(fake: FakeOpenAI, url: str) -> None:
     fake.with_usage = False
     async with client(url) as bench:
         assert not await bench.prepare()
@@ -48,7 +49,7 @@ async def test_a_server_without_usage(fake, url: str) -> None:
     assert sample.output_tokens == 4
 
 
-async def test_prompts_differ_from_request_to_request(fake, url: str) -> None:
+async def test_prompts_differ_from_request_to_request(fake: FakeOpenAI, url: str) -> None:
     async with client(url, model="toy") as bench:
         for index in (0, 1, 0):
             await bench.send(PlannedRequest(index, 0.0, 20, 1))
@@ -57,7 +58,7 @@ async def test_prompts_differ_from_request_to_request(fake, url: str) -> None:
     assert first != second
 
 
-async def test_failures_are_told_in_the_sample(fake, url: str) -> None:
+async def test_failures_are_told_in_the_sample(fake: FakeOpenAI, url: str) -> None:
     fake.refused = {1}
     fake.cut = {2}
     async with client(url, model="toy") as bench:
@@ -90,14 +91,14 @@ async def test_no_such_route(url: str) -> None:
             await bench.prepare()
 
 
-async def test_no_model_yet(fake, url: str) -> None:
+async def test_no_model_yet(fake: FakeOpenAI, url: str) -> None:
     fake.models = []
     async with client(url) as bench:
         with pytest.raises(Unavailable, match="serves no model"):
             await bench.prepare()
 
 
-async def test_a_refused_parameter_is_told_before_the_run(fake, url: str) -> None:
+async def test_a_refused_parameter_is_told_before_the_run(fake: FakeOpenAI, url: str) -> None:
     fake.reject_ignore_eos = True
     async with client(url) as bench:
         with pytest.raises(UsageError, match="unknown field ignore_eos"):

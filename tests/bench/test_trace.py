@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ MOONCAKE = """{"timestamp": 500, "input_length": 6758, "output_length": 500, "ha
 
 
 @pytest.fixture
-def write(tmp_path: Path):
+def write(tmp_path: Path) -> Callable[..., Any]:
     def write(text: str) -> Path:
         path = tmp_path / "trace"
         path.write_bytes(text.encode())
@@ -26,7 +28,7 @@ def write(tmp_path: Path):
     return write
 
 
-def test_azure(write) -> None:
+def test_azure(write: Callable[..., Any]) -> None:
     assert read_trace(write(AZURE)) == [
         TraceRow(0.0, 374, 44),
         TraceRow(0.5, 396, 109),
@@ -34,16 +36,16 @@ def test_azure(write) -> None:
     ]
 
 
-def test_azure_with_time_zones(write) -> None:
+def test_azure_with_time_zones(write: Callable[..., Any]) -> None:
     text = AZURE.replace("5900,", "590+00:00,")
     assert [row.at for row in read_trace(write(text))] == [0.0, 0.5, 60.0]
 
 
-def test_mooncake(write) -> None:
+def test_mooncake(write: Callable[..., Any]) -> None:
     assert read_trace(write(MOONCAKE)) == [TraceRow(0.0, 6758, 500), TraceRow(3.0, 12, 3)]
 
 
-def test_rows_are_put_in_order(write) -> None:
+def test_rows_are_put_in_order(write: Callable[..., Any]) -> None:
     first, second = MOONCAKE.splitlines()
     assert [row.at for row in read_trace(write(f"{second}\n{first}\n"))] == [0.0, 3.0]
 
@@ -63,7 +65,7 @@ def test_rows_are_put_in_order(write) -> None:
         (MOONCAKE + "{", "row 3: "),
     ],
 )
-def test_bad_rows_are_named(write, text: str, message: str) -> None:
+def test_bad_rows_are_named(write: Callable[..., Any], text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_trace(write(text))
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.models import MakeModel
+
 
 @pytest.fixture(scope="session")
-def pristine(make_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 of three layers in several shards."""
     return make_model(tmp_path_factory.mktemp("pristine"), "qwen2", 0, max_shard_size="100KB")
 
 
 @pytest.fixture
-def folder(pristine, tmp_path: Path) -> Path:
+def folder(pristine: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may change."""
     return Path(shutil.copytree(pristine, tmp_path / "model"))
 

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,9 @@ BASE = {
 }
 
 
-def load(tmp_path, generation=None, **fields):
+def load(
+    tmp_path: Path, generation: dict[str, list[int]] | None = None, **fields: Any
+) -> ModelConfig | None:
     raw = {name: value for name, value in (BASE | fields).items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     if generation is not None:
@@ -82,7 +85,9 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_context_with_scaling_in_both_spellings(tmp_path: Path, scaling, context: int) -> None:
+def test_context_with_scaling_in_both_spellings(
+    tmp_path: Path, scaling: dict[str, Any], context: int
+) -> None:
     old = load(tmp_path, rope_scaling=scaling, rope_theta=5e5)
     new = load(tmp_path, rope_parameters=scaling | {"rope_theta": 5e5})
     assert old == new
@@ -109,7 +114,9 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> Non
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
 )
-def test_what_is_not_implemented_is_named(tmp_path: Path, fields, message: str) -> None:
+def test_what_is_not_implemented_is_named(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         load(tmp_path, **fields)
 
@@ -150,14 +157,14 @@ def test_what_is_not_implemented_is_named(tmp_path: Path, fields, message: str) 
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast"),
     ],
 )
-def test_impossible_fields_are_named(tmp_path: Path, fields, message: str) -> None:
+def test_impossible_fields_are_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BrokenModel, match=message) as caught:
         load(tmp_path, **fields)
     assert "config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"a": NaN'])
-def test_a_config_that_is_no_object(tmp_path: Path, text) -> None:
+def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"config\.json"):
         ModelConfig.load(tmp_path)

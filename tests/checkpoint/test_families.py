@@ -1,7 +1,9 @@
 """Configs of every family, as they are found on the hub, in facts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,10 +37,10 @@ NAMES = {family: architecture for architecture, family in ARCHITECTURES.items()}
 
 
 @pytest.fixture
-def load(tmp_path: Path):
+def load(tmp_path: Path) -> Callable[..., Any]:
     """``load(family, **fields)``; ``...`` removes a field."""
 
-    def make(family, **fields):
+    def make(family: str, **fields: Any) -> ModelConfig | None:
         raw = SIZES | {"architectures": [NAMES[family]]} | fields
         raw = {name: value for name, value in raw.items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -47,13 +49,13 @@ def load(tmp_path: Path):
     return make
 
 
-def test_mistral_has_a_window_unless_told_otherwise(load) -> None:
+def test_mistral_has_a_window_unless_told_otherwise(load: Callable[..., Any]) -> None:
     assert load("mistral").windows == (4096,) * 4
     assert load("mistral", sliding_window=None).windows == (0,) * 4
     assert load("mistral", sliding_window=8).windows == (8,) * 4
 
 
-def test_qwen_has_windows_in_its_upper_layers(load) -> None:
+def test_qwen_has_windows_in_its_upper_layers(load: Callable[..., Any]) -> None:
     for family in ("qwen2", "qwen3"):
         asked = {"use_sliding_window": True, "sliding_window": 64}
         assert load(family, **asked, max_window_layers=3).windows == (0, 0, 0, 64)
@@ -64,7 +66,7 @@ def test_qwen_has_windows_in_its_upper_layers(load) -> None:
         assert load(family, **asked, layer_types=listed).windows == (0, 64, 0, 64)
 
 
-def test_phi3_is_merged_and_may_scale(load) -> None:
+def test_phi3_is_merged_and_may_scale(load: Callable[..., Any]) -> None:
     plain = load("phi3")
     assert (plain.merged, plain.windows, plain.rope.kind) == (True, (0,) * 4, "default")
     assert plain.rope.rotary_dim(plain.head_dim) == 24
@@ -76,7 +78,7 @@ def test_phi3_is_merged_and_may_scale(load) -> None:
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
-def test_phi3_calls_longrope_by_many_names(load, kind: str) -> None:
+def test_phi3_calls_longrope_by_many_names(load: Callable[..., Any], kind: str) -> None:
     old = load("phi3", **PHI4_MINI | {"rope_scaling": {"type": kind, **LISTS}})
     new = load(
         "phi3",
@@ -92,7 +94,7 @@ def test_phi3_calls_longrope_by_many_names(load, kind: str) -> None:
     assert old == new == load("phi3", **PHI4_MINI)
 
 
-def test_mixtral_has_experts_everywhere(load) -> None:
+def test_mixtral_has_experts_everywhere(load: Callable[..., Any]) -> None:
     config = load("mixtral", num_local_experts=8, num_experts_per_tok=2)
     assert config.experts is not None
     assert (config.experts.count, config.experts.chosen) == (8, 2)
@@ -101,7 +103,7 @@ def test_mixtral_has_experts_everywhere(load) -> None:
     assert (config.rope.theta, config.windows) == (1e6, (0,) * 4)
 
 
-def test_qwen3_moe_has_experts_in_some_layers(load) -> None:
+def test_qwen3_moe_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
     fields = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = load("qwen3_moe", num_experts=16, **fields)
     assert config == load("qwen3_moe", num_local_experts=16, **fields)
@@ -115,7 +117,7 @@ def test_qwen3_moe_has_experts_in_some_layers(load) -> None:
     assert windowed.windows == (7,) * 4
 
 
-def test_gemma2(load) -> None:
+def test_gemma2(load: Callable[..., Any]) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
     assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
@@ -127,7 +129,7 @@ def test_gemma2(load) -> None:
     assert (free.attention_softcap, free.final_softcap) == (0.0, 0.0)
 
 
-def test_gemma3_in_both_spellings(load) -> None:
+def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
     fields = {"num_hidden_layers": 7, "sliding_window": 512}
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = load(
@@ -203,7 +205,9 @@ def test_gemma3_in_both_spellings(load) -> None:
         ("phi3", {"rope_scaling": {"type": "su", **LISTS, "long_factor": [None]}}, "long_factor"),
     ],
 )
-def test_impossible_fields_are_named(load, family: str, fields, message: str) -> None:
+def test_impossible_fields_are_named(
+    load: Callable[..., Any], family: str, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BrokenModel, match=message) as caught:
         load(family, **fields)
     assert "config.json" in str(caught.value)
@@ -219,7 +223,9 @@ def test_impossible_fields_are_named(load, family: str, fields, message: str) ->
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_what_is_not_implemented_is_named(load, family: str, fields, message: str) -> None:
+def test_what_is_not_implemented_is_named(
+    load: Callable[..., Any], family: str, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         load(family, **fields)
 
@@ -274,7 +280,9 @@ ANYTHING = st.recursive(
     family=st.sampled_from(list(NAMES)),
     fields=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4),
 )
-def test_any_config_is_understood_or_refused(load, family, fields) -> None:
+def test_any_config_is_understood_or_refused(
+    load: Callable[..., Any], family: str, fields: dict[str, Any]
+) -> None:
     try:
         config = load(family, **fields)
     except (BrokenModel, UnsupportedModel):

@@ -1,26 +1,29 @@
 """A model folder is checked whole, or for the layers of one stage, before anything starts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from molink.checkpoint.folder import INDEX_FILE, METADATA_FILES, REQUIRED_FILES, ModelFolder
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
+from tests.support.models import MakeModel
 
 
-def shards(folder):
+def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def shard_of(folder, tensor):
+def shard_of(folder: Path, tensor: str) -> Path:
     index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
     return folder / index["weight_map"][tensor]
 
 
-def change(path, tensor, value) -> None:
+def change(path: Path, tensor: str, value: Tensor | None) -> None:
     tensors = load_file(path)
     del tensors[tensor]
     if value is not None:
@@ -28,7 +31,7 @@ def change(path, tensor, value) -> None:
     save_file(tensors, path)
 
 
-def test_a_sharded_folder(folder) -> None:
+def test_a_sharded_folder(folder: Path) -> None:
     assert len(shards(folder)) > 2
     opened = ModelFolder.open(folder)
     assert opened.config.family == "qwen2"
@@ -38,7 +41,7 @@ def test_a_sharded_folder(folder) -> None:
     assert set(REQUIRED_FILES) < set(METADATA_FILES)
 
 
-def test_facts_add_up(folder) -> None:
+def test_facts_add_up(folder: Path) -> None:
     opened = ModelFolder.open(folder)
     facts = opened.facts("tiny")
     total = facts.first_bytes + 3 * facts.layer_bytes + facts.last_bytes
@@ -47,7 +50,9 @@ def test_facts_add_up(folder) -> None:
     assert facts.kv_bytes == 2 * 2 * 16 * 4
 
 
-def test_a_tied_model_counts_its_embedding_at_both_ends(make_model, tmp_path: Path) -> None:
+def test_a_tied_model_counts_its_embedding_at_both_ends(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True, dtype="bfloat16")
     opened = ModelFolder.open(folder)
     facts = opened.facts("tied")
@@ -57,7 +62,7 @@ def test_a_tied_model_counts_its_embedding_at_both_ends(make_model, tmp_path: Pa
 
 
 def test_the_dtype_is_found_in_the_weights_if_the_config_has_none(
-    make_model, tmp_path: Path, edit_json
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
 ) -> None:
     folder = make_model(tmp_path, "llama", 0, dtype="bfloat16")
     edit_json(folder / "config.json", dtype=None, torch_dtype=None)
@@ -70,19 +75,19 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REQUIRED_FILES)
-def test_a_missing_file_is_named(folder, name) -> None:
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(BrokenModel, match=f"{name} is missing"):
         ModelFolder.open(folder)
 
 
-def test_a_damaged_tokenizer_is_named(folder) -> None:
+def test_a_damaged_tokenizer_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("not json", encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"tokenizer\.json: not valid JSON"):
         ModelFolder.open(folder)
 
 
-def test_no_weights(folder) -> None:
+def test_no_weights(folder: Path) -> None:
     for shard in shards(folder):
         shard.unlink()
     with pytest.raises(BrokenModel, match=r"no \*\.safetensors file$"):
@@ -92,14 +97,14 @@ def test_no_weights(folder) -> None:
         ModelFolder.open(folder)
 
 
-def test_a_missing_shard_is_named_with_what_it_held(folder) -> None:
+def test_a_missing_shard_is_named_with_what_it_held(folder: Path) -> None:
     shard = shard_of(folder, "lm_head.weight")
     shard.unlink()
     with pytest.raises(BrokenModel, match=rf"{shard.name} is missing: .* lm_head"):
         ModelFolder.open(folder)
 
 
-def test_a_stage_needs_only_its_own_shards(folder) -> None:
+def test_a_stage_needs_only_its_own_shards(folder: Path) -> None:
     shard_of(folder, "model.embed_tokens.weight").unlink()
     shard_of(folder, "lm_head.weight").unlink()
     last = shard_of(folder, "model.layers.2.mlp.down_proj.weight")
@@ -109,20 +114,20 @@ def test_a_stage_needs_only_its_own_shards(folder) -> None:
     ModelFolder.open(folder, (1, 2))
 
 
-def stage_missing(folder, bounds):
+def stage_missing(folder: Path, bounds: tuple[int, int]) -> list[str]:
     with pytest.raises(BrokenModel) as caught:
         ModelFolder.open(folder, bounds)
     return [str(caught.value)]
 
 
-def test_a_truncated_shard_is_named(folder) -> None:
+def test_a_truncated_shard_is_named(folder: Path) -> None:
     shard = shards(folder)[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(BrokenModel, match=rf"{shard.name}: tensor .* truncated"):
         ModelFolder.open(folder)
 
 
-def test_a_missing_tensor_is_named(folder) -> None:
+def test_a_missing_tensor_is_named(folder: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.bias"
     change(shard_of(folder, name), name, None)
     with pytest.raises(BrokenModel, match=f"lacks it: .*{name}"):
@@ -132,7 +137,7 @@ def test_a_missing_tensor_is_named(folder) -> None:
         ModelFolder.open(folder)
 
 
-def test_a_wrong_shape_is_named(folder) -> None:
+def test_a_wrong_shape_is_named(folder: Path) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     change(shard_of(folder, name), name, torch.zeros(95, 64))
     with pytest.raises(BrokenModel, match=rf"{name} has shape \[95, 64\].*\[96, 64\]"):
@@ -143,26 +148,26 @@ def test_a_wrong_shape_is_named(folder) -> None:
     ("dtype", "stored"),
     [(torch.int8, "I8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")],
 )
-def test_a_wrong_dtype_is_named(folder, dtype, stored: str) -> None:
+def test_a_wrong_dtype_is_named(folder: Path, dtype: torch.dtype, stored: str) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     change(shard_of(folder, name), name, torch.zeros(96, 64).to(dtype))
     with pytest.raises(UnsupportedModel, match=f"{name} is {stored}; supported here: F32, BF16"):
         ModelFolder.open(folder)
 
 
-def test_an_unsupported_architecture_is_named(folder, edit_json) -> None:
+def test_an_unsupported_architecture_is_named(folder: Path, edit_json: Callable[..., None]) -> None:
     edit_json(folder / "config.json", architectures=["GemmaForCausalLM"])
     with pytest.raises(UnsupportedModel, match="GemmaForCausalLM"):
         ModelFolder.open(folder)
 
 
-def test_a_damaged_index_is_named(folder, edit_json) -> None:
+def test_a_damaged_index_is_named(folder: Path, edit_json: Callable[..., None]) -> None:
     edit_json(folder / INDEX_FILE, weight_map=[1])
     with pytest.raises(BrokenModel, match="weight_map"):
         ModelFolder.open(folder)
 
 
-def test_a_tensor_in_two_files(folder) -> None:
+def test_a_tensor_in_two_files(folder: Path) -> None:
     name, other = "model.norm.weight", folder / "a-other.safetensors"
     save_file({name: torch.zeros(64)}, other)
     assert ModelFolder.open(folder).tensors[name].file == shard_of(folder, name).name
@@ -173,6 +178,6 @@ def test_a_tensor_in_two_files(folder) -> None:
 
 
 @pytest.mark.parametrize("layers", [(0, 4), (2, 2), (-1, 2), (3, 1)])
-def test_layers_that_the_model_does_not_have(folder, layers) -> None:
+def test_layers_that_the_model_does_not_have(folder: Path, layers: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="layers 0:3"):
         ModelFolder.open(folder, layers)

@@ -2,7 +2,9 @@
 
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,9 @@ from molink.checkpoint.header import TensorSpan, read_header
 from molink.errors import BrokenModel
 
 
-def entry(dtype="F32", shape=(2, 2), offsets=(0, 16)):
+def entry(
+    dtype: str = "F32", shape: tuple[int, ...] = (2, 2), offsets: tuple[int, int] = (0, 16)
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
@@ -32,7 +36,7 @@ def test_a_file_of_safetensors_itself(tmp_path: Path) -> None:
     assert raw[a.offset : a.offset + a.nbytes] == struct.pack("<12f", *[1.0] * 12)
 
 
-def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors) -> None:
+def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors: Callable[..., Path]) -> None:
     header = {"none": entry(shape=(0, 4), offsets=(4, 4)), "one": entry(shape=(), offsets=(0, 4))}
     path = write_safetensors(tmp_path / "x.safetensors", header, 4)
     assert read_header(path)["one"].nbytes == 4
@@ -60,7 +64,11 @@ def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors) -> None:
     ],
 )
 def test_lies_are_named(
-    tmp_path: Path, write_safetensors, header, nbytes: int, message: str
+    tmp_path: Path,
+    write_safetensors: Callable[..., Path],
+    header: bytes | dict[str, Any] | list[int],
+    nbytes: int,
+    message: str,
 ) -> None:
     path = write_safetensors(tmp_path / "shard.safetensors", header, nbytes)
     with pytest.raises(BrokenModel, match=message) as caught:
@@ -77,7 +85,7 @@ def test_lies_are_named(
         (struct.pack("<Q", 2**63), "no safetensors file"),
     ],
 )
-def test_files_that_end_early(tmp_path: Path, raw, message: str) -> None:
+def test_files_that_end_early(tmp_path: Path, raw: bytes, message: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(raw)
     with pytest.raises(BrokenModel, match=message):
         read_header(tmp_path / "x.safetensors")
@@ -85,7 +93,7 @@ def test_files_that_end_early(tmp_path: Path, raw, message: str) -> None:
 
 @given(raw=st.binary(max_size=300))
 def test_any_bytes_give_spans_inside_the_file_or_an_error(
-    tmp_path_factory: pytest.TempPathFactory, raw
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(raw) // 2) + raw)

@@ -8,10 +8,13 @@ from safetensors import safe_open
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.families import ARCHITECTURES
 from molink.checkpoint.layout import layer_tensors, stage_tensors
+from tests.support.models import MakeModel
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES.values())
-def test_names_and_shapes_are_those_of_a_checkpoint(make_model, tmp_path: Path, family) -> None:
+def test_names_and_shapes_are_those_of_a_checkpoint(
+    make_model: MakeModel, tmp_path: Path, family: str
+) -> None:
     folder = make_model(tmp_path, family)
     config = ModelConfig.load(folder)
     with safe_open(folder / "model.safetensors", "numpy") as file:
@@ -19,7 +22,7 @@ def test_names_and_shapes_are_those_of_a_checkpoint(make_model, tmp_path: Path, 
     assert stage_tensors(config, 0, config.layers) == stored
 
 
-def test_layers_with_and_without_experts(make_model, tmp_path: Path) -> None:
+def test_layers_with_and_without_experts(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen3_moe", mlp_only_layers=[1])
     config = ModelConfig.load(folder)
     assert "model.layers.1.mlp.gate_proj.weight" in layer_tensors(config, 1)

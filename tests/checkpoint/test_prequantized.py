@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,7 @@ SHAPE = (64, 512)
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def parse(**section):
+def parse(**section: Any) -> str | None:
     return parse_quantized({"quantization_config": section or None}, "config.json")
 
 
@@ -61,7 +62,9 @@ def test_other_methods_are_named(method: str) -> None:
         ({"quant_method": None, "load_in_4bit": False}, UnsupportedModel, "unnamed"),
     ],
 )
-def test_variants_are_named(changes, error, message: str) -> None:
+def test_variants_are_named(
+    changes: dict[str, Any], error: type[BrokenModel] | type[UnsupportedModel], message: str
+) -> None:
     with pytest.raises(error, match=message):
         parse(**(FOUR | changes))
 
@@ -140,6 +143,6 @@ known = st.sampled_from(["quant_type", "blocksize", "shape", "nested_blocksize",
 
 
 @given(st.binary(max_size=64) | st.dictionaries(known, values).map(lambda some: state(**some)))
-def test_any_state_is_a_number_or_refused(raw) -> None:
+def test_any_state_is_a_number_or_refused(raw: bytes) -> None:
     with suppress(MolinkError):
         assert abs(parse_state(raw, SHAPE, "t")) < math.inf

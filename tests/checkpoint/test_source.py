@@ -1,6 +1,7 @@
 """Names of models: bundled, local, or on the hub."""
 
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -12,7 +13,7 @@ from molink.errors import ModelNotFound
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed package with a bundled model."""
     folder = tmp_path / "data" / "demo_model"
     folder.mkdir(parents=True)
@@ -22,11 +23,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", [None, DEMO_MODEL])
-def test_the_bundled_model_is_the_default(package, name) -> None:
+def test_the_bundled_model_is_the_default(package: Path, name: str | None) -> None:
     assert find_model(name) == ModelSource(DEMO_MODEL, package)
 
 
-def test_a_package_without_the_bundled_model(package) -> None:
+def test_a_package_without_the_bundled_model(package: Path) -> None:
     (package / "config.json").unlink()
     with pytest.raises(ModelNotFound, match="install molink again"):
         find_model()
@@ -49,11 +50,13 @@ def test_what_is_neither_folder_nor_repository(
         find_model(name)
 
 
-def hub(monkeypatch, cached=None, downloaded=None):
+def hub(
+    monkeypatch: pytest.MonkeyPatch, cached: Path | None = None, downloaded: Path | None = None
+) -> list[Any]:
     """Stand in for the hub; records how it is asked."""
     asked = []
 
-    def snapshot_download(repository, **options):
+    def snapshot_download(repository: str, **options: bool | list[str]) -> str | None:
         local = options.get("local_files_only", False)
         asked.append((repository, local))
         found = cached if local else downloaded

@@ -1,6 +1,7 @@
 """Tensors that a config knows nothing of are refused, those that mean nothing are not."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from safetensors.torch import save_file
 
 from molink.checkpoint.folder import INDEX_FILE, ModelFolder
 from molink.errors import BrokenModel
+from tests.support.models import MakeModel
 
 
-def add(folder, file, *names) -> None:
+def add(folder: Path, file: str, *names: str) -> None:
     save_file({name: torch.zeros(4) for name in names}, folder / file)
 
 
@@ -25,7 +27,7 @@ def add(folder, file, *names) -> None:
         "lm_head.bias",
     ],
 )
-def test_a_tensor_without_a_place_is_named(folder, name: str) -> None:
+def test_a_tensor_without_a_place_is_named(folder: Path, name: str) -> None:
     add(folder, "more.safetensors", name)
     with pytest.raises(BrokenModel, match=rf"more\.safetensors: tensor {name} has no place"):
         ModelFolder.open(folder)
@@ -33,13 +35,17 @@ def test_a_tensor_without_a_place_is_named(folder, name: str) -> None:
         ModelFolder.open(folder, (1, 2))
 
 
-def test_fewer_layers_in_the_config_than_in_the_files(folder, edit_json) -> None:
+def test_fewer_layers_in_the_config_than_in_the_files(
+    folder: Path, edit_json: Callable[..., None]
+) -> None:
     edit_json(folder / "config.json", num_hidden_layers=2, layer_types=None)
     with pytest.raises(BrokenModel, match=r"model\.layers\.2\.\S+ and 11 more has no place"):
         ModelFolder.open(folder)
 
 
-def test_biases_that_the_config_has_not(make_model, tmp_path: Path, edit_json) -> None:
+def test_biases_that_the_config_has_not(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
     folder = make_model(tmp_path, "llama", 0, attention_bias=True)
     ModelFolder.open(folder)
     edit_json(folder / "config.json", attention_bias=False)
@@ -55,12 +61,14 @@ def test_biases_that_the_config_has_not(make_model, tmp_path: Path, edit_json) -
         ("base_model.model.layers.0.self_attn.q_proj.lora_A.weight",),
     ],
 )
-def test_leftovers_and_files_of_other_kinds_are_let_be(folder, names) -> None:
+def test_leftovers_and_files_of_other_kinds_are_let_be(
+    folder: Path, names: tuple[str, ...]
+) -> None:
     add(folder, "consolidated.safetensors", *names)
     assert ModelFolder.open(folder).config.layers == 3
 
 
-def test_something_foreign_among_the_models_own_tensors(folder) -> None:
+def test_something_foreign_among_the_models_own_tensors(folder: Path) -> None:
     (folder / INDEX_FILE).unlink()
     add(folder, "zz.safetensors", "score.weight")
     ModelFolder.open(folder)
@@ -74,7 +82,7 @@ def test_something_foreign_among_the_models_own_tensors(folder) -> None:
         ModelFolder.open(folder)
 
 
-def test_the_output_head_of_a_tied_model_is_let_be(make_model, tmp_path: Path) -> None:
+def test_the_output_head_of_a_tied_model_is_let_be(make_model: MakeModel, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True)
     add(folder, "more.safetensors", "lm_head.weight")
     assert ModelFolder.open(folder).config.tied

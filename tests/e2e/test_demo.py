@@ -5,22 +5,28 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import openai
 import psutil
 import pytest
+
+from tests.support.processes import Process, Tools
 
 QUESTION = [{"role": "user", "content": "What is molink?"}]
 LONG = {"temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
 
-def text_of(client, **options) -> str:
+def text_of(client: openai.OpenAI, **options: Any) -> str:
     stream = client.chat.completions.create(
         model="molink-demo", messages=QUESTION, stream=True, **options
     )
     return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
-def test_three_peers_hold_disjoint_layers_that_cover_the_model(demo, tools) -> None:
+def test_three_peers_hold_disjoint_layers_that_cover_the_model(
+    demo: Process, tools: type[Tools]
+) -> None:
     done = tools.run_molink(demo.home.root, "status", "--json")
     assert done.returncode == 0, done.stderr
     status = json.loads(done.stdout)
@@ -39,14 +45,14 @@ def test_three_peers_hold_disjoint_layers_that_cover_the_model(demo, tools) -> N
     assert len({peer["endpoint"] for peer in peers}) == 3
 
 
-def test_the_status_for_people(demo, tools) -> None:
+def test_the_status_for_people(demo: Process, tools: type[Tools]) -> None:
     done = tools.run_molink(demo.home.root, "status")
     assert done.returncode == 0, done.stderr
     for text in ("demo-1", "demo-2", "demo-3", "molink-demo", "ready"):
         assert text in done.stdout
 
 
-def test_the_official_client_streams_from_each_endpoint(demo, tools) -> None:
+def test_the_official_client_streams_from_each_endpoint(demo: Process, tools: type[Tools]) -> None:
     endpoints = demo.found().endpoints
     assert len(endpoints) == 3
     with ThreadPoolExecutor(3) as pool:
@@ -56,7 +62,7 @@ def test_the_official_client_streams_from_each_endpoint(demo, tools) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_ask_prints_the_answer_alone(tools, tmp_path: Path, quantize: str) -> None:
+def test_ask_prints_the_answer_alone(tools: type[Tools], tmp_path: Path, quantize: str) -> None:
     done = tools.run_molink(tmp_path, "demo", "--quantize", quantize, "--ask", "What is molink?")
     assert done.returncode == 0, done.stderr
     assert "molink" in done.stdout
@@ -64,13 +70,13 @@ def test_ask_prints_the_answer_alone(tools, tmp_path: Path, quantize: str) -> No
     assert "Starting" in done.stderr
 
 
-def test_chat_finds_the_demo(demo, tools) -> None:
+def test_chat_finds_the_demo(demo: Process, tools: type[Tools]) -> None:
     done = tools.run_molink(demo.home.root, "chat", "Hello!")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_closing_the_connection_frees_the_blocks(demo, tools) -> None:
+def test_closing_the_connection_frees_the_blocks(demo: Process, tools: type[Tools]) -> None:
     status = demo.wait_ready()
     head = status["pipelines"][0]["stages"][0]["peer"]
     (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
@@ -86,7 +92,7 @@ def test_closing_the_connection_frees_the_blocks(demo, tools) -> None:
     assert tools.metrics(at_head)["molink_head_cancelled_total"] >= 1
 
 
-def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo, tools) -> None:
+def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo: Process, tools: type[Tools]) -> None:
     status = demo.wait_ready()
     head = status["pipelines"][0]["stages"][0]["peer"]
     (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
@@ -116,7 +122,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo, tools) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_stream_outlives_a_worker(demo, tools, stage: int) -> None:
+def test_a_stream_outlives_a_worker(demo: Process, tools: type[Tools], stage: int) -> None:
     """Stage 0's worker is the head, too. The client sees a pause, and the same text."""
     client = tools.client(demo.found().endpoints[1])
     expected = text_of(client, **LONG)
@@ -147,7 +153,7 @@ def test_a_stream_outlives_a_worker(demo, tools, stage: int) -> None:
         assert time.monotonic() < deadline
 
 
-def test_the_coordinator_is_not_in_the_way_of_a_token(demo, tools) -> None:
+def test_the_coordinator_is_not_in_the_way_of_a_token(demo: Process, tools: type[Tools]) -> None:
     client = tools.client(demo.found().endpoints[2])
     expected = text_of(client, **LONG)
     status = demo.wait_ready()

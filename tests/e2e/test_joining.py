@@ -6,14 +6,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
+
+from tests.support.models import MakeModel
+from tests.support.processes import Process, Tools
 
 MESSAGES = [{"role": "user", "content": "Hello, who are you?"}]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, make_model) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Path:
     """A random small model that only the PC of ``molink up`` has."""
     return make_model(
         tmp_path_factory.mktemp("models") / "tiny",
@@ -27,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, make_model) -> Path:
 class Trio:
     """``up`` with the model, a joiner with a stage, a joiner without."""
 
-    def __init__(self, root: Path, model: Path, tools) -> None:
+    def __init__(self, root: Path, model: Path, tools: type[Tools]) -> None:
         self.root = root
         local = tools.local_options
         self.up = tools.Process(
@@ -59,7 +63,9 @@ class Trio:
 
 
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory, model: Path, tools) -> Iterator[Trio]:
+def trio(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, tools: type[Tools]
+) -> Iterator[Trio]:
     root = tmp_path_factory.mktemp("trio")
     trio = Trio(root, model, tools)
     try:
@@ -67,7 +73,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory, model: Path, tools) -> Iterat
         for process in trio.started:
             client = tools.client(process.found().endpoints[0])
 
-            def ready(client=client) -> bool:
+            def ready(client: openai.OpenAI = client) -> bool:
                 return bool(list(client.models.list()))
 
             tools.wait_for(ready, process)
@@ -76,7 +82,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory, model: Path, tools) -> Iterat
         trio.stop()
 
 
-def answer(tools, process) -> str:
+def answer(tools: type[Tools], process: Process) -> str:
     client = tools.client(process.found().endpoints[0])
     reply = client.chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=0, max_tokens=24
@@ -84,7 +90,7 @@ def answer(tools, process) -> str:
     return reply.choices[0].message.content or ""
 
 
-def test_joiners_need_nothing_but_the_token(trio: Trio, tools) -> None:
+def test_joiners_need_nothing_but_the_token(trio: Trio, tools: type[Tools]) -> None:
     status = trio.up.wait_ready()
     stages = status["pipelines"][0]["stages"]
     names = {peer["id"]: peer["name"] for peer in status["peers"]}
@@ -96,7 +102,7 @@ def test_joiners_need_nothing_but_the_token(trio: Trio, tools) -> None:
     assert len(set(texts)) == 1
 
 
-def test_only_what_is_needed_travels(trio: Trio, tools, model: Path) -> None:
+def test_only_what_is_needed_travels(trio: Trio, tools: type[Tools], model: Path) -> None:
     status = trio.up.wait_ready()
     (worker,) = [p for p in status["peers"] if p["name"] == "second"]
     first, last = worker["workers"][0]["layers"]
@@ -124,7 +130,7 @@ def test_secrets_are_for_their_owner_alone(trio: Trio) -> None:
     assert not any(secret in line for line in lines)
 
 
-def test_a_token_that_was_tampered_with(trio: Trio, tools, tmp_path: Path) -> None:
+def test_a_token_that_was_tampered_with(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     broken = trio.token[:-3] + "xyz"
     done = tools.run_molink(tmp_path, "join", broken, *tools.local_options())
     assert done.returncode == 3
@@ -132,12 +138,12 @@ def test_a_token_that_was_tampered_with(trio: Trio, tools, tmp_path: Path) -> No
     assert "not a valid join token" in done.stderr
 
 
-def test_a_token_that_expires(trio: Trio, tools, tmp_path: Path) -> None:
+def test_a_token_that_expires(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     token = tools.run_molink(trio.root / "up", "invite", "--ttl", "0.0002").stdout.strip()
     tools.wait_for(lambda: _expires(tools, tmp_path, token), trio.up)
 
 
-def _expires(tools, home: Path, token: str) -> bool:
+def _expires(tools: type[Tools], home: Path, token: str) -> bool:
     from molink.errors import TokenError
     from molinkd.peer.membership import parse_token
 
@@ -150,7 +156,7 @@ def _expires(tools, home: Path, token: str) -> bool:
     return False
 
 
-def test_a_token_of_another_swarm(trio: Trio, tools, tmp_path: Path) -> None:
+def test_a_token_of_another_swarm(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     """Its address leads to a coordinator that holds another key."""
     import msgspec
 
@@ -168,13 +174,13 @@ def test_a_token_of_another_swarm(trio: Trio, tools, tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
 
 
-def test_a_member_of_one_swarm_cannot_join_another(trio: Trio, tools) -> None:
+def test_a_member_of_one_swarm_cannot_join_another(trio: Trio, tools: type[Tools]) -> None:
     done = tools.run_molink(trio.root / "guest", "join", trio.token, *tools.local_options())
     assert done.returncode == 2
     assert "another molink daemon" in done.stderr
 
 
-def test_leaving(trio: Trio, tools, tmp_path: Path) -> None:
+def test_leaving(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     home = tmp_path / "leaver"
     leaver = tools.Process(
         home, ["join", trio.token, "--name", "fourth", *tools.local_options("--stage", "none")]
@@ -191,7 +197,7 @@ def test_leaving(trio: Trio, tools, tmp_path: Path) -> None:
         leaver.stop()
 
 
-def test_revoking(trio: Trio, tools, tmp_path: Path) -> None:
+def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     home = tmp_path / "guest"
     guest = tools.Process(
         home, ["join", trio.token, "--name", "fifth", *tools.local_options("--stage", "none")]
@@ -213,7 +219,9 @@ def _names(trio: Trio) -> list[str]:
     return [peer["name"] for peer in trio.up.status()["peers"]]
 
 
-def test_a_killed_daemon_leaves_nothing_behind(tools, model: Path, tmp_path: Path) -> None:
+def test_a_killed_daemon_leaves_nothing_behind(
+    tools: type[Tools], model: Path, tmp_path: Path
+) -> None:
     options = tools.local_options("--coordinator-port", "0")
     process = tools.Process(tmp_path / "home", ["up", "--model", str(model), *options])
     try:

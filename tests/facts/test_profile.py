@@ -1,6 +1,7 @@
 """Profiles: times between, below and beyond what was measured, and what is no profile."""
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -65,7 +66,9 @@ POINTS = st.lists(
 
 
 @given(POINTS, POINTS, st.integers(1, 5000))
-def test_times_lie_between_their_neighbours(decode, prefill, rows) -> None:
+def test_times_lie_between_their_neighbours(
+    decode: tuple[tuple[int, float], ...], prefill: tuple[tuple[int, float], ...], rows: int
+) -> None:
     profile = Profile(decode=decode, prefill=prefill)
     for points, seconds in ((decode, profile.decode_s(rows)), (prefill, profile.prefill_s(rows))):
         around = [s for r, s in points if r <= rows][-1:] + [s for r, s in points if r >= rows][:1]
@@ -99,7 +102,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("fields", BAD)
-def test_what_no_stage_can_have_measured_is_no_message(fields) -> None:
+def test_what_no_stage_can_have_measured_is_no_message(fields: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(fields, Profile)
     body = {"type": "stage-loaded", "pipeline": "p1", "epoch": 1, "stage": 0, "port": 1}

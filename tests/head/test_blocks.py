@@ -78,7 +78,7 @@ def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release() -> N
 
 
 @pytest.mark.parametrize("held", [[0, 0], [1], [5], [-1]])
-def test_a_block_that_nobody_holds_cannot_be_released(held) -> None:
+def test_a_block_that_nobody_holds_cannot_be_released(held: list[int]) -> None:
     blocks = BlockAllocator(2)
     blocks.allocate(1)
     with pytest.raises(InvariantError):
@@ -119,7 +119,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return {block for gone in self.pending.values() for block in gone}
 
     @rule(count=st.integers(0, 5))
-    def allocate(self, count) -> None:
+    def allocate(self, count: int) -> None:
         free = self.blocks.free
         table = self.blocks.allocate(count)
         assert (table is None) == (count > free)
@@ -129,7 +129,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.tables.append(table)
 
     @rule(data=st.data())
-    def share(self, data) -> None:
+    def share(self, data: st.DataObject) -> None:
         able = sorted(self.held().keys() | self.kept)
         if able:
             shared = data.draw(st.lists(st.sampled_from(able), unique=True))
@@ -138,21 +138,21 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held().keys() - self.kept)
     @rule(data=st.data())
-    def keep(self, data) -> None:
+    def keep(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.held().keys() - self.kept)))
         self.blocks.keep(block)
         self.kept.add(block)
 
     @precondition(lambda self: self.kept - self.held().keys())
     @rule(data=st.data())
-    def forget(self, data) -> None:
+    def forget(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.kept - self.held().keys())))
         self.blocks.forget(block)
         self.kept.discard(block)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def retire(self, data) -> None:
+    def retire(self, data: st.DataObject) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.tick += 1
         self.blocks.retire(self.tick, table)
@@ -160,13 +160,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())
-    def unshare(self, data) -> None:
+    def unshare(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
         self.blocks.unshare(table.pop())
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data())
-    def reclaim(self, data) -> None:
+    def reclaim(self, data: st.DataObject) -> None:
         tick = data.draw(st.sampled_from(sorted(self.pending)))
         gone = self.pending.pop(tick)
         able = set(gone) - self.held().keys() - self.on_their_way()

@@ -38,7 +38,7 @@ class Player:
     released: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, blocks: int = 64, size: int = 16, **changes) -> "Player":
+    def of(cls, blocks: int = 64, size: int = 16, **changes: int) -> "Player":
         given = {"chunk_tokens": 512, **changes}
         return cls(Head(HeadLimits(blocks, size, 2, **given), 1))
 

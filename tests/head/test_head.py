@@ -39,7 +39,11 @@ def is_empty(head: Head) -> bool:
 
 
 def request(
-    key: str, tokens: int, answer: int = 100, owner: str = "daemon", **changes
+    key: str,
+    tokens: int,
+    answer: int = 100,
+    owner: str = "daemon",
+    **changes: Sampling | int | tuple[int, ...],
 ) -> HeadRequest:
     fields = {"prompt_tokens": tokens, "sampling": PLAIN, **changes}
     return HeadRequest(owner, key, tuple(range(tokens)), max_tokens=answer, **fields)
@@ -620,7 +624,7 @@ def test_the_largest_request_that_fits_is_served() -> None:
     "changes",
     [{"tokens": 0}, {"prompt_tokens": 0}, {"prompt_tokens": 9}, {"answer": 0}, {"window": 0}],
 )
-def test_fields_out_of_range_are_refused(changes) -> None:
+def test_fields_out_of_range_are_refused(changes: dict[str, int]) -> None:
     fields = {"tokens": 3, "prompt_tokens": 3, **changes}
     with pytest.raises(RequestError):
         submit(Head(limits(), 1), request("a", **fields))

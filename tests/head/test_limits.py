@@ -5,7 +5,7 @@ from molink.head.limits import HeadLimits
 
 
 @pytest.mark.parametrize("changes", [{"blocks": 0}, {"micro_batches": 65}, {"chunk_tokens": -1}])
-def test_out_of_range_is_refused(changes) -> None:
+def test_out_of_range_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(changes))):
         HeadLimits(**{"blocks": 4, "block_size": 4, "micro_batches": 2, **changes})
 

@@ -98,7 +98,9 @@ def common(one: list[int], other: list[int]) -> int:
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None)
-def test_a_match_is_the_longest_beginning_that_is_there(sequences, tokens, data) -> None:
+def test_a_match_is_the_longest_beginning_that_is_there(
+    sequences: list[list[int]], tokens: list[int], data: st.DataObject
+) -> None:
     tree = PrefixTree(SIZE)
     there: dict[int, list[int]] = {}
     for number, sequence in enumerate(sequences):

@@ -14,7 +14,9 @@ still on their way.
 import random
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -40,6 +42,7 @@ from molink.wire.messages.data import (
     History,
     Rejected,
     Release,
+    Rows,
     Sampled,
     Sampling,
     Table,
@@ -101,7 +104,9 @@ class State:
 class Stage:
     """A scoreboard and a KV pool that remembers who wrote what."""
 
-    def __init__(self, index: int, last: bool, limits: HeadLimits, cutting=None) -> None:
+    def __init__(
+        self, index: int, last: bool, limits: HeadLimits, cutting: AnyPieces | None = None
+    ) -> None:
         self.index, self.last, self.block_size = index, last, limits.block_size
         bounds = BoardLimits(blocks=limits.blocks, block_size=limits.block_size)
         self.board = Scoreboard(bounds, cutting)
@@ -112,7 +117,11 @@ class Stage:
         self.requests: dict[int, State] = {}
         self.running: list[Work] = []
 
-    def arrive(self, body, data) -> list[tuple[int, object, object]]:
+    def arrive(
+        self,
+        body: Any,
+        data: bytes | list[tuple[int, int, tuple[int, ...]]] | tuple[int, ...] | None,
+    ) -> list[tuple[int, object, object]]:
         if isinstance(body, Admit):
             self.requests[body.request] = State(body)
         elif isinstance(body, History):
@@ -131,7 +140,7 @@ class Stage:
             self.board.arrive(body, data, 0.0)
         return self.forward(())
 
-    def forward(self, ticks) -> list[tuple[int, object, object]]:
+    def forward(self, ticks: tuple[int, ...]) -> list[tuple[int, object, object]]:
         """Controls for the next stage's decode lane."""
         out = []
         for control in self.board.complete(ticks, 0.0):
@@ -215,7 +224,7 @@ class Stage:
                 choices.append(self._sample(state, group, tokens))
         return choices, failed
 
-    def _sample(self, state: State, group, tokens: list[int]) -> Choice:
+    def _sample(self, state: State, group: Rows, tokens: list[int]) -> Choice:
         token = model(tokens, state.admit.sampling.seed)
         if state.admit.sampling.needs_history:
             assert state.history == tokens
@@ -240,7 +249,7 @@ class Client:
 class Ring:
     """Head, stages, and the two lanes of each hop; someone else decides what happens next."""
 
-    def __init__(self, stages: int, limits: HeadLimits, cutting=None) -> None:
+    def __init__(self, stages: int, limits: HeadLimits, cutting: AnyPieces | None = None) -> None:
         self.limits = limits
         self.head = Head(limits, 3)
         self.cutting = cutting
@@ -320,7 +329,7 @@ class Ring:
     def finish(self, index: int, which: int = 0) -> None:
         self._send(index, self.stages[index].finish(which))
 
-    def _send(self, hop: int, messages) -> None:
+    def _send(self, hop: int, messages: list[Any]) -> None:
         for lane, body, data in messages:
             self.lanes[hop, lane].append((body, data))
 
@@ -364,7 +373,7 @@ class Ring:
     def do(self, event: tuple) -> None:
         getattr(self, event[0])(*event[1:])
 
-    def drain(self, choose, maximum: int = 20_000) -> None:
+    def drain(self, choose: Callable[..., Any], maximum: int = 20_000) -> None:
         """Let everything run to its end; it must get there."""
         for _ in range(maximum):
             for key, client in self.clients.items():
@@ -445,15 +454,15 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_request_gets_its_own_tokens(
-    stages,
-    micro_batches,
-    block_size,
-    blocks,
-    chunk_tokens,
-    max_running,
-    prefix_cache,
-    cutting,
-    seed,
+    stages: int,
+    micro_batches: int,
+    block_size: int,
+    blocks: int,
+    chunk_tokens: int,
+    max_running: int,
+    prefix_cache: bool,
+    cutting: AnyPieces | None,
+    seed: int,
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text."""
     rng = random.Random(seed)
@@ -513,7 +522,7 @@ class RingMachine(RuleBasedStateMachine):
         answer=st.integers(1, 4),
         window=st.integers(1, 3),
     )
-    def submit(self, tokens, shared, answer, window) -> None:
+    def submit(self, tokens: int, shared: int, answer: int, window: int) -> None:
         self.count += 1
         ids = tuple(i if i < shared else (self.count + i) % VOCABULARY for i in range(tokens))
         sampling = Sampling(seed=self.count)
@@ -523,17 +532,17 @@ class RingMachine(RuleBasedStateMachine):
         )
 
     @rule(seconds=st.sampled_from([1.0, PATIENCE]))
-    def wait(self, seconds) -> None:
+    def wait(self, seconds: float) -> None:
         self.ring.now += seconds
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
-    def cancel(self, data) -> None:
+    def cancel(self, data: st.DataObject) -> None:
         self.ring.cancel(data.draw(st.sampled_from(self.live())))
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
-    def credit(self, data) -> None:
+    def credit(self, data: st.DataObject) -> None:
         self.ring.credit(data.draw(st.sampled_from(self.live())))
 
     @rule()
@@ -542,7 +551,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ring.events())
     @rule(data=st.data())
-    def event(self, data) -> None:
+    def event(self, data: st.DataObject) -> None:
         self.ring.do(data.draw(st.sampled_from(self.ring.events())))
 
     @invariant()

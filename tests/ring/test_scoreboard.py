@@ -1,6 +1,7 @@
 """Exact decisions of one stage's scoreboard; a whole ring of them is in tests/head/test_ring.py."""
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def volume(tick: int, *groups: Rows, prefill: bool = False) -> Volume:
     return Volume(tick, prefill, groups, Payload("f32", (count, 1)))
 
 
-def feed(board: Scoreboard, *bodies, data: object = "data") -> list:
+def feed(board: Scoreboard, *bodies: Any, data: object = "data") -> list:
     """Messages arrive; returns the bodies to be forwarded."""
     out = []
     for body in bodies:
@@ -210,7 +211,7 @@ def test_ticks_seen_before_are_ignored() -> None:
 @pytest.mark.parametrize(
     "groups", [(rows(0, after=2),), (rows(0, after=9),), (rows(0, 1), rows(0, 1, start=1))]
 )
-def test_a_volume_that_makes_no_sense_is_buried(groups) -> None:
+def test_a_volume_that_makes_no_sense_is_buried(groups: tuple[Rows, ...]) -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     assert feed(board, volume(2, *groups)) == [Tombstone(2)]
@@ -323,7 +324,9 @@ def test_requests_are_bounded_the_released_ones_too() -> None:
         (2**53, Payload("i32", (1,))),
     ],
 )
-def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(first, payload) -> None:
+def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(
+    first: int, payload: Payload
+) -> None:
     board = Scoreboard(BoardLimits(context=8))
     bad = History(2, 0, first, payload)
     good = [History(3, 0, 0, Payload("i32", (5,))), History(4, 0, 5, Payload("i32", (3,)))]
@@ -362,7 +365,7 @@ def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
         (Payload("i32", (4,)), ids(1, 2, 3, 4)),
     ],
 )
-def test_a_table_that_makes_no_sense_is_refused(payload, data) -> None:
+def test_a_table_that_makes_no_sense_is_refused(payload: Payload, data: bytes | None) -> None:
     board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2))
     feed(board, admit(1, 0))
     assert feed(board, Table(2, 0, payload), data=data) == [Tombstone(2)]
@@ -394,7 +397,7 @@ def test_a_table_that_makes_no_sense_is_refused(payload, data) -> None:
         "beyond the context",
     ],
 )
-def test_rows_that_no_stage_could_compute_are_dropped(bad) -> None:
+def test_rows_that_no_stage_could_compute_are_dropped(bad: Rows) -> None:
     board = Scoreboard(BoardLimits(table=3, blocks=8, block_size=2, context=10))
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(3, Rows(0, 0, 4, 1, (4, 5), False), rows(1, 2)))

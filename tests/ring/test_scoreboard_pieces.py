@@ -42,7 +42,7 @@ def board_with(*requests: int, **limits: int) -> Scoreboard:
     return board
 
 
-def arrive(board: Scoreboard, body, arrived: int | None = None) -> list:
+def arrive(board: Scoreboard, body: Release | Volume, arrived: int | None = None) -> list:
     """A message comes; returns the bodies to be forwarded."""
     data = bytearray(range(body.payload.nbytes)) if isinstance(body, Volume) else None
     board.arrive(body, data, 0.0, arrived)

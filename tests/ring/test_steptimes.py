@@ -38,7 +38,9 @@ def chunk(count: int, start: int = 0) -> Volume:
         ([decode(100), chunk(64)], 0.21),
     ],
 )
-def test_a_step_takes_as_long_as_its_volumes_one_after_another(volumes, seconds) -> None:
+def test_a_step_takes_as_long_as_its_volumes_one_after_another(
+    volumes: list[Volume], seconds: float
+) -> None:
     expected = StepTimes(PROFILE).begin(volumes)
     assert expected.likely == pytest.approx(seconds)
     assert expected.maximum == pytest.approx(SLACK * seconds)
@@ -73,7 +75,9 @@ def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -
 
 
 @given(st.lists(st.floats(0, 10), max_size=50), st.integers(1, 1024), st.integers(0, 10_000))
-def test_after_any_past_a_chunk_has_more_time_than_was_measured(past, count, start) -> None:
+def test_after_any_past_a_chunk_has_more_time_than_was_measured(
+    past: list[float], count: int, start: int
+) -> None:
     times = StepTimes(PROFILE)
     for seconds in past:
         times.begin([decode(100)])

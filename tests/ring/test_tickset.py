@@ -5,7 +5,7 @@ from molink.ring.tickset import TickSet
 
 
 @given(st.lists(st.integers(1, 30)))
-def test_is_a_set(ticks) -> None:
+def test_is_a_set(ticks: list[int]) -> None:
     done = TickSet()
     for tick in ticks:
         done.add(tick)
@@ -16,7 +16,7 @@ def test_is_a_set(ticks) -> None:
 
 
 @given(st.permutations(range(1, 30)))
-def test_remembers_nothing_below_the_watermark(ticks) -> None:
+def test_remembers_nothing_below_the_watermark(ticks: list[int]) -> None:
     done = TickSet()
     for tick in ticks:
         done.add(tick)

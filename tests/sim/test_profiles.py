@@ -1,6 +1,8 @@
 """Profiles: those that come with molink make sense, and nonsense is refused by file and key."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +74,7 @@ def test_nonsense_is_refused(tmp_path: Path, old: str, new: str, complaint: str)
 
 
 @pytest.mark.parametrize("load", [load_device, load_model, load_link])
-def test_a_name_that_nobody_knows(load, tmp_path: Path) -> None:
+def test_a_name_that_nobody_knows(load: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no profile 'foo' among the \w+: \w+"):
         load("foo")
     with pytest.raises(UsageError, match=r"can't read the profile .*foo\.toml"):

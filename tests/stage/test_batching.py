@@ -1,5 +1,6 @@
 """Rows of several requests in one forward give what each gives alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from molink.errors import InvariantError, UsageError
 from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
+from tests.support.models import MakeModel
+from tests.support.stage import Ring
 
 #: (tokens before, rows now) of the requests of one forward, in order.
 MIXES = {
@@ -22,7 +25,9 @@ MIXES = {
 }
 
 
-def scattered(requests, block_size, blocks, seed):
+def scattered(
+    requests: list[tuple[int, int]], block_size: int, blocks: int, seed: int
+) -> list[tuple[int, ...]]:
     """Non-contiguous block tables that share no block, one per request."""
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).tolist()
     tables = []
@@ -34,7 +39,7 @@ def scattered(requests, block_size, blocks, seed):
 
 
 @pytest.fixture(scope="module")
-def folder(make_model, tmp_path_factory: pytest.TempPathFactory):
+def folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     return make_model(made, "qwen3", 1, rope_parameters=rope, max_position_embeddings=48)
@@ -43,7 +48,11 @@ def folder(make_model, tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_mixed_rows_equal_each_alone(
-    folder, make_ring, random_tokens, mix, block_size: int
+    folder: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    mix: str,
+    block_size: int,
 ) -> None:
     requests, blocks = MIXES[mix], 1400 // block_size
     ring = make_ring(folder, (1,), blocks=blocks, block_size=block_size)
@@ -67,7 +76,9 @@ def test_mixed_rows_equal_each_alone(
     torch.testing.assert_close(fused, torch.cat(alone), atol=1e-4, rtol=0)
 
 
-def test_only_the_wanted_logits(folder, make_ring, random_tokens) -> None:
+def test_only_the_wanted_logits(
+    folder: Path, make_ring: type[Ring], random_tokens: Callable[..., list[int]]
+) -> None:
     ring, rows = make_ring(folder), [SequenceRows(0, 12, (3, 1))]
     every = ring.run(random_tokens(12), rows)
     assert ring.run(random_tokens(12), rows, []).shape == (0, 320)
@@ -77,12 +88,14 @@ def test_only_the_wanted_logits(folder, make_ring, random_tokens) -> None:
 
 
 @torch.inference_mode()
-def poison(stage) -> None:
+def poison(stage: Stage) -> None:
     """Fill the pool with what a failed request may leave behind."""
     stage._pool._storage.fill_(torch.nan)
 
 
-def test_a_reused_block_carries_nothing_over(folder, make_ring, random_tokens) -> None:
+def test_a_reused_block_carries_nothing_over(
+    folder: Path, make_ring: type[Ring], random_tokens: Callable[..., list[int]]
+) -> None:
     ring = make_ring(folder, (2,))
     clean = ring.run(random_tokens(5), [SequenceRows(0, 5, (7,))])
     for stage in ring.stages:
@@ -102,7 +115,7 @@ def test_a_reused_block_carries_nothing_over(folder, make_ring, random_tokens) -
     assert both.isfinite().all()
 
 
-def test_the_callers_tensors_stay_as_they_are(folder) -> None:
+def test_the_callers_tensors_stay_as_they_are(folder: Path) -> None:
     stage = Stage.load(ModelFolder.open(folder), (1, 2), "cpu", "f32")
     stage.allocate(4, 8)
     hidden = torch.randn(3, 64)
@@ -112,7 +125,7 @@ def test_the_callers_tensors_stay_as_they_are(folder) -> None:
     assert torch.equal(hidden, before)
 
 
-def test_wrong_batches_are_refused(folder, random_tokens) -> None:
+def test_wrong_batches_are_refused(folder: Path, random_tokens: Callable[..., list[int]]) -> None:
     stage = Stage.load(ModelFolder.open(folder), (0, 1), "cpu", "f32")
     tokens = torch.tensor(random_tokens(9))
     with pytest.raises(InvariantError, match="before it had a KV pool"):
@@ -133,7 +146,7 @@ def test_wrong_batches_are_refused(folder, random_tokens) -> None:
         stage.forward(StageInput(None, torch.zeros(9, 64), (SequenceRows(0, 9, (0, 1)),)))
 
 
-def test_sizes_and_ends(folder) -> None:
+def test_sizes_and_ends(folder: Path) -> None:
     opened = ModelFolder.open(folder)
     whole = Stage.load(opened, (0, 3), "cpu", "f32")
     parts = [Stage.load(opened, bounds, "cpu", "f32") for bounds in ((0, 1), (1, 2), (2, 3))]
@@ -148,7 +161,7 @@ def test_sizes_and_ends(folder) -> None:
     assert half.weight_bytes * 2 == pytest.approx(parts[0].weight_bytes, rel=0.02)
 
 
-def test_a_tied_head_is_held_once_by_a_whole_model(make_model, tmp_path: Path) -> None:
+def test_a_tied_head_is_held_once_by_a_whole_model(make_model: MakeModel, tmp_path: Path) -> None:
     opened = ModelFolder.open(make_model(tmp_path, "qwen2", 0, tie_word_embeddings=True))
     whole = Stage.load(opened, (0, 3), "cpu", "f32")
     last = Stage.load(opened, (2, 3), "cpu", "f32")
@@ -156,7 +169,7 @@ def test_a_tied_head_is_held_once_by_a_whole_model(make_model, tmp_path: Path) -
     assert last.weight_bytes > 320 * 64 * 4
 
 
-def test_rows_from_a_stage_of_another_dtype_are_taken(folder) -> None:
+def test_rows_from_a_stage_of_another_dtype_are_taken(folder: Path) -> None:
     stage = Stage.load(ModelFolder.open(folder), (1, 2), "cpu", "f32")
     stage.allocate(4, 8)
     hidden = torch.randn(3, 64, dtype=torch.bfloat16)
@@ -171,6 +184,6 @@ def test_cuda_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99", "mps"])
-def test_unknown_device(folder, device: str) -> None:
+def test_unknown_device(folder: Path, device: str) -> None:
     with pytest.raises(UsageError, match=device):
         Stage.load(ModelFolder.open(folder), (0, 1), device)

@@ -1,5 +1,6 @@
 """Whole models by compiled code, beside transformers in float32."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledNorm
 from molink.stage.kernels.create import create_matmul
 from molink.stage.linear import CompiledLinear, create
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1},
@@ -37,7 +40,12 @@ def needs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_models(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, family
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    family: str,
 ) -> None:
     needs(torch.bfloat16)
     folder = make_model(tmp_path, family, dtype="bfloat16", head_dim=32, **FAMILIES[family])
@@ -59,7 +67,12 @@ def test_bf16_models(
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 def test_bf16_weights_with_float32_rows(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, family: str
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    family: str,
 ) -> None:
     needs(torch.float32)
     folder = make_model(tmp_path, family, dtype="bfloat16")

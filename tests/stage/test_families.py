@@ -1,13 +1,17 @@
 """Families beyond Llama's own give what transformers gives: whole, split, in chunks, in batches."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.stage.batch import SequenceRows
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LONGROPE = {
@@ -70,11 +74,13 @@ LENGTH = 75
 
 
 @pytest.fixture(scope="module")
-def folder_of(make_model, tmp_path_factory: pytest.TempPathFactory):
+def folder_of(
+    make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """``folder_of(name, **fields)``: the folder of a model of ``MODELS``, made once."""
     made = {}
 
-    def make(name, dtype="float32"):
+    def make(name: str, dtype: str = "float32") -> Path:
         if (name, dtype) not in made:
             family, fields = MODELS[name]
             path = tmp_path_factory.mktemp("model")
@@ -87,7 +93,13 @@ def folder_of(make_model, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_greedy_text(folder_of, make_ring, make_reference, random_tokens, name) -> None:
+def test_logits_and_greedy_text(
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    name: str,
+) -> None:
     folder = folder_of(name)
     tokens, reference = random_tokens(LENGTH), make_reference(folder)
     expected = reference.logits(tokens)
@@ -100,7 +112,13 @@ def test_logits_and_greedy_text(folder_of, make_ring, make_reference, random_tok
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prefill_in_chunks(folder_of, make_ring, make_reference, random_tokens, name) -> None:
+def test_prefill_in_chunks(
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    name: str,
+) -> None:
     folder, tokens = folder_of(name), random_tokens(LENGTH)
     expected = make_reference(folder).logits(tokens)
     for chunk in (1, 7, 32):
@@ -113,7 +131,11 @@ def test_prefill_in_chunks(folder_of, make_ring, make_reference, random_tokens, 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_of_several_requests(
-    folder_of, make_ring, make_reference, random_tokens, name
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    name: str,
 ) -> None:
     folder = folder_of(name)
     reference, ring = make_reference(folder), make_ring(folder, (2,), blocks=80)
@@ -137,7 +159,11 @@ def test_rows_of_several_requests(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_16_bit_weights_stay_close(
-    folder_of, make_ring, make_reference, random_tokens, name
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    name: str,
 ) -> None:
     folder, tokens = folder_of(name, dtype="bfloat16"), random_tokens(50)
     expected = make_reference(folder).logits(tokens)
@@ -147,14 +173,19 @@ def test_16_bit_weights_stay_close(
 
 @pytest.mark.parametrize("chunk", [1, 16, 40, 100])
 def test_longrope_suits_what_a_request_may_become(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, chunk: int
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    chunk: int,
 ) -> None:
     fields = PHI4_MINI | {"original_max_position_embeddings": 48}
     folder, tokens = make_model(tmp_path, "phi3", 7, **fields), random_tokens(LENGTH)
     expected = make_reference(folder).logits(tokens)
     bounds = [*range(0, LENGTH, chunk), LENGTH]
 
-    def logits(reach):
+    def logits(reach: int) -> Tensor:
         ring = make_ring(folder, (1,))
         return torch.cat(
             [
@@ -169,7 +200,11 @@ def test_longrope_suits_what_a_request_may_become(
 
 
 def test_longrope_requests_of_both_lengths_in_a_batch(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     fields = PHI4_MINI | {"original_max_position_embeddings": 48}
     folder = make_model(tmp_path, "phi3", 8, **fields)
@@ -182,7 +217,12 @@ def test_longrope_requests_of_both_lengths_in_a_batch(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
-def test_cuda_gives_what_the_cpu_gives(folder_of, make_ring, random_tokens, name) -> None:
+def test_cuda_gives_what_the_cpu_gives(
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    name: str,
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     folder, tokens = folder_of(name), random_tokens(50)

@@ -1,5 +1,6 @@
 """The decoder gives what transformers gives: every family, every rope, whole and split."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from molink.stage.batch import SequenceRows
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -84,13 +87,20 @@ LENGTH = 75
 
 
 @pytest.fixture(params=MODELS, scope="module")
-def folder(request: pytest.FixtureRequest, make_model, tmp_path_factory: pytest.TempPathFactory):
+def folder(
+    request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     family, overrides = MODELS[request.param]
     made = tmp_path_factory.mktemp("model")
     return make_model(made, family, 3, num_hidden_layers=4, **overrides)
 
 
-def test_logits_and_greedy_text(folder, make_ring, make_reference, random_tokens) -> None:
+def test_logits_and_greedy_text(
+    folder: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+) -> None:
     tokens, reference = random_tokens(LENGTH), make_reference(folder)
     expected = reference.logits(tokens)
     greedy = reference.generate(tokens, 64)
@@ -103,7 +113,11 @@ def test_logits_and_greedy_text(folder, make_ring, make_reference, random_tokens
 
 
 def test_prefill_in_chunks(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     folder = make_model(tmp_path, "qwen3", 5)
     tokens = random_tokens(LENGTH)
@@ -118,7 +132,12 @@ def test_prefill_in_chunks(
 
 @pytest.mark.parametrize("old_spelling", [False, True])
 def test_both_spellings_of_rope(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens, old_spelling: bool
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    old_spelling: bool,
 ) -> None:
     import json
 
@@ -139,7 +158,11 @@ def test_both_spellings_of_rope(
 
 
 def test_dynamic_scaling_decodes_as_generate_does(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0}
     folder = make_model(tmp_path, "llama", 2, rope_parameters=rope, max_position_embeddings=32)
@@ -150,7 +173,11 @@ def test_dynamic_scaling_decodes_as_generate_does(
 
 
 def test_16_bit_weights_stay_close(
-    make_model, tmp_path: Path, make_ring, make_reference, random_tokens
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     folder = make_model(tmp_path, "qwen2", 4, dtype="bfloat16")
     tokens = random_tokens(50)
@@ -165,7 +192,11 @@ def test_16_bit_weights_stay_close(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_cuda_gives_what_the_cpu_gives(
-    make_model, tmp_path: Path, make_ring, random_tokens, dtype: str
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    dtype: str,
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")

@@ -4,10 +4,11 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.pool import KVPool
+from tests.support.models import MakeModel
 
 
 def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(
-    make_model, tmp_path: Path
+    make_model: MakeModel, tmp_path: Path
 ) -> None:
     config = ModelFolder.open(make_model(tmp_path)).config
     pool = KVPool(config, 2, 4, 8, torch.float32, torch.device("cpu"))

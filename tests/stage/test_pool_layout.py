@@ -12,13 +12,13 @@ PAGE, BLOCKS, LAYERS = 3, 5, 2
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
-def pool(request: pytest.FixtureRequest):
+def pool(request: pytest.FixtureRequest) -> KVPool:
     made = KVPool(SHAPE, LAYERS, BLOCKS, PAGE, request.param, torch.device("cpu"), True)
     made._storage[:, :, :BLOCKS] = torch.nan
     return made
 
 
-def write(pool, *slots) -> None:
+def write(pool: KVPool, *slots: int) -> None:
     """Keys and values that say where they belong."""
     place = torch.tensor(slots, dtype=torch.float32).view(-1, 1, 1, 1)
     kind = torch.tensor([0.0, 0.5]).view(1, 2, 1, 1)
@@ -28,7 +28,7 @@ def write(pool, *slots) -> None:
 
 
 @pytest.mark.parametrize("with_scratch", [False, True])
-def test_what_is_written_is_read(pool, with_scratch: bool) -> None:
+def test_what_is_written_is_read(pool: KVPool, with_scratch: bool) -> None:
     write(pool, 6, 7, 8, 12, 13, 14)
     scratch = torch.empty(2 * 4 * PAGE * 8, dtype=pool._storage.dtype) if with_scratch else None
     keys, values = pool.read(1, torch.tensor([2, 4, 4, 2]), 2, scratch)
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(pool, with_scratch: bool) -> None:
     assert values[1, 1, :, 3].tolist() == [12.75, 13.75, 14.75, 6.75, 7.75, 8.75]
 
 
-def test_consecutive_blocks_are_not_copied(pool) -> None:
+def test_consecutive_blocks_are_not_copied(pool: KVPool) -> None:
     write(pool, *range(3, 9))
     keys, values = pool.read(1, slice(1, 3), 1)
     assert keys[0, 1, :, 2].tolist() == [3.25, 4.25, 5.25, 6.25, 7.25, 8.25]
@@ -47,7 +47,7 @@ def test_consecutive_blocks_are_not_copied(pool) -> None:
     assert both[:, 0, :, 0].tolist() == [[3, 4, 5], [6, 7, 8]]
 
 
-def test_pages_are_what_kernels_want(pool) -> None:
+def test_pages_are_what_kernels_want(pool: KVPool) -> None:
     write(pool, 4, 5)
     keys, values = pool.pages(1)
     assert keys.shape == values.shape == (BLOCKS + 1, PAGE, 2, 4)
@@ -56,14 +56,14 @@ def test_pages_are_what_kernels_want(pool) -> None:
     assert values[1, 1:, 0, 0].tolist() == [4.5, 5.5]
 
 
-def test_a_copy_ends_in_zeros(pool) -> None:
+def test_a_copy_ends_in_zeros(pool: KVPool) -> None:
     write(pool, 6, 7, 8)
     pool.copy(2, 0, 2)
     keys, _ = pool.pages(1)
     assert keys[0, :, 0, 0].tolist() == [6, 7, 0]
 
 
-def test_the_spare_block_holds_zeros(pool) -> None:
+def test_the_spare_block_holds_zeros(pool: KVPool) -> None:
     assert pool.spare == BLOCKS
     for layer in range(LAYERS):
         assert not any(part[BLOCKS].any() for part in pool.pages(layer))

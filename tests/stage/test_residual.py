@@ -1,5 +1,6 @@
 """float16 is computed in with sums in float32: those of bf16 models don't fit float16."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
+from tests.support.models import MakeModel
+from tests.support.stage import Ring
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest):
+def device(request: pytest.FixtureRequest) -> str:
     if request.param != "cpu" and not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     return request.param
@@ -21,7 +24,12 @@ def device(request: pytest.FixtureRequest):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_logits_stay_close(
-    make_model, tmp_path: Path, make_ring, random_tokens, family: str, device
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    family: str,
+    device: str,
 ) -> None:
     folder = make_model(tmp_path, family, 4, dtype="bfloat16")
     tokens, table = random_tokens(50), range(7)
@@ -34,7 +42,9 @@ def test_logits_stay_close(
     assert (found - expected).abs().mean() < 0.02 * expected.std()
 
 
-def test_rows_beyond_the_range_of_float16_pass(make_model, tmp_path: Path, device) -> None:
+def test_rows_beyond_the_range_of_float16_pass(
+    make_model: MakeModel, tmp_path: Path, device: str
+) -> None:
     opened = ModelFolder.open(make_model(tmp_path, "qwen3", 4, dtype="bfloat16"))
     hidden = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     hidden[:, 3] = 3e5

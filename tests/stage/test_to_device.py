@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest):
+def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param != "cpu" and not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     return torch.device(request.param)
@@ -24,7 +24,7 @@ def test_a_cpu_gets_no_copy() -> None:
     assert upload_integers(numbers, CPU).data_ptr() == numbers.buffer_info()[0]
 
 
-def test_numbers(device) -> None:
+def test_numbers(device: torch.device) -> None:
     assert upload(torch.tensor([1.5, -2.0]), device).tolist() == [1.5, -2.0]
     there = upload_integers(range(5), device)
     assert (there.device, there.dtype, there.tolist()) == (device, torch.int64, [0, 1, 2, 3, 4])
@@ -35,14 +35,14 @@ def test_numbers(device) -> None:
     assert target.tolist() == [7, 8, 9]
 
 
-def test_rows(device) -> None:
+def test_rows(device: torch.device) -> None:
     rows = torch.arange(12, device=device).view(6, 2)
     assert take_rows(rows, [1, 2, 3]).data_ptr() == rows[1:].data_ptr()
     assert take_rows(rows, [0, 3, 5]).tolist() == [[0, 1], [6, 7], [10, 11]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bytes_come_whole(device, dtype) -> None:
+def test_bytes_come_whole(device: torch.device, dtype: torch.dtype) -> None:
     rows = torch.randn(7, 5).to(dtype)
     parts = download([part.to(device) for part in (rows[:3], rows[3:3], rows[3:])])
     assert [len(part) for part in parts] == [3 * 5 * dtype.itemsize, 0, 4 * 5 * dtype.itemsize]

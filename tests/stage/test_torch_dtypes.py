@@ -18,7 +18,7 @@ def test_a_wish_is_granted(wanted: str) -> None:
 @pytest.mark.parametrize("stored", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("generation", [(7, 5), (8, 0), (8, 9), (12, 0)])
 def test_cuda_computes_in_the_models_own_type_if_it_can(
-    monkeypatch: pytest.MonkeyPatch, stored: str, generation
+    monkeypatch: pytest.MonkeyPatch, stored: str, generation: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
     emulated = stored == "bf16" and generation < (8, 0)

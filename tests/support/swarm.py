@@ -1,6 +1,6 @@
 """A swarm on paper: members that report, and a reconciler that is told."""
 
-from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +10,7 @@ from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
 from molink.swarm.audit import audit
 from molink.swarm.events import (
+    Announce,
     Commit,
     MemberAdded,
     Reported,
@@ -19,7 +20,7 @@ from molink.swarm.events import (
     Tick,
 )
 from molink.swarm.reconciler import Reconciler
-from molink.swarm.records import Desired, MemberRecord
+from molink.swarm.records import Desired, MemberRecord, PipelineRecord
 from molink.wire.messages.control import (
     Assign,
     Form,
@@ -50,17 +51,24 @@ QUICK = Profile(decode=((1, 0.01),))
 BLOCKS = {"a": 100, "b": 80, "c": 90}
 
 
-def key(name):
+def key(name: str) -> str:
     return name * 40
 
 
-def member(name, **changes):
+def member(name: str, **changes: Any) -> MemberRecord:
     return MemberRecord(name, key(name), name.upper(), **changes)
 
 
 def report(
-    name, *workers, stage="auto", memory=100 * GB, pid=1, models=(), prefetched=None, block_size=1
-):
+    name: str,
+    *workers: WorkerState,
+    stage: str = "auto",
+    memory: int = 100 * GB,
+    pid: int = 1,
+    models: tuple[str, ...] = (),
+    prefetched: Prefetched | None = None,
+    block_size: int = 1,
+) -> PeerReport:
     return PeerReport(
         name=name.upper(),
         version="1",
@@ -76,7 +84,9 @@ def report(
     )
 
 
-def worker(state, epoch, stage, layers, pipeline="p1"):
+def worker(
+    state: str, epoch: int, stage: int, layers: tuple[int, int], pipeline: str = "p1"
+) -> WorkerState:
     return WorkerState(
         pid=1, pipeline=pipeline, stage=stage, layers=layers, state=state, epoch=epoch
     )
@@ -85,7 +95,13 @@ def worker(state, epoch, stage, layers, pipeline="p1"):
 class Paper:
     """Drives a reconciler; ``sent`` holds what it told peers since it was last asked."""
 
-    def __init__(self, *names, min_peers=1, now=100.0, **restored):
+    def __init__(
+        self,
+        *names: str,
+        min_peers: int = 1,
+        now: float = 100.0,
+        **restored: Desired | PipelineRecord | tuple[int, int] | None,
+    ) -> None:
         self.now = now
         self.members = [member(name) for name in names]
         self.reconciler = Reconciler("s1", self.members, self.now, **restored)
@@ -94,7 +110,7 @@ class Paper:
         self.committed = []
         self._routes = {}
 
-    def do(self, event):
+    def do(self, event: Any) -> list[Announce | Commit | SendMessage] | None:
         decisions = self.reconciler.handle(event, self.now)
         audit(self.reconciler)
         live = self.reconciler.registry.sessions
@@ -103,7 +119,7 @@ class Paper:
         self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
         return decisions
 
-    def take(self, *, about_members=False, with_reasons=False):
+    def take(self, *, about_members: bool = False, with_reasons: bool = False) -> list[Any]:
         """What was sent since, as ``(peer, message)``; greetings and reasons only if asked for."""
         decisions, self.decisions = self.decisions, []
         if not with_reasons:
@@ -115,7 +131,9 @@ class Paper:
             if isinstance(d, SendMessage) and not isinstance(d.message, boring)
         ]
 
-    def _without_reason(self, decision):
+    def _without_reason(
+        self, decision: Announce | Commit | SendMessage
+    ) -> Announce | Commit | SendMessage | None:
         """The decision, but not a route of which only the reason is new."""
         match decision:
             case SendMessage(peer, Welcome()):
@@ -128,7 +146,7 @@ class Paper:
                 return SendMessage(peer, route)
         return decision
 
-    def wait(self, seconds, *alive) -> None:
+    def wait(self, seconds: float, *alive: str) -> None:
         """Let time pass in ticks while ``alive`` peers report what they run."""
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
@@ -136,18 +154,25 @@ class Paper:
                 self.do(Reported(name, self.reconciler.registry.sessions[name].report))
             self.do(Tick())
 
-    def report(self, name, *workers, fresh=False, **changes) -> None:
+    def report(self, name: str, *workers: WorkerState, fresh: bool = False, **changes: Any) -> None:
         self.do(Reported(name, report(name, *workers, **changes), fresh))
 
-    def join(self, name, **changes) -> None:
+    def join(self, name: str, **changes: str) -> None:
         self.do(MemberAdded(member(name)))
         self.report(name, **changes)
 
-    def serve(self, **changes) -> None:
+    def serve(self, **changes: ModelFacts | int | str) -> None:
         values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, **changes}
         self.do(Serve(Desired(**values)))
 
-    def loaded(self, message: Assign, peer, port=5468, blocks=None, profile=QUICK) -> None:
+    def loaded(
+        self,
+        message: Assign,
+        peer: str,
+        port: int = 5468,
+        blocks: int | None = None,
+        profile: Profile = QUICK,
+    ) -> None:
         self.do(
             StageSaid(
                 peer,
@@ -162,10 +187,12 @@ class Paper:
             )
         )
 
-    def ready(self, peer, stage, epoch, pipeline="p1") -> None:
+    def ready(self, peer: str, stage: int, epoch: int, pipeline: str = "p1") -> None:
         self.do(StageSaid(peer, StageReady(pipeline=pipeline, epoch=epoch, stage=stage)))
 
-    def failed(self, peer, stage, epoch, pipeline="p1", **changes) -> None:
+    def failed(
+        self, peer: str, stage: int, epoch: int, pipeline: str = "p1", **changes: bool
+    ) -> None:
         self.do(
             StageSaid(
                 peer,
@@ -173,7 +200,7 @@ class Paper:
             )
         )
 
-    def obey(self, batch=None):
+    def obey(self, batch: list[tuple[str, Assign | Route]] | None = None) -> list[Any]:
         """Peers carry out what they were told, until nothing more is asked; their reports too."""
         everything = []
         while batch := batch or self.take():
@@ -190,7 +217,7 @@ class Paper:
         self.show_workers()
         return everything
 
-    def prefetched(self, peer, number, state="done", reason="") -> None:
+    def prefetched(self, peer: str, number: int, state: str = "done", reason: str = "") -> None:
         said = Prefetched(number=number, state=state, reason=reason)
         old = self.reconciler.registry.sessions[peer].report
         self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
@@ -218,16 +245,25 @@ class Paper:
             )
 
 
-@pytest.fixture(scope="session")
-def kit():
+class Kit:
     """What tests build their swarms from."""
-    return SimpleNamespace(
-        Paper=Paper, member=member, report=report, worker=worker, facts=FACTS, GB=GB
-    )
+
+    Paper = Paper
+    member = staticmethod(member)
+    report = staticmethod(report)
+    worker = staticmethod(worker)
+    facts = FACTS
+    GB = GB
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    """What tests build their swarms from."""
+    return Kit()
 
 
 @pytest.fixture
-def running():
+def running() -> Paper:
     """Three peers that serve the toy in epoch 1, with nothing more to be told."""
     paper = Paper("a", "b", "c", min_peers=3)
     paper.serve()

@@ -7,6 +7,7 @@ from molink.swarm.hygiene import (
     is_model_name,
 )
 from molink.wire.messages.control import StageFailed
+from tests.support.swarm import Kit
 
 
 def test_names() -> None:
@@ -16,7 +17,7 @@ def test_names() -> None:
     assert clean_name("Jürgens Büro", "p") == "Jürgens Büro"
 
 
-def test_reports(kit) -> None:
+def test_reports(kit: Kit) -> None:
     report = msgspec.structs.replace(
         kit.report("a"), name="\n", addresses=("10.0.0.1", "pc.lan", "fe80::1%eth0", "x y", "a/b")
     )

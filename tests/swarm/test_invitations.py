@@ -35,13 +35,13 @@ def test_a_flood_ends_the_flooders_own_only() -> None:
 
 
 @pytest.mark.parametrize("ttl", [-1, float("nan"), float("inf"), 1e18])
-def test_a_nonsense_duration(ttl) -> None:
+def test_a_nonsense_duration(ttl: float) -> None:
     with pytest.raises(UsageError, match="can't be valid for"):
         Invitations().create("a", KEY, ttl, now=0, owner=True)
 
 
 @pytest.mark.parametrize("ttl", [0, 31 * DAY])
-def test_only_an_owners_is_for_ever(ttl) -> None:
+def test_only_an_owners_is_for_ever(ttl: int) -> None:
     with pytest.raises(NotAuthorized, match="more than 30 days"):
         Invitations().create("b", KEY, ttl, now=0, owner=False)
     assert Invitations().create("a", KEY, ttl, now=0, owner=True)

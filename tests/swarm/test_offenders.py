@@ -3,6 +3,7 @@
 import json
 
 from molink.swarm.offenders import Offenders
+from tests.support.net import Net
 
 STATUS = json.dumps({"peers": [{"id": "p", "name": "pc"}]}).encode()
 
@@ -31,7 +32,7 @@ def test_they_are_never_too_many() -> None:
     assert len(offenders.shown_in(STATUS)) < 64 * 1024
 
 
-async def test_a_server_tells_of_whom_it_cuts_off(net) -> None:
+async def test_a_server_tells_of_whom_it_cuts_off(net: Net) -> None:
     """The wiring of the daemon: the callback's arguments are those of ``blocked``."""
     from functools import partial
 

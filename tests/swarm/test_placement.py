@@ -23,7 +23,15 @@ GB = 10**9
 MARGIN = 1 / MARGIN_PART
 
 
-def facts(layers=8, layer=GB, first=GB // 2, last=GB // 2, kv=0, context=4096, **more):
+def facts(
+    layers: int = 8,
+    layer: int = GB,
+    first: int = GB // 2,
+    last: int = GB // 2,
+    kv: int = 0,
+    context: int = 4096,
+    **more: int | str,
+) -> ModelFacts:
     """A model whose rows take nothing, unless ``more`` says otherwise."""
     return ModelFacts(
         name="m",
@@ -37,16 +45,23 @@ def facts(layers=8, layer=GB, first=GB // 2, last=GB // 2, kv=0, context=4096, *
     )
 
 
-def peer(name, memory=100 * GB, rate=10e9, stage="auto", bf16=True, cuda=False):
+def peer(
+    name: str,
+    memory: int = 100 * GB,
+    rate: float = 10e9,
+    stage: str = "auto",
+    bf16: bool = True,
+    cuda: bool = False,
+) -> Candidate:
     return Candidate(name, name, memory, rate, stage, bf16, cuda)
 
 
-def memory_for(nbytes):
+def memory_for(nbytes: float) -> int:
     """A memory that has room for ``nbytes`` of weights, and for what a step takes beside."""
     return int((nbytes + 10_000_000) / (1 - MARGIN))
 
 
-def layers_of(placement):
+def layers_of(placement: Placement) -> dict[str, tuple[int, int]]:
     assert isinstance(placement, Placement), placement
     return {stage.peer: stage.layers for stage in placement.stages}
 
@@ -170,7 +185,7 @@ def test_peers_that_fit_nowhere_beside_the_others_are_left_out() -> None:
         ),
     ],
 )
-def test_the_reason_says_what_is_missing(candidates, reason: str) -> None:
+def test_the_reason_says_what_is_missing(candidates: list[Candidate], reason: str) -> None:
     found = place(facts(), candidates)
     assert isinstance(found, Unplaceable)
     assert re.search(reason, found.reason), found.reason
@@ -238,11 +253,11 @@ def test_a_gpu_keeps_room_for_graphs() -> None:
     ("text", "expected"),
     [("0:4", (0, 4)), ("auto", None), ("none", None), ("4", None), ("-1:4", None), ("a:b", None)],
 )
-def test_parse_range(text: str, expected) -> None:
+def test_parse_range(text: str, expected: tuple[int, int] | None) -> None:
     assert parse_range(text) == expected
 
 
-def brute_force(gap, runners):
+def brute_force(gap: Gap, runners: list[Runner]) -> tuple[float, float] | None:
     """The best (slowest, total) over every order and every composition."""
     best = None
     n = len(runners)
@@ -281,7 +296,7 @@ runners = st.lists(
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_no_split_is_better(runners, layers, opens, closes) -> None:
+def test_no_split_is_better(runners: list[Runner], layers: int, opens: bool, closes: bool) -> None:
     gap = Gap(0, layers, opens, closes)
     found = share_out([gap], runners)
     expected = brute_force(gap, runners)
@@ -319,7 +334,9 @@ models = st.builds(
 
 @given(swarms, models, st.sampled_from(["auto", "f32", "bf16"]))
 @settings(max_examples=300, deadline=None)
-def test_a_placement_covers_the_model_within_memory(swarm, model, dtype) -> None:
+def test_a_placement_covers_the_model_within_memory(
+    swarm: list[tuple[int, float, str, bool, bool]], model: ModelFacts, dtype: str
+) -> None:
     candidates = [peer(str(i), memory << 20, *values) for i, (memory, *values) in enumerate(swarm)]
     placed = place(model, candidates, dtype)
     assert placed == place(model, candidates, dtype)
@@ -346,7 +363,9 @@ def test_a_placement_covers_the_model_within_memory(swarm, model, dtype) -> None
 
 
 @given(models, st.integers(0, 12), st.booleans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
-def test_costs_are_those_of_the_footprint(model, layers, opens, closes, kind) -> None:
+def test_costs_are_those_of_the_footprint(
+    model: ModelFacts, layers: int, opens: bool, closes: bool, kind: str
+) -> None:
     need = Footprint.of(model, StageSetup(kind=kind))
     expected = need.needs(layers, opens=opens, closes=closes)
     assert Costs.of(need).memory(layers, opens=opens, closes=closes) == expected

@@ -18,11 +18,14 @@ from molink.wire.messages.control import (
     Unassign,
     Welcome,
 )
+from tests.support.swarm import Kit, Paper
 
 QUICK = Profile(decode=((1, 0.01),))
 
 
-def assign(epoch, stage, stages, layers, pipeline="p1"):
+def assign(
+    epoch: int, stage: int, stages: int, layers: tuple[int, int], pipeline: str = "p1"
+) -> Assign:
     return Assign(
         pipeline=pipeline,
         epoch=epoch,
@@ -35,11 +38,11 @@ def assign(epoch, stage, stages, layers, pipeline="p1"):
     )
 
 
-def prefetch(number, layers):
+def prefetch(number: int, layers: tuple[int, int]) -> Prefetch:
     return Prefetch(number=number, layers=layers, model="toy", sources=("a",))
 
 
-def route(epoch, head=None, pipeline="p1"):
+def route(epoch: int, head: StageAddress | None = None, pipeline: str = "p1") -> Route:
     return Route(
         pipeline=pipeline,
         epoch=epoch,
@@ -51,13 +54,13 @@ def route(epoch, head=None, pipeline="p1"):
     )
 
 
-def address(name, port=5468):
+def address(name: str, port: int = 5468) -> StageAddress:
     return StageAddress(
         peer=name, public_key=name * 40, addresses=(f"10.0.0.{ord(name)}",), port=port
     )
 
 
-def test_a_pipeline_forms_step_by_step(kit) -> None:
+def test_a_pipeline_forms_step_by_step(kit: Kit) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=2)
     paper.serve()
     assert paper.take() == []
@@ -116,7 +119,7 @@ def test_a_pipeline_forms_step_by_step(kit) -> None:
     ],
 )
 def test_kv_blocks_are_the_largest_that_any_stage_wants(
-    kit, facts, dtype: str, chosen: int
+    kit: Kit, facts: dict[str, int], dtype: str, chosen: int
 ) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     paper.serve(facts=msgspec.structs.replace(kit.facts, **facts), dtype=dtype)
@@ -133,7 +136,7 @@ def test_kv_blocks_are_the_largest_that_any_stage_wants(
     assert told[-1].context == min(kit.facts.context, 3 * chosen)
 
 
-def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit) -> None:
+def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a")
@@ -160,7 +163,7 @@ def test_all_stages_are_told_how_long_steps_take_before_they_form_the_ring(kit) 
         assert paper.take()[:2] == [(peer, profile) for profile in told]
 
 
-def test_who_waits_is_told_why(kit) -> None:
+def test_who_waits_is_told_why(kit: Kit) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     paper.serve()
     paper.report("a")
@@ -184,7 +187,7 @@ def test_who_waits_is_told_why(kit) -> None:
     assert routes[-1].reason == ""  # being formed
 
 
-def test_an_epoch_is_committed_before_anybody_hears_of_it(kit) -> None:
+def test_an_epoch_is_committed_before_anybody_hears_of_it(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -195,7 +198,7 @@ def test_an_epoch_is_committed_before_anybody_hears_of_it(kit) -> None:
     assert kinds == ["Commit", "Assign", "Route"]
 
 
-def test_peers_are_introduced_to_each_other(kit) -> None:
+def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.report("a")
     assert paper.take(about_members=True) == [
@@ -227,7 +230,7 @@ def test_peers_are_introduced_to_each_other(kit) -> None:
     assert paper.take(about_members=True) == []
 
 
-def test_a_peer_that_connects_again_is_told_everything_again(running) -> None:
+def test_a_peer_that_connects_again_is_told_everything_again(running: Paper) -> None:
     running.do(Reported("c", running.reconciler.registry.sessions["c"].report, fresh=True))
     sent = running.take(about_members=True)
     assert [peer for peer, _ in sent] == ["c"] * 4
@@ -237,7 +240,7 @@ def test_a_peer_that_connects_again_is_told_everything_again(running) -> None:
     assert running.reconciler.ready
 
 
-def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running) -> None:
+def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running: Paper) -> None:
     running.join("d", stage="none")
     assert ("d", route(1, address("a"))) in running.take()
     running.wait(3, *"abcd")
@@ -266,14 +269,14 @@ def test_a_joiner_is_placed_and_unchanged_stages_are_kept(running) -> None:
     assert running.reconciler.ready
 
 
-def joined(running):
+def joined(running: Paper) -> list[tuple[str, Prefetch]]:
     """`d` is asked to fetch."""
     running.join("d")
     running.wait(1.25, *"abcd")
     return [(p, m) for p, m in running.take() if isinstance(m, Prefetch)]
 
 
-def test_a_wish_for_files_is_said_again_until_reports_show_it(running) -> None:
+def test_a_wish_for_files_is_said_again_until_reports_show_it(running: Paper) -> None:
     asked = joined(running)
     assert asked == [("d", prefetch(1, (5, 6)))]
     running.wait(3.25, *"abcd")
@@ -289,7 +292,7 @@ def test_a_wish_for_files_is_said_again_until_reports_show_it(running) -> None:
     assert running.reconciler.formation.record.epoch == 2
 
 
-def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running) -> None:
+def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: Paper) -> None:
     joined(running)
     running.prefetched("d", 1, "failed", "the disk is full")
     assert running.reconciler.move is None
@@ -303,7 +306,7 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running) -> None:
     assert running.reconciler.formation.peers == ("a", "b", "c", "e")
 
 
-def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running) -> None:
+def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running: Paper) -> None:
     running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
@@ -316,7 +319,7 @@ def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running) -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "silent"])
-def test_a_newcomer_that_goes_while_it_fetches(running, how: str) -> None:
+def test_a_newcomer_that_goes_while_it_fetches(running: Paper, how: str) -> None:
     joined(running)
     if how == "left":
         running.do(MemberRemoved("d", "left"))
@@ -326,7 +329,7 @@ def test_a_newcomer_that_goes_while_it_fetches(running, how: str) -> None:
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_a_loss_does_not_wait_for_files(running) -> None:
+def test_a_loss_does_not_wait_for_files(running: Paper) -> None:
     joined(running)
     running.failed("b", 1, epoch=1)
     running.wait(0.5, *"abcd")
@@ -335,7 +338,7 @@ def test_a_loss_does_not_wait_for_files(running) -> None:
     assert running.reconciler.move is None
 
 
-def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running) -> None:
+def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running: Paper) -> None:
     joined(running)
     running.prefetched("d", 1)
     assert running.reconciler.formation.state == "loading"
@@ -345,7 +348,7 @@ def test_an_epoch_that_takes_seconds_is_not_given_up_for_a_download(running) -> 
     assert ("e", prefetch(2, (5, 6))) in running.take()
 
 
-def test_joins_close_together_form_once(kit) -> None:
+def test_joins_close_together_form_once(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -358,7 +361,7 @@ def test_joins_close_together_form_once(kit) -> None:
     assert len(paper.committed[0].stages) == 3
 
 
-def test_joining_for_ever_does_not_put_it_off_for_ever(kit) -> None:
+def test_joining_for_ever_does_not_put_it_off_for_ever(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -368,7 +371,7 @@ def test_joining_for_ever_does_not_put_it_off_for_ever(kit) -> None:
     assert paper.committed
 
 
-def test_a_failed_worker(running) -> None:
+def test_a_failed_worker(running: Paper) -> None:
     running.failed("b", 1, epoch=1)
     assert running.take() == [(p, route(1)) for p in "abc"]
     assert running.reconciler.reason == "stage 1 on B: oops"
@@ -382,7 +385,7 @@ def test_a_failed_worker(running) -> None:
     ]
 
 
-def test_a_crash_loop_is_left_out_longer_and_longer(running) -> None:
+def test_a_crash_loop_is_left_out_longer_and_longer(running: Paper) -> None:
     for name, memory in zip("abc", (3, 5, 3), strict=True):
         running.report(name, memory=memory * 10**9)  # without `b` there is no placement
     gaps = []
@@ -398,7 +401,7 @@ def test_a_crash_loop_is_left_out_longer_and_longer(running) -> None:
     assert "left out for" in " ".join(running.reconciler.story)
 
 
-def test_what_works_is_not_disturbed_for_a_suspect(running) -> None:
+def test_what_works_is_not_disturbed_for_a_suspect(running: Paper) -> None:
     for epoch in (1, 2):
         running.failed("b", running.reconciler.formation.stage_of("b"), epoch)
         running.wait(0.5, *"abc")
@@ -412,7 +415,7 @@ def test_what_works_is_not_disturbed_for_a_suspect(running) -> None:
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
 
-def test_the_reason_names_who_is_left_out(running) -> None:
+def test_the_reason_names_who_is_left_out(running: Paper) -> None:
     running.report("a", memory=4 * 10**9)
     running.report("b", memory=4 * 10**9)
     running.do(MemberRemoved("c", "left"))
@@ -431,7 +434,7 @@ def test_the_reason_names_who_is_left_out(running) -> None:
     )
 
 
-def test_the_next_stage_is_blamed_for_being_lost(running) -> None:
+def test_the_next_stage_is_blamed_for_being_lost(running: Paper) -> None:
     for epoch in (1, 2):
         stage = running.reconciler.formation.stage_of("a")
         running.failed("a", stage, epoch, next_lost=True)
@@ -439,7 +442,7 @@ def test_the_next_stage_is_blamed_for_being_lost(running) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_the_previous_stage_is_blamed_for_being_cut_off(running) -> None:
+def test_the_previous_stage_is_blamed_for_being_cut_off(running: Paper) -> None:
     for epoch in (1, 2):
         peers = running.reconciler.formation.peers
         stage = (peers.index("b") + 1) % len(peers)
@@ -449,7 +452,7 @@ def test_the_previous_stage_is_blamed_for_being_cut_off(running) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_a_silent_peer_is_replaced_by_who_is_left(running) -> None:
+def test_a_silent_peer_is_replaced_by_who_is_left(running: Paper) -> None:
     running.wait(5.25, *"ab")
     assert not running.reconciler.ready
     assert running.take() == [(p, route(1)) for p in "ab"]
@@ -467,7 +470,7 @@ def test_a_silent_peer_is_replaced_by_who_is_left(running) -> None:
     assert running.reconciler.ready
 
 
-def test_a_peer_that_stops_in_good_order_is_no_suspect(running) -> None:
+def test_a_peer_that_stops_in_good_order_is_no_suspect(running: Paper) -> None:
     running.failed("c", running.reconciler.formation.stage_of("c"), 1)
     running.wait(1.5, *"abc")
     running.obey()
@@ -486,7 +489,7 @@ def test_a_peer_that_stops_in_good_order_is_no_suspect(running) -> None:
     assert running.reconciler.left_out("c") == ""
 
 
-def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running) -> None:
+def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running: Paper) -> None:
     running.failed("b", 1, epoch=1, next_lost=True)  # before `c` counts as silent
     running.wait(7, *"ab")
     running.obey()
@@ -496,7 +499,7 @@ def test_who_comes_back_after_a_crash_is_told_why_it_has_no_stage(running) -> No
     assert "left out for 10 min more after a failure" in running.reconciler.left_out("c")
 
 
-def test_a_peer_that_just_went_silent_is_not_placed(running) -> None:
+def test_a_peer_that_just_went_silent_is_not_placed(running: Paper) -> None:
     running.wait(3, *"ab")
     assert running.reconciler.ready
     running.failed("b", 1, epoch=1, next_lost=True)
@@ -504,7 +507,7 @@ def test_a_peer_that_just_went_silent_is_not_placed(running) -> None:
     assert running.reconciler.formation.peers == ("a", "b")
 
 
-def test_a_short_silence_changes_nothing(running) -> None:
+def test_a_short_silence_changes_nothing(running: Paper) -> None:
     running.wait(4, *"ab")
     running.report("c", *running.reconciler.registry.sessions["c"].report.workers)
     running.wait(2, *"abc")
@@ -512,7 +515,7 @@ def test_a_short_silence_changes_nothing(running) -> None:
     assert running.reconciler.ready
 
 
-def test_its_own_standstill_is_nobodys_silence(running) -> None:
+def test_its_own_standstill_is_nobodys_silence(running: Paper) -> None:
     running.now += 60
     running.do(Tick())
     assert running.take() == []
@@ -521,7 +524,7 @@ def test_its_own_standstill_is_nobodys_silence(running) -> None:
     assert not running.reconciler.registry.sessions
 
 
-def test_a_peer_that_leaves(running) -> None:
+def test_a_peer_that_leaves(running: Paper) -> None:
     running.do(MemberRemoved("b", "left"))
     assert running.take() == [
         ("a", MemberGone(peer="b")),
@@ -535,7 +538,7 @@ def test_a_peer_that_leaves(running) -> None:
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_without_enough_memory_it_waits_and_says_why(kit) -> None:
+def test_without_enough_memory_it_waits_and_says_why(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     paper.report("a", memory=4 * kit.GB)
@@ -547,7 +550,7 @@ def test_without_enough_memory_it_waits_and_says_why(kit) -> None:
     assert paper.reconciler.formation is not None
 
 
-def test_a_joiner_that_makes_placement_impossible_stops_nothing(running) -> None:
+def test_a_joiner_that_makes_placement_impossible_stops_nothing(running: Paper) -> None:
     running.join("d", stage="0:99")
     running.wait(2, *"abcd")
     assert running.reconciler.ready
@@ -558,7 +561,7 @@ def test_a_joiner_that_makes_placement_impossible_stops_nothing(running) -> None
     assert running.reconciler.formation.record.epoch == 1
 
 
-def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running) -> None:
+def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running: Paper) -> None:
     running.failed("b", 1, epoch=0)
     running.failed("b", 1, epoch=2)
     running.failed("b", 0, epoch=1)
@@ -571,7 +574,7 @@ def test_messages_of_other_epochs_peers_and_pipelines_are_ignored(running) -> No
     assert running.reconciler.ready
 
 
-def test_a_formation_without_progress_is_given_up(kit) -> None:
+def test_a_formation_without_progress_is_given_up(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":
@@ -590,7 +593,7 @@ def test_a_formation_without_progress_is_given_up(kit) -> None:
     assert "B made no progress with loading its stage" in " ".join(paper.reconciler.story)
 
 
-def test_a_stage_that_never_links_is_given_up(kit) -> None:
+def test_a_stage_that_never_links_is_given_up(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
     paper.serve()
     for name in "ab":
@@ -605,7 +608,7 @@ def test_a_stage_that_never_links_is_given_up(kit) -> None:
     assert paper.reconciler.formation.record.epoch == 2
 
 
-def test_lost_instructions_are_repeated(kit) -> None:
+def test_lost_instructions_are_repeated(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -625,7 +628,7 @@ def test_lost_instructions_are_repeated(kit) -> None:
     assert paper.reconciler.ready
 
 
-def test_a_peer_without_room_for_kv_is_named(kit) -> None:
+def test_a_peer_without_room_for_kv_is_named(kit: Kit) -> None:
     paper = kit.Paper("a")
     paper.serve()
     paper.report("a")
@@ -636,7 +639,7 @@ def test_a_peer_without_room_for_kv_is_named(kit) -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "gone", "restarted"])
-def test_reports_show_what_messages_did_not(running, kit, how: str) -> None:
+def test_reports_show_what_messages_did_not(running: Paper, kit: Kit, how: str) -> None:
     if how == "failed":
         running.report("b", kit.worker("failed", 1, 1, (2, 4)))
     elif how == "gone":
@@ -648,7 +651,7 @@ def test_reports_show_what_messages_did_not(running, kit, how: str) -> None:
     assert running.take()[0] == ("a", route(1))
 
 
-def test_workers_of_nothing_are_stopped(running, kit) -> None:
+def test_workers_of_nothing_are_stopped(running: Paper, kit: Kit) -> None:
     running.report("b", kit.worker("ready", 1, 1, (2, 4)), kit.worker("ready", 7, 0, (0, 2), "p9"))
     assert running.take() == [("b", Unassign(pipeline="p9"))]
     running.join("d", stage="none")
@@ -657,21 +660,21 @@ def test_workers_of_nothing_are_stopped(running, kit) -> None:
     assert running.take() == [("d", Unassign(pipeline="p1"))]
 
 
-def test_a_peer_that_gets_no_stage_any_more_is_told_so(running) -> None:
+def test_a_peer_that_gets_no_stage_any_more_is_told_so(running: Paper) -> None:
     running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert ("b", Unassign(pipeline="p1")) in running.obey()
     assert running.reconciler.formation.peers == ("a", "c")
 
 
-def test_the_same_wish_changes_nothing(running) -> None:
+def test_the_same_wish_changes_nothing(running: Paper) -> None:
     running.serve(min_peers=1, source="b")
     running.wait(2, *"abc")
     assert running.take() == []
 
 
 @pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "int8"}])
-def test_another_model_gets_another_pipeline(running, change) -> None:
+def test_another_model_gets_another_pipeline(running: Paper, change: dict[str, str]) -> None:
     running.serve(**change)
     sent = running.take()
     assert sent == [
@@ -689,7 +692,7 @@ def test_another_model_gets_another_pipeline(running, change) -> None:
     }
 
 
-def test_another_number_of_micro_batches_is_another_epoch(running) -> None:
+def test_another_number_of_micro_batches_is_another_epoch(running: Paper) -> None:
     running.serve(micro_batches=5)
     running.wait(0.5, *"abc")
     running.obey()
@@ -701,14 +704,14 @@ def test_another_number_of_micro_batches_is_another_epoch(running) -> None:
 # --- restarts --------------------------------------------------------------------------------
 
 
-def restarted(running, kit):
+def restarted(running: Paper, kit: Kit) -> Paper:
     record = running.committed[-1]
     return kit.Paper(
         *"abc", desired=running.reconciler.desired, pipeline=record, last=(1, record.epoch)
     )
 
 
-def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit) -> None:
+def test_a_restarted_coordinator_adopts_the_running_pipeline(running: Paper, kit: Kit) -> None:
     again = restarted(running, kit)
     layers = [(0, 2), (2, 4), (4, 6)]
     for stage, name in enumerate("abc"):
@@ -720,7 +723,7 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running, kit) -> No
     assert again.committed == []
 
 
-def test_a_newcomer_is_not_forgotten_by_a_restart(running, kit) -> None:
+def test_a_newcomer_is_not_forgotten_by_a_restart(running: Paper, kit: Kit) -> None:
     joined(running)
     again = restarted(running, kit)
     again.join("d")
@@ -731,14 +734,14 @@ def test_a_newcomer_is_not_forgotten_by_a_restart(running, kit) -> None:
     assert again.reconciler.formation.peers == ("a", "b", "c", "d")
 
 
-def test_who_has_not_reported_is_not_adopted(running, kit) -> None:
+def test_who_has_not_reported_is_not_adopted(running: Paper, kit: Kit) -> None:
     again = restarted(running, kit)
     for stage, name in enumerate("abc"):
         again.ready(name, stage, epoch=1)
     assert again.reconciler.formation.state == "adopting"
 
 
-def test_a_changed_stage_is_not_adopted(running, kit) -> None:
+def test_a_changed_stage_is_not_adopted(running: Paper, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 5)))
@@ -748,7 +751,7 @@ def test_a_changed_stage_is_not_adopted(running, kit) -> None:
     assert again.committed[-1].epoch == 2
 
 
-def test_a_missing_peer_is_not_waited_for_beyond_its_time(running, kit) -> None:
+def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: Paper, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 4)))
@@ -759,7 +762,7 @@ def test_a_missing_peer_is_not_waited_for_beyond_its_time(running, kit) -> None:
     assert again.reconciler.formation.peers == ("a", "b")
 
 
-def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running, kit) -> None:
+def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running: Paper, kit: Kit) -> None:
     again = restarted(running, kit)
     again.report("a")
     again.report("b")
@@ -769,7 +772,7 @@ def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running, kit) -> 
     assert again.committed[-1].epoch == 2
 
 
-def test_an_unformed_epoch_is_not_adopted(running, kit) -> None:
+def test_an_unformed_epoch_is_not_adopted(running: Paper, kit: Kit) -> None:
     record = PipelineRecord("p1", "toy", 4, running.committed[-1].stages)
     again = kit.Paper(*"abc", desired=running.reconciler.desired, pipeline=record, last=(1, 4))
     for stage, name in enumerate("abc"):
@@ -778,7 +781,7 @@ def test_an_unformed_epoch_is_not_adopted(running, kit) -> None:
     assert again.committed[-1].epoch == 5
 
 
-def test_broken_invariants_come_with_the_story(running) -> None:
+def test_broken_invariants_come_with_the_story(running: Paper) -> None:
     running.reconciler.registry.sessions["z"] = running.reconciler.registry.sessions["a"]
     with pytest.raises(InvariantError) as caught:
         running.do(Tick())

@@ -1,10 +1,20 @@
 """Random swarms: whatever happens in whatever order, the reconciler keeps its promises."""
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm.events import Commit, MemberRemoved, Reported, SendMessage, Tick
-from molink.wire.messages.control import Assign, Form, Prefetch, Prefetched, Route
+from molink.swarm.records import PipelineRecord
+from molink.wire.messages.control import (
+    Assign,
+    Form,
+    Prefetch,
+    Prefetched,
+    Route,
+)
+from tests.support.swarm import Kit
 
 NAMES = "abcde"
 
@@ -27,7 +37,7 @@ steps = st.one_of(
 class World:
     """Peers that carry out some of their instructions, some late, some again."""
 
-    def __init__(self, kit):
+    def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.paper = kit.Paper()
         self.inbox = {name: [] for name in NAMES}
@@ -39,11 +49,11 @@ class World:
         self.desired = self.record = self.kept = None
         self.epoch = 0
 
-    def step(self, kind, who, what) -> None:
+    def step(self, kind: str, who: set[str] | str | None, what: bool | float | str | None) -> None:
         getattr(self, kind)(who, what)
         self.deliver()
 
-    def report(self, name, fresh=False) -> None:
+    def report(self, name: str, fresh: bool = False) -> None:
         self.paper.do(
             Reported(
                 name,
@@ -58,19 +68,19 @@ class World:
             )
         )
 
-    def join(self, name, stage) -> None:
+    def join(self, name: str, stage: str) -> None:
         self.stages[name] = stage
         self.paper.join(name, stage=stage)
         self.report(name)
 
-    def wait(self, alive, seconds) -> None:
+    def wait(self, alive: set[str], seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
             self.paper.now += 0.25
             for name in sorted(alive & set(self.paper.reconciler.registry.sessions)):
                 self.report(name)
             self.paper.do(Tick())
 
-    def obey(self, name, report) -> None:
+    def obey(self, name: str, report: bool) -> None:
         if not self.inbox[name]:
             return
         message = self.inbox[name].pop(0)
@@ -91,7 +101,7 @@ class World:
         if report and name in self.paper.reconciler.registry.sessions:
             self.report(name)
 
-    def work(self, busy, rounds) -> None:
+    def work(self, busy: set[str], rounds: int) -> None:
         """Some peers do what they are told, for a while."""
         for _ in range(rounds):
             self.deliver()
@@ -100,40 +110,40 @@ class World:
             for name in sorted(busy):
                 self.obey(name, True)
 
-    def act(self, call) -> None:
+    def act(self, call: tuple[Any, ...]) -> None:
         self.history.append(call)
         getattr(self.paper, call[0])(*call[1:])
 
-    def fail(self, name, next_lost) -> None:
+    def fail(self, name: str, next_lost: bool) -> None:
         formation = self.paper.reconciler.formation
         stage = formation.stage_of(name) if formation is not None else None
         if stage is not None:
             record = formation.record
             self.paper.failed(name, stage, record.epoch, record.id, next_lost=next_lost)
 
-    def replay(self, _name, index) -> None:
+    def replay(self, _name: str, index: int) -> None:
         if self.history:
             self.act(self.history[index % len(self.history)])
 
-    def reconnect(self, name, pid) -> None:
+    def reconnect(self, name: str, pid: int) -> None:
         if self.pids[name] != pid:
             self.pids[name], self.workers[name] = pid, {}
             self.prefetched[name] = None
         if name in self.paper.reconciler.registry.members:
             self.report(name, fresh=True)
 
-    def leave(self, name, _) -> None:
+    def leave(self, name: str, _: None) -> None:
         self.paper.do(MemberRemoved(name, "left"))
         self.workers[name] = {}
 
-    def serve(self, dtype, min_peers) -> None:
+    def serve(self, dtype: str, min_peers: int) -> None:
         old = self.desired
         self.paper.serve(dtype=dtype, min_peers=min_peers)
         self.desired = self.paper.reconciler.desired
         if old is None or old.dtype != dtype:
             self.kept = None  # as the state does
 
-    def restart(self, *_) -> None:
+    def restart(self, *_: None) -> None:
         """The state has what was committed; nobody else notices."""
         self.deliver()
         old = self.paper
@@ -154,7 +164,7 @@ class World:
             elif isinstance(decision, SendMessage):
                 self.sent(decision.peer, decision.message)
 
-    def committed(self, record) -> None:
+    def committed(self, record: PipelineRecord) -> None:
         assert record.epoch >= self.epoch
         assert record.epoch > self.epoch or record.formed
         first = [stage.layers[0] for stage in record.stages]
@@ -163,7 +173,7 @@ class World:
         assert last[-1] == self.kit.facts.layers
         self.epoch, self.record, self.kept = record.epoch, record, record
 
-    def sent(self, peer, message) -> None:
+    def sent(self, peer: str, message: Any) -> None:
         if isinstance(message, Assign | Form):
             assert message.epoch == self.record.epoch == self.epoch
             assert isinstance(message, Assign) or self.record.formed
@@ -191,7 +201,7 @@ class World:
 
 @given(st.lists(steps, min_size=5, max_size=40))
 @settings(max_examples=120, deadline=None)
-def test_promises_are_kept(kit, plan) -> None:
+def test_promises_are_kept(kit: Kit, plan: list[Any]) -> None:
     world = World(kit)
     for name in "abc":
         world.step("join", name, "auto")
@@ -206,7 +216,7 @@ def test_promises_are_kept(kit, plan) -> None:
 
 @given(st.lists(steps, max_size=25))
 @settings(max_examples=60, deadline=None)
-def test_it_always_recovers(kit, plan) -> None:
+def test_it_always_recovers(kit: Kit, plan: list[Any]) -> None:
     """Whatever happened: once peers are there and behave, the model is served."""
     world = World(kit)
     for step in plan:

@@ -1,9 +1,10 @@
 import json
 
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
+from tests.support.swarm import Kit, Paper
 
 
-def test_the_shape(running) -> None:
+def test_the_shape(running: Paper) -> None:
     running.join("d", stage="none")
     running.wait(1, *"abcd")
     status = build_status(running.reconciler, "s1", ["10.0.0.1:5466"], 42)
@@ -46,7 +47,7 @@ def test_the_shape(running) -> None:
     assert json.loads(encode_status(status)) == status
 
 
-def test_when_nothing_is_ready(kit) -> None:
+def test_when_nothing_is_ready(kit: Kit) -> None:
     paper = kit.Paper("a", "b", min_peers=2)
     empty = build_status(paper.reconciler, "s1", [], 1)
     assert (empty["model"], empty["pipelines"]) == (None, [])
@@ -60,7 +61,7 @@ def test_when_nothing_is_ready(kit) -> None:
     assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are there"
 
 
-def test_it_is_bounded(running) -> None:
+def test_it_is_bounded(running: Paper) -> None:
     status = build_status(running.reconciler, "s1", [], 1)
     status["peers"] = [{"id": str(i), "name": "x" * 200} for i in range(3000)]
     text = encode_status(status)

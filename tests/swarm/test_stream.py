@@ -29,11 +29,13 @@ def make(max_tokens: int = 5, now: float = 0.0) -> Stream:
     return Stream("k", request, LIMITS, now)
 
 
-def token(stream: Stream, position: int, value: int, epoch: int = 1, finish=None) -> Token:
+def token(
+    stream: Stream, position: int, value: int, epoch: int = 1, finish: str | None = None
+) -> Token:
     return Token(epoch, stream.attempt_key, position, value, finish=finish)
 
 
-def rejected(stream: Stream, reason, epoch: int = 1, retry_after: float = 0.0) -> Rejected:
+def rejected(stream: Stream, reason: str, epoch: int = 1, retry_after: float = 0.0) -> Rejected:
     return Rejected(epoch, stream.attempt_key, reason, "because", retry_after)
 
 
@@ -273,7 +275,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_positions_go_out_once_and_in_order(steps) -> None:
+def test_positions_go_out_once_and_in_order(steps: list[tuple[str, int | str]]) -> None:
     """The tokens that a client sees are those of one undisturbed run, whatever happens."""
     stream = Stream(
         "k", GenerationRequest("m", PROMPT, 12, Sampling(), ()), StreamLimits(window=64), 0.0

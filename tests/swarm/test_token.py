@@ -12,7 +12,7 @@ from molink.wire.sockets.curve import KeyPair
 SERVER, INVITATION = KeyPair.generate(), KeyPair.generate()
 
 
-def token(expires=0):
+def token(expires: int = 0) -> JoinToken:
     return JoinToken(
         "0123456789abcdef",
         ("192.168.1.10:5466", "10.0.0.2:5466"),
@@ -52,14 +52,14 @@ def test_expired_says_when() -> None:
         ("molink-_wAAAAAA", "mistyped"),
     ],
 )
-def test_malformed_says_why(text, why: str) -> None:
+def test_malformed_says_why(text: str, why: str) -> None:
     with pytest.raises(TokenError, match=why) as caught:
         JoinToken.parse(text, now=0)
     assert "\n" not in str(caught.value)
 
 
 @given(st.data())
-def test_any_typo_is_noticed(data) -> None:
+def test_any_typo_is_noticed(data: st.DataObject) -> None:
     text = str(token())
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(min_codepoint=33, max_codepoint=126).filter(text[at].__ne__))
@@ -73,7 +73,7 @@ def test_any_typo_is_noticed(data) -> None:
 
 
 @given(st.integers(0, 400))
-def test_any_truncation_is_noticed(length) -> None:
+def test_any_truncation_is_noticed(length: int) -> None:
     text = str(token())
     if length < len(text):
         with pytest.raises(TokenError):
@@ -81,7 +81,7 @@ def test_any_truncation_is_noticed(length) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from([1, 2]))
-def test_hostile_bodies_are_token_errors(body, version) -> None:
+def test_hostile_bodies_are_token_errors(body: bytes, version: int) -> None:
     raw = token_module._checksum(bytes([version]) + body) + bytes([version]) + body
     text = "molink-" + base64.urlsafe_b64encode(raw).decode().rstrip("=")
     with pytest.raises(TokenError, match="version 2" if version == 2 else "not a valid"):

@@ -115,7 +115,7 @@ def test_strays_are_counted_and_dropped() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("loss", 1.5), ("up_mbps", -1), ("delay_ms", float("nan")), ("cpu", 1)]
 )
-def test_nonsense_is_refused(name: str, value) -> None:
+def test_nonsense_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         network().change(0, name, value, 0.0)
 

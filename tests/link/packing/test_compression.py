@@ -1,5 +1,7 @@
 """Rows come out of the codec as they went in; what a stranger sends comes out as an error."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import zstandard
@@ -17,24 +19,24 @@ FLOATS = {"f16": "<f2", "f32": "<f4"}
 
 
 @pytest.fixture(scope="module")
-def codec():
+def codec() -> RowCodec:
     return RowCodec()
 
 
-def activations(dtype, rows=16, hidden=512, seed=0):
+def activations(dtype: str, rows: int = 16, hidden: int = 512, seed: int = 0) -> bytes:
     """Rows like those of a model: normal, of a few scales."""
     random = np.random.default_rng(seed)
     values = random.normal(size=(rows, hidden)) * np.exp(random.normal(size=(rows, 1)))
     return bits(values.astype(np.float32), dtype)
 
 
-def bits(values, dtype):
+def bits(values: np.ndarray, dtype: str) -> bytes:
     if dtype == "bf16":
         return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
     return values.astype(FLOATS[dtype]).tobytes()
 
 
-def numbers(data, dtype, hidden):
+def numbers(data: bytes | memoryview, dtype: str, hidden: int) -> np.ndarray:
     if dtype == "bf16":
         values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     else:
@@ -42,17 +44,19 @@ def numbers(data, dtype, hidden):
     return values.reshape(-1, hidden)
 
 
-def header(dtype, data, hidden):
+def header(dtype: str, data: bytes, hidden: int) -> Payload:
     return Payload(dtype, (len(data) // hidden // DTYPE_SIZES[dtype], hidden))
 
 
-def packed(codec, dtype="bf16", coding=Coding.LOSSLESS, hidden=512):
+def packed(
+    codec: RowCodec, dtype: str = "bf16", coding: Coding = Coding.LOSSLESS, hidden: int = 512
+) -> tuple[Payload, bytes]:
     data = activations(dtype, hidden=hidden)
     return codec.pack(header(dtype, data, hidden), data, coding)
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_every_bit_pattern_of_16_comes_back(codec, dtype) -> None:
+def test_every_bit_pattern_of_16_comes_back(codec: RowCodec, dtype: str) -> None:
     # NaNs with their payloads, infinities, denormals and both zeros among them.
     words = np.arange(1 << 16, dtype="<u2")
     if dtype == "f32":
@@ -74,7 +78,9 @@ def test_every_bit_pattern_of_16_comes_back(codec, dtype) -> None:
     rows=st.lists(st.binary(min_size=4, max_size=4), min_size=1, max_size=80),
     repeat=st.integers(1, 8),
 )
-def test_any_rows_come_back(codec, dtype, hidden, rows, repeat) -> None:
+def test_any_rows_come_back(
+    codec: RowCodec, dtype: str, hidden: int, rows: list[bytes], repeat: int
+) -> None:
     row = hidden * DTYPE_SIZES[dtype]
     data = b"".join((each * row)[:row] for each in rows) * repeat
     plain = header(dtype, data, hidden)
@@ -86,12 +92,12 @@ def test_any_rows_come_back(codec, dtype, hidden, rows, repeat) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [("bf16", 1.4), ("f16", 1.1), ("f32", 1.15)])
-def test_activations_shrink(codec, dtype: str, ratio: float) -> None:
+def test_activations_shrink(codec: RowCodec, dtype: str, ratio: float) -> None:
     coded, _ = packed(codec, dtype)
     assert coded.nbytes / coded.coded > ratio
 
 
-def test_noise_stays_as_it_is(codec) -> None:
+def test_noise_stays_as_it_is(codec: RowCodec) -> None:
     data = np.random.default_rng(1).bytes(8192)
     plain = header("bf16", data, 512)
     assert codec.pack(plain, data, Coding.LOSSLESS) == (plain, data)
@@ -108,12 +114,12 @@ def test_noise_stays_as_it_is(codec) -> None:
         Payload("bf16", (4, 8), Coding.LOSSLESS, 50),
     ],
 )
-def test_only_plain_rows_are_packed(codec, payload) -> None:
+def test_only_plain_rows_are_packed(codec: RowCodec, payload: Payload) -> None:
     with pytest.raises(WireError):
         codec.pack(payload, bytes(64), Coding.LOSSLESS)
 
 
-def test_more_than_a_message_is_not_packed(codec) -> None:
+def test_more_than_a_message_is_not_packed(codec: RowCodec) -> None:
     with pytest.raises(WireError, match="over"):
         codec.pack(Payload("bf16", (1, MAX_PAYLOAD)), bytes(2 * MAX_PAYLOAD), Coding.LOSSLESS)
 
@@ -122,7 +128,7 @@ def test_more_than_a_message_is_not_packed(codec) -> None:
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_int8_is_off_by_half_a_step(codec, dtype) -> None:
+def test_int8_is_off_by_half_a_step(codec: RowCodec, dtype: str) -> None:
     data = activations(dtype)
     coded, frame = codec.pack(header(dtype, data, 512), data, Coding.INT8)
     assert coded.coded == 16 * (4 + 512)
@@ -137,7 +143,9 @@ def test_int8_is_off_by_half_a_step(codec, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TRAVEL)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad) -> None:
+def test_int8_keeps_failed_rows_failed_and_zeros_exact(
+    codec: RowCodec, dtype: str, bad: float
+) -> None:
     values = np.ones((3, 64), np.float32)
     values[0, 5] = bad
     values[1] = 0
@@ -150,7 +158,7 @@ def test_int8_keeps_failed_rows_failed_and_zeros_exact(codec, dtype, bad) -> Non
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype) -> None:
+def test_int8_takes_the_largest_and_the_smallest_numbers(codec: RowCodec, dtype: str) -> None:
     top = np.uint32({"bf16": 0x7F7F0000, "f16": 0x477FE000, "f32": 0x7F7FFFFF}[dtype])
     minimum = np.uint32({"bf16": 0x00010000, "f16": 0x33800000, "f32": 1}[dtype])
     values = np.array([[top] * 8, [minimum] * 8], "<u4").view("<f4")
@@ -161,7 +169,9 @@ def test_int8_takes_the_largest_and_the_smallest_numbers(codec, dtype) -> None:
 
 
 @given(data=st.binary(min_size=64, max_size=64), dtype=st.sampled_from(TRAVEL))
-def test_int8_of_any_bits_is_finite_where_the_row_was(codec, data, dtype) -> None:
+def test_int8_of_any_bits_is_finite_where_the_row_was(
+    codec: RowCodec, data: bytes, dtype: str
+) -> None:
     data *= 2
     coded, frame = codec.pack(header(dtype, data, 16), data, Coding.INT8)
     after = numbers(codec.unpack(coded, frame)[1], dtype, 16)
@@ -175,7 +185,9 @@ def test_int8_of_any_bits_is_finite_where_the_row_was(codec, data, dtype) -> Non
 @pytest.mark.parametrize("coding", [Coding.LOSSLESS, Coding.INT8])
 @pytest.mark.parametrize("dtype", TRAVEL)
 @given(data=st.data())
-def test_any_bytes_are_rows_or_an_error(codec, dtype, coding, data) -> None:
+def test_any_bytes_are_rows_or_an_error(
+    codec: RowCodec, dtype: str, coding: Coding, data: st.DataObject
+) -> None:
     coded, frame = packed(codec, dtype, coding, hidden=32)
     damaged = bytearray(frame)
     for _ in range(data.draw(st.integers(0, 4))):
@@ -193,13 +205,13 @@ def test_any_bytes_are_rows_or_an_error(codec, dtype, coding, data) -> None:
     assert out.nbytes == plain.nbytes <= MAX_PAYLOAD
 
 
-def frame_of(content):
+def frame_of(content: bytes) -> tuple[Payload, bytes]:
     """The frame of 16 x 32 bf16 rows with this as its zstd part."""
     low = bytes(512)
     return Payload("bf16", (16, 32), Coding.LOSSLESS, 512 + len(content)), low + content
 
 
-def zstd(data, **options):
+def zstd(data: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(data)
 
 
@@ -227,7 +239,7 @@ HUGE = b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + (2**60).to_bytes(8, "little") + byt
         pytest.param(b"\x50\x2a\x4d\x18" + (512).to_bytes(4, "little"), id="a frame to be skipped"),
     ],
 )
-def test_other_frames_are_refused(codec, content) -> None:
+def test_other_frames_are_refused(codec: RowCodec, content: bytes) -> None:
     with pytest.raises(WireError):
         codec.unpack(*frame_of(content))
 
@@ -246,6 +258,6 @@ def test_other_frames_are_refused(codec, content) -> None:
         Payload("bf16", (8, 8)),
     ],
 )
-def test_headers_that_lie_are_refused(codec, payload) -> None:
+def test_headers_that_lie_are_refused(codec: RowCodec, payload: Payload) -> None:
     with pytest.raises(WireError):
         codec.unpack(payload, bytes(64))

@@ -15,12 +15,20 @@ LOSSLESS = PackChoice(Coding.LOSSLESS)
 SAMPLE = PackChoice(Coding.LOSSLESS, sample=True)
 
 
-def message(pack=1e9, unpack=2e9, ratio=1.5, size=SIZE, sample=True):
+def message(
+    pack: float = 1e9,
+    unpack: float = 2e9,
+    ratio: float = 1.5,
+    size: int = SIZE,
+    sample: bool = True,
+) -> Packed:
     """A message packed and unpacked at these rates in bytes/s."""
     return Packed(size, round(size / ratio), size / pack, size / unpack if sample else None)
 
 
-def compressor(rate=100 * MBPS, setting="lossless", **limits):
+def compressor(
+    rate: float | None = 100 * MBPS, setting: str = "lossless", **limits: float
+) -> Compressor:
     made = Compressor(setting, CompressorLimits(**({"samples": 1} | limits)))
     made.measured(rate)
     return made
@@ -200,7 +208,9 @@ rates = st.floats(1e5, 1e10)
         st.tuples(rates, rates, st.floats(1.0, 4.0), st.integers(512, SIZE)), min_size=1
     ),
 )
-def test_it_packs_only_what_is_faster_and_leaves_the_core(rate, messages) -> None:
+def test_it_packs_only_what_is_faster_and_leaves_the_core(
+    rate: float, messages: list[tuple[float, float, float, int]]
+) -> None:
     made = compressor(rate)
     limits = CompressorLimits()
     for pack, unpack, ratio, size in messages:

@@ -13,7 +13,7 @@ ROWS = bytes(range(64)) * 128
 PLAIN = Payload("bf16", (16, 256))
 
 
-def make(setting="lossless", tick=1e-6):
+def make(setting: str = "lossless", tick: float = 1e-6) -> tuple[RowPacker, Compressor]:
     """A packer whose clock goes on by ``tick`` seconds each time it is read."""
     compressor = Compressor(setting)
     ticks = count()

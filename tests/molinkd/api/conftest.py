@@ -1,127 +1,16 @@
-"""A scripted backend, a tiny model folder for its tokenizer, and endpoints over them."""
+"""A scripted backend, and endpoints over it."""
 
-import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import tokenizers
 from aiohttp.test_utils import TestClient, TestServer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from molink.swarm.generation import GeneratedToken, GenerationRequest
-from molink.text.tokenizer import Tokenizer
 from molinkd.api.app import create_app
-from molinkd.api.backend import Figures, ServedModel
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
-    "{% endif %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
-CONTEXT = 512
-
-
-def build_model(folder: Path) -> Path:
-    """A byte-level BPE tokenizer with a chat template, and nothing else of a model."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|start|>", "<|end|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the quick brown fox says hello world to you"] * 4, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-@dataclass
-class FakeBackend:
-    """Says ``answer`` to everything; the attributes script failures and pauses."""
-
-    folder: Path
-    answer: str = "Hello there, naïve 🦊 world!"
-    #: Ids to answer with instead of ``answer``.
-    tokens: Sequence[int] | None = None
-    #: Raised before token number ``fail_at``.
-    error: Exception | None = None
-    fail_at: int = 0
-    #: Tokens are given out by ``gate.release()`` where there is one.
-    gate: asyncio.Semaphore | None = None
-    is_ready: bool = True
-    context: int = CONTEXT
-    requests: list[GenerationRequest] = field(default_factory=list)
-    running: int = 0
-    closed: int = 0
-    #: Set whenever a generation begins or ends.
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    tokenizer: Tokenizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokenizer = Tokenizer.open(self.folder)
-
-    def models(self) -> Sequence[ServedModel]:
-        return [ServedModel("tiny", self.folder, self.context, 1700000000)]
-
-    def ready(self, model: str | None = None) -> bool:
-        return self.is_ready
-
-    def metrics(self) -> Figures:
-        stages = {"0:3": {"kv_blocks_free": 7.0}, "3:6": {"kv_blocks_free": 8.0, "rows": 2.0}}
-        return Figures({"link_bytes_total": 5.0}, {"odd name": 1.0}, stages)
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
-        self.requests.append(request)
-        self.running += 1
-        self.changed.set()
-        try:
-            ids = self.tokens if self.tokens is not None else self.tokenizer.encode(self.answer)
-            eos = self.tokenizer.eos_ids[0]
-            script = [*ids, eos] if eos in request.stop_ids else list(ids) * 50
-            for number, token in enumerate(script):
-                if self.gate is not None:
-                    await self.gate.acquire()
-                if self.error is not None and number == self.fail_at:
-                    raise self.error
-                yield self._token(request, number, token)
-                if number + 1 == request.max_tokens:
-                    return
-        finally:
-            self.running -= 1
-            self.closed += 1
-            self.changed.set()
-
-    async def until_running(self, count: int) -> None:
-        """Wait until ``count`` generations run."""
-        while self.running != count:
-            self.changed.clear()
-            await self.changed.wait()
-
-    def _token(self, request: GenerationRequest, number: int, token: int) -> GeneratedToken:
-        finish = None
-        if token in request.stop_ids:
-            finish = "stop"
-        elif number + 1 == request.max_tokens:
-            finish = "length"
-        return GeneratedToken(
-            position=len(request.prompt) + number,
-            token=token,
-            logprob=-0.5,
-            top=((token, -0.5), (65, -1.5), (66, float("-inf")))[: request.sampling.logprobs + 1],
-            finish=finish,
-            cached=3 if number == 0 else 0,
-        )
+from tests.support.fake_backend import FakeBackend, build_model
 
 
 @pytest.fixture(scope="session")

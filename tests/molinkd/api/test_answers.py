@@ -7,6 +7,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.wire.messages.data import Sampling
+from tests.support.fake_backend import FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -31,7 +32,7 @@ async def events(client: TestClient, route: str, **body: Any) -> list[dict[str, 
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
 
 
-async def test_models(client, backend) -> None:
+async def test_models(client: TestClient, backend: FakeBackend) -> None:
     listed = await (await client.get("/v1/models")).json()
     assert [model["id"] for model in listed["data"]] == ["tiny"]
     one = await (await client.get("/v1/models/tiny")).json()
@@ -39,7 +40,7 @@ async def test_models(client, backend) -> None:
     assert one["object"] == "model"
 
 
-async def test_chat(client, backend) -> None:
+async def test_chat(client: TestClient, backend: FakeBackend) -> None:
     answer = await chat(client)
     assert answer["object"] == "chat.completion"
     assert answer["choices"] == [
@@ -62,13 +63,13 @@ async def test_chat(client, backend) -> None:
     assert backend.tokenizer.decode(prompt, skip_special=False) == rendered
 
 
-async def test_the_only_model_need_not_be_named(client, backend) -> None:
+async def test_the_only_model_need_not_be_named(client: TestClient, backend: FakeBackend) -> None:
     response = await client.post("/v1/chat/completions", json={"messages": HI})
     assert response.status == 200
     assert (await response.json())["model"] == "tiny"
 
 
-async def test_chat_stream(client, backend) -> None:
+async def test_chat_stream(client: TestClient, backend: FakeBackend) -> None:
     chunks = await events(
         client, "chat/completions", messages=HI, stream_options={"include_usage": True}
     )
@@ -83,12 +84,14 @@ async def test_chat_stream(client, backend) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_no_usage_in_a_stream_unless_asked_for(client, backend) -> None:
+async def test_no_usage_in_a_stream_unless_asked_for(
+    client: TestClient, backend: FakeBackend
+) -> None:
     chunks = await events(client, "chat/completions", messages=HI)
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_completion_and_stream_agree(client, backend) -> None:
+async def test_completion_and_stream_agree(client: TestClient, backend: FakeBackend) -> None:
     body = {"prompt": "Say", "max_tokens": 100, "echo": True}
     whole = await post(client, "completions", **body)
     chunks = await events(client, "completions", **body)
@@ -98,20 +101,26 @@ async def test_completion_and_stream_agree(client, backend) -> None:
     assert whole["object"] == chunks[0]["object"] == "text_completion"
 
 
-async def test_completions_default_to_sixteen_tokens(client, backend) -> None:
+async def test_completions_default_to_sixteen_tokens(
+    client: TestClient, backend: FakeBackend
+) -> None:
     answer = await post(client, "completions", prompt="x")
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 16
 
 
-async def test_chat_defaults_to_what_the_context_leaves(client, backend) -> None:
+async def test_chat_defaults_to_what_the_context_leaves(
+    client: TestClient, backend: FakeBackend
+) -> None:
     await chat(client)
     request = backend.requests[0]
     assert request.max_tokens == backend.models()[0].context - len(request.prompt)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_n_answers_have_seeds_of_their_own(client, backend, stream: bool) -> None:
+async def test_n_answers_have_seeds_of_their_own(
+    client: TestClient, backend: FakeBackend, stream: bool
+) -> None:
     body = {"messages": HI, "n": 3, "seed": 7}
     if stream:
         chunks = await events(client, "chat/completions", **body)
@@ -130,7 +139,9 @@ async def test_n_answers_have_seeds_of_their_own(client, backend, stream: bool) 
     assert [request.sampling.seed for request in backend.requests] == seeds
 
 
-async def test_seeds_are_drawn_and_negative_ones_accepted(client, backend) -> None:
+async def test_seeds_are_drawn_and_negative_ones_accepted(
+    client: TestClient, backend: FakeBackend
+) -> None:
     for seed in (None, None, -5, 2**62):
         await chat(client, seed=seed)
     seeds = [request.sampling.seed for request in backend.requests]
@@ -148,7 +159,9 @@ async def test_seeds_are_drawn_and_negative_ones_accepted(client, backend) -> No
         (["ab", [97]], ["ab", [97]]),
     ],
 )
-async def test_prompts(client, backend, prompt: Any, prompts: list[Any]) -> None:
+async def test_prompts(
+    client: TestClient, backend: FakeBackend, prompt: Any, prompts: list[Any]
+) -> None:
     answer = await post(client, "completions", prompt=prompt, n=2)
     expected = [
         tuple(backend.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompts
@@ -159,7 +172,9 @@ async def test_prompts(client, backend, prompt: Any, prompts: list[Any]) -> None
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-async def test_every_parameter_reaches_the_backend(client, backend) -> None:
+async def test_every_parameter_reaches_the_backend(
+    client: TestClient, backend: FakeBackend
+) -> None:
     await chat(
         client,
         temperature=0.5,
@@ -196,7 +211,9 @@ async def test_every_parameter_reaches_the_backend(client, backend) -> None:
     assert request.max_tokens == 12
 
 
-async def test_nulls_and_neutral_values_mean_nothing(client, backend) -> None:
+async def test_nulls_and_neutral_values_mean_nothing(
+    client: TestClient, backend: FakeBackend
+) -> None:
     await chat(
         client, temperature=None, top_p=0, top_k=-1, stop=None, n=None, seed=None, max_tokens=None
     )
@@ -205,7 +222,7 @@ async def test_nulls_and_neutral_values_mean_nothing(client, backend) -> None:
     assert 0 < sampling.top_p < 1e-3
 
 
-async def test_ignore_eos(client, backend) -> None:
+async def test_ignore_eos(client: TestClient, backend: FakeBackend) -> None:
     answer = await chat(client, ignore_eos=True, max_tokens=60)
     assert backend.requests[0].stop_ids == ()
     assert answer["usage"]["completion_tokens"] == 60
@@ -214,7 +231,9 @@ async def test_ignore_eos(client, backend) -> None:
 
 @pytest.mark.parametrize("stop", ["lo th", ["nothing", "lo th"]])
 @pytest.mark.parametrize("include", [False, True])
-async def test_stop_strings(client, backend, stop: Any, include: bool) -> None:
+async def test_stop_strings(
+    client: TestClient, backend: FakeBackend, stop: Any, include: bool
+) -> None:
     answer = await chat(client, stop=stop, include_stop_str_in_output=include)
     choice = answer["choices"][0]
     assert choice["message"]["content"] == ("Hello th" if include else "Hel")
@@ -231,7 +250,9 @@ async def test_stop_strings(client, backend, stop: Any, include: bool) -> None:
     assert text == choice["message"]["content"]
 
 
-async def test_a_stream_never_has_half_a_character(client, backend) -> None:
+async def test_a_stream_never_has_half_a_character(
+    client: TestClient, backend: FakeBackend
+) -> None:
     backend.answer = "🦊👩‍💻你好"
     chunks = await events(client, "chat/completions", messages=HI)
     texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
@@ -239,13 +260,15 @@ async def test_a_stream_never_has_half_a_character(client, backend) -> None:
     assert "\ufffd" not in "".join(texts)
 
 
-async def test_an_answer_cut_inside_a_character_ends_with_a_replacement(client, backend) -> None:
+async def test_an_answer_cut_inside_a_character_ends_with_a_replacement(
+    client: TestClient, backend: FakeBackend
+) -> None:
     backend.tokens = backend.tokenizer.encode("a🦊")
     answer = await chat(client, max_tokens=3)
     assert answer["choices"][0]["message"]["content"] == "a\ufffd"
 
 
-async def test_chat_logprobs(client, backend) -> None:
+async def test_chat_logprobs(client: TestClient, backend: FakeBackend) -> None:
     backend.answer = "aé"
     body = {"messages": HI, "logprobs": True, "top_logprobs": 2}
     content = (await chat(client, **body))["choices"][0]["logprobs"]["content"]
@@ -263,13 +286,13 @@ async def test_chat_logprobs(client, backend) -> None:
     assert streamed == content
 
 
-async def test_chat_logprobs_without_alternatives(client, backend) -> None:
+async def test_chat_logprobs_without_alternatives(client: TestClient, backend: FakeBackend) -> None:
     answer = await chat(client, logprobs=True)
     content = answer["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in content)
 
 
-async def test_completion_logprobs(client, backend) -> None:
+async def test_completion_logprobs(client: TestClient, backend: FakeBackend) -> None:
     backend.answer = "the fox"
     answer = await post(client, "completions", prompt="x", logprobs=3)
     logprobs = answer["choices"][0]["logprobs"]
@@ -280,13 +303,15 @@ async def test_completion_logprobs(client, backend) -> None:
     assert min(logprobs["top_logprobs"][0].values()) == -9999.0
 
 
-async def test_logprobs_end_where_a_stop_string_begins(client, backend) -> None:
+async def test_logprobs_end_where_a_stop_string_begins(
+    client: TestClient, backend: FakeBackend
+) -> None:
     answer = await chat(client, logprobs=True, stop=" there")
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(entry["token"] for entry in content) == "Hello"
 
 
-async def test_message_forms(client, backend) -> None:
+async def test_message_forms(client: TestClient, backend: FakeBackend) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -298,7 +323,7 @@ async def test_message_forms(client, backend) -> None:
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\na\nb<|end|>\n")
 
 
-async def test_special_tokens_of_an_answer(client, backend) -> None:
+async def test_special_tokens_of_an_answer(client: TestClient, backend: FakeBackend) -> None:
     backend.tokens = backend.tokenizer.encode("a<|start|>b")
     for skip, text in ((None, "ab"), (False, "a<|start|>b")):
         answer = await chat(client, skip_special_tokens=skip)

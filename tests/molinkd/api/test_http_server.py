@@ -15,7 +15,7 @@ from molinkd.api.http_server import EndpointServer
 
 
 def get(port: int, path: str = "/health") -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         connection.sendall(request.encode())
         return b"".join(iter(lambda: connection.recv(65536), b""))
@@ -69,14 +69,14 @@ def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(0)
     body = b'{"model":"tiny","prompt":"x"}'
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         assert endpoint.loop is not None
         waiting = asyncio.run_coroutine_threadsafe(backend.until_running(1), endpoint.loop)
-        waiting.result(timeout=10)
+        waiting.result(timeout=60)
         endpoint.stop()
     assert backend.running == 0
 
@@ -84,7 +84,7 @@ def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
 def test_connections_are_bounded(backend: Any) -> None:
     server = EndpointServer(backend, ApiSettings(max_connections=3))
     port = server.start(0)
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(3)]
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
     try:
         for connection in idle:  # so that they count, being accepted
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -103,7 +103,7 @@ def test_connections_are_bounded(backend: Any) -> None:
 
 @pytest.mark.parametrize("junk", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
 def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) as connection:
         connection.sendall(junk)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -118,7 +118,7 @@ def test_a_connection_that_says_nothing_is_closed(backend: Any, start: bytes) ->
     server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05))
     port = server.start(0)
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(start)
             assert connection.recv(4096) == b""
     finally:

@@ -59,7 +59,7 @@ def test_leaving_a_stream_frees_it(ask: openai.OpenAI, endpoint: Any, backend: A
         assert backend.running == 1
         stream.close()
     done = asyncio.run_coroutine_threadsafe(backend.until_running(0), endpoint.loop)
-    done.result(timeout=10)
+    done.result(timeout=60)
 
 
 async def test_asynchronous_client(endpoint: EndpointServer, backend: Any) -> None:

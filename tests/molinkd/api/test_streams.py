@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def soon(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, 10)
+    return await asyncio.wait_for(awaitable, 60)
 
 
 async def send(port: int | None, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

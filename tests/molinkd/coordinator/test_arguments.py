@@ -34,7 +34,7 @@ def test_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["--port 70000", "--member short:name", f"--member {KEY}"])
-def test_mistakes_are_named(wrong, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(["--state", "x", *wrong.split()])
     assert "argument --" in capsys.readouterr().err

@@ -5,12 +5,15 @@ import contextlib
 import json
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Never
+from typing import Any, Never, Self
 
 import msgspec
 import pytest
 import zmq.asyncio
+from zmq.asyncio import Context
 
 from molink.errors import (
     InvariantError,
@@ -25,10 +28,12 @@ from molink.errors import (
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
 from molink.swarm.invitations import MAX_INVITATIONS
+from molink.swarm.records import PipelineRecord
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import (
     Assign,
+    Done,
     Form,
     Goodbye,
     Invite,
@@ -54,12 +59,15 @@ from molinkd.coordinator import coordinator as module
 from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.coordinator import Coordinator
 from molinkd.coordinator.state import State
+from tests.support.swarm import Kit
 
 
 class Peer:
     """A daemon's side of the control plane; keeps what it was told and obeys it if asked to."""
 
-    def __init__(self, kit, context, keys, server_key, port):
+    def __init__(
+        self, kit: Kit, context: Context, keys: KeyPair, server_key: str, port: int
+    ) -> None:
         self.kit, self.keys, self.id = kit, keys, peer_id(keys.public)
         self.told = []
         self.obeys = True
@@ -74,7 +82,7 @@ class Peer:
             events=ClientEvents(on_message=self.take, on_connect=self.report),
         )
 
-    async def connect(self, timeout=10.0):
+    async def connect(self, timeout: float = 60.0) -> Self:
         self.client.start()
         await self.client.wait_connected(timeout)
         return self
@@ -85,7 +93,7 @@ class Peer:
         )
         self.client.send(report)
 
-    def take(self, message, _payload) -> None:
+    def take(self, message: Any, _payload: memoryview | None) -> None:
         self.told.append(message)
         if not self.obeys:
             return
@@ -110,17 +118,17 @@ class Peer:
                 StageReady(pipeline=message.pipeline, epoch=message.epoch, stage=worker.stage)
             )
 
-    def last(self, kind):
+    def last(self, kind: Any) -> Any:
         return next((m for m in reversed(self.told) if isinstance(m, kind)), None)
 
-    async def ask(self, message):
-        return (await self.client.request(message, timeout=5))[0]
+    async def ask(self, message: Any) -> Done | Invite:
+        return (await self.client.request(message, timeout=30))[0]
 
 
 class Scene:
     """A coordinator that can be restarted, and peers around it."""
 
-    def __init__(self, kit, folder, stack):
+    def __init__(self, kit: Kit, folder: Path, stack: AsyncExitStack) -> None:
         self.kit, self.folder, self.stack = kit, folder, stack
         self.context = zmq.asyncio.Context()
         stack.callback(self.context.destroy, linger=0)
@@ -128,7 +136,7 @@ class Scene:
         self.coordinator = self.state = None
         self.port = 0
 
-    async def start(self, **changes):
+    async def start(self, **changes: int | None) -> Self:
         options = Options(
             self.folder,
             **{
@@ -152,17 +160,17 @@ class Scene:
             self.own_context.destroy(linger=0)
             self.coordinator = None
 
-    async def peer(self, keys=None):
+    async def peer(self, keys: KeyPair | None = None) -> Peer:
         peer = Peer(self.kit, self.context, keys or self.owner_keys, self.keys.public, self.port)
         self.stack.push_async_callback(peer.client.close)
         return await peer.connect()
 
-    async def token(self, owner, ttl=3600.0):
+    async def token(self, owner: Peer, ttl: float = 3600.0) -> JoinToken:
         reply = await owner.ask(InviteRequest(ref=0, ttl=ttl))
         assert isinstance(reply, Invite)
         return JoinToken.parse(reply.token, time.time())
 
-    async def join(self, token, keys=None):
+    async def join(self, token: JoinToken, keys: KeyPair | None = None) -> Peer:
         guest = Client(
             self.context,
             KeyPair.from_secret(token.secret_key),
@@ -174,7 +182,7 @@ class Scene:
         keys = keys or KeyPair.generate()
         request = JoinRequest(ref=0, public_key=keys.public, name="guest\x1b", version="1")
         try:
-            reply, _ = await guest.request(request, timeout=5)
+            reply, _ = await guest.request(request, timeout=30)
         finally:
             await guest.close()
         assert reply == Joined(
@@ -182,13 +190,13 @@ class Scene:
         )
         return await self.peer(keys)
 
-    async def status(self, peer):
-        _, payload = await peer.client.request(StatusRequest(ref=0), timeout=5)
+    async def status(self, peer: Peer) -> dict[str, Any]:
+        _, payload = await peer.client.request(StatusRequest(ref=0), timeout=30)
         return json.loads(bytes(payload))
 
-    async def until(self, condition, *reporters) -> None:
+    async def until(self, condition: Callable[..., Any], *reporters: Peer) -> None:
         """Wait for a condition while these peers go on reporting."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 for peer in reporters:
                     with contextlib.suppress(MolinkError):
@@ -197,7 +205,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def scene(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(module, "TICK", 0.02)
     async with contextlib.AsyncExitStack() as stack:
         scene = Scene(kit, tmp_path / "state", stack)
@@ -205,11 +213,11 @@ async def scene(kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield await scene.start()
 
 
-def serve(kit, **changes):
+def serve(kit: Kit, **changes: int | str) -> ServeModel:
     return ServeModel(ref=0, model=kit.facts, **changes)
 
 
-async def test_join_serve_and_route(scene, kit) -> None:
+async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit, min_peers=2))
     guest = await scene.join(await scene.token(owner))
@@ -230,7 +238,9 @@ async def test_join_serve_and_route(scene, kit) -> None:
     assert status["pipelines"][0]["ready"] is True
 
 
-async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(scene, kit) -> None:
+async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(
+    scene: Scene, kit: Kit
+) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit, quantize="nf4"))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
@@ -241,7 +251,7 @@ async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(sce
     assert scene.coordinator.reconciler.desired.quantize == "nf4"
 
 
-async def test_a_restart_adopts_what_runs(scene, kit) -> None:
+async def test_a_restart_adopts_what_runs(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
@@ -255,7 +265,7 @@ async def test_a_restart_adopts_what_runs(scene, kit) -> None:
     assert scene.coordinator.reconciler.ready
 
 
-async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene) -> None:
+async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     first = await scene.join(token)
@@ -271,7 +281,9 @@ async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene) -> None
         await owner.ask(RevokeRequest(ref=0, target=invitation.id))
 
 
-async def test_an_expired_invitation_opens_nothing(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_invitation_opens_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, ttl=60)
     real = time.time()
@@ -282,7 +294,7 @@ async def test_an_expired_invitation_opens_nothing(scene, monkeypatch: pytest.Mo
     assert scene.state.invitations() == []
 
 
-async def test_the_secret_is_kept_nowhere(scene) -> None:
+async def test_the_secret_is_kept_nowhere(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     await scene.stop()
@@ -290,7 +302,7 @@ async def test_the_secret_is_kept_nowhere(scene) -> None:
         assert token.secret_key.encode() not in path.read_bytes()
 
 
-async def test_an_invitation_may_do_nothing_but_join(scene) -> None:
+async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = Client(
@@ -308,14 +320,14 @@ async def test_an_invitation_may_do_nothing_but_join(scene) -> None:
         for key in (token.coordinator_key, KeyPair.from_secret(token.secret_key).public, "#" * 40):
             with pytest.raises(RequestError):
                 await guest.request(
-                    JoinRequest(ref=0, public_key=key, name="x", version="1"), timeout=5
+                    JoinRequest(ref=0, public_key=key, name="x", version="1"), timeout=30
                 )
     finally:
         await guest.close()
     assert len(scene.coordinator.reconciler.registry.members) == 1
 
 
-async def test_strangers_and_odd_requests(scene, kit) -> None:
+async def test_strangers_and_odd_requests(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     stranger = Peer(kit, scene.context, KeyPair.generate(), scene.keys.public, scene.port)
     scene.stack.push_async_callback(stranger.client.close)
@@ -330,7 +342,7 @@ async def test_strangers_and_odd_requests(scene, kit) -> None:
     assert (await scene.status(owner))["counters"]["strangers"] >= 1
 
 
-async def test_leaving_and_coming_back(scene) -> None:
+async def test_leaving_and_coming_back(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -342,7 +354,7 @@ async def test_leaving_and_coming_back(scene) -> None:
     assert (await scene.join(token, guest.keys)).id == guest.id
 
 
-async def test_a_goodbye_ends_the_session_but_no_membership(scene) -> None:
+async def test_a_goodbye_ends_the_session_but_no_membership(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(Member), owner, guest)
@@ -352,7 +364,7 @@ async def test_a_goodbye_ends_the_session_but_no_membership(scene) -> None:
     assert not registry.live(guest.id)
 
 
-async def test_a_revoked_peer_is_cut_off_for_good(scene) -> None:
+async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -370,22 +382,25 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene) -> None:
 
 @pytest.mark.parametrize("kind", [StateError, InvariantError])
 async def test_a_state_that_fails_ends_the_run(
-    scene, kit, monkeypatch: pytest.MonkeyPatch, kind
+    scene: Scene,
+    kit: Kit,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[InvariantError] | type[StateError],
 ) -> None:
     owner = await scene.peer()
 
-    def full(_pipeline) -> Never:
+    def full(_pipeline: PipelineRecord) -> Never:
         raise kind("disk full")
 
     monkeypatch.setattr(scene.state, "commit", full)
     await owner.ask(serve(kit))
     with pytest.raises(kind, match="disk full"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await scene.coordinator.wait()
     assert owner.last(Assign) is None
 
 
-async def test_the_wrong_key_is_noticed(scene) -> None:
+async def test_the_wrong_key_is_noticed(scene: Scene) -> None:
     await scene.stop()
     scene.keys = KeyPair.generate()
     with pytest.raises(StateError, match="another key"):
@@ -394,7 +409,7 @@ async def test_the_wrong_key_is_noticed(scene) -> None:
     scene.own_context.destroy(linger=0)
 
 
-async def test_a_port_that_is_taken(scene, tmp_path: Path, kit) -> None:
+async def test_a_port_that_is_taken(scene: Scene, tmp_path: Path, kit: Kit) -> None:
     async with contextlib.AsyncExitStack() as stack:
         other = Scene(kit, tmp_path / "other", stack)
         stack.push_async_callback(other.stop)
@@ -403,7 +418,7 @@ async def test_a_port_that_is_taken(scene, tmp_path: Path, kit) -> None:
     assert issubclass(PortInUse, UsageError)
 
 
-async def test_only_owners_replace_the_model(scene, kit) -> None:
+async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     other = await scene.join(await scene.token(owner))
@@ -425,7 +440,7 @@ async def test_only_owners_replace_the_model(scene, kit) -> None:
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])
-async def test_invitations_end_with_their_maker(scene, how: str) -> None:
+async def test_invitations_end_with_their_maker(scene: Scene, how: str) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     with pytest.raises(NotAuthorized, match="more than 30 days"):
@@ -441,7 +456,7 @@ async def test_invitations_end_with_their_maker(scene, how: str) -> None:
         await scene.join(token)
 
 
-async def test_a_flood_of_invitations_leaves_the_owners(scene) -> None:
+async def test_a_flood_of_invitations_leaves_the_owners(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -452,7 +467,7 @@ async def test_a_flood_of_invitations_leaves_the_owners(scene) -> None:
     await scene.join(token)
 
 
-async def test_nobody_else_renames_a_member(scene) -> None:
+async def test_nobody_else_renames_a_member(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     assert (await scene.join(token, owner.keys)).id == owner.id
@@ -462,7 +477,7 @@ async def test_nobody_else_renames_a_member(scene) -> None:
     assert not any("guest" in line for line in scene.coordinator.reconciler.story)
 
 
-async def test_what_stages_say_is_cleaned(scene, kit) -> None:
+async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)

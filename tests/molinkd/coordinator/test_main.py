@@ -4,16 +4,25 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from zmq.asyncio import Context
 
 from molink.errors import NotAuthorized, TokenError
 from molink.facts.identity import peer_id
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Invite, InviteRequest, Joined, JoinRequest, StatusRequest
+from molink.wire.messages.control import (
+    Invite,
+    InviteRequest,
+    Joined,
+    JoinRequest,
+    StatusReply,
+    StatusRequest,
+)
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 
@@ -21,7 +30,7 @@ from molink.wire.sockets.curve import KeyPair
 class Process:
     """``python -m molinkd.coordinator`` with a pipe to it."""
 
-    def __init__(self, folder, owner, *more):
+    def __init__(self, folder: Path, owner: KeyPair, *more: str) -> None:
         self.child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "molinkd.coordinator", "--state", str(folder)),
@@ -33,20 +42,23 @@ class Process:
             text=True,
         )
 
-    def announcement(self):
+    def announcement(self) -> dict[str, int | str]:
         return json.loads(self.child.stdout.readline())
 
-    def end(self):
+    def end(self) -> tuple[int, str]:
         """Close its input: returns its exit code and what it logged."""
-        _, log = self.child.communicate(timeout=30)
+        _, log = self.child.communicate(timeout=60)
         return self.child.returncode, log
 
 
-@pytest.fixture
-def launch(tmp_path: Path):
-    started = []
+Launch = Callable[..., Process]
 
-    def launch(folder, owner, *more):
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started: list[Process] = []
+
+    def launch(folder: Path, owner: KeyPair, *more: str) -> Process:
         started.append(Process(tmp_path / folder, owner, *more))
         return started[-1]
 
@@ -57,13 +69,20 @@ def launch(tmp_path: Path):
 
 
 @pytest.fixture
-def context():
+def context() -> Iterator[Context]:
     context = zmq.asyncio.Context()
     yield context
     context.destroy(linger=0)
 
 
-async def ask(context, keys, server_key, addresses, message, timeout=10.0):
+async def ask(
+    context: Context,
+    keys: KeyPair,
+    server_key: str,
+    addresses: list[str],
+    message: InviteRequest | JoinRequest | StatusRequest,
+    timeout: float = 60.0,
+) -> tuple[Invite | Joined | StatusReply, memoryview | None]:
     """One request over a connection of its own."""
     client = Client(context, keys, control_codec(), server_key, addresses)
     client.start()
@@ -73,7 +92,7 @@ async def ask(context, keys, server_key, addresses, message, timeout=10.0):
         await client.close()
 
 
-async def test_a_life(launch, context) -> None:
+async def test_a_life(launch: Launch, context: Context) -> None:
     owner, joiner = KeyPair.generate(), KeyPair.generate()
     process = launch("swarm", owner, "--port", "0")
     said = process.announcement()
@@ -119,7 +138,7 @@ async def test_a_life(launch, context) -> None:
         assert code == 0
 
 
-def test_one_at_a_time_and_errors_are_one_line(launch, tmp_path: Path) -> None:
+def test_one_at_a_time_and_errors_are_one_line(launch: Launch, tmp_path: Path) -> None:
     owner = KeyPair.generate()
     first = launch("swarm", owner, "--port", "0")
     first.announcement()
@@ -132,11 +151,11 @@ def test_one_at_a_time_and_errors_are_one_line(launch, tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-def test_it_ends_with_whoever_started_it(launch) -> None:
+def test_it_ends_with_whoever_started_it(launch: Launch) -> None:
     process = launch("swarm", KeyPair.generate(), "--port", "0")
     process.announcement()
     process.child.stdin.close()
-    assert process.child.wait(timeout=30) == 0
+    assert process.child.wait(timeout=60) == 0
     process.child.stdin = None
 
 
@@ -158,4 +177,4 @@ def test_it_may_have_many_connections(tmp_path: Path) -> None:
     ) as process:
         assert json.loads(process.stdout.readline())
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)

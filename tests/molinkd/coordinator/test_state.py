@@ -1,5 +1,6 @@
 import contextlib
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ FACTS = ModelFacts(
 
 
 @pytest.fixture
-def state(tmp_path: Path):
+def state(tmp_path: Path) -> Iterator[State]:
     with contextlib.closing(State.open(tmp_path / "state")) as state:
         state.create_swarm(SwarmRecord("s1", "home", KEYS[0].public))
         for peer, keys in zip((A, B), KEYS, strict=True):
@@ -39,18 +40,18 @@ def state(tmp_path: Path):
 
 
 @contextlib.contextmanager
-def reopened(state):
+def reopened(state: State) -> Iterator[State]:
     state.close()
     with contextlib.closing(State.open(state.path.parent)) as again:
         yield again
 
 
-def pipeline(epoch=1, id="p1", **changes):
+def pipeline(epoch: int = 1, id: str = "p1", **changes: int) -> PipelineRecord:
     stages = (StageRecord(A, (0, 3), 5468, 10, PROFILE), StageRecord(B, (3, 6)))
     return PipelineRecord(id, "toy", epoch, stages, **changes)
 
 
-def test_a_restart_finds_everything(state) -> None:
+def test_a_restart_finds_everything(state: State) -> None:
     announced = Member(
         peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
     )
@@ -83,7 +84,7 @@ def test_a_new_folder_is_empty(tmp_path: Path) -> None:
         assert state.last() == (0, 0)
 
 
-def test_a_file_of_the_first_format_goes_on(state) -> None:
+def test_a_file_of_the_first_format_goes_on(state: State) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(formed=True, blocks=10))
     state._db.executescript(
@@ -112,7 +113,7 @@ def test_a_file_of_the_first_format_goes_on(state) -> None:
         assert again.pipeline() is None, "stages go with their pipeline"
 
 
-def test_an_epoch_never_goes_back(state) -> None:
+def test_an_epoch_never_goes_back(state: State) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(epoch=5))
     with pytest.raises(InvariantError, match="epoch 4 after 5"):
@@ -120,7 +121,7 @@ def test_an_epoch_never_goes_back(state) -> None:
     assert state.pipeline() == pipeline(epoch=5)
 
 
-def test_another_model_ends_the_pipeline_but_not_the_counting(state) -> None:
+def test_another_model_ends_the_pipeline_but_not_the_counting(state: State) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(epoch=5))
     state.save_desired(Desired(FACTS, B))
@@ -140,7 +141,7 @@ def test_another_model_ends_the_pipeline_but_not_the_counting(state) -> None:
     assert state.last() == (2, 6)
 
 
-def test_standing(state) -> None:
+def test_standing(state: State) -> None:
     state.save_standing(B, "revoked")
     state.save_member(MemberRecord(A, KEYS[0].public, "a", owner=True))
     state.save_member(MemberRecord(A, KEYS[0].public, "a"))
@@ -150,14 +151,14 @@ def test_standing(state) -> None:
     ]
 
 
-def test_a_failed_write_changes_nothing(state) -> None:
+def test_a_failed_write_changes_nothing(state: State) -> None:
     with pytest.raises(StateError):
         state.save_desired(Desired(FACTS, "nobody"))
     assert state.desired() is None
     state.save_desired(Desired(FACTS, A))
 
 
-def test_one_process_at_a_time(state, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_at_a_time(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = sqlite3.connect
     monkeypatch.setattr(
         module.sqlite3, "connect", lambda p, **kw: connect(p, **{**kw, "timeout": 0})
@@ -166,7 +167,7 @@ def test_one_process_at_a_time(state, monkeypatch: pytest.MonkeyPatch) -> None:
         State.open(state.path.parent)
 
 
-def test_a_newer_format_is_refused(state) -> None:
+def test_a_newer_format_is_refused(state: State) -> None:
     state._db.execute("UPDATE schema SET version = 99")
     state.close()
     with pytest.raises(StateError, match="written by a newer molink"):

@@ -9,6 +9,7 @@ import pytest
 from molink.errors import UsageError
 from molinkd.peer import coordinator_child as coordinator_module
 from molinkd.peer.coordinator_child import CoordinatorProcess
+from tests.support.net import Net
 
 GOOD = """
 import json, sys
@@ -27,7 +28,7 @@ def make(tmp_path: Path, code: str) -> CoordinatorProcess:
 
 
 async def test_it_is_started_again_on_the_same_port(
-    tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
     process = make(tmp_path, GOOD)
@@ -37,6 +38,8 @@ async def test_it_is_started_again_on_the_same_port(
     psutil.Process(first).kill()
     await net.until(lambda: process.pid not in (0, first))
     second = process.pid
+    # It has one as soon as it runs a program of its own.
+    await net.until(lambda: psutil.Process(second).cmdline())
     assert "4321" in psutil.Process(second).cmdline()
     await process.close()
     assert not psutil.pid_exists(second)

@@ -11,6 +11,7 @@ from molink.errors import WorkerError
 from molinkd.peer.device_probe import DeviceProbe, budget, measure_device, worker_threads
 from molinkd.peer.platform import cores
 from molinkd.peer.settings import Settings, Share
+from tests.support.net import until
 
 RESULT = {
     "kind": "cpu",
@@ -73,8 +74,7 @@ async def test_a_cancelled_measurement_ends_its_process(tmp_path: Path) -> None:
     task = asyncio.create_task(
         measure_device(Settings(name="n"), tmp_path / "d.json", (sys.executable, "-c", code))
     )
-    while not mark.exists():  # noqa: ASYNC110  another process makes it
-        await asyncio.sleep(0.01)
+    await until(mark.exists)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()

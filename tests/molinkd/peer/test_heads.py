@@ -12,12 +12,14 @@ from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.control import Route, StageAddress
 from molink.wire.messages.data import Cancel, Token, Tokens
+from molink.wire.sockets.server import Sender
 from molinkd.peer import served as served_module
 from molinkd.peer.heads import Heads
 from molinkd.peer.served import ServedModels
+from tests.support.net import Net
 
 
-def route(net, port: int, epoch: int = 1, *, ready: bool = True) -> Route:
+def route(net: Net, port: int, epoch: int = 1, *, ready: bool = True) -> Route:
     head = StageAddress(
         peer=peer_id(net.keys.public),
         public_key=net.keys.public,
@@ -34,10 +36,10 @@ def route(net, port: int, epoch: int = 1, *, ready: bool = True) -> Route:
     )
 
 
-async def test_a_head_is_usable_once_it_is_connected(net) -> None:
+async def test_a_head_is_usable_once_it_is_connected(net: Net) -> None:
     got, changes, said = [], [], []
 
-    def handle(sender, message, _payload) -> None:
+    def handle(sender: Sender, message: Cancel, _payload: memoryview | None) -> None:
         got.append(message)
         server.send(sender.identity, Tokens((Token(1, "k", 0, 7),)))
 
@@ -67,7 +69,7 @@ async def test_a_head_is_usable_once_it_is_connected(net) -> None:
     await heads.close()
 
 
-async def test_a_broken_connection_is_a_change(net) -> None:
+async def test_a_broken_connection_is_a_change(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
     heads.update(route(net, server.port))
@@ -79,7 +81,7 @@ async def test_a_broken_connection_is_a_change(net) -> None:
     await heads.close()
 
 
-async def test_a_false_head_is_not_dialled(net) -> None:
+async def test_a_false_head_is_not_dialled(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
     right = route(net, server.port)
@@ -105,7 +107,7 @@ class FakeStore:
 
 
 async def test_a_model_is_offered_once_its_tokenizer_is_here(
-    net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_module, "BACK_OFF_S", (0.01,))
     config = {
@@ -135,7 +137,7 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
     await served.close()
 
 
-async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net: Net, tmp_path: Path) -> None:
     class Broken(FakeStore):
         async def metadata(self, *_: object) -> Path:
             raise RecursionError("too deep")

@@ -11,7 +11,9 @@ from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import Joined, JoinRequest
 from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Sender
 from molinkd.peer.membership import Membership, choose, join, read_membership
+from tests.support.net import Net
 
 COORDINATOR = KeyPair.generate()
 INVITATION = KeyPair.generate()
@@ -64,10 +66,10 @@ def test_an_expired_token() -> None:
         choose(None, str(token))
 
 
-async def test_joining(net) -> None:
+async def test_joining(net: Net) -> None:
     seen: list[JoinRequest] = []
 
-    def handle(sender, message, _payload) -> None:
+    def handle(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
         seen.append(message)
         server.send(sender.identity, Joined(ref=message.ref, swarm="s2", peer="p"))
 
@@ -81,21 +83,21 @@ async def test_joining(net) -> None:
     assert (seen[0].public_key, seen[0].name) == (mine.public, "pc")
 
 
-async def test_an_invitation_that_is_not_known(net) -> None:
+async def test_an_invitation_that_is_not_known(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     with pytest.raises(TokenError, match="withdrawn"):
         await join(net.context, KeyPair.generate(), token, "pc")
 
 
-async def test_a_coordinator_with_another_key(net) -> None:
+async def test_a_coordinator_with_another_key(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", KeyPair.generate().public)
     with pytest.raises(TokenError, match="another swarm"):
         await join(net.context, KeyPair.generate(), token, "pc")
 
 
-async def test_nobody_there(net, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.membership._JOIN_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
         await join(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from molink.wire.messages.control import (
 )
 from molink.wire.messages.pipe import MemberBlocked
 from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Sender
 from molinkd.peer import node as module
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
@@ -33,6 +35,7 @@ from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership
 from molinkd.peer.node import Node, Resources
 from molinkd.peer.settings import Settings
+from tests.support.net import Net
 
 OTHER = KeyPair.generate()
 STATUS = {"peers": [{"id": peer_id(OTHER.public), "name": "tv"}], "trouble": "1 of 2 are there"}
@@ -41,7 +44,7 @@ STATUS = {"peers": [{"id": peer_id(OTHER.public), "name": "tv"}], "trouble": "1 
 class Scene:
     """A node, its coordinator, and what was asked of that."""
 
-    def __init__(self, net, folder: Path) -> None:
+    def __init__(self, net: Net, folder: Path) -> None:
         self.revoked: list[str] = []
         self.coordinator = net.server(control_codec(), self._handle)
         self.events: list[AnyEvent] = []
@@ -64,7 +67,12 @@ class Scene:
         self.node.start(Measured(Device(kind="cpu", name="x", memory=0), bf16=False))
         self.identity = b""
 
-    def _handle(self, sender, message, _payload) -> None:
+    def _handle(
+        self,
+        sender: Sender,
+        message: PeerReport | RevokeRequest | StatusRequest,
+        _payload: memoryview | None,
+    ) -> None:
         send = self.coordinator.send
         match message:
             case PeerReport() if sender.identity != self.identity:
@@ -80,7 +88,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def scene(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(module, "WHY_S", 0.01)
     scene = Scene(net, tmp_path)
     await net.until(lambda: scene.node.session.welcome)
@@ -88,7 +96,7 @@ async def scene(net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     await scene.node.close()
 
 
-async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net) -> None:
+async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net: Net) -> None:
     assert json.loads(await scene.node.status()) == STATUS
     peer = peer_id(OTHER.public)
     told = MemberBlocked(epoch=1, peer=peer, reason="nonsense", previous=False)
@@ -99,7 +107,7 @@ async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net) -> None:
 
 
 async def test_why_a_pipeline_is_not_ready_is_logged(
-    scene: Scene, net, caplog: pytest.LogCaptureFixture
+    scene: Scene, net: Net, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
@@ -107,7 +115,7 @@ async def test_why_a_pipeline_is_not_ready_is_logged(
     await net.until(lambda: "m is not ready: 1 of 2 are there" in caplog.text)
 
 
-async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net) -> None:
+async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net) -> None:
     route = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=0)
     for reason in ("one", "one", "", "two"):
         scene.coordinator.send(scene.identity, structs.replace(route, reason=reason))
@@ -117,7 +125,7 @@ async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net) -> N
     assert scene.node._heads.reason("m") == "two"
 
 
-async def test_revoking_leaves_time_for_the_answer(scene: Scene, net) -> None:
+async def test_revoking_leaves_time_for_the_answer(scene: Scene, net: Net) -> None:
     """The one who is shut out counts for nothing at once; connections are cut a little later."""
     await scene.node.revoke("x")
     assert scene.revoked == ["x"]
@@ -131,7 +139,7 @@ async def test_revoking_leaves_time_for_the_answer(scene: Scene, net) -> None:
     await net.until(lambda: scene.control.counters.rebuilds == 1)
 
 
-async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net) -> None:
+async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net: Net) -> None:
     first = scene.node._sweep
     assert first is not None
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))

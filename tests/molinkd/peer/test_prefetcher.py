@@ -1,7 +1,7 @@
 """Files for a stage that is to be: got in the background, and said how far."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene():
+async def scene() -> AsyncIterator[Scene]:
     scene = Scene()
     yield scene
     await scene.prefetcher.close()

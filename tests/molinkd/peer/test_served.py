@@ -1,7 +1,7 @@
 """Models become available with the context that their pipelines have."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
 
 
 @pytest.fixture
-async def scene(monkeypatch: pytest.MonkeyPatch):
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
     monkeypatch.setattr(module.ModelConfig, "load", lambda _: SimpleNamespace(context=999))
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
@@ -41,7 +41,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch):
     await served.close()
 
 
-async def test_a_ready_pipeline_says_which_context_there_is(scene) -> None:
+async def test_a_ready_pipeline_says_which_context_there_is(scene: SimpleNamespace) -> None:
     scene.served.update(route(4096, ready=False))
     assert await scene.changes.get() == [4096]
     scene.served.update(route(1024, ready=True))
@@ -51,7 +51,7 @@ async def test_a_ready_pipeline_says_which_context_there_is(scene) -> None:
     assert scene.changes.empty()
 
 
-async def test_a_route_that_changes_while_the_tokenizer_is_fetched(scene) -> None:
+async def test_a_route_that_changes_while_the_tokenizer_is_fetched(scene: SimpleNamespace) -> None:
     scene.store.go_on.clear()
     scene.served.update(route(4096, ready=False))
     await asyncio.sleep(0)

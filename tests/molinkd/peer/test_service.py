@@ -19,9 +19,11 @@ from molink.wire.messages.control import (
     StatusRequest,
 )
 from molink.wire.messages.pipe import MemberKey
+from molink.wire.sockets.server import Server
 from molinkd.peer.library import Library
 from molinkd.peer.service import Service, UserCommands
 from molinkd.peer.sources import PeerSource, Sources
+from tests.support.net import Net
 
 
 class Commands:
@@ -56,7 +58,7 @@ def library(tmp_path: Path) -> Library:
     return library
 
 
-def start(net, library: Library, me: str):
+def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
     commands = Commands()
     service = Service(
         me,
@@ -68,7 +70,7 @@ def start(net, library: Library, me: str):
     return server, commands
 
 
-async def test_members_read_files(net, library: Library) -> None:
+async def test_members_read_files(net: Net, library: Library) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
     files = await source.files("m")
@@ -80,7 +82,7 @@ async def test_members_read_files(net, library: Library) -> None:
         await source.files("other")
 
 
-async def test_a_source_is_found_by_its_id(net, library: Library) -> None:
+async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
     server, _ = start(net, library, "me")
     mine = net.member()
     book = AddressBook(MemberKey(peer=peer_id(mine.public), public_key=mine.public))
@@ -99,7 +101,7 @@ async def test_a_source_is_found_by_its_id(net, library: Library) -> None:
         assert len(await source.files("m")) == 22
 
 
-async def test_the_user_may_ask_for_everything(net, library: Library) -> None:
+async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> None:
     keys = net.member()
     server, commands = start(net, library, peer_id(keys.public))
     client = net.client(control_codec(), keys, server.port)
@@ -117,7 +119,7 @@ async def test_the_user_may_ask_for_everything(net, library: Library) -> None:
     assert commands.asked == ["p", True]
 
 
-async def test_others_may_not(net, library: Library) -> None:
+async def test_others_may_not(net: Net, library: Library) -> None:
     server, commands = start(net, library, "me")
     client = net.client(control_codec(), net.member(), server.port)
     await client.wait_connected(10.0)

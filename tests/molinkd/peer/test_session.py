@@ -1,5 +1,7 @@
 """The connection to the coordinator, with one of the test's own making."""
 
+from typing import Any
+
 import pytest
 
 from molink.errors import PortInUse, RequestError
@@ -16,10 +18,11 @@ from molink.wire.messages.control import (
     Welcome,
 )
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Server
+from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import session as session_module
 from molinkd.peer.membership import Membership
 from molinkd.peer.session import CoordinatorSession
+from tests.support.net import Net
 
 REPORT = PeerReport(
     name="pc",
@@ -38,12 +41,12 @@ READY = StageReady(pipeline="p1", epoch=1, stage=0)
 class FakeCoordinator:
     """Welcomes whoever reports; remembers what comes."""
 
-    def __init__(self, net) -> None:
+    def __init__(self, net: Net) -> None:
         self.got: list[object] = []
         self.identity = b""
         self.server = net.server(control_codec(), self._handle)
 
-    def _handle(self, sender, message, _payload) -> None:
+    def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
         self.got.append(message)
         if isinstance(message, PeerReport) and sender.identity != self.identity:
             self.identity = sender.identity
@@ -56,7 +59,7 @@ class FakeCoordinator:
             self.server.send(sender.identity, Invite(ref=message.ref, token="t"))
 
 
-def make_session(net, keys: KeyPair, port: int, heard: list[object]) -> CoordinatorSession:
+def make_session(net: Net, keys: KeyPair, port: int, heard: list[object]) -> CoordinatorSession:
     membership = Membership(
         swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
     )
@@ -71,7 +74,7 @@ def make_session(net, keys: KeyPair, port: int, heard: list[object]) -> Coordina
 
 
 async def test_a_report_comes_first_and_then_again_and_again(
-    net, monkeypatch: pytest.MonkeyPatch
+    net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
     coordinator, heard = FakeCoordinator(net), []
@@ -88,7 +91,7 @@ async def test_a_report_comes_first_and_then_again_and_again(
     await session.close()
 
 
-async def test_announcements_and_requests(net) -> None:
+async def test_announcements_and_requests(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
@@ -103,7 +106,7 @@ async def test_announcements_and_requests(net) -> None:
     await session.close()
 
 
-async def test_goodbye_is_the_last_word(net) -> None:
+async def test_goodbye_is_the_last_word(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
@@ -118,7 +121,7 @@ async def test_goodbye_is_the_last_word(net) -> None:
     await session.close()
 
 
-async def test_it_comes_back(net, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
@@ -137,7 +140,7 @@ async def test_it_comes_back(net, monkeypatch: pytest.MonkeyPatch) -> None:
     await again.server.close()
 
 
-async def _bind(net, server, port: int) -> None:
+async def _bind(net: Net, server: Server, port: int) -> None:
     def bound() -> bool:
         try:
             server.bind("127.0.0.1", (port, port + 1))
@@ -148,7 +151,7 @@ async def _bind(net, server, port: int) -> None:
     await net.until(bound)
 
 
-async def test_a_stranger_is_told_so(net) -> None:
+async def test_a_stranger_is_told_so(net: Net) -> None:
     coordinator = FakeCoordinator(net)
     session = make_session(net, KeyPair.generate(), coordinator.server.port, [])
     session.start()

@@ -75,19 +75,28 @@ def test_a_process_that_cannot_be_started(tmp_path: Path) -> None:
         measure_stage(ORDER, (str(tmp_path / "nothing"),))
 
 
-def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     waits: list[float] = []
+    enough = tmp_path / "enough"
     communicate = subprocess.Popen.communicate
 
     def watched(process: Any, *, timeout: float) -> Any:
         waits.append(timeout)
+        if len(waits) == 3:
+            enough.touch()
         return communicate(process, timeout=timeout)
 
     monkeypatch.setattr("molinkd.peer.stage_bench._TURN_S", 0.01)
     monkeypatch.setattr("subprocess.Popen.communicate", watched)
-    code = f"import time; print('noise'); time.sleep(0.3); print({json.dumps(RESULT)!r})"
+    code = (
+        "import os, time; print('noise')\n"
+        f"while not os.path.exists({str(enough)!r}): time.sleep(0.01)\n"
+        f"print({json.dumps(RESULT)!r})"
+    )
     assert measure_stage(ORDER, command(code)).device == RESULT["device"]
-    assert len(waits) > 1
+    assert len(waits) >= 3
     assert max(waits) == 0.01
 
 

@@ -136,7 +136,7 @@ async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSourc
     assert source.max_at_once > 1
 
 
-def _bytes(folder: Path, span) -> bytes:
+def _bytes(folder: Path, span: TensorSpan) -> bytes:
     with (folder / span.file).open("rb") as file:
         file.seek(span.offset)
         return file.read(span.nbytes)

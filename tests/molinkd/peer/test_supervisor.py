@@ -16,6 +16,7 @@ from molinkd.api.backend import Figures
 from molinkd.peer import supervisor as supervisor_module
 from molinkd.peer.child import BoundedLog, Child
 from molinkd.peer.supervisor import Supervisor, exit_reason
+from tests.support.net import until
 
 KEY = "k" * 40
 FAKE = Path(__file__).with_name("fake_worker.py")
@@ -58,7 +59,7 @@ class Heard:
         self.news.set()
 
     async def until(self, met: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not met():
                 self.news.clear()
                 await self.news.wait()
@@ -114,10 +115,7 @@ async def test_metrics_never_fall(heard: Heard) -> None:
 
 
 async def _until_steps(heard: Heard, steps: float) -> None:
-    deadline = asyncio.get_running_loop().time() + 20
-    while heard.supervisor.metrics().counters.get("steps") != steps:
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.01)
+    await until(lambda: heard.supervisor.metrics().counters.get("steps") == steps)
 
 
 @pytest.mark.parametrize("heard", ["crash"], indirect=True)

@@ -1,11 +1,14 @@
 """Compiled attention gives what plain masked softmax gives, and reads nothing beyond."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, UsageError
+from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
@@ -24,7 +27,7 @@ MIXES = {
 }
 
 
-def backend(shape, block_size=16, threads=1):
+def backend(shape: AttentionShape, block_size: int = 16, threads: int = 1) -> CompiledAttention:
     numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
     attend = create_attend(numbers, threads)
     if attend is None:
@@ -34,14 +37,18 @@ def backend(shape, block_size=16, threads=1):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_window_at_once(check, shape_of, mix, threads: int) -> None:
+def test_every_window_at_once(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape], mix: str, threads: int
+) -> None:
     shape = shape_of(windows=(0, 1, 5, 16, 17, 33, 64), head_dim=32, scale=0.4)
     check(backend(shape, 16, threads), shape, MIXES[mix], 16, BF16, atol=3e-2)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 12])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_every_grouping(check, shape_of, groups: int, kv_heads: int) -> None:
+def test_every_grouping(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape], groups: int, kv_heads: int
+) -> None:
     shape = shape_of(groups=groups, kv_heads=kv_heads, head_dim=64, windows=(0, 20))
     check(backend(shape), shape, MIXES["fused"], 16, BF16, atol=3e-2)
 
@@ -49,7 +56,13 @@ def test_every_grouping(check, shape_of, groups: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("block_size", [16, 32, 256])
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("count", [1, 2, 17])
-def test_page_edges(check, shape_of, block_size: int, beyond: int, count: int) -> None:
+def test_page_edges(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    block_size: int,
+    beyond: int,
+    count: int,
+) -> None:
     before = max(0, block_size + beyond - count)
     shape = shape_of(windows=(0, block_size + 1), head_dim=96)
     check(backend(shape, block_size), shape, [(before, count), (1, 1)], block_size, BF16, atol=3e-2)
@@ -61,17 +74,25 @@ def test_page_edges(check, shape_of, block_size: int, beyond: int, count: int) -
     window=st.integers(0, 100),
     seed=st.integers(0, 99),
 )
-def test_random_forwards(check, shape_of, requests, window, seed) -> None:
+def test_random_forwards(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    requests: list[tuple[int, int]],
+    window: int,
+    seed: int,
+) -> None:
     shape = shape_of(groups=4, kv_heads=2, head_dim=32, windows=(0, window))
     check(backend(shape), shape, requests, 16, BF16, seed=seed, atol=3e-2)
 
 
-def test_scores_far_apart(check, shape_of) -> None:
+def test_scores_far_apart(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape]
+) -> None:
     shape = shape_of(head_dim=64, scale=30.0)
     check(backend(shape), shape, [(100, 3)], 16, BF16, atol=3e-2)
 
 
-def test_what_there_is_no_code_for(shape_of) -> None:
+def test_what_there_is_no_code_for(shape_of: Callable[..., AttentionShape]) -> None:
     fine = shape_of(head_dim=64)
     if try_compiled(fine, 16, BF16, CPU)[0] is None:
         pytest.skip("this CPU has no compiled attention")
@@ -90,7 +111,9 @@ def test_what_there_is_no_code_for(shape_of) -> None:
             create_attention("compiled", shape, block_size, dtype, CPU)
 
 
-def test_results_that_are_off_are_not_used(shape_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_are_off_are_not_used(
+    shape_of: Callable[..., AttentionShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = shape_of(head_dim=64)
     backend(shape)
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
@@ -104,7 +127,9 @@ def test_results_that_are_off_are_not_used(shape_of, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("block", [-1, 4, 1 << 40])
-def test_blocks_outside_the_pool_are_not_read(shape_of, block) -> None:
+def test_blocks_outside_the_pool_are_not_read(
+    shape_of: Callable[..., AttentionShape], block: int
+) -> None:
     shape = shape_of(head_dim=32)
     pool = KVPool(shape, 1, 4, 16, BF16, CPU)
     prepared = backend(shape).prepare([SequenceRows(20, 1, (block, 1))], 16, BF16, CPU)

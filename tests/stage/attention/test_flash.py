@@ -2,14 +2,17 @@
 
 import math
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Never
+from typing import Any, Never
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.errors import UsageError
 from molink.stage.attention import trial as probe
+from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
@@ -27,15 +30,25 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("groups", [1, 3])
-def test_the_kernel_is_told_the_right_things(check, shape_of, paged, mix, groups: int) -> None:
+def test_the_kernel_is_told_the_right_things(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    paged: Callable[..., Tensor],
+    mix: str,
+    groups: int,
+) -> None:
     shape = shape_of(groups=groups, windows=(0, 1, 4, 6, 64, 4096), scale=0.3)
     check(FlashAttention(shape, paged), shape, MIXES[mix])
 
 
-def test_decode_rows_are_packed_and_chunks_causal(shape_of, check, paged) -> None:
+def test_decode_rows_are_packed_and_chunks_causal(
+    shape_of: Callable[..., AttentionShape],
+    check: Callable[..., None],
+    paged: Callable[..., Tensor],
+) -> None:
     told = []
 
-    def kernel(*given, **options):
+    def kernel(*given: Tensor | int, **options: Any) -> Tensor:
         told.append((given[5], options["window_size"]))
         return paged(*given, **options)
 
@@ -48,7 +61,7 @@ def test_decode_rows_are_packed_and_chunks_causal(shape_of, check, paged) -> Non
     ]  # fmt: skip
 
 
-def fake_cuda(monkeypatch, kernel):
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any] | None) -> torch.device:
     """As if there were such a device and kernel: tensors stay on the CPU."""
     monkeypatch.setattr(probe, "find_kernel", lambda: kernel)
     asked = probe._difference
@@ -56,7 +69,11 @@ def fake_cuda(monkeypatch, kernel):
     return torch.device("cuda:0")
 
 
-def test_a_kernel_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch, shape_of, paged) -> None:
+def test_a_kernel_that_is_right_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    shape_of: Callable[..., AttentionShape],
+    paged: Callable[..., Tensor],
+) -> None:
     device = fake_cuda(monkeypatch, paged)
     shape = shape_of(windows=(0, 4096, 30))
     found, reason = try_flash(shape, 2 * PAGE, torch.bfloat16, device)
@@ -67,22 +84,22 @@ def test_a_kernel_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch, shape_
     assert wanted_block_size(device) == PAGE
 
 
-def without_a_window(paged):
-    def kernel(*given, **options):
+def without_a_window(paged: Callable[..., Tensor]) -> Callable[..., Any]:
+    def kernel(*given: Tensor | int, **options: Any) -> Tensor:
         left, _ = options["window_size"]
         return paged(*given, **options | {"window_size": (-1, 0) if left >= 0 else (-1, -1)})
 
     return kernel
 
 
-def raising(paged):
-    def kernel(*given, **options):
+def raising(paged: Callable[..., Tensor]) -> Callable[..., Any]:
+    def kernel(*given: Tensor | int, **options: Any) -> None:
         raise NotImplementedError("no kernel image is available")
 
     return kernel
 
 
-def unusable(paged):
+def unusable(paged: Callable[..., Tensor]) -> Callable[..., Any]:
     return lambda *given, **options: paged(*given, **options) * math.nan
 
 
@@ -96,7 +113,11 @@ def unusable(paged):
     ],
 )
 def test_anything_else_means_gather(
-    monkeypatch: pytest.MonkeyPatch, shape_of, paged, make, why: str
+    monkeypatch: pytest.MonkeyPatch,
+    shape_of: Callable[..., AttentionShape],
+    paged: Callable[..., Tensor],
+    make: Callable[..., Any],
+    why: str,
 ) -> None:
     device = fake_cuda(monkeypatch, make(paged))
     shape = shape_of(windows=(0, 4096))
@@ -109,7 +130,9 @@ def test_anything_else_means_gather(
         create_attention("flash", shape, PAGE, torch.bfloat16, device)
 
 
-def test_gathering_never_runs_cudnn(monkeypatch: pytest.MonkeyPatch, shape_of) -> None:
+def test_gathering_never_runs_cudnn(
+    monkeypatch: pytest.MonkeyPatch, shape_of: Callable[..., AttentionShape]
+) -> None:
     told = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
     create_attention("auto", shape_of(), 16, torch.bfloat16, CPU)
@@ -119,7 +142,11 @@ def test_gathering_never_runs_cudnn(monkeypatch: pytest.MonkeyPatch, shape_of) -
     assert told == [False, False]
 
 
-def test_what_flash_is_not_made_for(monkeypatch: pytest.MonkeyPatch, shape_of, paged) -> None:
+def test_what_flash_is_not_made_for(
+    monkeypatch: pytest.MonkeyPatch,
+    shape_of: Callable[..., AttentionShape],
+    paged: Callable[..., Tensor],
+) -> None:
     device = fake_cuda(monkeypatch, paged)
     for shape, size, where, why in [
         (shape_of(), PAGE, CPU, "CUDA"),
@@ -133,7 +160,17 @@ def test_what_flash_is_not_made_for(monkeypatch: pytest.MonkeyPatch, shape_of, p
 def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     older = ModuleType("torch.nn.attention.varlen")
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None) -> Never:
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+    ) -> Never:
         raise AssertionError
 
     older.varlen_attn = varlen_attn
@@ -154,7 +191,14 @@ def cuda() -> str:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4, 7])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_the_kernel_itself(check, shape_of, cuda, dtype, groups: int, head_dim: int) -> None:
+def test_the_kernel_itself(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    cuda: torch.device,
+    dtype: torch.dtype,
+    groups: int,
+    head_dim: int,
+) -> None:
     shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE, PAGE + 1))
     flash, reason = try_flash(shape, PAGE, dtype, torch.device(cuda))
     if flash is None:
@@ -172,7 +216,14 @@ def test_the_kernel_itself(check, shape_of, cuda, dtype, groups: int, head_dim: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("block_size", [16, PAGE])
-def test_gathering_on_a_gpu(check, shape_of, cuda, dtype, softcap: float, block_size) -> None:
+def test_gathering_on_a_gpu(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    cuda: torch.device,
+    dtype: torch.dtype,
+    softcap: float,
+    block_size: int,
+) -> None:
     shape = shape_of(groups=4, head_dim=64, windows=(0, 1, 33, 300), softcap=softcap)
     backend = create_attention("gather", shape, block_size, dtype, torch.device(cuda))
     tolerance = 3e-2 if dtype.itemsize == 2 else 2e-3

@@ -1,11 +1,14 @@
 """Gathering gives what plain masked softmax gives, and reads nothing that it should not."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.stage.attention import gather
+from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.gather import GatherAttention
 
 MIXES = {
@@ -23,14 +26,18 @@ DTYPES = pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (tor
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_every_window_at_once(check, shape_of, mix, softcap: float) -> None:
+def test_every_window_at_once(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape], mix: str, softcap: float
+) -> None:
     shape = shape_of(windows=WINDOWS, softcap=softcap, scale=0.4)
     check(GatherAttention(shape), shape, MIXES[mix])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_every_grouping(check, shape_of, groups: int, kv_heads: int) -> None:
+def test_every_grouping(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape], groups: int, kv_heads: int
+) -> None:
     shape = shape_of(groups=groups, kv_heads=kv_heads, windows=(0, 6))
     check(GatherAttention(shape), shape, MIXES["fused"])
 
@@ -38,14 +45,25 @@ def test_every_grouping(check, shape_of, groups: int, kv_heads: int) -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_page_edges(check, shape_of, block_size: int, beyond: int, count: int) -> None:
+def test_page_edges(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    block_size: int,
+    beyond: int,
+    count: int,
+) -> None:
     before = max(0, 3 * block_size + beyond - count)
     shape = shape_of(windows=(0, block_size, block_size + 1, 2 * block_size))
     check(GatherAttention(shape), shape, [(before, count), (1, 1)], block_size=block_size)
 
 
 @DTYPES
-def test_consecutive_blocks_are_read_where_they_lie(check, shape_of, dtype, atol) -> None:
+def test_consecutive_blocks_are_read_where_they_lie(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    dtype: torch.dtype,
+    atol: float,
+) -> None:
     shape = shape_of(windows=(0, 5), softcap=0.0)
     for mix in MIXES.values():
         check(GatherAttention(shape), shape, mix, dtype=dtype, atol=atol, consecutive=True)
@@ -53,14 +71,23 @@ def test_consecutive_blocks_are_read_where_they_lie(check, shape_of, dtype, atol
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
-def test_16_bits(check, shape_of, dtype, softcap: float) -> None:
+def test_16_bits(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    dtype: torch.dtype,
+    softcap: float,
+) -> None:
     shape = shape_of(windows=(0, 9), softcap=softcap, head_dim=64)
     check(GatherAttention(shape), shape, MIXES["fused"], dtype=dtype, atol=3e-2)
 
 
 @DTYPES
 def test_long_requests_share_memory_over_the_layers(
-    check, shape_of, monkeypatch: pytest.MonkeyPatch, dtype, atol
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    atol: float,
 ) -> None:
     monkeypatch.setattr(gather, "_CPU_SCRATCH", 1)
     shape = shape_of(windows=(0, 7, 0))
@@ -68,7 +95,11 @@ def test_long_requests_share_memory_over_the_layers(
         check(GatherAttention(shape), shape, mix, dtype=dtype, atol=atol)
 
 
-def test_buckets_that_fit_a_cache(check, shape_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_that_fit_a_cache(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gather, "_CPU_BUCKET", 1 << 14)
     shape = shape_of(windows=(0, 7))
     check(GatherAttention(shape), shape, [(n, 1) for n in (5, 30, 6, 200, 7, 90, 8, 31)])
@@ -87,6 +118,14 @@ requests = st.lists(
     softcap=st.sampled_from([0.0, 3.0]),
     consecutive=st.booleans(),
 )
-def test_any_mix(check, shape_of, mix, block_size, window, softcap, consecutive) -> None:
+def test_any_mix(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    mix: list[tuple[int, int]],
+    block_size: int,
+    window: int,
+    softcap: float,
+    consecutive: bool,
+) -> None:
     shape = shape_of(windows=(0, window), softcap=softcap)
     check(GatherAttention(shape), shape, mix, block_size=block_size, consecutive=consecutive)

@@ -6,7 +6,7 @@ from molink.stage.batch import SequenceRows
 TABLE = (9, 8, 7, 6, 5, 4)
 
 
-def span(row, start, count=1, window=0):
+def span(row: int, start: int, count: int = 1, window: int = 0) -> Span:
     return Span.of(row, SequenceRows(start, count, TABLE), window, 4)
 
 

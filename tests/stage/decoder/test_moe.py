@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Generator, Tensor
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.decoder.mlp import GatedMlp, create_gate
 from molink.stage.decoder.moe import ExpertMlp
 from molink.stage.linear import Linear
 from molink.stage.stage import Stage
+from tests.support.models import MakeModel
 
 HIDDEN, INNER = 8, 6
 
@@ -25,19 +27,21 @@ class Spy:
     expert: GatedMlp
     given: list[int] = field(default_factory=list)
 
-    def __call__(self, rows):
+    def __call__(self, rows: Tensor) -> Tensor:
         self.given.append(len(rows))
         return self.expert(rows)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return self.expert.nbytes
 
 
-def make(count, chosen, normalized, seed, activation="silu"):
+def make(
+    count: int, chosen: int, normalized: bool, seed: int, activation: str = "silu"
+) -> tuple[ExpertMlp, Generator]:
     generator = torch.Generator().manual_seed(seed)
 
-    def weight(rows, columns):
+    def weight(rows: int, columns: int) -> Linear:
         return Linear(torch.randn(rows, columns, generator=generator))
 
     experts = tuple(
@@ -55,7 +59,9 @@ def make(count, chosen, normalized, seed, activation="silu"):
     normalized=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_row_is_the_weighted_sum_of_its_experts(count, part, rows, normalized, seed) -> None:
+def test_a_row_is_the_weighted_sum_of_its_experts(
+    count: int, part: float, rows: int, normalized: bool, seed: int
+) -> None:
     chosen = max(1, round(part * count))
     mlp, generator = make(count, chosen, normalized, seed)
     given_rows = torch.randn(rows, HIDDEN, generator=generator)
@@ -83,14 +89,16 @@ def test_bytes_are_those_of_the_router_and_all_experts() -> None:
     assert mlp.nbytes == 4 * (5 * HIDDEN + 5 * 3 * INNER * HIDDEN)
 
 
-def test_only_layers_without_experts_can_be_captured(make_model, tmp_path: Path) -> None:
+def test_only_layers_without_experts_can_be_captured(make_model: MakeModel, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "qwen3_moe", mlp_only_layers=[0]))
     assert Stage.load(folder, (0, 1))._decoder.capturable
     assert not Stage.load(folder, (0, 2))._decoder.capturable
     assert not Stage.load(folder, (2, 3))._decoder.capturable
 
 
-def test_a_stage_reads_the_experts_of_its_layers_only(make_model, tmp_path: Path) -> None:
+def test_a_stage_reads_the_experts_of_its_layers_only(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "mixtral", num_hidden_layers=4))
     whole = Stage.load(folder, (0, 4)).weight_bytes
     ends = 4 * (2 * 320 * 64 + 64)

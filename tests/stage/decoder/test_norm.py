@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.decoder import operators
@@ -11,11 +12,12 @@ from molink.stage.decoder.norm import CompiledNorm, PlainNorm, WideNorm
 from molink.stage.decoder.operators import create_operators
 from molink.stage.loading.weights import WeightReader
 from molink.stage.torch_dtypes import TORCH_DTYPES
+from tests.support.models import MakeModel
 
 NAME = "model.layers.0.input_layernorm.weight"
 
 
-def load(folder, dtype):
+def load(folder: Path, dtype: str) -> tuple[CompiledNorm | PlainNorm | WideNorm, Tensor]:
     opened, kind, cpu = ModelFolder.open(folder), TORCH_DTYPES[dtype], torch.device("cpu")
     norm = create_operators(opened.config, kind, cpu).norm
     with WeightReader(opened, kind, cpu) as reader:
@@ -34,7 +36,13 @@ def load(folder, dtype):
     ],
 )
 def test_weights_are_offset_in_full_precision(
-    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, kind, kept
+    make_model: MakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: str,
+    kind: type[PlainNorm] | type[WideNorm],
+    kept: torch.dtype,
 ) -> None:
     monkeypatch.setattr(operators, "create_rowwise", lambda *_: None)
     norm, stored = load(make_model(tmp_path, family), dtype)
@@ -45,7 +53,7 @@ def test_weights_are_offset_in_full_precision(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_norms_are_wide_ones(
-    make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     folder = make_model(tmp_path, family, head_dim=32)
     compiled, _ = load(folder, "bf16")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.checkpoint.rope import RopeConfig
 from molink.stage.batch import SequenceRows
@@ -12,11 +13,11 @@ from molink.stage.decoder.rotary import Rope, frequencies, rotate
 CPU = torch.device("cpu")
 
 
-def make(kind="default", **fields):
+def make(kind: str = "default", **fields: float | tuple[float, ...]) -> Rope:
     return Rope(RopeConfig(kind=kind, **fields), 16, torch.float32, CPU)
 
 
-def angles(rope, *rows):
+def angles(rope: Rope, *rows: tuple[int, ...]) -> Tensor:
     """Angles of (start, count[, reach]) rows of several requests."""
     positions = torch.cat([torch.arange(row[0], row[0] + row[1]) for row in rows])
     return rope.angles(positions, [SequenceRows(row[0], row[1], (), *row[2:]) for row in rows])
@@ -41,7 +42,7 @@ def test_a_grown_table_gives_the_same_angles() -> None:
 
 
 @pytest.mark.parametrize("others", [(), ((0, 10),), ((70, 2), (0, 3))])
-def test_dynamic_scaling_is_a_requests_own_affair(others) -> None:
+def test_dynamic_scaling_is_a_requests_own_affair(others: tuple[tuple[int, int], ...]) -> None:
     rope = make("dynamic", factor=2.0, original_context=32)
     alone = angles(rope, (40, 5))
     assert torch.equal(angles(rope, (40, 5), *others)[:5], alone)

@@ -8,7 +8,7 @@ from molink.stage.batch import SequenceRows
 from molink.stage.graphs.buckets import MAX_ROWS, Bucket, GraphPlan, block_bucket, row_bucket
 
 
-def steps(*starts, count=1):
+def steps(*starts: int, count: int = 1) -> list[SequenceRows]:
     return [SequenceRows(start, count, range(99)) for start in starts]
 
 
@@ -22,7 +22,7 @@ def test_rows_and_tables_are_padded_to_few_sizes() -> None:
 
 
 @given(st.integers(1, MAX_ROWS), st.integers(1, 10**6))
-def test_a_step_fits_its_bucket(rows, blocks) -> None:
+def test_a_step_fits_its_bucket(rows: int, blocks: int) -> None:
     assert rows <= row_bucket(rows) <= min(MAX_ROWS, max(2 * rows - 1, rows + 7))
     assert blocks <= block_bucket(blocks) <= max(2, 1.5 * blocks)
 

@@ -1,5 +1,6 @@
 """What a capture asks of CUDA, with a stand-in for it; `test_graphs.py` has it on a GPU."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Never
@@ -16,7 +17,7 @@ MIB = 1 << 20
 class FakeCuda:
     """Streams and memory of a GPU that computes nothing."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.here = SimpleNamespace(wait_stream=lambda other: self.told.append("wait"))
         self.current = self.here
         self.allocated = self.peak = 3 * MIB
@@ -24,11 +25,11 @@ class FakeCuda:
         self.told = []
         self.capturing = False
 
-    def make_stream(self, device):
+    def make_stream(self, device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(wait_stream=lambda other: None)
 
     @contextmanager
-    def stream(self, stream):
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
             yield
@@ -36,7 +37,13 @@ class FakeCuda:
             self.current = before
 
     @contextmanager
-    def graph(self, graph, pool, stream, capture_error_mode):
+    def graph(
+        self,
+        graph: SimpleNamespace,
+        pool: tuple[int, int],
+        stream: SimpleNamespace,
+        capture_error_mode: str,
+    ) -> Iterator[None]:
         # As torch does: not restored if ending the capture fails.
         before, self.current, self.capturing = self.current, stream, True
         try:
@@ -46,19 +53,19 @@ class FakeCuda:
         self.capturing, self.current = False, before
         self.free -= 8 * MIB
 
-    def take(self, nbytes) -> None:
+    def take(self, nbytes: int) -> None:
         self.peak = max(self.peak, self.allocated + nbytes)
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch):
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     fake = FakeCuda()
 
-    def reset(device) -> None:
+    def reset(device: torch.device) -> None:
         fake.peak = fake.allocated
 
     @contextmanager
-    def on(device):
+    def on(device: torch.device) -> Iterator[None]:
         yield
 
     capture._stream_for.cache_clear()
@@ -85,7 +92,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch):
 DEVICE = torch.device("cuda:0")
 
 
-def test_work_is_captured_after_two_runs(cuda) -> None:
+def test_work_is_captured_after_two_runs(cuda: FakeCuda) -> None:
     captures, runs = CudaCaptures(DEVICE), []
     replay = captures.capture(lambda: runs.append(cuda.capturing), 64 * MIB)
     assert runs == [False, False, True]
@@ -95,11 +102,11 @@ def test_work_is_captured_after_two_runs(cuda) -> None:
     assert cuda.told == ["wait", "synchronize", "empty", "replay"]
 
 
-def test_captures_share_a_stream_and_its_workspaces(cuda) -> None:
+def test_captures_share_a_stream_and_its_workspaces(cuda: FakeCuda) -> None:
     assert CudaCaptures(DEVICE)._stream is CudaCaptures(DEVICE)._stream
 
 
-def test_work_that_needs_too_much_is_not_captured(cuda) -> None:
+def test_work_that_needs_too_much_is_not_captured(cuda: FakeCuda) -> None:
     def work() -> None:
         cuda.take(65 * MIB)
         assert not cuda.capturing
@@ -109,7 +116,7 @@ def test_work_that_needs_too_much_is_not_captured(cuda) -> None:
     assert captures.capture(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
 
 
-def test_nor_is_work_for_which_there_is_no_memory(cuda) -> None:
+def test_nor_is_work_for_which_there_is_no_memory(cuda: FakeCuda) -> None:
     def work() -> Never:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -118,7 +125,7 @@ def test_nor_is_work_for_which_there_is_no_memory(cuda) -> None:
     assert cuda.current is cuda.here
 
 
-def test_a_capture_that_fails_leaves_no_stream_in_place(cuda) -> None:
+def test_a_capture_that_fails_leaves_no_stream_in_place(cuda: FakeCuda) -> None:
     def work() -> None:
         if cuda.capturing:
             raise RuntimeError("operation not permitted when stream is capturing")

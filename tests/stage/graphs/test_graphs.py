@@ -3,15 +3,21 @@
 On a CPU a graph is the work itself: all that pads, loads and chooses is the same.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.stage import stage as stages
+from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.flash import FlashAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.stage import Stage
+from tests.support.models import MakeModel
+from tests.support.stage import Ring
 
 #: Enough steps for each bucket to be captured and replayed.
 STEPS = 6
@@ -23,13 +29,20 @@ class WorkItself:
 
     nbytes = 0
 
-    def __init__(self, device, eager=2.0, replayed=1.0, fails_after=99, fit=99):
+    def __init__(
+        self,
+        device: torch.device,
+        eager: float = 2.0,
+        replayed: float = 1.0,
+        fails_after: int = 99,
+        fit: int = 99,
+    ) -> None:
         self.seconds_by_turn = [eager, replayed]
         self.fails_after, self.fit = fails_after, fit
         self.captured = 0
         self.replayed = 0
 
-    def capture(self, work, max_bytes):
+    def capture(self, work: Callable[..., Any], max_bytes: int) -> Callable[..., Any] | None:
         assert max_bytes >= 1 << 20
         self.captured += 1
         if self.captured > self.fails_after:
@@ -43,19 +56,19 @@ class WorkItself:
 
         return replay
 
-    def seconds(self, work):
+    def seconds(self, work: Callable[..., Any]) -> float:
         work()
         self.seconds_by_turn.reverse()
         return self.seconds_by_turn[1]
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch):
+def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """``captures(**options)``: stages loaded from now on have graphs; returns all stand-ins."""
     made = []
 
-    def prepare(**options):
-        def make(device):
+    def prepare(**options: int) -> list[Any]:
+        def make(device: torch.device) -> WorkItself:
             made.append(WorkItself(device, **options))
             return made[-1]
 
@@ -66,7 +79,9 @@ def captures(monkeypatch: pytest.MonkeyPatch):
     return prepare
 
 
-def decode(ring, prompts, tables, tokens):
+def decode(
+    ring: Ring, prompts: list[list[int]], tables: list[list[int]], tokens: list[int]
+) -> Tensor:
     """Logits of a few decode steps after the prompts, one row of each."""
     for prompt, table in zip(prompts, tables, strict=True):
         ring.run(prompt, [SequenceRows(0, len(prompt), table)], [])
@@ -80,7 +95,14 @@ def decode(ring, prompts, tables, tokens):
     return torch.stack(found)
 
 
-def run_both(make_ring, folder, random_tokens, lengths, prepare, **options):
+def run_both(
+    make_ring: type[Ring],
+    folder: Path,
+    random_tokens: Callable[..., list[int]],
+    lengths: list[int],
+    prepare: Callable[..., Any],
+    **options: Any,
+) -> tuple[Tensor, Tensor, Ring]:
     """The same with and without graphs."""
     prompts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
     size = options.get("block_size", 8)
@@ -99,7 +121,13 @@ def run_both(make_ring, folder, random_tokens, lengths, prepare, **options):
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_padded_steps_give_the_same(
-    make_model, tmp_path: Path, make_ring, random_tokens, captures, mix, family: str
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    mix: str,
+    family: str,
 ) -> None:
     folder = make_model(tmp_path, family, 3)
     made = []
@@ -115,17 +143,19 @@ def test_padded_steps_give_the_same(
 
 
 def test_flash_on_fixed_pages(
-    make_model,
+    make_model: MakeModel,
     tmp_path: Path,
-    make_ring,
-    random_tokens,
-    captures,
-    paged,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    paged: Callable[..., Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
 
-    def flash(name, shape, *given):
+    def flash(
+        name: str, shape: AttentionShape, *given: int | torch.device | torch.dtype
+    ) -> FlashAttention:
         return FlashAttention(shape, paged)
 
     def prepare() -> None:
@@ -137,7 +167,11 @@ def test_flash_on_fixed_pages(
 
 
 def test_slower_graphs_are_not_used(
-    make_model, tmp_path: Path, make_ring, random_tokens, captures
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
 ) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
@@ -150,7 +184,12 @@ def test_slower_graphs_are_not_used(
 
 
 def test_a_capture_that_fails_later_leaves_the_step_whole(
-    make_model, tmp_path: Path, make_ring, random_tokens, captures, caplog: pytest.LogCaptureFixture
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
@@ -163,7 +202,11 @@ def test_a_capture_that_fails_later_leaves_the_step_whole(
 
 
 def test_a_graph_that_would_take_too_much_stops_no_other(
-    make_model, tmp_path: Path, make_ring, random_tokens, captures
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
 ) -> None:
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
@@ -177,7 +220,9 @@ def test_a_graph_that_would_take_too_much_stops_no_other(
     assert [each.replayed for each in made[0]] == [count + 1 for count in before]
 
 
-def test_no_request_has_the_spare_block(make_model, tmp_path: Path, make_ring, captures) -> None:
+def test_no_request_has_the_spare_block(
+    make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
+) -> None:
     from molink.errors import InvariantError
 
     captures()
@@ -191,13 +236,13 @@ def test_no_request_has_the_spare_block(make_model, tmp_path: Path, make_ring, c
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("block_size", [8, 256])
 def test_cuda_graphs_give_what_eager_steps_give(
-    make_model,
+    make_model: MakeModel,
     tmp_path: Path,
-    make_ring,
-    random_tokens,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
-    mix,
+    mix: str,
     block_size: int,
 ) -> None:
     if not torch.cuda.is_available():
@@ -212,7 +257,7 @@ def test_cuda_graphs_give_what_eager_steps_give(
 
         turn = 0
 
-        def seconds(self, work) -> float:
+        def seconds(self, work: Callable[..., Any]) -> float:
             super().seconds(work)
             self.turn += 1
             return 1.0 if self.turn % 2 else 0.5

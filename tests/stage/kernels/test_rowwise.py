@@ -9,6 +9,7 @@ from torch.nn.functional import rms_norm
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
 from molink.stage.kernels.create import create_rowwise
+from molink.stage.kernels.rowwise import Rowwise
 from molink.stage.kernels.shape import fits_rowwise
 
 WITHIN = {"rtol": 2**-7, "atol": 1e-6}
@@ -16,7 +17,7 @@ teams = pytest.mark.parametrize("threads", [1, 3])
 sizes = given(rows=st.integers(0, 20), vectors=st.integers(1, 9), seed=st.integers(0, 9))
 
 
-def rowwise(threads, activation="silu"):
+def rowwise(threads: int, activation: str = "silu") -> Rowwise:
     made = create_rowwise(1e-5, activation, threads)
     if made is None:
         pytest.skip("this CPU has no compiled norms")
@@ -26,7 +27,7 @@ def rowwise(threads, activation="silu"):
 @teams
 @settings(deadline=None, max_examples=30)
 @sizes
-def test_norms(threads, rows, vectors, seed) -> None:
+def test_norms(threads: int, rows: int, vectors: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     given = torch.randn(rows, 16 * vectors, generator=generator).mul(seed + 1).bfloat16()
     weight = torch.randn(16 * vectors, generator=generator)
@@ -38,7 +39,7 @@ def test_norms(threads, rows, vectors, seed) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @settings(deadline=None, max_examples=30)
 @sizes
-def test_gates(threads, activation: str, rows, vectors, seed) -> None:
+def test_gates(threads: int, activation: str, rows: int, vectors: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     given = torch.randn(rows, 32 * vectors, generator=generator).mul(4 * seed + 1).bfloat16()
     exact = create_gate(activation)(given.double()).float()
@@ -54,7 +55,7 @@ def test_gates_of_what_is_far_out() -> None:
 
 @teams
 @pytest.mark.parametrize("rotary", [32, 64])
-def test_rotations_leave_alone_what_is_beyond(threads, rotary: int) -> None:
+def test_rotations_leave_alone_what_is_beyond(threads: int, rotary: int) -> None:
     every = torch.randn(50, 9, 64).bfloat16()
     angles = torch.randn(50, 1, 2, rotary).bfloat16()
     exact = every.float()

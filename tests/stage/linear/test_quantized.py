@@ -1,5 +1,6 @@
 """Quantized projections give what their dequantized weights give: every kind, type and shape."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ TOLERANCE = {torch.float32: 5e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 @pytest.fixture(autouse=True)
-def same_numbers():
+def same_numbers() -> Iterator[None]:
     """A weight halfway between two codes may become either."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -71,7 +72,7 @@ def compare(
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
 def test_a_projection_is_that_of_its_dequantized_weight(
-    mode: str, fast: bool, shape, dtype
+    mode: str, fast: bool, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     weight = torch.randn(shape) * 0.05
     bias = torch.randn(shape[0]).to(dtype)
@@ -170,7 +171,9 @@ def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((100, 128), Int8Linear), ((33, 128), UnpackedLinear)])
-def test_the_integer_product_of_a_gpu_takes_multiples_of_4(shape, kind) -> None:
+def test_the_integer_product_of_a_gpu_takes_multiples_of_4(
+    shape: tuple[int, int], kind: type[Int8Linear] | type[UnpackedLinear]
+) -> None:
     there = SimpleNamespace(device=torch.device("cuda:0"))  # its numbers don't matter
     weight = QuantizedWeight("int8", shape, there, torch.ones(shape[0]))
     assert isinstance(QuantizedKernels(True, True).create(weight, None), kind)
@@ -190,7 +193,7 @@ def test_the_nf4_projection_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
 @pytest.mark.parametrize("shape", [(96, 128), (64, 96), (100, 96), (33, 61 * 64)])
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
-def test_on_a_gpu(mode: str, shape, dtype) -> None:
+def test_on_a_gpu(mode: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
     device = torch.device("cuda", 0)

@@ -19,6 +19,8 @@ from molink.stage.batch import SequenceRows
 from molink.stage.linear.bnb import load_library
 from molink.stage.linear.nf4 import NF4_VALUES
 from molink.stage.stage import Stage
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
 
 EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
 FOUR = {
@@ -99,7 +101,7 @@ def both(folder: Path, tmp_path: Path, kind: str, left_out: str = "nothing") -> 
 
 
 @pytest.fixture(params=["qwen2", "llama", "qwen3_moe"])
-def folder(request: pytest.FixtureRequest, make_model, tmp_path: Path):
+def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path: Path) -> Path:
     more: dict[str, Any] = {}
     if request.param == "qwen3_moe":
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -108,7 +110,15 @@ def folder(request: pytest.FixtureRequest, make_model, tmp_path: Path):
     return make_model(tmp_path / "model", request.param, 0, **more)
 
 
-def check_logits(make_ring, make_reference, given, plain, tokens, tolerance, **options) -> None:
+def check_logits(
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    given: Path,
+    plain: Path,
+    tokens: list[int],
+    tolerance: float,
+    **options: str,
+) -> None:
     expected = make_reference(plain).logits(tokens)
     for splits in ((), (1,), (1, 2)):
         ring = make_ring(given, splits, **options)
@@ -120,7 +130,12 @@ def check_logits(make_ring, make_reference, given, plain, tokens, tolerance, **o
 
 @pytest.mark.parametrize("kind", ["int8", "single", "double"])
 def test_a_quantized_checkpoint(
-    folder, tmp_path: Path, kind: str, make_ring, make_reference, random_tokens
+    folder: Path,
+    tmp_path: Path,
+    kind: str,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     quantized, plain = both(folder, tmp_path, kind)
     mode = "int8" if kind == "int8" else "nf4"
@@ -135,7 +150,13 @@ def test_a_quantized_checkpoint(
 @pytest.mark.parametrize("left_out", ["layers.1.", "q_proj"])
 @pytest.mark.parametrize("kind", ["int8", "double"])
 def test_projections_that_the_checkpoint_leaves_out(
-    make_model, tmp_path: Path, kind: str, left_out: str, make_ring, make_reference, random_tokens
+    make_model: MakeModel,
+    tmp_path: Path,
+    kind: str,
+    left_out: str,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     folder = make_model(tmp_path / "model", "qwen2", 0)
     quantized, plain = both(folder, tmp_path, kind, left_out)
@@ -146,7 +167,12 @@ def test_projections_that_the_checkpoint_leaves_out(
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 def test_quantized_while_loading(
-    folder, tmp_path: Path, mode: str, make_ring, make_reference, random_tokens
+    folder: Path,
+    tmp_path: Path,
+    mode: str,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     plain = rewrite(
         folder,
@@ -165,7 +191,12 @@ def test_quantized_while_loading(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "single", "double"])
 def test_a_quantized_checkpoint_on_a_gpu(
-    make_model, tmp_path: Path, kind: str, make_ring, make_reference, random_tokens
+    make_model: MakeModel,
+    tmp_path: Path,
+    kind: str,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
@@ -182,7 +213,7 @@ def test_a_quantized_checkpoint_on_a_gpu(
             assert float(off) <= tolerance
 
 
-def test_a_stage_is_smaller(make_model, tmp_path: Path) -> None:
+def test_a_stage_is_smaller(make_model: MakeModel, tmp_path: Path) -> None:
     folder = ModelFolder.open(
         make_model(tmp_path, "llama", 0, hidden_size=256, intermediate_size=512, head_dim=64)
     )
@@ -194,7 +225,7 @@ def test_a_stage_is_smaller(make_model, tmp_path: Path) -> None:
     assert four < 0.15 * plain
 
 
-def test_ends_of_the_model_stay_as_they_are(make_model, tmp_path: Path) -> None:
+def test_ends_of_the_model_stay_as_they_are(make_model: MakeModel, tmp_path: Path) -> None:
     folder = ModelFolder.open(make_model(tmp_path, "llama", 0))
     whole = Stage.load(folder, (0, 3), dtype="f32", quantize="nf4").weight_bytes
     inner = Stage.load(folder, (1, 2), dtype="f32", quantize="nf4").weight_bytes
@@ -202,7 +233,7 @@ def test_ends_of_the_model_stay_as_they_are(make_model, tmp_path: Path) -> None:
     assert whole == 3 * inner + vocabulary + 64 * 4
 
 
-def test_one_quantization_is_not_put_on_another(make_model, tmp_path: Path) -> None:
+def test_one_quantization_is_not_put_on_another(make_model: MakeModel, tmp_path: Path) -> None:
     quantized, _ = both(make_model(tmp_path / "model", "llama", 0), tmp_path, "int8")
     opened = ModelFolder.open(quantized)
     assert Stage.load(opened, (1, 2), quantize="int8").weight_bytes > 0
@@ -274,7 +305,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], type[Model
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_damaged_checkpoint_is_named(make_model, tmp_path: Path, case) -> None:
+def test_a_damaged_checkpoint_is_named(make_model: MakeModel, tmp_path: Path, case: str) -> None:
     kind, suffix, change, error, message = DAMAGES[case]
     quantized, _ = both(make_model(tmp_path / "model", "qwen2", 0), tmp_path, kind)
     damage(quantized, suffix, change)
@@ -283,7 +314,7 @@ def test_a_damaged_checkpoint_is_named(make_model, tmp_path: Path, case) -> None
     assert "model.layers." in str(caught.value)
 
 
-def test_a_plain_config_with_quantized_weights(make_model, tmp_path: Path) -> None:
+def test_a_plain_config_with_quantized_weights(make_model: MakeModel, tmp_path: Path) -> None:
     quantized, _ = both(make_model(tmp_path / "model", "qwen2", 0), tmp_path, "int8")
     set_config(quantized, None)
     with pytest.raises(UnsupportedModel, match=r"proj\.weight is I8"):

@@ -17,6 +17,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.errors import BrokenModel
 from molink.stage.linear import quantized
 from molink.stage.stage import Stage
+from tests.support.models import MakeModel
 
 LAYERS = 8
 LAYER_BYTES = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
@@ -58,7 +59,7 @@ def counted() -> Iterator[Allocations]:
 
 
 @pytest.fixture(scope="module")
-def folder(make_model, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+def folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     made = make_model(
         tmp_path_factory.mktemp("model"),
         "llama",
@@ -73,19 +74,23 @@ def folder(make_model, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
-def test_quantizing_takes_less_than_the_stage_and_two_layers(folder, mode: str) -> None:
+def test_quantizing_takes_less_than_the_stage_and_two_layers(
+    folder: ModelFolder, mode: str
+) -> None:
     with counted() as allocations:
         stage = Stage.load(folder, (0, LAYERS), dtype="f32", quantize=mode)
     assert stage.weight_bytes < allocations.peak < stage.weight_bytes + 2 * LAYER_BYTES
 
 
-def test_the_measure_sees_what_is_not_quantized(folder) -> None:
+def test_the_measure_sees_what_is_not_quantized(folder: ModelFolder) -> None:
     with counted() as allocations:
         stage = Stage.load(folder, (0, LAYERS), dtype="f32")
     assert LAYERS * LAYER_BYTES < stage.weight_bytes <= allocations.peak
 
 
-def test_a_large_weight_is_quantized_in_parts(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_weight_is_quantized_in_parts(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """bitsandbytes takes several times the bytes of what it is given at once."""
     given: list[int] = []
     quantize = quantized.quantize_nf4
@@ -113,7 +118,7 @@ def test_a_large_weight_is_quantized_in_parts(folder, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_weight_that_is_no_number_is_named(
-    qwen, tmp_path: Path, name: str, mode: str, value
+    qwen: Path, tmp_path: Path, name: str, mode: str, value: float
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -130,11 +135,11 @@ FILE = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def qwen(make_model, tmp_path_factory: pytest.TempPathFactory):
+def qwen(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("qwen"), "qwen2", 0)
 
 
-def test_large_weights_whose_sum_overflows_are_fine(qwen, tmp_path: Path) -> None:
+def test_large_weights_whose_sum_overflows_are_fine(qwen: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     name = "model.layers.0.mlp.down_proj.weight"

@@ -9,17 +9,18 @@ from safetensors.torch import load_file
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import BrokenModel
 from molink.stage.loading.weights import WeightReader
+from tests.support.models import MakeModel
 
 CPU = torch.device("cpu")
 NAMES = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
 
 
 @pytest.fixture
-def folder(make_model, tmp_path: Path):
+def folder(make_model: MakeModel, tmp_path: Path) -> Path:
     return make_model(tmp_path, "qwen2", 0, max_shard_size="60KB")
 
 
-def test_tensors_of_several_shards_are_merged_and_converted(folder) -> None:
+def test_tensors_of_several_shards_are_merged_and_converted(folder: Path) -> None:
     stored = {}
     for shard in folder.glob("*.safetensors"):
         # Cloned: what `load_file` returns keeps the file mapped, and Windows keeps mapped files.
@@ -32,7 +33,7 @@ def test_tensors_of_several_shards_are_merged_and_converted(folder) -> None:
     assert torch.equal(merged, torch.cat([stored[name] for name in NAMES]).bfloat16())
 
 
-def test_a_file_that_changed_since_it_was_checked_is_named(folder) -> None:
+def test_a_file_that_changed_since_it_was_checked_is_named(folder: Path) -> None:
     opened = ModelFolder.open(folder)
     file = opened.tensors[NAMES[0]].file
     (folder / file).write_bytes(b"short")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.stage.sampling.filters import Filters, cut, weigh
 from molink.wire.messages.data import Sampling
@@ -24,7 +25,7 @@ SETTINGS = [
 ]
 
 
-def kept_by_transformers(logits, sampling):
+def kept_by_transformers(logits: Tensor, sampling: Sampling) -> Tensor:
     from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores, ids = logits[None].double(), torch.zeros(1, 1, dtype=torch.int64)
@@ -37,14 +38,16 @@ def kept_by_transformers(logits, sampling):
     return scores[0].isfinite()
 
 
-def thresholds(likeliest, logits, settings):
+def thresholds(
+    likeliest: Tensor, logits: Tensor, settings: list[Sampling]
+) -> tuple[Tensor, Tensor]:
     """Of rows ``logits``, by their tokens ``likeliest``."""
     filters = Filters.of(settings, logits.shape[1], torch.device("cpu"))
     totals = weigh(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
     return cut(likeliest, totals, filters)
 
 
-def kept(logits, settings):
+def kept(logits: Tensor, settings: list[Sampling]) -> Tensor:
     minimum, _ = thresholds(logits.sort(-1, descending=True).values, logits, settings)
     return logits >= minimum
 

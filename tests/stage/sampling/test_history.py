@@ -14,7 +14,7 @@ PARTS = st.lists(st.tuples(st.booleans(), TOKENS), max_size=6)
 
 @settings(max_examples=100, deadline=None)
 @given(PARTS)
-def test_any_order_of_parts(parts) -> None:
+def test_any_order_of_parts(parts: list[tuple[bool, list[int]]]) -> None:
     history, prompt, generated = TokenHistory(), [], []
     for answered, tokens in parts:
         (generated if answered else prompt).extend(tokens)

@@ -1,13 +1,14 @@
 """Penalties and biases against plain references."""
 
 import torch
+from torch import Tensor
 
 from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.penalties import SampleRow, penalize
 from molink.wire.messages.data import Sampling
 
 
-def reference(logits, s, prompt, generated):
+def reference(logits: Tensor, s: Sampling, prompt: list[int], generated: list[int]) -> Tensor:
     """OpenAI's and Hugging Face's formulas, token by token."""
     result = logits.clone()
     for token in set(prompt) | set(generated):

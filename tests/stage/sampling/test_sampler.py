@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.noise import uniform
@@ -14,11 +15,11 @@ from molink.wire.messages.data import Sampling
 GREEDY = Sampling(temperature=0.0)
 
 
-def logits_of(rows, vocabulary, seed=0, scale=3.0):
+def logits_of(rows: int, vocabulary: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def draw(logits, sampling, seeds):
+def draw(logits: Tensor, sampling: Sampling, seeds: range) -> list[int]:
     """The token drawn from one row of logits under each of many seeds."""
     rows = [
         SampleRow(Sampling(**{**as_dict(sampling), "seed": seed}), position=7) for seed in seeds
@@ -26,7 +27,7 @@ def draw(logits, sampling, seeds):
     return [token.token for token in sample(logits.expand(len(rows), -1), rows)]
 
 
-def as_dict(sampling):
+def as_dict(sampling: Sampling) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
@@ -43,7 +44,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_finite(bad, temperature: float) -> None:
+def test_rows_that_are_not_finite(bad: float, temperature: float) -> None:
     logits = logits_of(3, 20)
     logits[1, 4] = bad
     sampling = Sampling(temperature=temperature, logprobs=2)
@@ -87,7 +88,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
         Sampling(temperature=1.5, top_k=12, top_p=0.8, min_p=0.02),
     ],
 )
-def test_frequencies_follow_the_distribution(sampling) -> None:
+def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
     logits, draws = logits_of(1, 40, scale=2.0), 4000
     expected = reference_weights(logits[0], sampling)
     counts = Counter(draw(logits, sampling, range(draws)))
@@ -126,7 +127,7 @@ def test_tokens_are_those_of_the_plain_formula(vocabulary: int, step: float) -> 
         assert alone == found
 
 
-def plain_formula(logits, sampling):
+def plain_formula(logits: Tensor, sampling: Sampling) -> int:
     """The token for noise at position 3: the filters by sorting, then the inverse cumulative sum.
 
     Tokens as likely as the last one kept stay.
@@ -142,7 +143,7 @@ def plain_formula(logits, sampling):
     return int((cumulative <= aim).sum())
 
 
-def reference_weights(logits, sampling):
+def reference_weights(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities by transformers' own processors."""
     from transformers import (
         MinPLogitsWarper,

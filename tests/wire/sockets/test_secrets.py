@@ -11,7 +11,7 @@ from molink.wire.sockets import secrets
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX modes")
 
 
-def mode(path):
+def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
@@ -43,7 +43,7 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "short", "\N{SNOWMAN}" * 40, '"' * 40])
-def test_a_file_without_a_key_is_named(tmp_path: Path, text) -> None:
+def test_a_file_without_a_key_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "peer.key"
     secrets.write_secret(path, text)
     with pytest.raises(UsageError, match=r"peer\.key holds no CURVE secret key"):
@@ -56,7 +56,7 @@ def test_a_failed_write_leaves_the_old_file(
     path = tmp_path / "key"
     secrets.write_secret(path, "old")
 
-    def full(_descriptor) -> Never:
+    def full(_descriptor: int) -> Never:
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(secrets.os, "fsync", full)

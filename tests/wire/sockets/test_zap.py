@@ -93,7 +93,7 @@ async def test_a_handler_that_fails_is_started_again(
 
     monkeypatch.setattr(net.gatekeeper, "_answer", fail_first)
     client = net.client(control_codec(), net.member(), echo.port)
-    await client.request(StatusRequest(ref=0), timeout=15)
+    await client.request(StatusRequest(ref=0), timeout=60)
     assert sum("starting it again" in record.message for record in caplog.records) == 1
 
 

@@ -1,0 +1,53 @@
+"""Rooflines of a device and a model small enough to work out by hand."""
+
+import pytest
+
+from molink.sim.profiles import DeviceProfile, ModelProfile
+from molink.sim.roofline import Roofline, StepRows
+
+#: 1e9 bytes/s (half of the data sheet's) and 1e12 operations/s; 1 ms for each forward pass.
+DEVICE = DeviceProfile("d", "", 2, 1, 10, 0.5, 1.0, step_ms=1.0, tile=4)
+#: A layer has 100 * 10 * (2 * 6 + 2 * 4) + 3 * 100 * 600 = 200,000 weights; logits 5,000 * 100. A
+#: token's keys and values take 2 * 4 * 10 * 2 = 160 bytes in a layer.
+MODEL = ModelProfile("m", "", 8, 100, 600, 6, 4, 10, vocabulary=5000)
+
+
+def roofline(*, is_last: bool = True) -> Roofline:
+    return Roofline(DEVICE, MODEL, 5, is_last=is_last)
+
+
+def test_weights() -> None:
+    # 5 layers of 200,000 weights of 2 bytes, and 500,000 of the logits.
+    assert roofline(is_last=False).weight_bytes == 2_000_000
+    assert roofline().weight_bytes == 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("rows", "milliseconds"),
+    [
+        # 1 for the pass, 2 for reading 2 MB at 1 GB/s.
+        (StepRows(decode=1), 3.0),
+        (StepRows(decode=3, prefill=1), 3.0),
+        # 1 MB of logits to read on top.
+        (StepRows(decode=1, sampled=1), 4.0),
+        # 800 bytes of keys and values for each of 1000 tokens: 0.8 MB.
+        (StepRows(decode=1, decode_context=1000), 3.8),
+        # 2 operations for each of 1e6 weights and row are 2 us: 998 rows are 1000 in tiles of 4.
+        (StepRows(prefill=998), 1 + 2.0),
+        (StepRows(prefill=1001), 1 + 2.008),
+        (StepRows(prefill=4000), 1 + 8.0),
+        # 4 operations * 5 layers * 6 heads * 10 are 1.2 ns per row and token before it.
+        (StepRows(prefill=4000, prefill_context=1_000_000), 1 + 8.0 + 1.2),
+        # 2 operations * 500,000 weights are 1 us per row: 2000 rows take longer than reading.
+        (StepRows(decode=1, sampled=2000), 3.0 + 2.0),
+    ],
+)
+def test_a_step(rows: StepRows, milliseconds: float) -> None:
+    assert roofline().step_s(rows) == pytest.approx(milliseconds / 1000)
+
+
+def test_room_for_keys_and_values() -> None:
+    # 9 GB of 10, less 0.75 for activations and 0.003 of weights, by 800 bytes a token.
+    assert roofline().kv_tokens(DEVICE) == 10_308_750
+    tiny = DeviceProfile("d", "", 2, 1, 0.8, 0.5, 1.0, step_ms=1.0)
+    assert roofline().kv_tokens(tiny) == 0

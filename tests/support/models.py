@@ -1,0 +1,125 @@
+"""Random small models in the format of Hugging Face, each made once for all tests of a run."""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCABULARY = 320
+
+#: What small models of a family have beside what all have.
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 12},
+    "phi3": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+}
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer: ids 0–255 are bytes, 256–258 the special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def write_model(
+    folder: Path,
+    family: str = "qwen2",
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random small Hugging Face model of ``family`` into ``folder`` and return it.
+
+    ``overrides`` are fields of its config. Weights are large enough for logits to differ clearly.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 258,
+        "pad_token_id": 256,
+    }
+    settings |= FAMILY_FIELDS.get(family, {})
+    config = AutoConfig.for_model(family, **(settings | overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.normal_(0, 0.2)
+            elif parameter.dim() == 1:
+                # Gemma adds 1 to the weights of its norms.
+                parameter.data.normal_(0 if family.startswith("gemma") else 1, 0.1)
+            else:
+                parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    _write_tokenizer(folder)
+    return folder
+
+
+class MakeModel:
+    """``make_model(folder, family, seed, **config_fields) -> folder``: see :func:`write_model`.
+
+    Models that were asked for before are copied from ``cache``, which the processes of a parallel
+    run share: each is written beside its place and then renamed, so that it is there whole.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    def __call__(self, folder: Path, family: str = "qwen2", seed: int = 0, **fields: Any) -> Path:
+        asked = json.dumps([family, seed, fields], sort_keys=True)
+        made = self._cache / hashlib.sha256(asked.encode()).hexdigest()[:20]
+        if not made.exists():
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._cache) as beside:
+                written = write_model(Path(beside) / "model", family, seed, **fields)
+                try:
+                    written.rename(made)
+                except OSError:
+                    # Another process was faster.
+                    assert made.exists()
+        return Path(shutil.copytree(made, folder, dirs_exist_ok=True))

@@ -1,0 +1,59 @@
+"""ZeroMQ sockets on loopback, and waiting for what they bring."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import zmq.asyncio
+
+from molink.wire.messages.codec import Codec
+from molink.wire.sockets.client import Client, ClientEvents
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Handler, Server
+from molink.wire.sockets.zap import Gatekeeper
+
+
+async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    """Wait until ``condition()`` holds; fails after ``timeout`` seconds."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110  any condition, not an event
+            await asyncio.sleep(0.002)
+
+
+class Net:
+    """A ZeroMQ context with its gatekeeper on loopback; closes what it has made."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.context = zmq.asyncio.Context()
+        self.gatekeeper = Gatekeeper(self.context)
+        self.gatekeeper.start()
+        self.keys = KeyPair.generate()
+        self.until: Callable[..., Awaitable[None]] = until
+        #: Have something closed after the test, before the context.
+        self.at_end = stack.push_async_callback
+
+    def member(self, user_id: str | None = None) -> KeyPair:
+        """The keys of a new member."""
+        keys = KeyPair.generate()
+        self.gatekeeper.allow(keys.public, user_id)
+        return keys
+
+    def server(self, codec: Codec[Any], handler: Handler[Any], **options: Any) -> Server[Any]:
+        """A server, listening on any port."""
+        server = Server(self.context, self.keys, codec, self.gatekeeper, handler, **options)
+        self._stack.push_async_callback(server.close)
+        server.bind("127.0.0.1", (0, 1))
+        return server
+
+    def client(self, codec: Codec[Any], keys: KeyPair, port: int, **options: Any) -> Client[Any]:
+        """A client that begins to connect to ``port``."""
+        server_key = options.pop("server_key", self.keys.public)
+        addresses = options.pop("addresses", [f"tcp://127.0.0.1:{port}"])
+        heard = {key: options.pop(key) for key in list(options) if key.startswith("on_")}
+        events: ClientEvents[Any] = ClientEvents(**heard)
+        client = Client(self.context, keys, codec, server_key, addresses, events=events, **options)
+        self._stack.push_async_callback(client.close)
+        client.start()
+        return client

@@ -1,0 +1,165 @@
+"""Swarms of real processes, each under a state folder and on ports of its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+
+import molink
+from molinkd.cli import local_daemon
+from molinkd.peer.home import Home
+
+ROOT = Path(molink.__file__).parents[1]
+START_S = 100.0
+
+
+class Process:
+    """A ``molink`` process, its output, and everything that it started."""
+
+    def __init__(self, home: Path, arguments: Sequence[str]) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        self.home = Home(home)
+        self._output = (home / "terminal.log").open("ab+")
+        flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "molinkd", *arguments],
+            env=environment(home),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            creationflags=flags,
+        )
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        return (self.home.root / "terminal.log").read_text(encoding="utf-8", errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """It and all its descendants."""
+        try:
+            me = psutil.Process(self.process.pid)
+            return [me, *me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def found(self) -> local_daemon.Found:
+        """Its daemon (that of the demo's first peer) once it can be found."""
+        wait_for(lambda: local_daemon.find_daemon(self.home), self)
+        found = local_daemon.find_daemon(self.home)
+        assert found is not None
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """``molink status --json``."""
+        return local_daemon.fetch_status(self.found())
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Wait until its pipeline is ready; returns the status."""
+        status: dict[str, Any] = {}
+
+        def ready() -> bool:
+            status.update(self.status())
+            return any(pipeline["ready"] for pipeline in status["pipelines"])
+
+        wait_for(ready, self)
+        return status
+
+    def stop(self) -> None:
+        """End it as a person would; nothing that it started may be left."""
+        family = self.family()
+        if self.process.poll() is None:
+            self.process.send_signal(
+                signal.CTRL_BREAK_EVENT if sys.platform == "win32" else signal.SIGTERM
+            )
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"it did not end: {self.output}") from None
+        finally:
+            left = alive(family)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._output.close()
+        assert not left, f"left behind: {left}"
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The environment of a molink process: a home, and molink itself if it isn't installed."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MOLINK_")}
+    return {
+        **kept,
+        "MOLINK_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+    }
+
+
+def alive(processes: Sequence[psutil.Process], timeout: float = 15.0) -> list[psutil.Process]:
+    """Those of ``processes`` that still run after at most ``timeout`` seconds."""
+    _, left = psutil.wait_procs(processes, timeout=timeout)
+    return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition: Callable[[], object], process: Process, timeout: float = START_S) -> None:
+    """Look until ``condition`` holds; fails with the output if ``process`` ends before."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.process.poll() is None, process.output
+        assert time.monotonic() < deadline, process.output
+        time.sleep(0.05)
+
+
+def run_molink(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "molinkd", *arguments],
+        env=environment(home),
+        input=stdin,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=START_S,
+        check=False,
+    )
+
+
+def local_options(*more: str) -> list[str]:
+    """Options of ``up`` and ``join`` for loopback and any free ports."""
+    options = ["--host", "127.0.0.1", "--control-port", "0", "--worker-ports", "0-0"]
+    return [*options, "--endpoint-port", "0", "--threads", "1", "--device", "cpu", *more]
+
+
+class Tools:
+    """What the tests use of this, as one fixture."""
+
+    Process = Process
+    run_molink = staticmethod(run_molink)
+    local_options = staticmethod(local_options)
+    wait_for = staticmethod(wait_for)
+    alive = staticmethod(alive)
+
+    @staticmethod
+    def client(endpoint: str) -> openai.OpenAI:
+        """The official client for an endpoint's root."""
+        return openai.OpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0, timeout=60)
+
+    @staticmethod
+    def metrics(endpoint: str) -> dict[str, float]:
+        """``/metrics`` by name, whatever the labels."""
+        import urllib.request
+
+        with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:
+            lines = answer.read().decode("utf-8").splitlines()
+        pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
+        return {name.partition("{")[0]: float(value) for name, value in pairs}
