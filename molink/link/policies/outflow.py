@@ -97,7 +97,7 @@ class Outflow:
         before = min(self._late, default=None)
         self._late.append(late)
         minimum = min(self._late)
-        if before is not None and self.rate:
+        if before is not None and self.rate and seconds > 0:
             took = max(seconds + minimum - before, seconds / 2)
             seen = min(1.0, max(MIN_PACE, nbytes / (took * self.rate)))
             self.pace += WEIGHT * (seen - self.pace)
