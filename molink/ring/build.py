@@ -42,8 +42,9 @@ class RingPlan:
 
     ``head`` are the bounds of the ring's head, and so of what it may ask of every stage;
     ``context`` tokens are in the longest request of any head. ``profile`` is this stage's own,
-    ``policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one that runs the previous stage. Volumes are
-    cut into pieces as ``cutting`` says, or else as ``cut_through`` and the profile do.
+    ``policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one that
+    runs the previous stage. Volumes are cut into pieces as ``cutting``
+    says, or else as ``cut_through`` and the profile do.
     """
 
     epoch: int

@@ -155,13 +155,8 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
 
 async def test_a_link_is_recorded_if_a_folder_is_given(net: Any, tmp_path: Path) -> None:
     for record in ("", str(tmp_path / "records")):
-<<<<<<< HEAD
         own = place(RopeConfig(), 2, net.context, record=record)
-        own.ring.open(own._out)
-=======
-        own = place(RopeConfig(), 2, net.context, record)
         own.open()
->>>>>>> 65a87a5 (The two ends of a link do no I/O, one way to build a stage of a ring; the simulator and the tests' virtual ring use both)
         own.ring.pump()
         await own.close()
     recordings = contents(tmp_path)
