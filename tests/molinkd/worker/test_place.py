@@ -146,8 +146,8 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
     monkeypatch.setitem(create._POLICIES, "listening", Listening)
     own = place(RopeConfig(), scheduling_policy="listening")
     try:
-        assert own._head is not None
-        own._head.submit(HeadRequest("d", "a", PROMPT, len(PROMPT), 1, Sampling()), 0.0)
+        assert own._seat.head is not None
+        own._seat.head.submit(HeadRequest("d", "a", PROMPT, len(PROMPT), 1, Sampling()), 0.0)
         assert heard == ["a"]
     finally:
         await own.close()
