@@ -19,7 +19,10 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from molink.link.ends import LinkName
 from molink.link.heartbeat import StageProgress
+from molink.link.incoming import InLink, InLinkEvents
+from molink.link.outgoing import OutLink, OutLinkEvents
 from molink.link.policies.create import create_policy
 from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender
@@ -31,9 +34,7 @@ from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
-from molinkd.worker.dial import dial
-from molinkd.worker.inlink import InLink
-from molinkd.worker.outlink import OutLink
+from molinkd.worker.dial import Dialer
 
 SMALL, LARGE, HIDDEN = 4096, 192 * 1024, 1024
 PIPELINE = "bench"
@@ -63,7 +64,9 @@ async def _serve(pipe: Any, keys: KeyPair, client_public: str) -> None:
     server = Server(context, keys, data_codec(), gatekeeper, handle)
     idle = StageProgress(0, 0, busy=True)
     receiver = LinkReceiver(1, HIDDEN, "bf16")
-    incoming = InLink(server, receiver, PIPELINE, 0, user, lambda: idle, lambda _: None)
+    events = InLinkEvents(lambda: idle, lambda _: None)
+    loop = asyncio.get_running_loop()
+    incoming = InLink(loop, server, receiver, LinkName(PIPELINE, 0), user, events)
     pipe.send(server.bind("127.0.0.1", (0, 1)))
     await done.wait()
     incoming.close()
@@ -124,14 +127,13 @@ class Bench:
     async def link(self) -> dict[str, float]:
         """Bytes/s of prefill volumes through a link, acknowledged."""
         idle = StageProgress(0, 0, busy=True)
+        dialer = Dialer(self.context, self.keys, self.server_key, [self.address])
         link = OutLink(
-            dial(self.context, self.keys, self.server_key, [self.address]),
+            asyncio.get_running_loop(),
+            dialer.connect,
             LinkSender(1, create_policy("fifo")),
-            PIPELINE,
-            0,
-            lambda: idle,
-            print,
-            lambda: None,
+            LinkName(PIPELINE, 0),
+            OutLinkEvents(lambda: idle, print),
         )
         link.start()
         rows = 512
@@ -147,7 +149,8 @@ class Bench:
             await asyncio.sleep(0.001)
         result = _rate(tick * len(data), start, busy)
         result["rtt_ms"] = round(link.stats.min_rtt * 1000, 3)
-        await link.close()
+        link.close()
+        await dialer.close()
         return result
 
     async def run(self) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from typing import Any
 
 import zmq.asyncio
 
+from molink.link.ends import LinkName
 from molink.link.heartbeat import StageProgress
+from molink.link.incoming import InLink, InLinkEvents
+from molink.link.outgoing import OutLink, OutLinkEvents
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver
@@ -26,11 +29,9 @@ from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
-from molinkd.worker.dial import dial
-from molinkd.worker.inlink import InLink
-from molinkd.worker.outlink import OutLink
+from molinkd.worker.dial import Dialer
 
-PIPELINE, HIDDEN = "bench", 4096
+LINK, HIDDEN = LinkName("bench", 0), 4096
 ROW = HIDDEN * 2
 DECODE_ROWS = 2
 #: Seconds between decode volumes, at random within these.
@@ -70,10 +71,11 @@ async def receive(config: dict[str, Any]) -> dict[str, Any]:
         handle,
     )
     receiver = LinkReceiver(1, HIDDEN, "bf16")
-    incoming = InLink(server, receiver, PIPELINE, 0, user, _progress, arrived)
+    loop = asyncio.get_running_loop()
+    incoming = InLink(loop, server, receiver, LINK, user, InLinkEvents(_progress, arrived))
     _say({"port": server.bind(config["address"], (0, 1))})
     before = time.process_time()
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    await loop.run_in_executor(None, sys.stdin.readline)
     result = {
         "arrivals": arrivals,
         "wrong": wrong,
@@ -100,19 +102,18 @@ class Sending:
         self._random = random.Random(config["seed"])
         self._context = zmq.asyncio.Context()
         self._dead: str | None = None
+        self._dialer = Dialer(
+            self._context,
+            KeyPair.from_secret(config["client_secret"]),
+            config["server_public"],
+            [config["server"]],
+        )
         self.link = OutLink(
-            dial(
-                self._context,
-                KeyPair.from_secret(config["client_secret"]),
-                config["server_public"],
-                [config["server"]],
-            ),
+            asyncio.get_running_loop(),
+            self._dialer.connect,
             LinkSender(1, create_policy(config["policy"])),
-            PIPELINE,
-            0,
-            _progress,
-            self._died,
-            lambda: None,
+            LINK,
+            OutLinkEvents(_progress, self._died),
         )
         self._tick = 0
         #: ``[tick, seconds, whether prefill]`` of each volume that was handed over.
@@ -202,7 +203,8 @@ class Sending:
             "connects": stats.connects,
             "resent": stats.resent,
         }
-        await self.link.close()
+        self.link.close()
+        await self._dialer.close()
         self._context.term()
         return result
 

@@ -58,7 +58,7 @@ class Assembly:
         Raises:
             WireError: not what this stage expects.
         """
-        total = sum(group.count for group in header.rows)
+        total = header.count
         rows = self._rows(header.payload, payload)
         if rows > total:
             raise WireError(f"volume {header.tick} has {rows} rows where its header says {total}")

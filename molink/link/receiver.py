@@ -1,6 +1,7 @@
 """The receiving end of a link, without I/O: every message once, in order, volumes put together.
 
-What is sent by :mod:`molink.link.sender` comes here by an ``InLink``, and goes to ``Ring.arrive``.
+What is sent by :mod:`molink.link.sender` comes here by :mod:`molink.link.incoming`, and goes to
+``Ring.arrive``.
 """
 
 from collections import deque
@@ -12,7 +13,7 @@ import msgspec
 from molink.errors import InvariantError, WireError
 from molink.facts.dtypes import DType
 from molink.link.assembly import Assembly
-from molink.link.lane import header_fits
+from molink.link.window import header_fits
 from molink.wire.messages.base import Coding
 from molink.wire.messages.data import (
     Ack,
@@ -163,8 +164,8 @@ class LinkReceiver:
     @staticmethod
     def _check_header(volume: Volume) -> None:
         """The volume may be sent on with the header of all its rows."""
-        total = sum(group.count for group in volume.rows)
-        whole = msgspec.structs.replace(volume.payload, shape=(total, volume.payload.shape[-1]))
+        shape = (volume.count, volume.payload.shape[-1])
+        whole = msgspec.structs.replace(volume.payload, shape=shape)
         if not header_fits(msgspec.structs.replace(volume, payload=whole)):
             raise WireError(f"volume {volume.tick} has a header that can't be passed on")
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.lane import Outgoing, OutLane, header_fits
-from molink.link.outbox import LinkQueues
 from molink.link.packing.packing import PackedBytes, Packer
 from molink.link.policies.base import (
     Acknowledged,
@@ -18,7 +16,9 @@ from molink.link.policies.base import (
     SendRows,
     Sent,
 )
-from molink.link.volume import OutVolume
+from molink.link.queues import LinkQueues
+from molink.link.volume import UnsentVolume
+from molink.link.window import Packet, SendWindow, header_fits
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data import Ack, Lane, RingBody, Volume
 
@@ -61,7 +61,7 @@ class LinkSender:
         self.packing = PackedBytes(packer)
         #: Learns from what is sent and acknowledged; whoever sends beats tells it of them.
         self.estimator = estimator or LinkEstimator()
-        self._lanes = {lane: OutLane(epoch, lane) for lane in BOTH_LANES}
+        self._lanes = {lane: SendWindow(epoch, lane) for lane in BOTH_LANES}
         self._outbox = LinkQueues()
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
@@ -98,7 +98,7 @@ class LinkSender:
             Overloaded: far more is waiting than the link can hold.
         """
         lane = Lane.BULK if header.prefill or self._policy.one_lane else Lane.DECODE
-        volume = OutVolume(header, lane)
+        volume = UnsentVolume(header, lane)
         self._check(header)
         self.handle(self._outbox.volume(volume, rows), now)
 
@@ -162,11 +162,11 @@ class LinkSender:
 
     def poll(
         self, now: float, ready: Collection[Lane] = BOTH_LANES, maximum: int = 16
-    ) -> list[Outgoing]:
+    ) -> list[Packet]:
         """At most ``maximum`` messages to send now, on those lanes whose sockets are ``ready``."""
         self._rewind_stalled(now)
         self.wake_at = None
-        batch: list[Outgoing] = []
+        batch: list[Packet] = []
         while len(batch) < maximum:
             out = self._next(now, ready)
             if out is None:
@@ -178,7 +178,7 @@ class LinkSender:
         self._wake_for_stalled()
         return batch
 
-    def _next(self, now: float, ready: Collection[Lane]) -> Outgoing | None:
+    def _next(self, now: float, ready: Collection[Lane]) -> Packet | None:
         for lane in ready:
             if self._lanes[lane].pending:
                 return self._lanes[lane].take(now)
@@ -201,7 +201,7 @@ class LinkSender:
         out = self._lanes[lane]
         return out.connected and out.nbytes < self._limits.window
 
-    def _next_rows(self, now: float, ready: Collection[Lane]) -> Outgoing | None:
+    def _next_rows(self, now: float, ready: Collection[Lane]) -> Packet | None:
         """The next message of what was granted."""
         for lane in ready:
             if (volume := self._outbox.granted(lane)) is not None:
@@ -210,7 +210,7 @@ class LinkSender:
                 return self._emit(lane, *message, now)
         return None
 
-    def _emit(self, lane: Lane, body: RingBody, payload: Buffer | None, now: float) -> Outgoing:
+    def _emit(self, lane: Lane, body: RingBody, payload: Buffer | None, now: float) -> Packet:
         self._lanes[lane].append(body, payload, now)
         return self._lanes[lane].take(now)
 

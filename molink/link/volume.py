@@ -11,7 +11,7 @@ from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
 from molink.wire.messages.data import Lane, Volume, VolumePart
 
 
-class OutVolume:
+class UnsentVolume:
     """The rows of one volume that have not been sent yet.
 
     ``total`` rows are to come, ``given`` have been handed over and ``sent`` of these have left.
@@ -27,7 +27,7 @@ class OutVolume:
         """
         self.header = header
         self.lane = lane
-        self.total = sum(group.count for group in header.rows)
+        self.total = header.count
         shape = header.payload.shape
         if len(shape) != 2 or shape[0] != self.total or shape[1] < 1:
             raise WireError(f"volume {header.tick}: {list(shape)} are not {self.total} rows")

@@ -1,11 +1,27 @@
-"""What a scoreboard knows of requests, to tell honest messages about them from others."""
+"""What a scoreboard knows of requests, and the bounds that tell honest messages from others."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from molink.ring.board_limits import BoardLimits
-from molink.ring.tickset import TickSet
+from molink.ring.ticks import TickSet
 from molink.wire.messages.data import History, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class BoardLimits:
+    """What an honest ring never exceeds, or a step would fail, or memory run out.
+
+    ``requests`` counts those admitted and not forgotten, ``waiting_bytes`` the rows of volumes that
+    have come, at least in part, and were not taken whole. ``context`` tokens and ``table`` blocks
+    are those of one request; ``blocks`` of ``block_size`` tokens are in the KV pool.
+    """
+
+    requests: int = 1 << 16
+    context: int = 1 << 24
+    table: int = 1 << 24
+    blocks: int = 1 << 31
+    block_size: int = 1 << 16
+    waiting_bytes: int = 256 << 20
 
 
 @dataclass(slots=True)

@@ -3,35 +3,32 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.head import Head
 from molink.link.heartbeat import StageProgress
 from molink.link.policies.base import DecodeFinished, DecodeStarted
-from molink.ring.board_limits import BoardLimits
 from molink.ring.bubbles import Bubbles
-from molink.ring.collector import Collector
-from molink.ring.front import Front, FrontDesk
+from molink.ring.ends import Collector, Front
+from molink.ring.known import BoardLimits
 from molink.ring.linkround import LinkRound
-from molink.ring.outlet import Outlet
-from molink.ring.pieces import create_cutting
+from molink.ring.pieces import Cutting, WholeVolumes
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.segment import (
-    Executing,
+from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
+from molink.ring.steps import StepLog, StepTimes
+from molink.ring.turn import TurnClock
+from molink.ring.work import (
+    Control,
+    ControlBody,
     Segment,
     SegmentResult,
-    StageRequests,
-    StageShape,
     StepDone,
+    Work,
+    block_ids,
 )
-from molink.ring.steplog import StepLog, count_rows
-from molink.ring.steptimes import StepTimes
-from molink.ring.turn import TurnClock
-from molink.ring.work import Control, ControlBody, Ready, Work, block_ids
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
@@ -51,6 +48,22 @@ from molink.wire.messages.data import (
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """What a stage is and how it works.
+
+    ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
+    stages. ``cutting`` decides in which pieces prefill rows are computed and sent on, perhaps while
+    more are coming.
+    """
+
+    shape: StageShape
+    profile: Profile
+    profiles: tuple[Profile, ...] = ()
+    limits: BoardLimits = field(default_factory=BoardLimits)
+    cutting: Cutting = field(default_factory=WholeVolumes)
+
+
 class Ring:
     """One stage's deciders put together: scoreboard, head (at stage 0), executor, outgoing link.
 
@@ -58,57 +71,48 @@ class Ring:
     on one thread, and ``executor`` keeps at most one step and reports on that thread, so a
     simulation can run it in virtual time. ``pump`` is called after every event and does whatever
     can be done now.
-
-    ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
-    stages. With ``cut_through`` prefill rows are computed and sent on in pieces, while more are
-    coming. ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
-    ticks would be missing, or steps that fail one after another.
     """
 
     def __init__(
         self,
-        stage: StageShape,
+        config: RingConfig,
         requests: StageRequests,
         executor: Executing,
-        head: Head | None,
-        desk: FrontDesk | None,
-        profile: Profile,
-        on_broken: Callable[[str], None],
+        front: Front | None,
         clock: Callable[[], float],
-        limits: BoardLimits | None = None,
-        *,
-        cut_through: bool = True,
-        profiles: Sequence[Profile] = (),
+        on_broken: Callable[[str], None],
     ) -> None:
-        self._stage = stage
+        """``front`` is the head's end, at stage 0.
+
+        ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
+        ticks would be missing, or steps that fail one after another.
+        """
+        self._shape = shape = config.shape
         self._clock = clock
         self._executor = executor
-        self._front: Front | None = None
-        if head is not None and desk is not None:
-            self._front = Front(head, desk, stage.vocabulary)
-        self._outlet: Outlet | None = None
+        self._front = front
+        self._next: NextStage | None = None
         self._requests = requests
         self._computing = False
         self._closed = False
-        cutting = create_cutting(profile, cut_through=cut_through, forwards=not stage.is_last)
-        self.scoreboard = Scoreboard(limits, cutting)
+        self.scoreboard = Scoreboard(config.limits, config.cutting)
         #: What the step that runs is made of, by tick.
-        self._pieces: dict[int, Ready] = {}
+        self._running: dict[int, Segment] = {}
         self._collector = Collector()
         self._bubbles = Bubbles(clock())
         self.steps = StepLog()
         self._strays = 0
-        self._link_round = LinkRound(stage.index, stage.stages)
+        self._link_round = LinkRound(shape.index, shape.stages)
         self._on_broken = on_broken
-        self._times = StepTimes(profile)
-        self._profiles = profiles
+        self._times = StepTimes(config.profile)
+        self._profiles = config.profiles
         self._turns = TurnClock(self._ring_times())
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
 
-    def open(self, outlet: Outlet | None) -> None:
-        """Begin; without an outlet (an ``OutLink``) this stage is the whole ring."""
-        self._outlet = outlet
+    def open(self, following: NextStage | None) -> None:
+        """Begin; with nothing ``following`` (an ``OutLink``) this stage is the whole ring."""
+        self._next = following
         self.pump()
 
     def close(self) -> None:
@@ -180,7 +184,7 @@ class Ring:
                 self._forward(self.scoreboard.complete((), now))
         self._forward(self.scoreboard.complete((), now))
         self._note(now)
-        if self._computing or (self._outlet is not None and self._outlet.full):
+        if self._computing or (self._next is not None and self._next.full):
             return
         work = self._take(now)
         if work is not None:
@@ -196,16 +200,15 @@ class Ring:
                 return work
 
     def _start_step(self, work: Work, now: float) -> None:
-        segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
-        self._pieces = {part.volume.tick: part for part in work.parts}
+        self._running = {segment.volume.tick: segment for segment in work.segments}
         self._computing = True
         self._note(now)
-        expected = self._times.begin(part.volume for part in work.parts)
+        expected = self._times.begin(segment.volume for segment in work.segments)
         self.predicted = expected.maximum
-        if work.decode is not None and self._outlet is not None:
-            self._outlet.handle(DecodeStarted(count_rows(work.decode.volume), expected.likely))
+        if work.decode is not None and self._next is not None:
+            self._next.handle(DecodeStarted(work.decode.volume.count, expected.likely))
         # On the compute thread, by molinkd.worker.step.
-        self._executor.submit(segments, self._step_done)
+        self._executor.submit(work.segments, self._step_done)
 
     def _came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
         if self._front is not None:
@@ -227,8 +230,7 @@ class Ring:
         return self._link_round.links
 
     def _ring_times(self) -> RingTimes:
-        row_bytes = self._stage.hidden * DTYPE_SIZES[self._stage.dtype]
-        return RingTimes(self._profiles, self.links, row_bytes)
+        return RingTimes(self._profiles, self.links, self._shape.row_bytes)
 
     def _links_known(self) -> None:
         self._turns.times = self._ring_times()
@@ -244,7 +246,7 @@ class Ring:
             match body:
                 case Admit():
                     self._requests.admit(body)
-                    if not self._stage.is_last:
+                    if not self._shape.is_last:
                         self._pass_on(body)
                 case History():
                     self._history(body, control.data)
@@ -261,7 +263,7 @@ class Ring:
         """Tokens for penalties (``i32``): kept at the tail, passed on before it."""
         if not isinstance(data, bytes | bytearray | memoryview):
             return
-        if self._stage.is_last:
+        if self._shape.is_last:
             self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
         else:
             self._pass_on(body, data)
@@ -269,12 +271,12 @@ class Ring:
     def _table(self, body: Table, data: object) -> None:
         """Blocks of the prefix cache (``i32``), which every stage has to know."""
         self._requests.table(body.request, block_ids(body, data))
-        if not self._stage.is_last and isinstance(data, bytes | bytearray | memoryview):
+        if not self._shape.is_last and isinstance(data, bytes | bytearray | memoryview):
             self._pass_on(body, data)
 
     def _pass_on(self, body: ControlBody | LinkReport, payload: Buffer | None = None) -> None:
-        if self._outlet is not None:
-            self._outlet.control(body, payload)
+        if self._next is not None:
+            self._next.control(body, payload)
         elif isinstance(body, Release | Tombstone):
             self._came_round(body, self._clock())
 
@@ -307,29 +309,29 @@ class Ring:
     def _tell_of_decode(self, results: Sequence[SegmentResult], now: float) -> None:
         """A decode step is over; its rows are on their way, so nothing can slip in before them."""
         for result in results:
-            if not result.volume.prefill and self._outlet is not None:
+            if not result.volume.prefill and self._next is not None:
                 after = self._turns.finished(result.volume, now)
-                self._outlet.handle(DecodeFinished(count_rows(result.volume), after))
+                self._next.handle(DecodeFinished(result.volume.count, after))
 
     def _send(self, result: SegmentResult, now: float) -> None:
-        piece = self._pieces[result.volume.tick]
+        segment = self._running[result.volume.tick]
         if result.sampled is not None:
-            for body in self._collector.add(result.sampled, result, last=piece.last):
-                if self._outlet is not None:
-                    self._outlet.control(body)
+            for body in self._collector.add(result.sampled, result, last=segment.last):
+                if self._next is not None:
+                    self._next.control(body)
                 else:
                     self._came_round(body, now)
-        elif self._outlet is not None and result.rows is not None:
-            self._send_rows(self._outlet, piece, result.rows)
+        elif self._next is not None and result.rows is not None:
+            self._send_rows(self._next, segment, result.rows)
 
-    def _send_rows(self, outlet: Outlet, piece: Ready, rows: Buffer) -> None:
-        """The first piece of a volume brings the header of all of its rows."""
-        if piece.first:
-            outlet.more(piece.whole.tick, rows)
+    def _send_rows(self, following: NextStage, segment: Segment, rows: Buffer) -> None:
+        """The first segment of a volume brings the header of all of its rows."""
+        header = segment.header
+        if segment.first:
+            following.more(header.tick, rows)
             return
-        shape = (count_rows(piece.whole), self._stage.hidden)
-        payload = Payload(self._stage.dtype, shape)
-        outlet.volume(msgspec.structs.replace(piece.whole, payload=payload), rows)
+        payload = Payload(self._shape.dtype, (header.count, self._shape.hidden))
+        following.volume(msgspec.structs.replace(header, payload=payload), rows)
 
     # --- reports ---------------------------------------------------------------------------------
 
@@ -342,7 +344,7 @@ class Ring:
     def progress(self) -> StageProgress:
         """What the neighbours are told; work that a full link holds back is not waited for."""
         board = self.scoreboard
-        held = self._outlet is not None and self._outlet.full and not self._computing
+        held = self._next is not None and self._next.full and not self._computing
         return StageProgress(
             completed=board.last_completed,
             queued=0 if held else board.queued,

@@ -57,14 +57,12 @@ from collections.abc import Iterable, Iterator
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
-from molink.ring.board_limits import BoardLimits
-from molink.ring.known import KnownRequests
+from molink.ring.known import BoardLimits, KnownRequests
 from molink.ring.pieces import Cutting, WholeVolumes
-from molink.ring.releases import Releases
-from molink.ring.tickset import TickSet
+from molink.ring.ticks import Releases, TickSet
 from molink.ring.volumes import Volumes
 from molink.ring.waiting import WaitingVolume
-from molink.ring.work import Control, ControlBody, Ready, Work, block_ids
+from molink.ring.work import Control, ControlBody, Segment, Work, block_ids
 from molink.wire.messages.data import Admit, History, Release, Table, Tombstone, Volume
 
 #: A tick further than this above the watermark is no honest message; the head keeps to half of it.
@@ -133,7 +131,7 @@ class Scoreboard:
         Calling it again before ``complete`` is allowed and gives further work.
         """
         decode = self._next(now, prefill=False)
-        riding = 0 if decode is None else sum(rows.count for rows in decode.volume.rows)
+        riding = 0 if decode is None else decode.volume.count
         prefill = self._next(now, prefill=True, riding=riding)
         self._settle(now)
         if decode is None and prefill is None:
@@ -274,7 +272,7 @@ class Scoreboard:
 
     # --- running -------------------------------------------------------------------------------
 
-    def _next(self, now: float, *, prefill: bool, riding: int = 0) -> Ready | None:
+    def _next(self, now: float, *, prefill: bool, riding: int = 0) -> Segment | None:
         """The next piece of that kind, beside ``riding`` decode rows."""
         for waiting in self._volumes:
             if waiting.volume.prefill is not prefill:
@@ -286,7 +284,7 @@ class Scoreboard:
                 return self._run(waiting, count)
         return None
 
-    def _run(self, waiting: WaitingVolume, count: int) -> Ready:
+    def _run(self, waiting: WaitingVolume, count: int) -> Segment:
         if not waiting.is_begun:
             for rows in waiting.groups:
                 self._known.begin(rows, waiting.volume.tick)

@@ -60,8 +60,8 @@ class TurnClock:
         self._learn(requests, now)
         for request in requests:
             self.over(request)
-        rows = sum(group.count for group in volume.rows)
-        context = sum(group.start * group.count for group in volume.rows) / max(1, rows)
+        rows = volume.count
+        context = sum(group.start * group.count for group in volume.rows) / rows
         floor = self.times.turn_s(rows, context)
         if floor > 0 and requests:
             entry = _Expected(now, floor, now + self._pace * floor, requests)

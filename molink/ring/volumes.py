@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from molink.ring.pieces import Cutting
-from molink.ring.tickset import TickSet
+from molink.ring.ticks import TickSet
 from molink.ring.waiting import WaitingVolume
-from molink.ring.work import Ready
+from molink.ring.work import Segment
 
 
 class Volumes:
@@ -43,12 +43,12 @@ class Volumes:
         del self._volumes[waiting.volume.tick]
         self.nbytes -= waiting.nbytes
 
-    def take(self, waiting: WaitingVolume, count: int) -> Ready:
+    def take(self, waiting: WaitingVolume, count: int) -> Segment:
         """Hand out its next ``count`` rows."""
-        ready = waiting.take(count)
+        segment = waiting.take(count)
         if waiting.is_over:
             self.nbytes -= waiting.nbytes
-        return ready
+        return segment
 
     def ran(self, waiting: WaitingVolume) -> bool:
         """What was taken of it has run; whether that was its last piece. If so, it is gone."""

@@ -6,7 +6,7 @@ from typing import cast
 
 import msgspec
 
-from molink.ring.work import Ready
+from molink.ring.work import Segment
 from molink.wire.messages.data import Rows, Volume
 
 
@@ -43,7 +43,7 @@ class WaitingVolume:
     @classmethod
     def of(cls, volume: Volume, data: object, arrived: int | None, now: float) -> "WaitingVolume":
         """One that has come at ``now`` with its first ``arrived`` rows; ``None``: with all."""
-        total = sum(group.count for group in volume.rows)
+        total = volume.count
         rows = total if arrived is None else arrived
         kept = list(range(len(volume.rows)))
         return cls(volume, data, rows, kept, volume.rows, total, total, _first=(rows, now))
@@ -90,12 +90,12 @@ class WaitingVolume:
         self.groups = tuple(self.volume.rows[index] for index in groups)
         self.remaining = sum(group.count for group in self.groups)
 
-    def take(self, count: int) -> Ready:
+    def take(self, count: int) -> Segment:
         """Hand out the next ``count`` remaining rows, which must be here."""
         begin, end = self.taken, self.taken + count
         self.taken, self.running = end, True
         if count == self.total:
-            return Ready(self.volume, self.data, None, self.volume, 0, True)
+            return Segment(self.volume, self.data)
         groups, ranges, position = list[Rows](), list[range](), 0
         for first, group in self._placed():
             low, high = max(begin, position), min(end, position + group.count)
@@ -110,7 +110,7 @@ class WaitingVolume:
         kept = None
         if high - low > count:
             kept = tuple(row - low for rows in ranges for row in rows)
-        return Ready(piece, self._rows(low, high), kept, whole, begin, end == position)
+        return Segment(piece, self._rows(low, high), kept, whole, begin, end == position)
 
     def _placed(self) -> Iterator[tuple[int, Rows]]:
         """The groups that remain, each with the index of its first row among those that arrive."""

@@ -1,9 +1,19 @@
-"""What a scoreboard hands out: pieces to run and controls to forward."""
+"""What a scoreboard hands out, and what comes of it: controls to forward, segments to run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from molink.wire.messages.data import Admit, History, Release, Table, Tombstone, Volume
+from molink.wire.messages.data import (
+    Admit,
+    History,
+    Release,
+    Sampled,
+    Table,
+    Tombstone,
+    TopLogprobs,
+    Volume,
+)
 
 ControlBody = Admit | History | Table | Release | Tombstone
 
@@ -17,39 +27,70 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A piece of a volume to be run: a whole volume, or consecutive rows of one.
+class Segment:
+    """The part of a step that belongs to one volume: all of it, or consecutive rows of it.
 
-    ``volume`` has the row groups of this piece, ``data`` the rows that it came with, ``kept`` the
-    indices of those that belong to the groups, ``None`` if all do. (``volume.payload`` still
-    describes the volume as it arrived.) ``whole`` has all groups that are left of the volume; the
-    piece begins with row ``first`` of these and ``last`` is whether it ends with their last one.
+    ``volume`` has the row groups of this segment, ``data`` the rows that it came with (token ids at
+    stage 0, the raw bytes of rows ``[n, hidden]`` at the others), ``kept`` the indices of those
+    that belong to the groups, ``None`` if all do. (``volume.payload`` still describes the volume as
+    it arrived.) ``whole`` has all groups that are left of the volume, ``None`` if those are the
+    segment's own; the segment begins with row ``first`` of these and ``last`` is whether it ends
+    with their last one.
     """
 
     volume: Volume
-    data: object
-    kept: tuple[int, ...] | None
-    whole: Volume
-    first: int
-    last: bool
+    data: Any
+    kept: Sequence[int] | None = None
+    whole: Volume | None = None
+    first: int = 0
+    last: bool = True
+
+    @property
+    def header(self) -> Volume:
+        """All groups that are left of the volume: what its rows travel under."""
+        return self.volume if self.whole is None else self.whole
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What may run now, as one fused pass: of each kind at most a piece of one volume."""
+    """What may run now, as one fused pass: of each kind at most a segment of one volume."""
 
-    decode: Ready | None
-    prefill: Ready | None
+    decode: Segment | None
+    prefill: Segment | None
 
     @property
-    def parts(self) -> tuple[Ready, ...]:
-        """The pieces, decode first."""
-        return tuple(part for part in (self.decode, self.prefill) if part is not None)
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, decode first."""
+        return tuple(each for each in (self.decode, self.prefill) if each is not None)
 
     @property
     def ticks(self) -> tuple[int, ...]:
         """Their ticks, for :meth:`Scoreboard.complete`."""
-        return tuple(part.volume.tick for part in self.parts)
+        return tuple(each.volume.tick for each in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    """A segment after the step: rows for the next stage, or (at the tail) what was sampled."""
+
+    volume: Volume
+    rows: bytearray | memoryview | None
+    sampled: Sampled | None
+    tops: tuple[TopLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so.
+
+    ``out_of_memory`` says that this was for want of memory. A failed step without ``results`` could
+    not even report its requests as failed.
+    """
+
+    results: Sequence[SegmentResult]
+    seconds: float
+    error: str | None
+    out_of_memory: bool = False
 
 
 def block_ids(table: Table, data: object) -> Sequence[int]:

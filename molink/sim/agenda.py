@@ -9,8 +9,28 @@ from typing import Any
 Action = Callable[..., None]
 
 
+class Appointment:
+    """An action that can be called off."""
+
+    __slots__ = ("_action",)
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action: Callable[[], object] | None = action
+
+    def cancel(self) -> None:
+        """Don't run it."""
+        self._action = None
+
+    def run(self) -> None:
+        """Run it, unless it was called off."""
+        if self._action is not None:
+            self._action()
+
+
 class Agenda:
     """Runs actions in order of their time; those of the same time in the order of their entry.
+
+    It is the :class:`molink.link.ends.Timers` of what lives in virtual time.
 
     ``now`` is in seconds from 0 and never goes back.
     """
@@ -31,9 +51,36 @@ class Agenda:
         """Run it as soon as what runs now has ended, before time goes on."""
         self._soon.append((action, arguments))
 
+    def time(self) -> float:
+        """Seconds, as :attr:`now`."""
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Appointment:
+        """As :meth:`at`, for what may be called off."""
+        appointment = Appointment(callback)
+        self.at(when, appointment.run)
+        return appointment
+
+    def call_soon(self, callback: Callable[[], object], /) -> Appointment:
+        """As :meth:`soon`, for what may be called off."""
+        appointment = Appointment(callback)
+        self.soon(appointment.run)
+        return appointment
+
     def stop(self) -> None:
         """Run nothing that is later than now."""
         self._stopped = True
+
+    def step(self) -> bool:
+        """Run the next action, however late it is; ``False`` if there is none."""
+        if self._soon:
+            action, arguments = self._soon.popleft()
+        elif self._later:
+            self.now, _, action, arguments = heappop(self._later)
+        else:
+            return False
+        action(*arguments)
+        return True
 
     def run(self, until: float) -> None:
         """Go on until nothing is left, until somebody stops it, or beyond ``until``."""

@@ -1,207 +1,102 @@
-"""One hop of the ring: the product's sender and receiver at the ends of a simulated medium."""
+"""One hop of the ring: what the two ends of a link have between them, in virtual time.
+
+The ends are the product's own, :class:`molink.link.outgoing.OutLink` of a stage and
+:class:`molink.link.incoming.InLink` of the next; here are their channels and their server.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from molink.facts.ringtimes import LinkFacts
-from molink.link.heartbeat import BUSY_INTERVAL
-from molink.link.lane import Outgoing
-from molink.link.policies.base import Event
-from molink.link.receiver import Arrival, LinkReceiver
-from molink.link.sender import BOTH_LANES, LinkSender
+from molink.errors import InvariantError
+from molink.link.ends import Channel, ChannelEvents
+from molink.link.incoming import InLink
+from molink.link.window import size_of
 from molink.sim.agenda import Agenda
 from molink.sim.medium import Medium, OnTransfer
 from molink.sim.packing import packing_s
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import Ack, Frame, Lane, RingBody, Volume, VolumePart
+from molink.wire.messages.data import DataMessage, Frame, Lane, Volume, VolumePart
 
-#: Messages that leave before it is asked again whether the lanes are ready.
-_BURST = 2
-#: Bytes of a beat.
-_BEAT = 64
-#: Messages that a new link is tried out with, and their bytes, as an ``OutLink`` does.
-_PROBES = 16
-_PROBE_BYTES = 16 * 1024
+#: Bytes of a beat or a hello.
+_SMALL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SimSender:
+    """Where a message came from, as a link's end is told; the connection is named by its lane."""
+
+    identity: bytes
+    user_id: str = ""
+
+
+_SENDERS = {lane: SimSender(bytes([lane])) for lane in Lane}
 
 
 class Hop:
-    """The outgoing link of stage ``stage`` and the incoming one of the next.
+    """The channels from stage ``stage`` to the next, on a medium.
 
-    What an ``OutLink`` and an ``InLink`` do with sockets and timers, on a medium and an agenda.
-    Acknowledgements take their time back and no bandwidth; a message that has arrived takes
-    ``handling`` seconds more. ``on_arrival`` is told what has come to the next stage, ``on_room``
-    that the link is not ``full`` any more, ``on_estimate`` what the link has been measured to be.
-    Rows have no content: those that travel packed arrive as ``zeros``, of which there have to be as
-    many as a message holds.
+    What the next stage answers takes its time back and no bandwidth; a message that has arrived
+    takes ``handling`` seconds more. Rows have no content: those that travel packed arrive as
+    ``zeros``, of which there have to be as many as a message holds. Nothing is ever lost.
     """
 
     def __init__(
-        self,
-        stage: int,
-        agenda: Agenda,
-        sender: LinkSender,
-        receiver: LinkReceiver,
-        medium: Medium,
-        handling: float,
-        zeros: memoryview,
-        on_arrival: Callable[[Arrival], None],
-        on_room: Callable[[], None],
-        on_estimate: Callable[[LinkFacts], None],
+        self, stage: int, agenda: Agenda, medium: Medium, handling: float, zeros: memoryview
     ) -> None:
         self.medium = medium
-        self.sender = sender
         self.on_transfer: OnTransfer | None = None
+        #: The end at the next stage.
+        self.incoming: InLink | None = None
         self._stage = stage
         self._agenda = agenda
-        self._receiver = receiver
         self._handling = handling
         self._zeros = zeros
-        self._on_arrival = on_arrival
-        self._on_room = on_room
-        self._on_estimate = on_estimate
-        self._pumping = False
-        #: When the next stage has the last message that was sent.
+        self._events: dict[Lane, ChannelEvents] = {}
+        #: When the next stage has the last frame that was sent.
         self._handed_at = 0.0
-        #: The next times at which to pump and to acknowledge; 0 if none is set.
-        self._pump_at = 0.0
-        self._ack_at = 0.0
-        self._waits_for_lane = False
 
-    def connect(self) -> None:
-        """Both lanes are there; what the link is like has to be found out."""
+    def connect(self, lane: Lane, events: ChannelEvents) -> Channel:
+        """The channel of a lane; it is there as soon as it is started."""
+        self._events[lane] = events
+        return _SimChannel(self._agenda, self.medium, lane, events, partial(self._leave, lane))
+
+    # --- to the next stage -----------------------------------------------------------------------
+
+    def _leave(self, lane: Lane, message: DataMessage, payload: Buffer | None) -> None:
         now = self._agenda.now
-        for lane in BOTH_LANES:
-            self.sender.reconnected(lane, now)
-        for _ in range(_PROBES):
-            self.sender.probe(self._zeros[:_PROBE_BYTES])
-        self._beat()
-        self._pump_soon()
-
-    # --- what the stage wants ------------------------------------------------------------------
-
-    def control(self, body: RingBody, payload: Buffer | None = None) -> None:
-        """As :meth:`LinkSender.control`."""
-        self.sender.control(body, payload)
-        self._pump_soon()
-
-    def volume(self, header: Volume, rows: Buffer) -> None:
-        """As :meth:`LinkSender.volume`."""
-        self.sender.volume(header, rows, self._agenda.now)
-        self._pump_soon()
-
-    def more(self, tick: int, rows: Buffer) -> None:
-        """As :meth:`LinkSender.more`."""
-        self.sender.more(tick, rows, self._agenda.now)
-        self._pump_soon()
-
-    def handle(self, event: Event) -> None:
-        """Tell the policy what the executor did."""
-        self.sender.handle(event, self._agenda.now)
-        self._pump_soon()
-
-    @property
-    def full(self) -> bool:
-        """Whether the stage should pause."""
-        return self.sender.full
-
-    # --- sending -------------------------------------------------------------------------------
-
-    def _pump_soon(self) -> None:
-        if not self._pumping:
-            self._pumping = True
-            self._agenda.soon(self._pump)
-
-    def _pump(self) -> None:
-        self._pumping = False
-        if not self.sender.queued_bytes:
-            return  # nothing is ever lost here and has to be sent again
-        now, medium = self._agenda.now, self.medium
-        while True:
-            ready = [lane for lane in BOTH_LANES if medium.is_ready(lane, now)]
-            batch = self.sender.poll(now, ready, _BURST)
-            for out in batch:
-                self._send(out, now)
-            if len(batch) < _BURST:
-                break
-        if len(ready) < len(BOTH_LANES) and not self._waits_for_lane:
-            self._waits_for_lane = True
-            full = [lane for lane in BOTH_LANES if lane not in ready]
-            medium.when_ready(full, self._lane_ready)
-        self._set_timer(now)
-
-    def _lane_ready(self) -> None:
-        self._waits_for_lane = False
-        self._pump()
-
-    def _set_timer(self, now: float) -> None:
-        wake = self.sender.wake_at
-        # One that is set for earlier looks again then.
-        if wake is not None and not now < self._pump_at <= wake:
-            self._pump_at = max(wake, now)
-            self._agenda.at(self._pump_at, self._wake, self._pump_at)
-
-    def _wake(self, at: float) -> None:
-        if at == self._pump_at:
-            self._pump_at = 0.0
-            wake = self.sender.wake_at
-            if wake is not None and wake > at:
-                self._set_timer(at)
-            else:
-                self._pump()
-
-    def _send(self, out: Outgoing, now: float) -> None:
-        packing = _packing_s(out.message)
-        passed = partial(self._passed, out, packing)
-        self.medium.send(out.lane, out.nbytes, now + packing, passed)
+        if not isinstance(message, Frame):
+            self.medium.send(lane, _SMALL, now, partial(self._passed, lane, message))
+            return
+        packing = _packing_s(message)
+        passed = partial(self._frame_passed, message, payload, packing)
+        self.medium.send(lane, size_of(payload), now + packing, passed)
 
     def _passed(
-        self, out: Outgoing, packing: float, begin: float, end: float, arrival: float
+        self, lane: Lane, message: DataMessage, begin: float, end: float, arrival: float
+    ) -> None:
+        self._agenda.at(arrival + self._handling, self._arrive, lane, message, None)
+
+    def _frame_passed(
+        self,
+        frame: Frame,
+        payload: Buffer | None,
+        packing: float,
+        begin: float,
+        end: float,
+        arrival: float,
     ) -> None:
         if self.on_transfer is not None:
-            self.on_transfer(self._stage, _is_prefill(out.message), begin, end)
+            self.on_transfer(self._stage, _is_prefill(frame), begin, end)
+        data = None if payload is None else memoryview(payload)
+        if packing:
+            frame, data = self._unpacked(frame)
         # The next stage unpacks one message after another, and takes none out of turn.
         self._handed_at = max(self._handed_at, arrival + self._handling) + packing
-        self._agenda.at(self._handed_at, self._arrive, out)
-
-    # --- what the link is like -------------------------------------------------------------------
-
-    def _beat(self) -> None:
-        now = self._agenda.now
-        self.medium.send(Lane.DECODE, _BEAT, now, partial(self._beat_passed, now))
-        self.sender.estimator.beat_left(now)
-        self._tell(now)
-        self._agenda.at(now + BUSY_INTERVAL, self._beat)
-
-    def _beat_passed(self, sent_at: float, begin: float, end: float, arrival: float) -> None:
-        self._agenda.at(arrival + self._handling + self.medium.reply_s, self._beat_back, sent_at)
-
-    def _beat_back(self, sent_at: float) -> None:
-        now = self._agenda.now
-        if self.sender.estimator.beat_back(sent_at, now):
-            self._on_estimate(self.sender.estimator.facts(now))
-        self._tell(now)
-        self._pump_soon()
-
-    def _tell(self, now: float) -> None:
-        """The policy hears of what has changed noticeably."""
-        news = self.sender.estimator.news(now)
-        if news is not None:
-            self.sender.handle(news, now)
-            self._on_estimate(self.sender.estimator.facts(now))
-
-    # --- at the next stage -----------------------------------------------------------------------
-
-    def _arrive(self, out: Outgoing) -> None:
-        now, frame = self._agenda.now, out.message
-        data = None if out.payload is None else memoryview(out.payload)
-        if _packing_s(frame):
-            frame, data = self._unpacked(frame)
-        for arrival in self._receiver.frame(frame, data, now):
-            self._on_arrival(arrival)
-        self._acknowledge()
+        self._agenda.at(self._handed_at, self._arrive, frame.lane, frame, data)
 
     def _unpacked(self, frame: Frame) -> tuple[Frame, memoryview]:
         body = frame.body
@@ -210,23 +105,67 @@ class Hop:
         body = msgspec.structs.replace(body, payload=plain)
         return msgspec.structs.replace(frame, body=body), self._zeros[: plain.nbytes]
 
-    def _acknowledge(self) -> None:
-        now, receiver = self._agenda.now, self._receiver
-        for ack in receiver.acks(now):
-            self._agenda.at(now + self.medium.reply_s, self._acknowledged, ack)
-        due = receiver.wake_at
-        if due is not None and not now < self._ack_at <= due:
-            self._ack_at = due
-            self._agenda.at(due, self._acknowledge)
+    def _arrive(self, lane: Lane, message: DataMessage, data: memoryview | None) -> None:
+        assert self.incoming is not None
+        self.incoming.handle(_SENDERS[lane], message, data)
 
-    def _acknowledged(self, ack: Ack) -> None:
-        was_full = self.sender.full
-        now = self._agenda.now
-        self.sender.ack(ack, now)
-        self._tell(now)
-        self._pump_soon()
-        if was_full and not self.sender.full:
-            self._on_room()
+    # --- back: what the next stage has in place of a server --------------------------------------
+
+    def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
+        """Answer on a connection."""
+        events = self._events[Lane(identity[0])]
+        at = self._agenda.now + self.medium.reply_s
+        self._agenda.at(at, events.on_message, message, None)
+        return True
+
+    def offend(self, user_id: str, reason: str) -> None:
+        """Nobody misbehaves here.
+
+        Raises:
+            InvariantError: always.
+        """
+        raise InvariantError(f"stage {self._stage} says what makes no sense: {reason}")
+
+
+class _SimChannel:
+    """One lane of a hop."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        medium: Medium,
+        lane: Lane,
+        events: ChannelEvents,
+        leave: Callable[[DataMessage, Buffer | None], None],
+    ) -> None:
+        self._agenda = agenda
+        self._medium = medium
+        self._lane = lane
+        self._events = events
+        self._leave = leave
+        #: Whether the lane can't take more; somebody is told when it can.
+        self.congested = False
+
+    def start(self) -> None:
+        """Be connected."""
+        self._agenda.soon(self._events.on_connect)
+
+    def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
+        """Let it leave."""
+        self._leave(message, payload)
+        if not self.congested and not self._medium.is_ready(self._lane, self._agenda.now):
+            self.congested = True
+            self._medium.when_ready(self._lane, self._drained)
+
+    def _drained(self) -> None:
+        self.congested = not self._medium.is_ready(self._lane, self._agenda.now)
+        if self.congested:
+            self._medium.when_ready(self._lane, self._drained)
+        else:
+            self._events.on_drained()
+
+    def redial(self) -> None:
+        """A new connection would be as good as this one."""
 
 
 def _packing_s(frame: Frame) -> float:

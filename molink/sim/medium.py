@@ -1,7 +1,7 @@
 """The way of bytes from one stage to the next: a bottleneck, then a latency."""
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -33,8 +33,8 @@ class Medium(Protocol):
     def is_ready(self, lane: Lane, now: float) -> bool:
         """Whether a lane takes more."""
 
-    def when_ready(self, lanes: Collection[Lane], action: Action) -> None:
-        """Do it once, when one of these lanes, none of which is ready, takes more."""
+    def when_ready(self, lane: Lane, action: Action) -> None:
+        """Do it once, when a lane that is not ready takes more."""
 
 
 class IdealMedium:
@@ -79,9 +79,9 @@ class IdealMedium:
         """Whether a lane takes more."""
         return self.backlog(lane, now) < self._queue
 
-    def when_ready(self, lanes: Collection[Lane], action: Action) -> None:
+    def when_ready(self, lane: Lane, action: Action) -> None:
         """Nothing that is sent later makes it any sooner: the time is known."""
-        self._agenda.at(min(self.ready_at(lane) for lane in lanes), action)
+        self._agenda.at(self.ready_at(lane), action)
 
     def ready_at(self, lane: Lane) -> float:
         """When a lane that is not ready will be, if nothing more is sent on it."""
@@ -130,7 +130,8 @@ class TcpMedium:
         #: Bytes that are yet to be written.
         self._coming = dict.fromkeys(Lane, 0)
         self._written_at = dict.fromkeys(Lane, 0.0)
-        self._waits: tuple[Collection[Lane], Action] | None = None
+        #: What waits for a lane to take more.
+        self._waits: dict[Lane, Action] = {}
 
     @property
     def reply_s(self) -> float:
@@ -156,14 +157,10 @@ class TcpMedium:
         """Whether a lane takes more."""
         return self._coming[lane] + self._lanes[lane].unsent < self._queue
 
-    def when_ready(self, lanes: Collection[Lane], action: Action) -> None:
+    def when_ready(self, lane: Lane, action: Action) -> None:
         """As soon as enough has left."""
-        self._waits = (lanes, action)
+        self._waits[lane] = action
 
     def _left(self, lane: Lane) -> None:
-        if self._waits is None:
-            return
-        lanes, action = self._waits
-        if lane in lanes and self.is_ready(lane, self._agenda.now):
-            self._waits = None
-            self._agenda.soon(action)
+        if lane in self._waits and self.is_ready(lane, self._agenda.now):
+            self._agenda.soon(self._waits.pop(lane))

@@ -10,13 +10,8 @@ from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
-from molink.head.policies.create import create_scheduling_policy
-from molink.link.policies.create import create_policy
-from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
-from molink.link.sender import LinkSender
-from molink.ring.board_limits import BoardLimits
-from molink.ring.ring import Ring
-from molink.ring.segment import StageShape
+from molink.ring.build import LinkSurroundings, RingPlan, Seat, Surroundings, build_ring
+from molink.ring.stage import StageShape
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients
 from molink.sim.congestion.create import create_controller
@@ -29,7 +24,7 @@ from molink.sim.scenario import Scenario
 from molink.sim.stages import NoRequests, SimExecutor
 from molink.sim.timeline import Timeline
 from molink.sim.uplink import Uplink
-from molink.wire.messages.data import MAX_GROUPS, MAX_MICRO_BATCHES
+from molink.wire.messages.data import MAX_GROUPS
 
 #: Activations travel as bf16.
 DTYPE: DType = "bf16"
@@ -37,8 +32,6 @@ EPOCH = 1
 BLOCK_SIZE = 16
 #: Longest prompt and answer together.
 CONTEXT = 32_768
-#: Bytes of rows that a stage may be kept waiting with: nobody floods anybody here.
-_WAITING_BYTES = 8 << 30
 _MAX_WAITING = 1 << 20
 #: A ring that serves requests and has no token for so many seconds has lost something.
 _STUCK = 600.0
@@ -65,22 +58,20 @@ class Pipeline:
         self._blocks = tokens // BLOCK_SIZE
         rows = max(max_chunk_rows(scenario.chunk_tokens), MAX_GROUPS)
         self._zeros = memoryview(bytes(rows * self._row_bytes))
-        policy = create_scheduling_policy(scenario.scheduling_policy)
-        self._head = Head(self._head_limits(), EPOCH, policy)
-        self.clients = Clients(self.agenda, self._head, plan, self._pump_head)
-        self._executors: list[SimExecutor] = []
-        self._rings = [self._make_ring(index) for index in range(scenario.stages)]
         many = scenario.stages > 1
         link = scenario.link
         self._uplinks = [Uplink(link.rate, link.queue) for _ in range(scenario.stages)]
         self._hops = [self._make_hop(index) for index in range(scenario.stages)] if many else []
+        self._executors: list[SimExecutor] = []
+        self._plan = plan
+        self._seats = [self._make_seat(index) for index in range(scenario.stages)]
+        for index, hop in enumerate(self._hops):
+            hop.incoming = self._seats[(index + 1) % scenario.stages].incoming
 
     def run(self, until: float) -> None:
         """Serve the plan to its end, or until that time."""
-        for hop in self._hops:
-            hop.connect()
-        for index, ring in enumerate(self._rings):
-            ring.open(self._hops[index] if self._hops else None)
+        for seat in self._seats:
+            seat.open()
         self.clients.start()
         self._look()
         self.agenda.run(until)
@@ -103,7 +94,7 @@ class Pipeline:
         self.agenda.stop()
 
     def _pump_head(self) -> None:
-        self._rings[0].pump()
+        self._seats[0].ring.pump()
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -127,35 +118,39 @@ class Pipeline:
             row_bytes=self._row_bytes,
         )
 
-    def _make_ring(self, index: int) -> Ring:
-        is_last = index == self._scenario.stages - 1
-        vocabulary = self._scenario.model_profile.vocabulary
-        shape = StageShape(is_last, self._hidden, vocabulary, DTYPE, index, self._scenario.stages)
+    def _make_seat(self, index: int) -> Seat:
+        scenario, model = self._scenario, self._scenario.model_profile
+        shape = StageShape(index, scenario.stages, self._hidden, model.vocabulary, DTYPE)
         executor = SimExecutor(self.agenda, shape, self._stages[index], self._zeros)
         self._executors.append(executor)
-        return Ring(
+        plan = RingPlan(
+            EPOCH,
+            "",
             shape,
-            NoRequests(),
-            executor,
-            self._head if index == 0 else None,
-            self.clients if index == 0 else None,
+            self._head_limits(),
+            CONTEXT,
             self._profiles[index],
-            partial(self._broken, index),
-            self._clock,
-            self._board_limits(),
-            cut_through=self._scenario.cut_through,
-            profiles=self._profiles,
+            scenario.policy,
+            scenario.cut_through,
+            scheduling_policy=scenario.scheduling_policy,
         )
+        broken = partial(self._broken, index)
+        link = self._make_link(index) if self._hops else None
+        around = Surroundings(self.agenda, NoRequests(), executor, self._make_clients, broken, link)
+        return build_ring(plan, around)
 
-    def _board_limits(self) -> BoardLimits:
+    def _make_clients(self, head: Head) -> Clients:
+        self.clients = Clients(self.agenda, head, self._plan, self._pump_head)
+        return self.clients
+
+    def _make_link(self, index: int) -> LinkSurroundings:
         scenario = self._scenario
-        return BoardLimits(
-            requests=scenario.max_running + 2 * MAX_MICRO_BATCHES * MAX_GROUPS,
-            context=CONTEXT,
-            table=self._blocks,
-            blocks=self._blocks,
-            block_size=BLOCK_SIZE,
-            waiting_bytes=_WAITING_BYTES,
+        packs = scenario.compression == "lossless"
+        return LinkSurroundings(
+            self._hops[index].connect,
+            self._hops[index - 1],
+            partial(self._broken, index),
+            SimPacker(scenario.compression_ratio, self.agenda.time) if packs else None,
         )
 
     def _make_medium(self, index: int) -> Medium:
@@ -173,36 +168,8 @@ class Pipeline:
         )
 
     def _make_hop(self, index: int) -> Hop:
-        scenario = self._scenario
-        own, following = self._rings[index], self._rings[(index + 1) % len(self._rings)]
-        packer = None
-        if scenario.compression == "lossless":
-            packer = SimPacker(scenario.compression_ratio, self._clock)
-
-        def arrived(arrival: Arrival) -> None:
-            following.arrive(arrival.body, arrival.payload, arrival.rows)
-
-        return Hop(
-            index,
-            self.agenda,
-            LinkSender(EPOCH, create_policy(scenario.policy), packer=packer),
-            LinkReceiver(
-                EPOCH,
-                self._hidden,
-                DTYPE,
-                ReceiverLimits(assembly=_WAITING_BYTES),
-                scenario.cut_through,
-            ),
-            self._make_medium(index),
-            self._scenario.link.handling,
-            self._zeros,
-            arrived,
-            own.pump,
-            lambda facts: own.link_measured(facts, self.agenda.now),
-        )
-
-    def _clock(self) -> float:
-        return self.agenda.now
+        medium, handling = self._make_medium(index), self._scenario.link.handling
+        return Hop(index, self.agenda, medium, handling, self._zeros)
 
     def _broken(self, stage: int, reason: str) -> None:
         self._stop(f"stage {stage}: {reason}")
@@ -220,7 +187,7 @@ class Pipeline:
     @property
     def max_micro_batches(self) -> int:
         """``K`` at the end."""
-        return int(self._head.stats()[1]["head_micro_batches"])
+        return int(self._seats[0].stats()[1]["head_micro_batches"])
 
     @property
     def computed_s(self) -> list[float]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from molink.facts.dtypes import DTYPE_SIZES
-from molink.ring.segment import Segment, SegmentResult, StageShape, StepDone
+from molink.ring.stage import StageShape
+from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.sim.agenda import Agenda
 from molink.sim.roofline import Roofline, StepRows
 from molink.wire.messages.data import Admit, Choice, Sampled, Volume
@@ -63,7 +63,7 @@ class SimExecutor:
     ) -> None:
         self._agenda = agenda
         self._is_last = stage.is_last
-        self._row_bytes = stage.hidden * DTYPE_SIZES[stage.dtype]
+        self._row_bytes = stage.row_bytes
         self._roofline = roofline
         self._zeros = zeros
         self.busy_s = 0.0
@@ -87,8 +87,7 @@ class SimExecutor:
     def _result(self, segment: Segment) -> SegmentResult:
         volume = segment.volume
         if not self._is_last:
-            count = sum(rows.count for rows in volume.rows)
-            return SegmentResult(volume, self._zeros[: count * self._row_bytes], None)
+            return SegmentResult(volume, self._zeros[: volume.count * self._row_bytes], None)
         choices = tuple(
             Choice(rows.request, rows.start + rows.count, 0) for rows in volume.rows if rows.sample
         )

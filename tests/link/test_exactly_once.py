@@ -14,11 +14,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from molink.link.lane import Outgoing
 from molink.link.policies.base import DecodeFinished, DecodeStarted, Event, LinkEstimate
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import BOTH_LANES, LinkSender, SenderLimits
+from molink.link.window import Packet
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Ack, Lane, Release, Rows, Tombstone, Volume, VolumePart
@@ -44,9 +44,9 @@ class Wire:
     """A lane's connection: frames under way to the receiver, acknowledgements on the way back."""
 
     up: bool = False
-    frames: list[Outgoing] = field(default_factory=list)
+    frames: list[Packet] = field(default_factory=list)
     acks: list[Ack] = field(default_factory=list)
-    old: list[Outgoing] = field(default_factory=list)
+    old: list[Packet] = field(default_factory=list)
 
 
 class Link(RuleBasedStateMachine):
@@ -121,7 +121,7 @@ class Link(RuleBasedStateMachine):
         for out in self.sender.poll(self.now, ready):
             wire = self.wires[out.lane]
             assert wire.up
-            frames = self.codec.encode(out.message, out.payload)
+            frames = self.codec.encode(out.frame, out.payload)
             assert sum(memoryview(frame).nbytes for frame in frames) < 256_000
             wire.frames.append(out)
 
@@ -146,9 +146,9 @@ class Link(RuleBasedStateMachine):
 
     # --- what the network does
 
-    def arrive(self, out: Outgoing) -> None:
+    def arrive(self, out: Packet) -> None:
         payload = None if out.payload is None else memoryview(bytes(out.payload))
-        for arrival in self.receiver.frame(out.message, payload, self.now):
+        for arrival in self.receiver.frame(out.frame, payload, self.now):
             match arrival.body:
                 case Volume():
                     self.began(out.lane, arrival.body, arrival)
@@ -312,7 +312,7 @@ def test_rows_are_reported_in_order_as_they_arrive(
         for _ in range(50):
             now += 1.0
             for out in sender.poll(now):
-                for arrival in receiver.frame(out.message, memoryview(out.payload or b""), now):
+                for arrival in receiver.frame(out.frame, memoryview(out.payload or b""), now):
                     body = arrival.body
                     assert isinstance(body, Volume | VolumePart)
                     assert (arrival.payload is None) is (body.tick in seen and seen[body.tick] > 0)
@@ -349,7 +349,7 @@ def test_no_message_is_over_the_bound(rows: int, hidden: int, prefill: bool) -> 
     arrivals = []
     while batch := sender.poll(0.0):
         for out in batch:
-            frames = codec.encode(out.message, out.payload)
+            frames = codec.encode(out.frame, out.payload)
             assert sum(memoryview(frame).nbytes for frame in frames) <= 256_000
             message, payload = codec.decode([bytes(frame) for frame in frames])
             arrivals += receiver.frame(message, payload, 0.0)

@@ -3,7 +3,6 @@ from collections.abc import Collection
 import pytest
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded, WireError
-from molink.link.lane import Outgoing
 from molink.link.policies.base import (
     Acknowledged,
     Decision,
@@ -18,6 +17,7 @@ from molink.link.policies.base import (
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.policies.fifo import Fifo
 from molink.link.sender import LinkSender, SenderLimits
+from molink.link.window import Packet
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Ack,
@@ -103,17 +103,17 @@ def test_a_policy_decides_how_much_and_when() -> None:
     sender = connected(LinkSender(1, policy, SenderLimits(message=3 * ROW)))
     sender.volume(*volume(7, 10), 0.0)
     first = sender.poll(0.0)
-    assert [out.message.body.payload.shape[0] for out in first] == [3, 2]  # type: ignore[union-attr]
+    assert [out.frame.body.payload.shape[0] for out in first] == [3, 2]  # type: ignore[union-attr]
     assert sender.wake_at == 1.0
     assert sender.poll(0.5) == []
     second = sender.poll(1.0)
-    assert [type(out.message.body) for out in [*first, *second]] == [
+    assert [type(out.frame.body) for out in [*first, *second]] == [
         Volume,
         VolumePart,
         VolumePart,
         VolumePart,
     ]
-    assert [getattr(out.message.body, "first", 0) for out in [*first, *second]] == [0, 3, 5, 8]
+    assert [getattr(out.frame.body, "first", 0) for out in [*first, *second]] == [0, 3, 5, 8]
     sender.ack(Ack(1, Lane.BULK, 4), 1.5)
     assert policy.events[0] == Produced(0, Lane.BULK, 10, ROW)
     assert policy.events[1] == Sent(Lane.BULK, 3 * ROW + 128)
@@ -129,7 +129,7 @@ def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
     sender.control(Admit(2, 1, Sampling(), 3))
     sender.control(History(3, 1, 0, Payload("i32", (2,))), bytes(8))
     sender.volume(*volume(4, 2), 0.0)
-    frames = [out.message for out in sender.poll(0.0)]
+    frames = [out.frame for out in sender.poll(0.0)]
     assert [(f.lane, f.seq, f.body.tick) for f in frames] == [  # type: ignore[union-attr]
         (Lane.DECODE, 0, 2),
         (Lane.DECODE, 1, 3),
@@ -139,9 +139,9 @@ def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
     assert sender.poll(0.0) == []
 
 
-def ticks(sent: list[Outgoing]) -> list[tuple[Lane, int, int, int]]:
+def ticks(sent: list[Packet]) -> list[tuple[Lane, int, int, int]]:
     """Lane, tick, first row and number of rows of volumes' messages."""
-    bodies = [out.message.body for out in sent]
+    bodies = [out.frame.body for out in sent]
     return [
         (out.lane, body.tick, getattr(body, "first", 0), body.payload.shape[0])
         for out, body in zip(sent, bodies, strict=True)
@@ -176,7 +176,7 @@ def test_a_volume_in_pieces() -> None:
     assert sender.queued_bytes == 2 * ROW
     first = sender.poll(0.0)
     assert ticks(first) == [(Lane.BULK, 7, 0, 2)]
-    assert isinstance(first[0].message.body, Volume)
+    assert isinstance(first[0].frame.body, Volume)
     assert sender.queued_bytes == 0
     sender.more(7, memoryview(data)[2 * ROW : 7 * ROW], 1.0)
     sender.validate()
@@ -262,7 +262,7 @@ def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next
     sender.reconnected(Lane.DECODE, 2.0)
     again = sender.poll(2.0)
     assert again[0] == first[0]
-    assert [out.message.seq for out in again] == [0, 1]
+    assert [out.frame.seq for out in again] == [0, 1]
     assert sender.resent == 1
 
 
@@ -306,7 +306,7 @@ def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
     sender.control(Tombstone(2))
     assert [out.lane for out in sender.poll(0.0)] == [Lane.DECODE]
     sender.ack(Ack(1, Lane.BULK, 2), 0.1)
-    assert [out.message.seq for out in sender.poll(0.1)] == [3, 4]
+    assert [out.frame.seq for out in sender.poll(0.1)] == [3, 4]
 
 
 def test_full_and_too_full() -> None:
@@ -364,7 +364,7 @@ def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
     sender.poll(1.0, maximum=1)
     sender.ack(Ack(1, Lane.DECODE, 3), 1.0)
     sender.validate()
-    assert [out.message.seq for out in sender.poll(1.0)] == [3]
+    assert [out.frame.seq for out in sender.poll(1.0)] == [3]
 
 
 def test_validate_tells_the_story() -> None:
@@ -388,7 +388,7 @@ def test_probes_go_first_on_the_bulk_lane() -> None:
     sender.control(Tombstone(2))
     sender.validate()
     sent = sender.poll(0.0)
-    assert [(out.lane, type(out.message.body)) for out in sent] == [
+    assert [(out.lane, type(out.frame.body)) for out in sent] == [
         (Lane.DECODE, Tombstone),
         (Lane.BULK, Probe),
         (Lane.BULK, Volume),
@@ -410,7 +410,7 @@ def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
     assert [each.lane for each in decode] == [Lane.DECODE] * 3
     sender.validate()
     sender.reconnected(Lane.BULK, 0.2)
-    rest = [each.message.seq for each in sender.poll(0.2)]
+    rest = [each.frame.seq for each in sender.poll(0.2)]
     assert rest == [0, 1, 2, 3], "the chunk goes on"
     sender.validate()
     assert sender.queued_bytes == 0

@@ -3,16 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import WireError
-from molink.link.volume import OutVolume
+from molink.link.volume import UnsentVolume
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Lane, Rows, Volume, VolumePart
 
 ROW = 8
 
 
-def made(total: int) -> OutVolume:
+def made(total: int) -> UnsentVolume:
     header = Volume(3, True, (Rows(1, 0, total, 0),), Payload("f32", (total, 2)))
-    return OutVolume(header, Lane.BULK)
+    return UnsentVolume(header, Lane.BULK)
 
 
 @given(

@@ -1,14 +1,12 @@
-"""A long prompt among streams that decode: the real head and scoreboards in virtual time.
+"""A long prompt among streams that decode, in virtual time.
 
 Each stage computes one step at a time, as a worker does: whatever of the next decode volume and the
 next prefill volume has arrived. Steps take as long as a profile says, messages a fixed latency.
 """
 
-import heapq
 import itertools
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
 
@@ -16,22 +14,11 @@ import pytest
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts
-from molink.head.head import Head
 from molink.head.limits import HeadLimits
-from molink.head.request import HeadRequest
-from molink.ring.board_limits import BoardLimits
-from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import Work
-from molink.wire.messages.data import (
-    MAX_MICRO_BATCHES,
-    Choice,
-    Release,
-    Sampled,
-    Sampling,
-    Token,
-    Tombstone,
-    Volume,
-)
+from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.sim.agenda import Agenda
+from molink.wire.messages.data import MAX_MICRO_BATCHES, Choice, Sampled, Volume
+from tests.support.rings import Stages, TimedLink, VirtualRing
 
 BLOCKS, BLOCK_SIZE = 1024, 16
 PROMPT, STREAMS = 4096, 8
@@ -55,120 +42,46 @@ def profile(speed: float = 1.0) -> Profile:
 
 
 @dataclass
-class Stage:
+class Executor:
+    """Steps take as long as the profile of a device of that speed says."""
+
+    ring: "Ring"
+    index: int
     speed: float
-    board: Scoreboard = field(
-        default_factory=lambda: Scoreboard(BoardLimits(blocks=BLOCKS, block_size=BLOCK_SIZE))
-    )
-    busy: bool = False
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        counts = {segment.volume.prefill: segment.volume.count for segment in segments}
+        decodes, rows = counts.get(False, 0), counts.get(True, 0)
+        seconds = (matmul_s(decodes + rows) + attention_s(decodes)) / self.speed
+        self.ring.steps.append((self.index, decodes, rows, seconds))
+        results = [self._result(segment.volume) for segment in segments]
+        agenda = self.ring.agenda
+        agenda.at(agenda.now + seconds, done, StepDone(results, seconds, None))
+
+    def _result(self, volume: Volume) -> SegmentResult:
+        if self.index + 1 < len(self.ring.rings):
+            return SegmentResult(volume, bytearray(volume.count), None)
+        wanted = [group for group in volume.rows if group.sample]
+        choices = tuple(Choice(g.request, g.start + g.count, 1, 0.0) for g in wanted)
+        return SegmentResult(volume, None, Sampled(volume.tick, choices))
 
 
-class VirtualRing:
-    """Runs in virtual time; ``steps`` are (stage, decode rows, prefill rows, seconds)."""
+class Ring(VirtualRing):
+    """Stages of these speeds; ``steps`` are (stage, decode rows, prefill rows, seconds)."""
 
     def __init__(self, speeds: Sequence[float], latency: float = 0.0, **limits: Any) -> None:
-        self.stages = [Stage(speed) for speed in speeds]
-        given = {"profiles": tuple(map(profile, speeds)), "micro_batches": len(speeds)} | limits
-        given |= {"prefix_cache": False}
-        self.head = Head(HeadLimits(BLOCKS, BLOCK_SIZE, max_context=1 << 14, **given), 1)
-        self.latency = latency
-        self.now = 0.0
         self.steps: list[tuple[int, int, int, float]] = []
-        #: When each request's tokens came.
-        self.tokens: dict[str, list[float]] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-
-    def submit(self, key: str, prompt: int, answer: int) -> None:
-        sampling = Sampling(temperature=0.0)
-        self.tokens[key] = []
-        tokens = tuple(range(prompt))
-        request = HeadRequest("d", key, tokens, prompt, answer, sampling, window=1 << 20)
-        self.head.submit(request, self.now)
-        self._pump(0)
-
-    def run(self, until: Callable[[], bool]) -> None:
-        while not until():
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-
-    def _later(self, seconds: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
-
-    def _pump(self, index: int) -> None:
-        """As :meth:`molink.ring.ring.Ring._pump` does."""
-        stage = self.stages[index]
-        if stage.busy:
-            return
-        while index == 0 and stage.board.queued == 0:
-            batch = self.head.next(self.now)
-            if batch is None:
-                break
-            for control in batch.control:
-                data = None if control.ids is None else array("i", control.ids).tobytes()
-                stage.board.arrive(control.body, data, self.now)
-            for volume in batch.volumes:
-                stage.board.arrive(volume.header, volume.tokens, self.now)
-        work = stage.board.take(self.now)
-        self._pass_on(index, stage.board.complete((), self.now))
-        if work is not None:
-            self._start(index, work)
-
-    def _start(self, index: int, work: Work) -> None:
-        stage = self.stages[index]
-        decodes, rows = (
-            sum(group.count for group in part.volume.rows) if part is not None else 0
-            for part in (work.decode, work.prefill)
+        profiles = tuple(map(profile, speeds))
+        given = {"profiles": profiles, "micro_batches": len(speeds)} | limits
+        given |= {"prefix_cache": False, "stages": len(speeds)}
+        many, agenda = len(speeds) > 1, Agenda()
+        super().__init__(
+            HeadLimits(BLOCKS, BLOCK_SIZE, max_context=1 << 14, **given),
+            [Executor(self, index, speed) for index, speed in enumerate(speeds)],
+            [TimedLink(agenda, latency, cut_through=False) for _ in speeds] if many else [],
+            Stages(profiles=profiles, cut_through=False),
+            agenda=agenda,
         )
-        seconds = (matmul_s(decodes + rows) + attention_s(decodes)) / stage.speed
-        self.steps.append((index, decodes, rows, seconds))
-        stage.busy = True
-        self._later(seconds, lambda: self._done(index, work))
-
-    def _done(self, index: int, work: Work) -> None:
-        stage = self.stages[index]
-        stage.busy = False
-        for part in work.parts:
-            self._leave(index, part.volume, part.data)
-        self._pass_on(index, stage.board.complete(work.ticks, self.now))
-        self._pump(index)
-
-    def _leave(self, index: int, volume: Volume, data: object) -> None:
-        if index + 1 < len(self.stages):
-            self._later(self.latency, lambda: self._arrive(index + 1, volume, data))
-        else:
-            wanted = [group for group in volume.rows if group.sample]
-            choices = tuple(Choice(g.request, g.start + g.count, 1, 0.0) for g in wanted)
-            sampled = Sampled(volume.tick, choices, ())
-            self._go_home(sampled)
-
-    def _pass_on(self, index: int, controls: Sequence[Any]) -> None:
-        for control in controls:
-            body, data = control.body, control.data
-            if index + 1 < len(self.stages):
-                self._later(self.latency, lambda b=body, d=data: self._arrive(index + 1, b, d))
-            elif isinstance(body, Release | Tombstone):
-                self._go_home(body)
-
-    def _go_home(self, body: Sampled | Release | Tombstone) -> None:
-        if len(self.stages) > 1:
-            self._later(self.latency, lambda: self._home(body))
-        else:
-            self._home(body)  # the only stage has no link
-
-    def _arrive(self, index: int, body: Any, data: object) -> None:
-        self.stages[index].board.arrive(body, data, self.now)
-        self._pump(index)
-
-    def _home(self, body: Sampled | Release | Tombstone) -> None:
-        if isinstance(body, Sampled):
-            for emission in self.head.sampled(body, {}, self.now):
-                assert isinstance(emission.message, Token)
-                self.tokens[emission.message.key].append(self.now)
-        elif isinstance(body, Release):
-            self.head.released(body.tick, self.now)
-        self.head.validate()
-        self._pump(0)
 
 
 def gaps(times: Sequence[float]) -> list[float]:
@@ -179,7 +92,7 @@ def p99(values: Sequence[float]) -> float:
     return quantiles(values, n=100, method="inclusive")[98]
 
 
-def long_prompt(ring: VirtualRing) -> tuple[float, list[float], float]:
+def long_prompt(ring: Ring) -> tuple[float, list[float], float]:
     """Streams decode, then a long prompt comes.
 
     Returns how long a token took before that, the times between tokens until the prompt's first
@@ -190,16 +103,16 @@ def long_prompt(ring: VirtualRing) -> tuple[float, list[float], float]:
     streams = [ring.tokens[f"s{number}"] for number in range(STREAMS)]
     ring.run(lambda: all(len(times) >= 40 for times in streams))
     alone = max(times[-1] - times[-2] for times in streams)
-    begin, last = ring.now, [len(times) - 1 for times in streams]
+    begin, last = ring.agenda.now, [len(times) - 1 for times in streams]
     ring.steps.clear()
     ring.submit("long", PROMPT, 4)
     ring.run(lambda: bool(ring.tokens["long"]))
     during = [gap for times, at in zip(streams, last, strict=True) for gap in gaps(times[at:])]
-    return alone, during, ring.now - begin
+    return alone, during, ring.agenda.now - begin
 
 
 def test_a_long_prompt_lets_everyone_have_a_token_in_each_iteration() -> None:
-    ring = VirtualRing([1.0])
+    ring = Ring([1.0])
     alone, during, _ = long_prompt(ring)
     steps = [(decodes, rows) for _, decodes, rows, _ in ring.steps]
     chunks = [rows for _, rows in steps if rows]
@@ -211,7 +124,7 @@ def test_a_long_prompt_lets_everyone_have_a_token_in_each_iteration() -> None:
 
 
 def test_a_whole_prompt_at_once_stalls_everyone() -> None:
-    ring = VirtualRing([1.0], chunk_tokens=PROMPT)
+    ring = Ring([1.0], chunk_tokens=PROMPT)
     alone, during, _ = long_prompt(ring)
     assert [rows for _, _, rows, _ in ring.steps if rows] == [PROMPT]
     assert max(during) > 10 * alone
@@ -222,23 +135,23 @@ def test_a_whole_prompt_at_once_stalls_everyone() -> None:
 def test_in_a_ring_tokens_take_about_twice_as_long_at_most(
     speeds: list[float], latency: float
 ) -> None:
-    alone, during, first = long_prompt(VirtualRing(speeds, latency))
+    alone, during, first = long_prompt(Ring(speeds, latency))
     assert p99(during) <= 2.1 * alone
-    _, stalled, _ = long_prompt(VirtualRing(speeds, latency, chunk_tokens=PROMPT))
+    _, stalled, _ = long_prompt(Ring(speeds, latency, chunk_tokens=PROMPT))
     assert max(stalled) > 3 * alone
     # Chunks read the weights again and again, but the stages work at the same time.
     assert first < 4 * PROMPT * 1e-4 / min(speeds) * len(speeds)
 
 
 def test_who_decodes_takes_a_chunk_along() -> None:
-    ring = VirtualRing([1.0, 1.0])
+    ring = Ring([1.0, 1.0])
     long_prompt(ring)
     first_stage = [(decodes, rows) for stage, decodes, rows, _ in ring.steps if stage == 0]
     assert all(decodes for decodes, rows in first_stage if rows), "no chunk goes by itself"
 
 
 def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() -> None:
-    ring = VirtualRing([1.0, 1.0, 1.0], latency=0.03)
+    ring = Ring([1.0, 1.0, 1.0], latency=0.03)
     ring.submit("s", 16, 4000)
     ring.run(lambda: len(ring.tokens["s"]) >= 10)
     ring.steps.clear()
@@ -250,16 +163,16 @@ def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() 
     assert beside
 
 
-def auto(latency: float) -> VirtualRing:
+def auto(latency: float) -> Ring:
     """Three stages, which decide how many volumes are in flight by links that they know."""
-    ring = VirtualRing([1.0] * 3, latency, micro_batches=0, stages=3)
+    ring = Ring([1.0] * 3, latency, micro_batches=0)
     ring.head.set_links([LinkFacts(latency, 1e12)] * 3)
     return ring
 
 
 def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
     latency = 0.2
-    _, _, paired = long_prompt(VirtualRing([1.0] * 3, latency))
+    _, _, paired = long_prompt(Ring([1.0] * 3, latency))
     alone, during, first = long_prompt(ring := auto(latency))
     assert first < paired / 3
     assert p99(during) <= 1.3 * alone
@@ -301,7 +214,7 @@ def test_where_it_is_not_they_ride_with_decode_rows() -> None:
 
 
 def test_while_nobody_decodes_chunks_are_large() -> None:
-    ring = VirtualRing([1.0])
+    ring = Ring([1.0])
     ring.submit("long", PROMPT, 2)
     ring.run(lambda: bool(ring.tokens["long"]))
     chunks = [rows for _, _, rows, _ in ring.steps if rows]
@@ -311,9 +224,9 @@ def test_while_nobody_decodes_chunks_are_large() -> None:
 
 def test_a_short_ring_of_long_prompts_is_filled_by_smaller_chunks() -> None:
     def first(**limits: int) -> float:
-        ring = VirtualRing([1.0] * 4, **limits)
+        ring = Ring([1.0] * 4, **limits)
         ring.submit("long", 1024, 2)
         ring.run(lambda: bool(ring.tokens["long"]))
-        return ring.now
+        return ring.agenda.now
 
     assert first() < 0.8 * first(chunk_tokens=1024)

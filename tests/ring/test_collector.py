@@ -1,7 +1,7 @@
 """One report of a volume that is sampled in pieces."""
 
-from molink.ring.collector import Collector
-from molink.ring.segment import SegmentResult
+from molink.ring.ends import Collector
+from molink.ring.work import SegmentResult
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Choice, Rows, Sampled, TopLogprobs, Volume
 

@@ -11,9 +11,10 @@ import pytest
 from molink.errors import WireError
 from molink.facts.profile import UNKNOWN
 from molink.facts.ringtimes import LinkFacts
+from molink.ring.ends import Front
 from molink.ring.linkround import HASTE, INTERVAL, MAX_WAITING, LinkRound
-from molink.ring.ring import Ring
-from molink.ring.segment import StageShape
+from molink.ring.ring import Ring, RingConfig
+from molink.ring.stage import StageShape
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Frame, Lane, LinkReport
 from molinkd.worker.request_table import RequestTable
@@ -134,11 +135,11 @@ class Circle:
         executor: Any = None
         self.rings = []
         for index in range(stages):
-            shape = StageShape(index == stages - 1, 2, 10, "f32", index, stages)
-            head: Any = self.head if index == 0 else None
-            ring = Ring(
-                shape, RequestTable(), executor, head, desk, UNKNOWN, pytest.fail, lambda: 0.0
-            )
+            shape = StageShape(index, stages, 2, 10, "f32")
+            head: Any = self.head
+            front = Front(head, desk, 10) if index == 0 else None
+            config = RingConfig(shape, UNKNOWN)
+            ring = Ring(config, RequestTable(), executor, front, lambda: 0.0, pytest.fail)
             outlet: Any = Outlet(self.wire, (index + 1) % stages)
             ring.open(outlet if stages > 1 else None)
             self.rings.append(ring)

@@ -15,7 +15,6 @@ import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.segment import Segment
 from molink.ring.work import block_ids
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
@@ -115,7 +114,7 @@ class Hop:
 
     def _arrive(self, body: Any, data: bytearray, size: int) -> None:
         if isinstance(body, Volume):
-            room = bytearray(sum(group.count for group in body.rows) * size)
+            room = bytearray(body.count * size)
             self.buffers[body.tick] = room, 0
         room, before = self.buffers[body.tick]
         after = before + len(data) // size
@@ -228,16 +227,17 @@ class Driver:
         work = hop.board.take(0.0)
         if work is None:
             return
-        self.later_pieces += sum(part.first > 0 for part in work.parts)
-        segments = [Segment(part.volume, part.data, part.kept) for part in work.parts]
-        results = run_step(hop.stage, hop.requests, segments)
+        self.later_pieces += sum(part.first > 0 for part in work.segments)
+        results = run_step(hop.stage, hop.requests, work.segments)
         if hop.stage.is_last:
-            groups = [each for segment in segments for each in segment.volume.rows if each.sample]
+            groups = [
+                each for segment in work.segments for each in segment.volume.rows if each.sample
+            ]
             for each, logits in zip(groups, hop.stage.output, strict=True):
                 self.logits[each.request, each.start + each.count] = logits.clone()
         else:
-            for part, result in zip(work.parts, results, strict=True):
-                body = More(part.volume.tick) if part.first else part.whole
+            for part, result in zip(work.segments, results, strict=True):
+                body = More(part.volume.tick) if part.first else part.header
                 self.hops[index + 1].put(body, bytearray(result.rows))
         self._forward(index, hop.board.complete(work.ticks, 0.0))
 

@@ -31,11 +31,10 @@ from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
-from molink.ring.board_limits import BoardLimits
-from molink.ring.collector import Collector
+from molink.ring.ends import Collector
+from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.segment import SegmentResult
-from molink.ring.work import Work
+from molink.ring.work import SegmentResult, Work
 from molink.wire.messages.data import (
     Admit,
     Choice,
@@ -160,14 +159,14 @@ class Stage:
         work = self.running.pop(which)
         out = []
         parts = []
-        for part in work.parts:
+        for part in work.segments:
             self._copy(part.volume)
-        for part in work.parts:
+        for part in work.segments:
             rows = list(part.data)
             if part.kept is not None:
                 rows = [rows[index] for index in part.kept]
             assert all(group.count for group in part.volume.rows)
-            assert len(rows) == sum(group.count for group in part.volume.rows)
+            assert len(rows) == part.volume.count
             parts.append((part, rows))
             self._write(part.volume, rows)
         for part, rows in parts:
@@ -179,7 +178,7 @@ class Stage:
                 bodies = self.collector.add(sampled, result, last=part.last)
                 out += [(0, body, None) for body in bodies]
             else:
-                body = More(volume.tick) if part.first else part.whole
+                body = More(volume.tick) if part.first else part.header
                 out.append((int(volume.prefill), body, rows))
         return out + self.forward(work.ticks)
 

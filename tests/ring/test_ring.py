@@ -13,10 +13,12 @@ import pytest
 from molink.facts.profile import Profile
 from molink.head.batch import Batch, HeadControl, HeadVolume
 from molink.link.policies.base import DecodeFinished, DecodeStarted
-from molink.ring.patience import MAX_FAILED_STEPS
-from molink.ring.ring import Ring
-from molink.ring.segment import SegmentResult, StageShape, StepDone
-from molink.ring.steptimes import SLACK
+from molink.ring.ends import Front
+from molink.ring.pieces import create_cutting
+from molink.ring.ring import Ring, RingConfig
+from molink.ring.stage import StageShape
+from molink.ring.steps import MAX_FAILED_STEPS, SLACK
+from molink.ring.work import SegmentResult, StepDone
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
@@ -37,7 +39,8 @@ from molinkd.worker.request_table import RequestTable
 PROFILE = Profile(decode=((1, 0.25),), prefill=((16, 0.5),))
 
 
-MIDDLE_STAGE = StageShape(is_last=False, hidden=2, vocabulary=100, dtype="f32")
+MIDDLE_STAGE = StageShape(1, 3, hidden=2, vocabulary=100, dtype="f32")
+LAST_STAGE = replace(MIDDLE_STAGE, index=2)
 
 
 class ScriptedExecutor:
@@ -107,18 +110,10 @@ def make_ring(
     clock: Callable[[], float] = time.monotonic,
     cut_through: bool = True,
 ) -> Ring:
-    requests = RequestTable()
-    return Ring(
-        MIDDLE_STAGE,
-        requests,
-        executor,
-        head,
-        desk,
-        PROFILE,
-        on_broken,
-        clock,
-        cut_through=cut_through,
-    )
+    cutting = create_cutting(PROFILE, cut_through=cut_through, forwards=True)
+    config = RingConfig(MIDDLE_STAGE, PROFILE, cutting=cutting)
+    front = None if head is None else Front(head, desk, MIDDLE_STAGE.vocabulary)
+    return Ring(config, RequestTable(), executor, front, clock, on_broken)
 
 
 class Bench:
@@ -276,7 +271,7 @@ async def test_what_waits_for_rows_that_can_not_run_waits_no_longer(bench: Bench
 async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
     bench: Bench, last: bool
 ) -> None:
-    bench.ring._stage = replace(MIDDLE_STAGE, is_last=last)
+    bench.ring._shape = LAST_STAGE if last else MIDDLE_STAGE
     history = History(4, 0, 0, Payload("i32", (5,)))
     bench.ring.arrive(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
     bench.ring.arrive(History(3, 0, 2**53, Payload("i32", (1,))), bytearray(4))
@@ -294,7 +289,7 @@ async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
 async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
     bench: Bench, last: bool
 ) -> None:
-    bench.ring._stage = replace(MIDDLE_STAGE, is_last=last)
+    bench.ring._shape = LAST_STAGE if last else MIDDLE_STAGE
     table = Table(2, 0, Payload("i32", (2,)))
     bench.ring.arrive(table, bytearray(array("i", [7, 5]).tobytes()))
     bench.ring.arrive(Table(3, 0, Payload("i32", (2,))), bytearray(4))
@@ -391,7 +386,7 @@ async def test_parts_of_nothing_are_counted(bench: Bench) -> None:
 async def test_the_tail_reports_a_volume_once() -> None:
     executor = SamplingExecutor()
     bench = Bench(executor)
-    bench.ring._stage = replace(MIDDLE_STAGE, is_last=True)
+    bench.ring._shape = LAST_STAGE
     for request in (1, 2):
         bench.ring.arrive(Admit(1 + request, request, Sampling(), 4), None)
     groups = tuple(

@@ -8,8 +8,9 @@ import pytest
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts
 from molink.link.policies.base import DecodeFinished, DecodeStarted
-from molink.ring.ring import Ring
-from molink.ring.segment import Segment, SegmentResult, StageShape, StepDone
+from molink.ring.ring import Ring, RingConfig
+from molink.ring.stage import StageShape
+from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Release, Rows, Sampling, Volume
 from molinkd.worker.request_table import RequestTable
@@ -53,18 +54,9 @@ class Steps:
 def test_a_decode_step_is_over_when_its_rows_are_on_their_way() -> None:
     now = 0.0
     steps, outlet = Steps(), Outlet()
-    shape = StageShape(False, 2, 16, "f32", 1, 3)
-    ring = Ring(
-        shape,
-        RequestTable(),
-        steps,
-        None,
-        None,
-        PROFILE,
-        pytest.fail,
-        lambda: now,
-        profiles=(PROFILE,) * 3,
-    )
+    shape = StageShape(1, 3, 2, 16, "f32")
+    config = RingConfig(shape, PROFILE, (PROFILE,) * 3)
+    ring = Ring(config, RequestTable(), steps, None, lambda: now, pytest.fail)
     ring.open(outlet)
     ring.arrive(Admit(1, 0, Sampling(), 4), None)
     ring.arrive(Volume(2, False, (Rows(0, 4, 1, 1, (2,)),), Payload("f32", (1, 2))), bytearray(8))

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.board_limits import BoardLimits
-from molink.ring.known import KnownRequest
+from molink.ring.known import BoardLimits, KnownRequest
 from molink.ring.scoreboard import MAX_SPAN, MAX_WAITING, Scoreboard
-from molink.ring.work import Control, Ready, Work
+from molink.ring.work import Control, Segment, Work
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
@@ -71,7 +70,7 @@ def test_rows_wait_for_their_admission() -> None:
     board.arrive(history, "ids", 0.0)
     assert board.complete((), 0.0) == [Control(history, "ids")]
     assert board.queued == 1
-    assert board.take(0.0) == Work(None, Ready(late, "data", None, late, 0, True))
+    assert board.take(0.0) == Work(None, Segment(late, "data"))
     assert (board.queued, board.waiting) == (1, 0)
     assert board.complete((3,), 0.0) == []
     assert (board.queued, board.last_completed) == (0, 3)

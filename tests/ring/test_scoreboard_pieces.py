@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.board_limits import BoardLimits
+from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
-from molink.ring.work import Ready, Work
+from molink.ring.work import Segment, Work
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Release, Rows, Sampling, Tombstone, Volume
 
@@ -69,7 +69,7 @@ def ran(board: Scoreboard, *ticks: int) -> list:
     return out
 
 
-def sizes(ready: Ready | None) -> list[tuple[int, int, int]]:
+def sizes(ready: Segment | None) -> list[tuple[int, int, int]]:
     """Request, start and count of a piece's groups."""
     assert ready is not None
     return [(group.request, group.start, group.count) for group in ready.volume.rows]
@@ -87,7 +87,7 @@ def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last() -> None:
     work = take(board)
     assert work.ticks == (3,)
     assert sizes(work.prefill) == [(0, 0, 4), (1, 0, 6)]
-    assert work.prefill.whole is whole
+    assert work.prefill.header is whole
     assert (work.prefill.first, work.prefill.last) == (0, False)
     assert bytes(work.prefill.data) == bytes(range(10))
     extend(board, 3, 25)
@@ -136,7 +136,7 @@ def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over() -> None:
     extend(board, 4, 16)
     work = take(board)
     assert sizes(work.prefill) == [(0, 0, 5), (2, 0, 5)]
-    assert [group.request for group in work.prefill.whole.rows] == [0, 2]
+    assert [group.request for group in work.prefill.header.rows] == [0, 2]
     assert (bytes(work.prefill.data), work.prefill.kept) == (
         bytes(range(15)),
         (*range(5), *range(10, 15)),

@@ -36,7 +36,7 @@ def test_what_is_done_once_is_in_one_piece(first: int, count: int, expected: Row
 def test_a_whole_volume_is_handed_out_as_it_came() -> None:
     volume = waiting(2, 3)
     ready = volume.take(5)
-    assert ready.volume is ready.whole is volume.volume
+    assert ready.volume is ready.header is volume.volume
     assert ready.data is volume.data
     assert (ready.kept, ready.first, ready.last) == (None, 0, True)
 
@@ -61,7 +61,7 @@ def test_pieces_are_slices_without_copies() -> None:
     ]
     assert (bytes(first.data), bytes(second.data)) == (bytes([0, 0, 1, 1, 2, 2]), b"\3\3\4\4")
     assert second.volume.rows == (Rows(1, 1, 2, 1, (), True),)
-    assert first.whole is second.whole is volume.volume
+    assert first.header is second.header is volume.volume
     assert (first.first, first.last, second.first, second.last) == (0, False, 3, True)
     volume.data[4] = 77
     assert first.data[4] == 77
@@ -73,7 +73,7 @@ def test_dropped_groups_are_left_out_and_counted_out() -> None:
     assert (volume.here, volume.coming, volume.remaining) == (3, 2, 5)
     ready = volume.take(3)
     assert [rows.request for rows in ready.volume.rows] == [0, 2]
-    assert [rows.request for rows in ready.whole.rows] == [0, 2, 3]
+    assert [rows.request for rows in ready.header.rows] == [0, 2, 3]
     assert ready.kept == (0, 1, 5)
     assert len(ready.data) == 12
     volume.arrived = 8
@@ -103,7 +103,7 @@ def test_all_rows_that_remain_run_once_and_in_order(data: st.DataObject) -> None
         rows = bytes(ready.data)[::2]
         assert ready.first == len(seen)
         piece = list(rows) if ready.kept is None else [rows[index] for index in ready.kept]
-        assert len(piece) == sum(group.count for group in ready.volume.rows)
+        assert len(piece) == ready.volume.count
         seen += piece
         assert ready.last is (len(seen) == len(wanted))
         for group in ready.volume.rows:

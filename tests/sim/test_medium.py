@@ -39,7 +39,7 @@ def test_a_lane_is_ready_again_when_its_backlog_is_short() -> None:
     assert medium.backlog(Lane.BULK, 1.0) == 3 * QUEUE
     assert medium.backlog(Lane.DECODE, 1.0) == 0
     at: list[float] = []
-    medium.when_ready([Lane.BULK], lambda: at.append(agenda.now))
+    medium.when_ready(Lane.BULK, lambda: at.append(agenda.now))
     agenda.run(10.0)
     assert at == [6.0] == [medium.ready_at(Lane.BULK)]
     assert not medium.is_ready(Lane.BULK, 5.9)
@@ -68,7 +68,7 @@ def test_connections_share_the_uplink(congestion: str) -> None:
     agenda.run(0.4)
     assert not medium.is_ready(Lane.BULK, 0.4)
     ready: list[float] = []
-    medium.when_ready([Lane.BULK], lambda: ready.append(agenda.now))
+    medium.when_ready(Lane.BULK, lambda: ready.append(agenda.now))
     agenda.run(60.0)
     # What of the other lane has not left does not hold it up, only what is in the queue.
     assert 0.555 <= decode.times[0][2] < 0.5 + 0.05 + 0.1 + QUEUE / 1e6

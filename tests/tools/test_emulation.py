@@ -8,7 +8,7 @@ import pytest
 
 from molink.bench.planned import PlannedRequest
 from molink.errors import UsageError
-from molink.ring.segment import Segment, StepDone
+from molink.ring.work import Segment, StepDone
 from molink.sim.roofline import StepRows
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume

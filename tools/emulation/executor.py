@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from molink.ring.segment import Segment, SegmentResult, StepDone
+from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.sim.stages import step_rows
 from molink.wire.messages.data import Choice, Sampled, Volume
 from molinkd.worker.engine import HandOver
@@ -74,8 +74,7 @@ class EmulatedExecutor:
     def _result(self, volume: Volume) -> SegmentResult:
         if self._stage.is_last:
             return SegmentResult(volume, None, sampled(volume, self._stage.config.vocab_size))
-        count = sum(rows.count for rows in volume.rows)
-        return SegmentResult(volume, self._activations.rows(count), None)
+        return SegmentResult(volume, self._activations.rows(volume.count), None)
 
 
 def sampled(volume: Volume, vocabulary: int) -> Sampled:

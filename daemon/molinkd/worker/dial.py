@@ -1,32 +1,44 @@
-"""The connections of an outgoing link, as ZeroMQ clients."""
+"""The channels of an outgoing link, as ZeroMQ clients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq.asyncio
 
+from molink.link.ends import ChannelEvents
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.data import Lane
+from molink.wire.messages.data import DataMessage, Lane
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.congestion import avoid_bbr
 from molink.wire.sockets.curve import KeyPair
-from molinkd.worker.outlink import Channel, ChannelEvents
 
 
-def dial(
-    context: zmq.asyncio.Context, keys: KeyPair, server_key: str, addresses: Sequence[str]
-) -> Callable[[Lane, ChannelEvents], Channel]:
-    """Makes the connections of an :class:`OutLink` to the worker that holds ``server_key``.
+class Dialer:
+    """Makes the channels of an ``OutLink`` to the worker that holds ``server_key``.
 
     ``addresses`` are ``tcp://host:port``, tried in turn.
     """
 
-    def connect(lane: Lane, events: ChannelEvents) -> Channel:
-        return Client(
-            context,
-            keys,
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        server_key: str,
+        addresses: Sequence[str],
+    ) -> None:
+        self._context = context
+        self._keys = keys
+        self._server_key = server_key
+        self._addresses = addresses
+        self.clients: list[Client[DataMessage]] = []
+
+    def connect(self, lane: Lane, events: ChannelEvents) -> Client[DataMessage]:
+        """The channel of a lane."""
+        client = Client(
+            self._context,
+            self._keys,
             data_codec(),
-            server_key,
-            addresses,
+            self._server_key,
+            self._addresses,
             name=f"the next stage ({lane.name.lower()} lane)",
             events=ClientEvents(
                 on_message=events.on_message,
@@ -36,5 +48,10 @@ def dial(
                 on_open=avoid_bbr if lane is Lane.DECODE else None,
             ),
         )
+        self.clients.append(client)
+        return client
 
-    return connect
+    async def close(self) -> None:
+        """Disconnect them all."""
+        for client in self.clients:
+            await client.close()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
-from molink.ring.segment import Executing
+from molink.ring.stage import Executing
 from molink.wire.messages.pipe import Start
 from molinkd.worker.request_table import RequestTable
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from molink.ring.segment import Segment, SegmentResult, StepDone
+from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.stage.out_of_memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
 from molinkd.worker.request_table import RequestTable

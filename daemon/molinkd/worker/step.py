@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from molink.ring.segment import Segment, SegmentResult
+from molink.ring.work import Segment, SegmentResult
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.sampling.sampler import SampledToken, SampleRow, sample
 from molink.stage.stage import Stage

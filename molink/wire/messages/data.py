@@ -134,6 +134,11 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     rows: Annotated[tuple[Rows, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     payload: Payload
 
+    @property
+    def count(self) -> int:
+        """Rows of all groups together."""
+        return sum(group.count for group in self.rows)
+
 
 class VolumePart(LeanMessage, frozen=True, tag="part"):
     """More rows of the volume ``tick``, beginning with row ``first``."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 from molink.link.lane import HEADER_COST
+
 from molink.link.packing.packing import PackedBytes
 from molink.link.policies.base import LinkEstimate, Sent
 from molink.link.policies.create import create_policy

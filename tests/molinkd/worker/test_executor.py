@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.ring.segment import Segment, StepDone
+from molink.ring.work import Segment, StepDone
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Rows, Sampling, Volume

@@ -9,7 +9,10 @@ import pytest
 
 from molink.errors import PortInUse
 from molink.facts.identity import peer_id
+from molink.link.ends import LinkName
 from molink.link.heartbeat import StageProgress
+from molink.link.incoming import InLink, InLinkEvents
+from molink.link.outgoing import OutLink, OutLinkEvents
 from molink.link.policies.base import DecodeFinished, DecodeStarted, LanePolicy
 from molink.link.policies.create import POLICIES, create_policy
 from molink.link.receiver import Arrival, LinkReceiver
@@ -19,9 +22,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import Rows, Tombstone, Volume, VolumePart
 from molink.wire.sockets.server import Server
-from molinkd.worker.dial import dial
-from molinkd.worker.inlink import InLink
-from molinkd.worker.outlink import OutLink
+from molinkd.worker.dial import Dialer
 
 HIDDEN = 256
 
@@ -43,19 +44,16 @@ class Pair:
         self.deaths: list[str] = []
         self.server = self.listen(net.server(data_codec(), self.handle))
         receiver = LinkReceiver(1, HIDDEN, "bf16", cut_through=cut_through)
-        idle = StageProgress(0, 0, busy=False)
+        idle, name = StageProgress(0, 0, busy=False), LinkName("p", 0)
+        loop = asyncio.get_running_loop()
         user = peer_id(self.keys.public)
-        self.incoming = InLink(self, receiver, "p", 0, user, lambda: idle, self.arrivals.append)
+        taking = InLinkEvents(lambda: idle, self.arrivals.append)
+        self.incoming = InLink(loop, self, receiver, name, user, taking)
         address = f"tcp://127.0.0.1:{self.server.port}"
-        self.outgoing = OutLink(
-            dial(net.context, self.keys, net.keys.public, [address]),
-            LinkSender(1, create_policy(policy) if isinstance(policy, str) else policy),
-            "p",
-            0,
-            lambda: idle,
-            self.deaths.append,
-            lambda: None,
-        )
+        self.dialer = Dialer(net.context, self.keys, net.keys.public, [address])
+        sender = LinkSender(1, create_policy(policy) if isinstance(policy, str) else policy)
+        sending = OutLinkEvents(lambda: idle, self.deaths.append)
+        self.outgoing = OutLink(loop, self.dialer.connect, sender, name, sending)
         # Whatever comes of the test, or the context could never be closed.
         net.at_end(self.close)
 
@@ -87,7 +85,8 @@ class Pair:
         raise AssertionError("the port stays in use")
 
     async def close(self) -> None:
-        await self.outgoing.close()
+        self.outgoing.close()
+        await self.dialer.close()
         self.incoming.close()
         await self.server.close()
 
@@ -125,8 +124,8 @@ async def test_a_link_survives_connections_that_are_made_anew(net: Any) -> None:
     for tick, (header, data) in sent.items():
         pair.outgoing.volume(header, data)
         if tick % 10 == 5:
-            for connection in pair.outgoing._connections.values():
-                connection.channel.redial()
+            for client in pair.dialer.clients:
+                client.redial()
             await net.until(lambda tick=tick: len(pair.arrivals) > tick)
     await net.until(lambda: len(pair.arrivals) == len(sent))
     for arrival in pair.arrivals:

@@ -101,7 +101,7 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
 ) -> None:
     own = place(rope)
     try:
-        head = own._head
+        head = own._seat.head
         assert head is not None
         found = []
         for key in ("first", "second"):
@@ -120,7 +120,7 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
 async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
     own = place(RopeConfig())
     try:
-        ring, head = own.ring, own._head
+        ring, head = own.ring, own._seat.head
         assert head is not None
         for key in ("bad", "good"):
             head.submit(HeadRequest("d", key, PROMPT, len(PROMPT), 4, Sampling()), 0.0)
@@ -146,8 +146,8 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
     monkeypatch.setitem(create._POLICIES, "listening", Listening)
     own = place(RopeConfig(), scheduling_policy="listening")
     try:
-        assert own._head is not None
-        own._head.submit(HeadRequest("d", "a", PROMPT, len(PROMPT), 1, Sampling()), 0.0)
+        assert own._seat.head is not None
+        own._seat.head.submit(HeadRequest("d", "a", PROMPT, len(PROMPT), 1, Sampling()), 0.0)
         assert heard == ["a"]
     finally:
         await own.close()
@@ -156,7 +156,7 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
 async def test_a_link_is_recorded_if_a_folder_is_given(net: Any, tmp_path: Path) -> None:
     for record in ("", str(tmp_path / "records")):
         own = place(RopeConfig(), 2, net.context, record=record)
-        own.ring.open(own._out)
+        own.open()
         own.ring.pump()
         await own.close()
     recordings = contents(tmp_path)
@@ -173,12 +173,13 @@ async def test_what_is_measured_of_the_link_is_told_and_remembered(net: Any) -> 
     memory = LinkMemory(None)
     memory.keep("me", LinkFacts(0.02, 1e6), 0.0)
     own = place(RopeConfig(), 2, net.context, memory=memory)
-    own.ring.open(own._out)
+    own.open()
     try:
         _, gauges = own.stats()
         assert gauges["link_latency_seconds"] == 0.02
         assert gauges["link_rate_bytes_per_second"] == 1e6
-        own._link_measured(LinkFacts(0.03, 12.5e6))
+        own._remember(LinkFacts(0.03, 12.5e6))
+        own.ring.link_measured(LinkFacts(0.03, 12.5e6), 0.0)
         assert memory.find("me") == LinkFacts(0.03, 12.5e6)
         assert own.ring.links == (LinkFacts(0.03, 12.5e6), LinkFacts())
     finally:

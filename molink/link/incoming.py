@@ -1,25 +1,15 @@
-"""One incoming link: the previous stage's two connections to our server, around a LinkReceiver."""
+"""The receiving end of a link: the previous stage's two connections, around a LinkReceiver.
 
-import asyncio
+It does no I/O itself; all its methods belong to one thread: that of its timers.
+"""
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from molink.link.ends import Answering, Connection, LinkName, Timer, Timers
 from molink.link.heartbeat import StageProgress
 from molink.link.receiver import Arrival, LinkReceiver
-from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Ack, Beat, DataMessage, Frame, Lane, LinkHello
-from molink.wire.sockets.server import Sender
-
-
-class Answering(Protocol):
-    """The part of :class:`molink.wire.sockets.server.Server` that a link needs."""
-
-    def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
-        """Answer on a connection."""
-
-    def offend(self, user_id: str, reason: str) -> None:
-        """Count a misdeed."""
 
 
 @dataclass(slots=True)
@@ -32,34 +22,39 @@ class InLinkStats:
     unbound: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class InLinkEvents:
+    """What an incoming link asks of its stage, and tells it.
+
+    ``progress`` says how the stage gets on; ``on_arrival`` is told what has come, once, in order.
+    """
+
+    progress: Callable[[], StageProgress]
+    on_arrival: Callable[[Arrival], None]
+
+
 class InLink:
     """Takes what the previous stage sends, for one epoch, and answers it."""
 
     def __init__(
         self,
+        timers: Timers,
         server: Answering,
         receiver: LinkReceiver,
-        pipeline: str,
-        from_stage: int,
+        name: LinkName,
         user_id: str,
-        progress: Callable[[], StageProgress],
-        on_arrival: Callable[[Arrival], None],
+        events: InLinkEvents,
     ) -> None:
-        """``user_id`` is the peer that runs stage ``from_stage``: nobody else may send.
-
-        ``on_arrival`` is told what has come, once and in order.
-        """
-        self._loop = asyncio.get_running_loop()
+        """``user_id`` is the peer that runs the previous stage: nobody else may send."""
+        self._timers = timers
         self._server = server
         self._receiver = receiver
-        self._pipeline = pipeline
-        self._from_stage = from_stage
+        self._name = name
         self._user_id = user_id
-        self._progress = progress
-        self._on_arrival = on_arrival
+        self._events = events
         self._identities: dict[Lane, bytes] = {}
         self._lanes: dict[bytes, Lane] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self.stats = InLinkStats()
         #: The last beat of the previous stage.
         self.beat: Beat | None = None
@@ -95,7 +90,7 @@ class InLink:
         self._lanes.clear()
         self._identities.clear()
 
-    def handle(self, sender: Sender, message: DataMessage, payload: memoryview | None) -> bool:
+    def handle(self, sender: Connection, message: DataMessage, payload: memoryview | None) -> bool:
         """Take a message from the server; ``False`` if it is none of a link's."""
         match message:
             case LinkHello():
@@ -110,12 +105,12 @@ class InLink:
                 return False
         return True
 
-    def _hello(self, sender: Sender, hello: LinkHello) -> None:
+    def _hello(self, sender: Connection, hello: LinkHello) -> None:
         """Bind a connection to its lane, and say what has already arrived on it.
 
         A hello of another epoch is not answered: the previous stage repeats it until both agree.
         """
-        expected = LinkHello(self._pipeline, self._receiver.epoch, self._from_stage, hello.lane)
+        expected = self._name.hello(self._receiver.epoch, hello.lane)
         if hello != expected or sender.user_id != self._user_id:
             self.stats.strangers += 1
             if hello == expected:
@@ -127,25 +122,25 @@ class InLink:
         self._identities[hello.lane] = sender.identity
         self._server.send(sender.identity, self._receiver.ack(hello.lane))
 
-    def _frame(self, sender: Sender, frame: Frame, payload: memoryview | None) -> None:
+    def _frame(self, sender: Connection, frame: Frame, payload: memoryview | None) -> None:
         if self._lanes[sender.identity] is not frame.lane:
             self.stats.unbound += 1
             self._server.offend(sender.user_id, f"a frame of the {frame.lane.name} lane elsewhere")
             return
         garbage = self._receiver.counters.garbage
-        for arrival in self._receiver.frame(frame, payload, self._loop.time()):
-            self._on_arrival(arrival)
+        for arrival in self._receiver.frame(frame, payload, self._timers.time()):
+            self._events.on_arrival(arrival)
         if self._receiver.counters.garbage > garbage:
             self._server.offend(sender.user_id, self._receiver.fault)
         self._acknowledge()
 
     def _acknowledge(self) -> None:
         """Send the acknowledgements that are due and wake for the next."""
-        for ack in self._receiver.acks(self._loop.time()):
+        for ack in self._receiver.acks(self._timers.time()):
             self._send_ack(ack)
         at = self._receiver.wake_at
         if at is not None and self._timer is None:
-            self._timer = self._loop.call_at(at, self._acknowledge_again)
+            self._timer = self._timers.call_at(at, self._acknowledge_again)
 
     def _acknowledge_again(self) -> None:
         self._timer = None
@@ -156,10 +151,10 @@ class InLink:
         if identity is not None:
             self._server.send(identity, ack)
 
-    def _answer(self, sender: Sender, beat: Beat) -> None:
+    def _answer(self, sender: Connection, beat: Beat) -> None:
         self.beat = beat
-        own = self._progress()
-        now = self._loop.time()
+        own = self._events.progress()
+        now = self._timers.time()
         epoch = self._receiver.epoch
         answer = Beat(epoch, own.completed, own.queued, now, beat.sent_at, own.predicted)
         self._server.send(sender.identity, answer)

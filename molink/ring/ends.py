@@ -1,4 +1,4 @@
-"""The head's end of the ring: what stage 0 has and the others have not."""
+"""The two ends of the ring: what the first stage has with the head, and the last by sampling."""
 
 from array import array
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ from molink.head.batch import Batch
 from molink.head.head import Head
 from molink.head.request import Emission
 from molink.ring.scoreboard import Scoreboard
-from molink.wire.messages.data import Release, Sampled, Tombstone, TopLogprobs
+from molink.ring.work import SegmentResult
+from molink.wire.messages.data import Choice, Release, Sampled, Tombstone, TopLogprobs
 
 #: Tops that wait for their ``Sampled``: a bound against a tail that sends nothing but tops.
 MAX_TOPS = 4096
@@ -85,3 +86,33 @@ def _put(batch: Batch, board: Scoreboard, now: float) -> None:
         board.arrive(control.body, data, now)
     for volume in batch.volumes:
         board.arrive(volume.header, volume.tokens, now)
+
+
+class Collector:
+    """What the tail samples from a volume, piece by piece, until it can be reported.
+
+    There is one :class:`Sampled` per volume, with the last piece; the head waits for that.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[int, list[Choice]] = {}
+        #: In order and without doubles: a request that has failed does so in every later piece.
+        self._failed: dict[int, dict[int, None]] = {}
+
+    def add(
+        self, sampled: Sampled, result: SegmentResult, *, last: bool
+    ) -> list[TopLogprobs | Sampled]:
+        """A piece's ``result`` came with ``sampled``: what goes to the head now."""
+        tick = sampled.tick
+        choices = self._choices.setdefault(tick, [])
+        failed = self._failed.setdefault(tick, {})
+        choices += sampled.choices
+        failed.update(dict.fromkeys(sampled.failed))
+        if not last:
+            return [*result.tops]
+        del self._choices[tick], self._failed[tick]
+        return [*result.tops, Sampled(tick, tuple(choices), tuple(failed))]
+
+    def __len__(self) -> int:
+        """Volumes of which more pieces are to come."""
+        return len(self._choices)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.ring.tickset import TickSet
+from molink.ring.ticks import TickSet
 
 
 @given(st.lists(st.integers(1, 30)))

@@ -26,12 +26,16 @@ def header_fits(body: RingBody) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A message to send on a lane."""
+class Packet:
+    """A frame and its payload: what goes on a lane as one message."""
 
-    lane: Lane
-    message: Frame
+    frame: Frame
     payload: Buffer | None
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that it goes on."""
+        return self.frame.lane
 
     @property
     def nbytes(self) -> int:
@@ -39,14 +43,14 @@ class Outgoing:
         return size_of(self.payload)
 
 
-class OutLane:
+class SendWindow:
     """Frames of one (epoch, lane), from their numbering to their acknowledgement."""
 
     def __init__(self, epoch: int, lane: Lane) -> None:
         self.lane = lane
         self._epoch = epoch
         #: Frames not acknowledged yet: numbers ``base … next - 1``, without gaps.
-        self._kept: deque[tuple[Outgoing, float]] = deque()
+        self._kept: deque[tuple[Packet, float]] = deque()
         #: How many of them, oldest first, have been sent on this connection.
         self._sent = 0
         #: The number above which a frame has never been sent on any connection.
@@ -62,10 +66,10 @@ class OutLane:
 
     def append(self, body: RingBody, payload: Buffer | None, now: float) -> None:
         """Number a message and keep it until it is acknowledged."""
-        out = Outgoing(self.lane, Frame(self._epoch, self.lane, self.next, body), payload)
-        self._kept.append((out, now))
+        packet = Packet(Frame(self._epoch, self.lane, self.next, body), payload)
+        self._kept.append((packet, now))
         self.next += 1
-        self.nbytes += out.nbytes
+        self.nbytes += packet.nbytes
 
     @property
     def pending(self) -> bool:
@@ -77,18 +81,18 @@ class OutLane:
         """How many frames were sent on this connection and not acknowledged."""
         return self._sent
 
-    def take(self, now: float) -> Outgoing:
+    def take(self, now: float) -> Packet:
         """The next frame to send."""
         if self._sent == 0:
             self.progress_at = now
-        out, _ = self._kept[self._sent]
-        self._kept[self._sent] = (out, now)
+        packet, _ = self._kept[self._sent]
+        self._kept[self._sent] = (packet, now)
         self._sent += 1
-        seq = out.message.seq
+        seq = packet.frame.seq
         if seq < self._fresh:
             self.resent += 1
         self._fresh = max(self._fresh, seq + 1)
-        return out
+        return packet
 
     def acknowledge(self, ack: Ack, now: float) -> tuple[int, float] | None:
         """Let go of what has arrived.
@@ -101,8 +105,8 @@ class OutLane:
             return None
         freed, sent_at = 0, now
         while self.base < ack.next:
-            out, sent_at = self._kept.popleft()
-            freed += out.nbytes
+            packet, sent_at = self._kept.popleft()
+            freed += packet.nbytes
             self.base += 1
             self._sent = max(0, self._sent - 1)
         self.nbytes -= freed
@@ -115,9 +119,9 @@ class OutLane:
 
     def valid(self) -> bool:
         """Whether numbers and sizes agree."""
-        numbers = [out.message.seq for out, _ in self._kept]
+        numbers = [packet.frame.seq for packet, _ in self._kept]
         return (
             numbers == list(range(self.base, self.next))
-            and self.nbytes == sum(out.nbytes for out, _ in self._kept)
+            and self.nbytes == sum(packet.nbytes for packet, _ in self._kept)
             and 0 <= self._sent <= len(self._kept)
         )

@@ -1,66 +1,36 @@
-"""One outgoing link: two connections to the next stage and the timers, around a LinkSender.
+"""The sending end of a link: two channels to the next stage and the timers, around a LinkSender.
 
-All callbacks and methods belong to the event loop's thread. What to send, when, and whether the
-next stage is dead is decided by :mod:`molink.link.sender` and :mod:`molink.link.heartbeat`. At the
-other end is an :mod:`molinkd.worker.inlink`, whose :mod:`molink.link.receiver` puts things
-together.
+It does no I/O itself, and all its methods belong to one thread: that of its timers. What to send,
+when, and whether the next stage is dead is decided by :mod:`molink.link.sender` and
+:mod:`molink.link.heartbeat`. The other end is :mod:`molink.link.incoming`.
 """
 
-import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from molink.errors import MolinkError
 from molink.facts.ringtimes import LinkFacts
+from molink.link.ends import Channel, ChannelEvents, Connect, LinkName, Timer, Timers
 from molink.link.heartbeat import BeatClock, Liveness, StageProgress
-from molink.link.lane import Outgoing
 from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, LinkHello, RingBody, Volume
+from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, RingBody, Volume
 
-#: Until a hello is repeated that the next stage hasn't answered: it may not be that far yet.
+#: Seconds until a hello is repeated that the next stage hasn't answered: it may not be that far.
 HELLO_INTERVAL = 0.25
-#: How often the next stage's life is looked at.
+#: Seconds between two looks at the next stage's life.
 _LOOK_INTERVAL = 0.5
-_MIN_PAUSE = 0.001
-#: Messages sent before others on the event loop get their turn.
+#: Seconds until the next look at what was due already and could not be done.
+_OVERDUE_PAUSE = 0.001
+#: Messages sent before others on the same thread get their turn.
 _BATCH = 16
+#: Messages that leave before the channels are asked again whether they take more.
+_BURST = 2
 #: Messages that a link of unknown rate is tried out with, and their bytes.
 _PROBES = 16
 _PROBE_BYTES = 16 * 1024
-
-
-class Channel(Protocol):
-    """A connection to the next stage; :class:`molink.wire.sockets.client.Client` is one."""
-
-    @property
-    def congested(self) -> bool:
-        """Whether messages wait for the socket."""
-
-    def start(self) -> None:
-        """Begin to connect."""
-
-    def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
-        """Send; raises :class:`MolinkError` if that can't be."""
-
-    def redial(self) -> None:
-        """Give up the connection for a new one."""
-
-    async def close(self) -> None:
-        """Disconnect."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelEvents:
-    """What a channel calls its link with."""
-
-    on_message: Callable[[DataMessage, memoryview | None], None]
-    on_connect: Callable[[], None]
-    on_disconnect: Callable[[], None]
-    on_drained: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -82,6 +52,48 @@ class LinkStats:
     min_rtt: float = 0.0
     rate: float = 0.0
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """What happened so far, as ``/metrics`` names it."""
+        return {
+            "link_sent_frames_total": float(self.sent_frames),
+            "link_sent_bytes_total": float(self.sent_bytes),
+            "link_plain_bytes_total": float(self.plain_bytes),
+            "link_packed_bytes_total": float(self.packed_bytes),
+            "link_resent_frames_total": float(self.resent),
+            "link_connects_total": float(self.connects),
+        }
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What is the case now, as ``/metrics`` names it."""
+        return {
+            "link_rtt_seconds": self.rtt,
+            "link_latency_seconds": self.min_rtt / 2,
+            "link_rate_bytes_per_second": self.rate,
+            "link_queued_bytes": float(self.queued_bytes),
+            "link_unacknowledged_bytes": float(self.unacknowledged_bytes),
+        }
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class OutLinkEvents:
+    """What an outgoing link asks of its stage, and tells it.
+
+    ``progress`` says how the stage itself gets on. ``on_dead`` is told, once, why the next one is
+    dead; ``on_room`` is called when the link is not ``full`` any more; ``on_estimate`` is told what
+    is known of the link, again and again.
+    """
+
+    progress: Callable[[], StageProgress]
+    on_dead: Callable[[str], None]
+    on_room: Callable[[], None] = _nothing
+    on_estimate: Callable[[LinkFacts], None] = _nothing
+
 
 @dataclass(slots=True)
 class _LaneConnection:
@@ -89,7 +101,7 @@ class _LaneConnection:
     connected: bool = False
     #: Whether the next stage has answered our hello on this connection.
     welcome: bool = False
-    hello_at: float = field(default=0.0)
+    hello_at: float = 0.0
 
 
 class OutLink:
@@ -97,41 +109,34 @@ class OutLink:
 
     def __init__(
         self,
-        connect: Callable[[Lane, ChannelEvents], Channel],
+        timers: Timers,
+        connect: Connect,
         sender: LinkSender,
-        pipeline: str,
-        from_stage: int,
-        progress: Callable[[], StageProgress],
-        on_dead: Callable[[str], None],
-        on_room: Callable[[], None],
-        on_estimate: Callable[[LinkFacts], None] | None = None,
+        name: LinkName,
+        events: OutLinkEvents,
         *,
         probe: bool = False,
     ) -> None:
-        """``connect`` makes a lane's connection. ``on_dead`` is told, once, why the next is dead.
+        """``connect`` makes a lane's channel, which is somebody else's to close.
 
-        ``on_room`` is called when the link is not :attr:`full` any more.
-        ``progress`` says how this stage itself gets on. ``on_estimate`` is told what is known of
-        the link, again and again; with ``probe``, a link of unknown rate is tried out at once.
+        With ``probe``, a link of unknown rate is tried out at once.
         """
-        self._loop = asyncio.get_running_loop()
+        self._timers = timers
         self._sender = sender
-        self._pipeline = pipeline
-        self._from_stage = from_stage
-        self._progress = progress
-        self._on_dead = on_dead
-        self._on_room = on_room
+        self._name = name
+        self._events = events
         self._connections = {
-            lane: _LaneConnection(connect(lane, self._events(lane))) for lane in Lane
+            lane: _LaneConnection(connect(lane, self._channel_events(lane))) for lane in BOTH_LANES
         }
-        now = self._loop.time()
+        now = timers.time()
         self._beats = BeatClock(now)
         self.liveness = Liveness(now)
-        self._on_estimate = on_estimate
         self._probe = probe
         self._connects = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._pumping: asyncio.Handle | None = None
+        self._timer: Timer | None = None
+        #: When the timer is set for.
+        self._timer_at = 0.0
+        self._pumping: Timer | None = None
         self._dead = False
         self._closed = False
 
@@ -143,14 +148,12 @@ class OutLink:
             connection.channel.start()
         self._pump()
 
-    async def close(self) -> None:
-        """Disconnect; what has not been acknowledged is dropped."""
+    def close(self) -> None:
+        """Send nothing more; what has not been acknowledged is dropped."""
         self._closed = True
-        for handle in (self._timer, self._pumping):
-            if handle is not None:
-                handle.cancel()
-        for connection in self._connections.values():
-            await connection.channel.close()
+        for timer in (self._timer, self._pumping):
+            if timer is not None:
+                timer.cancel()
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -166,17 +169,17 @@ class OutLink:
 
     def volume(self, header: Volume, rows: Buffer) -> None:
         """As :meth:`LinkSender.volume`."""
-        self._sender.volume(header, rows, self._loop.time())
+        self._sender.volume(header, rows, self._timers.time())
         self._pump()
 
     def more(self, tick: int, rows: Buffer) -> None:
         """As :meth:`LinkSender.more`."""
-        self._sender.more(tick, rows, self._loop.time())
+        self._sender.more(tick, rows, self._timers.time())
         self._pump()
 
     def handle(self, event: Event) -> None:
         """Tell the policy what the executor did."""
-        self._sender.handle(event, self._loop.time())
+        self._sender.handle(event, self._timers.time())
         self._go_on()
 
     def _go_on(self) -> None:
@@ -188,20 +191,28 @@ class OutLink:
         """Send what may be sent now, a batch at a time, and set the timer for what comes next."""
         if self._closed:
             return
-        now = self._loop.time()
+        now = self._timers.time()
         self._greet(now)
-        batch = self._sender.poll(now, self._ready(), _BATCH)
-        for out in batch:
-            self._send(out)
+        more = self._send_batch(now)
         self._beat(now)
         self._look(now)
-        if len(batch) == _BATCH and self._pumping is None:
-            self._pumping = self._loop.call_soon(self._pump_more)
+        if more and self._pumping is None:
+            self._pumping = self._timers.call_soon(self._pump_more)
         self._set_timer(now)
 
     def _pump_more(self) -> None:
         self._pumping = None
         self._pump()
+
+    def _send_batch(self, now: float) -> bool:
+        """Send what may be sent; whether there may be more than a batch of it."""
+        for _ in range(_BATCH // _BURST):
+            burst = self._sender.poll(now, self._ready(), _BURST)
+            for packet in burst:
+                self._say(packet.lane, packet.frame, packet.payload)
+            if len(burst) < _BURST:
+                return False
+        return True
 
     def _ready(self) -> list[Lane]:
         return [
@@ -210,16 +221,13 @@ class OutLink:
             if self._connections[lane].welcome and not self._connections[lane].channel.congested
         ]
 
-    def _send(self, out: Outgoing) -> None:
-        self._say(out.lane, out.message, out.payload)
-
     def _say(self, lane: Lane, message: DataMessage, payload: Buffer | None = None) -> None:
         try:
             self._connections[lane].channel.send(message, payload)
         except MolinkError:
             # The connection has just broken: what counts is kept, and sent again after a hello.
             self._connections[lane].welcome = False
-            self._sender.disconnected(lane, self._loop.time())
+            self._sender.disconnected(lane, self._timers.time())
 
     def _set_timer(self, now: float) -> None:
         wakes = [now + _LOOK_INTERVAL]
@@ -230,12 +238,13 @@ class OutLink:
         for each in self._connections.values():
             if each.connected and not each.welcome:
                 wakes.append(each.hello_at + HELLO_INTERVAL)
-        at = max(min(wakes), now + _MIN_PAUSE)
+        wake = min(wakes)
+        at = wake if wake > now else now + _OVERDUE_PAUSE
         # One that is set for earlier looks again then.
-        if self._timer is None or at < self._timer.when():
+        if self._timer is None or at < self._timer_at:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(at, self._pump_again)
+            self._timer, self._timer_at = self._timers.call_at(at, self._pump_again), at
 
     def _pump_again(self) -> None:
         self._timer = None
@@ -243,7 +252,7 @@ class OutLink:
 
     # --- connections -------------------------------------------------------------------------
 
-    def _events(self, lane: Lane) -> ChannelEvents:
+    def _channel_events(self, lane: Lane) -> ChannelEvents:
         return ChannelEvents(
             on_message=lambda message, _: self._message(lane, message),
             on_connect=lambda: self._connected(lane),
@@ -255,25 +264,24 @@ class OutLink:
         connection = self._connections[lane]
         connection.connected = True
         connection.welcome = False
-        connection.hello_at = self._loop.time() - HELLO_INTERVAL
+        connection.hello_at = self._timers.time() - HELLO_INTERVAL
         self._connects += 1
         self._pump()
 
     def _disconnected(self, lane: Lane) -> None:
         connection = self._connections[lane]
         connection.connected = connection.welcome = False
-        self._sender.disconnected(lane, self._loop.time())
+        self._sender.disconnected(lane, self._timers.time())
 
     def _greet(self, now: float) -> None:
         """Say which link this is wherever the next stage doesn't know it yet."""
         for lane, each in self._connections.items():
             if each.connected and not each.welcome and now >= each.hello_at + HELLO_INTERVAL:
                 each.hello_at = now
-                hello = LinkHello(self._pipeline, self._sender.epoch, self._from_stage, lane)
-                self._say(lane, hello)
+                self._say(lane, self._name.hello(self._sender.epoch, lane))
 
     def _message(self, lane: Lane, message: DataMessage) -> None:
-        now = self._loop.time()
+        now = self._timers.time()
         if isinstance(message, Ack):
             self._acknowledged(lane, message, now)
         elif isinstance(message, Beat) and message.epoch == self._sender.epoch:
@@ -306,7 +314,7 @@ class OutLink:
         was_full = self._sender.full
         self._sender.ack(ack, now)
         if was_full and not self._sender.full:
-            self._on_room()
+            self._events.on_room()
 
     # --- what the link is like ---------------------------------------------------------------
 
@@ -326,20 +334,19 @@ class OutLink:
             self._report(now)
 
     def _report(self, now: float) -> None:
-        if self._on_estimate is not None:
-            self._on_estimate(self._sender.estimator.facts(now))
+        self._events.on_estimate(self._sender.estimator.facts(now))
 
     # --- signs of life -----------------------------------------------------------------------
 
     def _next_beat(self, now: float) -> float:
         """When to beat. Asks for our progress, which is not free, only once a beat may be due."""
         soonest = self._beats.next_at(busy=True)
-        return soonest if now < soonest else self._beats.next_at(self._progress().busy)
+        return soonest if now < soonest else self._beats.next_at(self._events.progress().busy)
 
     def _beat(self, now: float) -> None:
         if not self._connections[Lane.DECODE].welcome or now < self._next_beat(now):
             return
-        progress = self._progress()
+        progress = self._events.progress()
         self._beats.beat(now)
         beat = Beat(
             self._sender.epoch,
@@ -363,13 +370,13 @@ class OutLink:
     def _die(self, reason: str) -> None:
         if not self._dead:
             self._dead = True
-            self._on_dead(reason)
+            self._events.on_dead(reason)
 
     @property
     def stats(self) -> LinkStats:
         """What happened so far."""
         sender = self._sender
-        estimate = sender.estimator.estimate(self._loop.time())
+        estimate = sender.estimator.estimate(self._timers.time())
         return LinkStats(
             connects=self._connects,
             sent_frames=sender.sent_frames,

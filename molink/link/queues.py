@@ -4,9 +4,9 @@ from collections import deque
 from itertools import count
 
 from molink.errors import WireError
-from molink.link.lane import size_of
 from molink.link.policies.base import Produced, SendRows
-from molink.link.volume import OutVolume
+from molink.link.volume import UnsentVolume
+from molink.link.window import size_of
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Lane, Probe, RingBody, Volume, VolumePart
@@ -19,7 +19,7 @@ class LinkQueues:
         self._control: deque[tuple[RingBody, Buffer | None]] = deque()
         self._probes: deque[Buffer] = deque()
         #: Volumes of which rows are still to be sent, by the name that the policy knows.
-        self._volumes: dict[int, OutVolume] = {}
+        self._volumes: dict[int, UnsentVolume] = {}
         #: Those of which rows are still to be handed over, by tick.
         self._unfinished: dict[int, int] = {}
         self._names = count()
@@ -40,7 +40,7 @@ class LinkQueues:
         self._probes.append(payload)
         self.nbytes += size_of(payload)
 
-    def volume(self, volume: OutVolume, rows: Buffer) -> Produced:
+    def volume(self, volume: UnsentVolume, rows: Buffer) -> Produced:
         """A volume with its first rows, or all.
 
         Raises:
@@ -62,7 +62,7 @@ class LinkQueues:
             raise WireError(f"rows of volume {tick}, which lacks none")
         return self._add(name, self._volumes[name], rows)
 
-    def _add(self, name: int, volume: OutVolume, rows: Buffer) -> Produced:
+    def _add(self, name: int, volume: UnsentVolume, rows: Buffer) -> Produced:
         added, tick = volume.add(rows), volume.header.tick
         self._volumes[name] = volume
         self.nbytes += added * volume.row_bytes
@@ -99,7 +99,7 @@ class LinkQueues:
             self._grants[volume.lane] = (decision.volume, rows)
         return rows > 0
 
-    def granted(self, lane: Lane) -> OutVolume | None:
+    def granted(self, lane: Lane) -> UnsentVolume | None:
         """The volume of which rows may go on ``lane``."""
         return self._volumes[self._grants[lane][0]] if lane in self._grants else None
 

@@ -1,0 +1,101 @@
+"""What the two ends of a link are given: timers, channels, and whose link it is.
+
+The ends (:mod:`molink.link.outgoing`, :mod:`molink.link.incoming`) do no I/O. A worker gives them
+its event loop and ZeroMQ sockets, the simulator its agenda and simulated channels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import DataMessage, Lane, LinkHello
+
+
+class Timer(Protocol):
+    """A callback that is to come."""
+
+    def cancel(self) -> object:
+        """Don't call it."""
+
+
+class Timers(Protocol):
+    """A clock that calls back; an asyncio event loop is one."""
+
+    def time(self) -> float:
+        """Seconds of a monotonic clock."""
+        ...
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
+        """Call at ``when`` seconds of that clock."""
+        ...
+
+    def call_soon(self, callback: Callable[[], object], /) -> Timer:
+        """Call once others have had their turn, at once otherwise."""
+        ...
+
+
+class Channel(Protocol):
+    """A connection to the next stage; :class:`molink.wire.sockets.client.Client` is one."""
+
+    @property
+    def congested(self) -> bool:
+        """Whether messages wait for the socket."""
+
+    def start(self) -> None:
+        """Begin to connect."""
+
+    def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
+        """Send; raises :class:`molink.errors.MolinkError` if that can't be."""
+
+    def redial(self) -> None:
+        """Give up the connection for a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelEvents:
+    """What a channel calls its link with."""
+
+    on_message: Callable[[DataMessage, memoryview | None], None]
+    on_connect: Callable[[], None]
+    on_disconnect: Callable[[], None]
+    #: A channel that was ``congested`` no longer is.
+    on_drained: Callable[[], None]
+
+
+#: Makes the connection of a lane.
+Connect = Callable[[Lane, ChannelEvents], Channel]
+
+
+class Connection(Protocol):
+    """Where a message came from; :class:`molink.wire.sockets.server.Sender` is one."""
+
+    @property
+    def identity(self) -> bytes:
+        """The connection to answer on."""
+
+    @property
+    def user_id(self) -> str:
+        """The peer that it is authorised as."""
+
+
+class Answering(Protocol):
+    """The part of :class:`molink.wire.sockets.server.Server` that a link needs."""
+
+    def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
+        """Answer on a connection."""
+
+    def offend(self, user_id: str, reason: str) -> None:
+        """Count a misdeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkName:
+    """Which link it is: that of stage ``from_stage`` of a pipeline to the next one."""
+
+    pipeline: str
+    from_stage: int
+
+    def hello(self, epoch: int, lane: Lane) -> LinkHello:
+        """What its connections begin with."""
+        return LinkHello(self.pipeline, epoch, self.from_stage, lane)

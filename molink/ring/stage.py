@@ -1,0 +1,95 @@
+"""What a ring has around it at its stage: shape, requests, what computes, and the next stage."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.link.policies.base import Event
+from molink.ring.work import Segment, StepDone
+from molink.wire.messages.codec import Buffer
+from molink.wire.messages.data import Admit, RingBody, Volume
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """What the order of work depends on in a stage; ``dtype`` is that of rows on their way.
+
+    It is stage ``index`` of ``stages``; rows have ``hidden`` elements and token ids are below
+    ``vocabulary``.
+    """
+
+    index: int
+    stages: int
+    hidden: int
+    vocabulary: int
+    dtype: DType
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it has the head."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it samples."""
+        return self.index == self.stages - 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way."""
+        return self.hidden * DTYPE_SIZES[self.dtype]
+
+
+class StageRequests(Protocol):
+    """What a stage knows of each request; the worker has ``RequestTable``."""
+
+    def admit(self, message: Admit) -> None:
+        """A request begins."""
+
+    def history(self, request: int, first: int, ids: memoryview) -> None:
+        """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
+
+    def table(self, request: int, blocks: Sequence[int]) -> None:
+        """Learn blocks that its table begins with."""
+
+    def release(self, request: int) -> None:
+        """A request is over."""
+
+    def __len__(self) -> int:
+        """How many live."""
+
+
+class Executing(Protocol):
+    """Runs steps, one at a time; :class:`molinkd.worker.executor.Executor` does on a thread."""
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        """Begin a step; ``done`` is called where the ring lives (on its event loop)."""
+
+
+class NextStage(Protocol):
+    """Toward the next stage; the tail's leads back to the head.
+
+    :class:`molink.link.outgoing.OutLink` is one.
+    """
+
+    def control(self, body: RingBody, payload: Buffer | None = None) -> None:
+        """Send a control message on the decode lane."""
+        ...
+
+    def volume(self, header: Volume, rows: Buffer) -> None:
+        """Send a volume whose rows ``header.payload`` describes: all of them, or the first ones."""
+        ...
+
+    def more(self, tick: int, rows: Buffer) -> None:
+        """Send the next rows of a volume that was begun with its first ones."""
+        ...
+
+    def handle(self, event: Event) -> None:
+        """Tell the transmission policy what the executor does."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether so much is unsent that this stage had better wait."""
+        ...

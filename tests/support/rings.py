@@ -1,0 +1,227 @@
+"""A ring without processes and sockets: the real deciders of all stages, each wired as a worker's.
+
+What computes and what carries messages is the test's; :class:`TimedLink` takes its time over them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from molink.facts.dtypes import DType
+from molink.facts.profile import UNKNOWN, Profile
+from molink.head.head import Head
+from molink.head.limits import HeadLimits
+from molink.head.request import Emission, HeadRequest
+from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
+from molink.ring.pieces import Cutting
+from molink.ring.ring import Ring
+from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
+from molink.sim.agenda import Agenda
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import RingBody, Sampling, Token, Volume, VolumePart
+from molinkd.worker.request_table import RequestTable
+
+
+class Link(NextStage, Protocol):
+    """A link that can be told where it leads."""
+
+    to: Ring
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What all stages of a ring have in common; rows have ``hidden`` elements of ``dtype``."""
+
+    hidden: int = 1
+    vocabulary: int = 100
+    dtype: DType = "u8"
+    #: Of each stage; nothing is known of stages beyond.
+    profiles: tuple[Profile, ...] = ()
+    cut_through: bool = True
+    cutting: Cutting | None = None
+
+
+class VirtualRing:
+    """A stage per executor, and the front desk of its head, which keeps what is told.
+
+    ``links`` are as many as stages, or none if the only stage is the whole ring.
+    """
+
+    def __init__(
+        self,
+        limits: HeadLimits,
+        executors: Sequence[Executing],
+        links: Sequence[Link],
+        stages: Stages | None = None,
+        requests: Callable[[int], StageRequests] = lambda _: RequestTable(),
+        agenda: Agenda | None = None,
+    ) -> None:
+        self.agenda = agenda or Agenda()
+        self.broken: list[str] = []
+        #: Called with each emission and the time.
+        self.on_emission: Callable[[Emission, float], None] = self._keep
+        #: Tokens of each prompt, when each request's answers came, and which requests are over.
+        self.prompts: dict[str, int] = {}
+        self.tokens: dict[str, list[float]] = {}
+        self.over: set[str] = set()
+        self._limits = limits
+        self._common = stages or Stages()
+        self._requests = requests
+        self.seats = [self._seat(i, len(executors), each) for i, each in enumerate(executors)]
+        self.rings = [seat.ring for seat in self.seats]
+        head = self.seats[0].head
+        assert head is not None
+        self.head: Head = head
+        for index, link in enumerate(links):
+            link.to = self.rings[(index + 1) % len(self.rings)]
+        for index, seat in enumerate(self.seats):
+            seat.open(links[index] if links else None)
+
+    def _seat(self, index: int, count: int, executor: Executing) -> Seat:
+        common = self._common
+        plan = RingPlan(
+            epoch=1,
+            pipeline="p",
+            shape=StageShape(index, count, common.hidden, common.vocabulary, common.dtype),
+            head=self._limits,
+            context=self._limits.max_context,
+            profile=common.profiles[index] if index < len(common.profiles) else UNKNOWN,
+            policy="fifo",
+            cut_through=common.cut_through,
+            cutting=common.cutting,
+        )
+        requests = self._requests(index)
+        return build_ring(
+            plan,
+            Surroundings(self.agenda, requests, executor, lambda _: self, self.broken.append),
+        )
+
+    # --- the head's front desk ---------------------------------------------------------------
+
+    def deliver(self, emissions: Sequence[Emission], now: float) -> None:
+        for emission in emissions:
+            self.on_emission(emission, now)
+
+    def _keep(self, emission: Emission, now: float) -> None:
+        token = emission.message
+        assert isinstance(token, Token)
+        assert token.key not in self.over
+        times = self.tokens[token.key]
+        assert token.position == self.prompts[token.key] + len(times)
+        times.append(now)
+        if token.finish is not None:
+            self.over.add(token.key)
+
+    def close(self) -> None:
+        raise AssertionError(self.broken)
+
+    # --- clients -----------------------------------------------------------------------------
+
+    def submit(self, key: str, prompt: int, answer: int) -> None:
+        """Ask for so many tokens after a prompt of so many."""
+        self.prompts[key], self.tokens[key] = prompt, []
+        tokens, sampling = tuple(range(prompt)), Sampling(temperature=0.0)
+        request = HeadRequest("d", key, tokens, prompt, answer, sampling, window=1 << 20)
+        self.head.submit(request, self.agenda.now)
+        self.rings[0].pump()
+
+    def cancel(self, key: str) -> None:
+        """Ask for no more, unless it is over."""
+        if key not in self.over:
+            self.over.add(key)
+            self.head.cancel("d", key, self.agenda.now)
+            self.rings[0].pump()
+
+    # --- time --------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Let time go on until then; something has to happen until then."""
+        while not until():
+            assert self.agenda.step(), "nothing happens any more"
+
+    # --- what has to hold --------------------------------------------------------------------
+
+    def check(self) -> None:
+        assert not self.broken
+        self.head.validate()
+        for ring in self.rings:
+            ring.scoreboard.validate()
+
+    def check_idle(self) -> None:
+        """Nothing is left of anything."""
+        self.check()
+        assert not self.head.live
+        assert self.head.strays == 0
+        _, gauges = self.head.stats()
+        assert gauges["head_blocks_used"] == gauges["head_blocks_releasing"] == 0
+        for ring in self.rings:
+            assert not ring.progress.busy
+            assert ring.scoreboard.waiting == ring.scoreboard.queued == 0
+            assert ring.scoreboard.refused == 0
+            assert ring.strays == 0
+            assert not len(ring._collector)
+
+
+@dataclass
+class TimedLink:
+    """Decode rows and control take ``latency`` seconds; prefill rows come at ``rate`` rows/s.
+
+    ``burst`` says how many of these come at a time.
+    """
+
+    agenda: Agenda
+    latency: float
+    rate: float = float("inf")
+    burst: Callable[[], int] = lambda: 1 << 16
+    cut_through: bool = True
+    to: Any = None
+    full: bool = False
+    _free_at: float = 0.0
+    #: Volumes on their way: header, room for their rows, rows that have arrived.
+    _volumes: dict[int, tuple[Volume, bytearray]] = field(default_factory=dict)
+    _arrived: dict[int, int] = field(default_factory=dict)
+
+    def control(self, body: RingBody, payload: Any = None) -> None:
+        data = None if payload is None else bytearray(payload)
+        self._later(self.latency, lambda: self.to.arrive(body, data))
+
+    def volume(self, header: Volume, rows: Any) -> None:
+        assert header.payload == Payload("u8", (header.count, 1))
+        if not header.prefill:
+            self._later(self.latency, lambda: self.to.arrive(header, bytearray(rows)))
+            return
+        assert header.tick not in self._volumes
+        self._volumes[header.tick] = header, bytearray(header.count)
+        self._arrived[header.tick] = 0
+        self.more(header.tick, rows)
+
+    def more(self, tick: int, rows: Any) -> None:
+        left = len(rows)
+        assert left
+        while left:
+            count = min(left, self.burst())
+            self._free_at = max(self._free_at, self.agenda.now) + count / self.rate
+            self.agenda.at(self._free_at + self.latency, self._arrive, tick, count)
+            left -= count
+
+    def _arrive(self, tick: int, count: int) -> None:
+        header, room = self._volumes[tick]
+        before = self._arrived[tick]
+        self._arrived[tick] = after = before + count
+        assert after <= len(room)
+        if after == len(room):
+            del self._volumes[tick]
+        if not self.cut_through:
+            if after == len(room):
+                self.to.arrive(header, room, after)
+        elif before:
+            payload = Payload("u8", (count, 1))
+            self.to.arrive(VolumePart(tick, before, payload), None, after)
+        else:
+            self.to.arrive(header, room, after)
+
+    def handle(self, event: Any) -> None:
+        pass
+
+    def _later(self, seconds: float, event: Callable[[], None]) -> None:
+        self.agenda.at(self.agenda.now + seconds, event)
