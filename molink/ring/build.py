@@ -137,7 +137,7 @@ class Seat:
     outgoing: OutLink | None
     incoming: InLink | None
 
-    def open(self, following: NextStage | None = None) -> None:
+    def start(self, following: NextStage | None = None) -> None:
         """Connect and begin; without a link, ``following`` is the next stage, if there is one."""
         if self.outgoing is not None:
             self.outgoing.start()
@@ -169,7 +169,7 @@ class Seat:
 
 
 def build_ring(plan: RingPlan, around: Surroundings) -> Seat:
-    """The stage of ``plan``; it does nothing before it is opened."""
+    """The stage of ``plan``; it does nothing before it is started."""
     head: Head | None = None
     front: Front | None = None
     if plan.shape.is_first:

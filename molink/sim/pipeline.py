@@ -71,7 +71,7 @@ class Pipeline:
     def run(self, until: float) -> None:
         """Serve the plan to its end, or until that time."""
         for seat in self._seats:
-            seat.open()
+            seat.start()
         self.clients.start()
         self._look()
         self.agenda.run(until)

@@ -1,6 +1,7 @@
 """Stages that compute nothing: what a step counts, when it ends, what comes of it."""
 
-from molink.ring.segment import Segment, StageShape, StepDone
+from molink.ring.stage import StageShape
+from molink.ring.work import Segment, StepDone
 from molink.sim.agenda import Agenda
 from molink.sim.profiles import DeviceProfile, ModelProfile
 from molink.sim.roofline import Roofline, StepRows
@@ -32,7 +33,7 @@ def run(*, is_last: bool) -> tuple[SimExecutor, list[tuple[float, StepDone]]]:
     agenda, ended = Agenda(), list[tuple[float, StepDone]]()
     executor = SimExecutor(
         agenda,
-        StageShape(is_last=is_last, hidden=100, vocabulary=10_000, dtype="bf16"),
+        StageShape(1, 2 if is_last else 3, hidden=100, vocabulary=10_000, dtype="bf16"),
         Roofline(DEVICE, MODEL, 5, is_last=is_last),
         memoryview(bytes(7 * 200)),
     )

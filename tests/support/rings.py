@@ -75,7 +75,7 @@ class VirtualRing:
         for index, link in enumerate(links):
             link.to = self.rings[(index + 1) % len(self.rings)]
         for index, seat in enumerate(self.seats):
-            seat.open(links[index] if links else None)
+            seat.start(links[index] if links else None)
 
     def _seat(self, index: int, count: int, executor: Executing) -> Seat:
         common = self._common

@@ -74,7 +74,7 @@ class Place:
 
     def open(self) -> None:
         """Connect to the next stage and begin."""
-        self._seat.open()
+        self._seat.start()
 
     async def close(self) -> None:
         """Leave the ring; waits for the step that is running."""

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from molink.link.lane import HEADER_COST
 
 from molink.link.packing.packing import PackedBytes
 from molink.link.policies.base import LinkEstimate, Sent
 from molink.link.policies.create import create_policy
 from molink.link.receiver import LinkReceiver
 from molink.link.sender import LinkSender, SenderLimits
+from molink.link.window import HEADER_COST
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer, data_codec
 from molink.wire.messages.data import Frame, Lane, Rows, Volume, VolumePart
