@@ -44,7 +44,11 @@ class Batcher:
         self._ledger = ledger
         #: How many micro-batches are in flight.
         self.micro_batches = MicroBatches(
-            limits.micro_batches, limits.stages, limits.profiles, limits.row_bytes
+            limits.micro_batches,
+            limits.stages,
+            limits.profiles,
+            limits.row_bytes,
+            unpaired=limits.unpaired,
         )
         self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, self.micro_batches.count)
         #: Prefill volumes in flight that went without decode rows.
@@ -160,7 +164,7 @@ class Batcher:
         maximum, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
         apart = self._ledger.volumes(prefill=False) + len(self._alone) < maximum
         paired = flying < maximum and (beside or apart)
-        if not paired and not self.micro_batches.decides:
+        if not paired and not self.micro_batches.unpaired:
             return 0
         jobs = self._roster.prefilling(now)
         new = None if jobs else self._roster.first_waiting(now)

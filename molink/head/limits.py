@@ -13,9 +13,10 @@ class HeadLimits:
 
     ``blocks`` KV blocks of ``block_size`` tokens at every stage; ``micro_batches`` (``K``) bounds
     decode volumes and, apart from them, prefill volumes in flight (0: as
-    :mod:`molink.head.microbatches` and :mod:`molink.head.depth` decide for ``stages`` stages,
-    between which a row takes ``row_bytes``); ``chunk_tokens`` rows of a prefill volume (0: as
-    :mod:`molink.head.chunk` decides by the stages' ``profiles``);
+    :mod:`molink.head.microbatches` decides for ``stages`` stages,
+    between which a row takes ``row_bytes``); ``unpaired`` is whether prefill volumes
+    may go beyond that, as :mod:`molink.head.depth` has it; ``chunk_tokens`` rows of a prefill
+    volume (0: as :mod:`molink.head.chunk` decides by the stages' ``profiles``);
     ``max_running`` requests that hold blocks and ``max_waiting`` that queue; ``max_context`` tokens
     of a request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests
     that are over are kept for others that begin with the same tokens.
@@ -32,6 +33,7 @@ class HeadLimits:
     profiles: tuple[Profile, ...] = ()
     stages: int = 1
     row_bytes: int = 0
+    unpaired: bool = True
 
     def __post_init__(self) -> None:
         bounds = {

@@ -65,11 +65,19 @@ class MicroBatches:
     """Decides ``K`` for one ring; ``fixed`` if that is not 0, ``degree`` while nothing is known."""
 
     def __init__(
-        self, fixed: int, degree: int, profiles: Sequence[Profile], row_bytes: int
+        self,
+        fixed: int,
+        degree: int,
+        profiles: Sequence[Profile],
+        row_bytes: int,
+        *,
+        unpaired: bool = True,
     ) -> None:
         self._fixed = fixed
         known = len(profiles) == degree and all(profile.known for profile in profiles)
         self._profiles = tuple(profiles) if known else ()
+        #: Whether prefill volumes may go without decode rows beyond the ``K``.
+        self.unpaired = unpaired and known
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
         #: By streams: the best count, and what each promises in seconds per token.
@@ -99,9 +107,9 @@ class MicroBatches:
     def prefills(self, rows: int, before: int, streams: int) -> int:
         """Up to how many prefill volumes chunks may go unpaired; see :func:`prefill_depth`.
 
-        0 where ``K`` is fixed or nothing is known of the stages.
+        0 where that is switched off or nothing is known of the stages.
         """
-        if not self.decides:
+        if not self.unpaired:
             return 0
         before -= before % _BEFORE
         key = rows, before, streams, self.count

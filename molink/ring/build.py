@@ -75,9 +75,8 @@ class RingPlan:
     @property
     def _max_bytes(self) -> int:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
-        chunk = max_chunk_rows(self.head.chunk_tokens)
-        if not self.head.micro_batches:
-            chunk = max(chunk, MAX_CHUNK_ROWS)  # as chunks that go unpaired may have, in all
+        # Chunks that go unpaired may have as many, in all; whether they do, the head decides.
+        chunk = max(max_chunk_rows(self.head.chunk_tokens), MAX_CHUNK_ROWS)
         rows = 2 * self._max_micro_batches * (chunk + MAX_GROUPS)
         return max(MIN_BYTES, rows * self.shape.row_bytes)
 
@@ -88,9 +87,8 @@ class RingPlan:
 
     @property
     def _max_volumes(self) -> int:
-        """Decode and prefill volumes in flight, of which more may go unpaired."""
-        decode = self._max_micro_batches
-        return decode + (decode if self.head.micro_batches else MAX_MICRO_BATCHES)
+        """Decode and prefill volumes in flight; of the latter more may go unpaired than paired."""
+        return self._max_micro_batches + MAX_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ CONTEXT = 32_768
 _MAX_WAITING = 1 << 20
 #: A ring that serves requests and has no token for so many seconds has lost something.
 _STUCK = 600.0
+#: How often the KV blocks in use are counted, in virtual seconds.
+_COUNT_EVERY = 1.0
 
 
 class Pipeline:
@@ -44,6 +46,8 @@ class Pipeline:
         self.agenda = Agenda()
         #: Why a stage can't go on; empty while all can.
         self.trouble = ""
+        #: The largest share of the KV blocks that was in use.
+        self.kv_peak = 0.0
         device, model = scenario.device_profile, scenario.model_profile
         self._scenario = scenario
         self._stages = rooflines(device, model, scenario.stages)
@@ -74,6 +78,7 @@ class Pipeline:
             seat.start()
         self.clients.start()
         self._look()
+        self._count()
         self.agenda.run(until)
 
     def watch(self, timeline: Timeline) -> None:
@@ -88,6 +93,11 @@ class Pipeline:
         if self.clients.waiting_s > _STUCK:
             self._stop(f"no token for {_STUCK:g} s")
         self.agenda.at(self.agenda.now + _STUCK, self._look)
+
+    def _count(self) -> None:
+        _, gauges = self._seats[0].stats()
+        self.kv_peak = max(self.kv_peak, gauges["head_blocks_used"] / gauges["head_blocks"])
+        self.agenda.at(self.agenda.now + _COUNT_EVERY, self._count)
 
     def _stop(self, trouble: str) -> None:
         self.trouble = self.trouble or trouble
@@ -116,6 +126,7 @@ class Pipeline:
             profiles=self._profiles,
             stages=scenario.stages,
             row_bytes=self._row_bytes,
+            unpaired=scenario.unpaired,
         )
 
     def _make_seat(self, index: int) -> Seat:
@@ -188,6 +199,11 @@ class Pipeline:
     def max_micro_batches(self) -> int:
         """``K`` at the end."""
         return int(self._seats[0].stats()[1]["head_micro_batches"])
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request gave its KV blocks up for another."""
+        return int(self._seats[0].stats()[0]["head_preemptions_total"])
 
     @property
     def computed_s(self) -> list[float]:

@@ -20,7 +20,7 @@ class Scenario:
     """One simulation. The defaults are the product's own: all switches on.
 
     The baseline of every comparison is ``policy="fifo"`` or ``"concurrent"`` with
-    ``cut_through=False``, ``compression="none"``, ``micro_batches=stages`` and
+    ``cut_through=False``, ``compression="none"``, ``micro_batches=stages``, ``unpaired=False`` and
     ``chunk_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded); see
     :meth:`baseline`.
 
@@ -28,7 +28,8 @@ class Scenario:
     ``tensors`` per row and hop is 2 where hidden and residual travel apart (vLLM 0.7).
     ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
     1.47 were measured). ``max_running`` requests hold KV blocks at a time. ``policy`` is that of
-    the links, ``scheduling_policy`` that of the head.
+    the links, ``scheduling_policy`` that of the head. ``unpaired`` lets prefill chunks go
+    without decode rows where those who decode hardly notice (:mod:`molink.head.depth`).
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -48,6 +49,7 @@ class Scenario:
     max_running: int = 256
     compression_ratio: float = 1.45
     scheduling_policy: str = "fcfs"
+    unpaired: bool = True
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
@@ -94,6 +96,7 @@ class Scenario:
             compression="none",
             micro_batches=stages,
             chunk_tokens=workload.max_prompt,
+            unpaired=False,
         )
 
     @property
@@ -113,6 +116,7 @@ class Scenario:
             "policy": self.policy,
             "scheduling_policy": self.scheduling_policy,
             "cut_through": self.cut_through,
+            "unpaired": self.unpaired,
             "compression": self.compression,
             "micro_batches": self.micro_batches or "auto",
             "tensors": self.tensors,

@@ -28,7 +28,9 @@ class Outcome:
     latencies and the transfers of one row, uncompressed, by the nominal bandwidth.
     ``bubble_share`` is the share of the time with live requests in which each stage computed
     nothing; ``link_utilisation`` that in which each link transferred (the last leads back to the
-    head). ``micro_batches`` is ``K`` at the end.
+    head). ``micro_batches`` is ``K`` at the end. ``kv_peak`` is the largest share of the KV blocks
+    that was in use, and ``preemptions`` how often one request had to give them up for another:
+    where there are any, or the peak is near 1, the ring was saturated.
     """
 
     scenario: Scenario
@@ -37,6 +39,8 @@ class Outcome:
     micro_batches: int
     bubble_share: tuple[float, ...]
     link_utilisation: tuple[float, ...]
+    kv_peak: float
+    preemptions: int
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped: those of the report, and the simulation's own."""
@@ -55,6 +59,8 @@ class Outcome:
             "micro_batches": self.micro_batches,
             "bubble_share": list(self.bubble_share),
             "link_utilisation": list(self.link_utilisation),
+            "kv_peak": self.kv_peak,
+            "preemptions": self.preemptions,
         }
 
 
@@ -94,6 +100,8 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
         pipeline.max_micro_batches,
         tuple(1 - busy / live if live else 0.0 for busy in pipeline.computed_s),
         tuple(busy / live if live else 0.0 for busy in pipeline.transferred_s),
+        pipeline.kv_peak,
+        pipeline.preemptions,
     )
 
 

@@ -52,10 +52,17 @@ def test_without_profiles_nothing_is_known() -> None:
     assert MicroBatches(0, 3, unknown.profiles, ROW).prefills(128, 0, streams=0) == 0
 
 
-def test_a_fixed_number_of_micro_batches_is_meant_for_prefills_too() -> None:
+def test_it_can_be_switched_off_whatever_k_is() -> None:
+    for count in (0, 3):
+        off = MicroBatches(count, 3, (STAGE,) * 3, ROW, unpaired=False)
+        off.set_links(ring(0.03, None).links)
+        assert off.prefills(128, 0, streams=4) == 0
+
+
+def test_a_fixed_k_bounds_paired_volumes_only() -> None:
     fixed = MicroBatches(3, 3, (STAGE,) * 3, ROW)
     fixed.set_links(ring(0.03, None).links)
-    assert fixed.prefills(128, 0, streams=4) == 0
+    assert fixed.prefills(128, 0, streams=4) == 18
 
 
 def test_it_follows_links_and_streams() -> None:

@@ -13,9 +13,17 @@ from tools.paperbench.command import main
 from tools.paperbench.document import render
 from tools.paperbench.published import MBPS, TABLE_2, TABLE_5, TABLES, Setting, settings
 from tools.paperbench.results import Results
-from tools.paperbench.simulated import SimPlan, run_simulations
+from tools.paperbench.simulated import SimPlan, merge, run_simulations
 from tools.paperbench.targets import judge
-from tools.paperbench.variants import ABLATION, ALL, CONCURRENT, FIFO, STEPS, VARIANTS
+from tools.paperbench.variants import (
+    ABLATION,
+    ALL,
+    CONCURRENT,
+    FIFO,
+    MOLINK_ALL,
+    STEPS,
+    VARIANTS,
+)
 from tools.paperbench.workload import TRACE_VARIABLE, find_trace, make_scenario, make_workload
 
 TRACE = [TraceRow(float(index), 100 + index, 10 + index % 7) for index in range(400)]
@@ -69,7 +77,14 @@ def test_each_step_adds_one_switch() -> None:
     for before, after in zip((FIFO, *STEPS), STEPS, strict=False):
         changed = {
             name
-            for name in ("policy", "cut_through", "compression", "micro_batches", "tensors")
+            for name in (
+                "policy",
+                "cut_through",
+                "compression",
+                "micro_batches",
+                "unpaired",
+                "tensors",
+            )
             if getattr(before, name) != getattr(after, name)
         }
         assert len(changed) == 1, after.name
@@ -92,28 +107,49 @@ def test_requests_are_spaced_over_the_whole_trace() -> None:
     assert make_workload(large, Setting(rate=1), 0, 20).rows == rows
 
 
-def test_targets_against_the_baselines_and_the_paper() -> None:
-    verdicts = {(each.where, each.what): each for each in judge(Results(found()))}
-    by_fifo = "0.7 req/s, fifo by all switches"
-    assert verdicts[by_fifo, "mean TPOT"].value == pytest.approx(0.3 / 0.11)
-    assert verdicts[by_fifo, "mean TPOT"].met
-    assert verdicts[by_fifo, "p99 TPOT"].met
-    assert verdicts[by_fifo, "mean TTFT"].value == pytest.approx(2.4)
-    assert (by_fifo, "mean TTFT, compression off") not in verdicts
-    shared = Setting().name
-    assert verdicts[shared, "TPOT by floor"].value == pytest.approx(1.1)
-    assert verdicts[shared, "TPOT by the paper's"].met
-    # At 400 Mbps a third of the paper's 0.21 s is less than the floor.
-    fast = Setting(mbps=400).name
-    assert (fast, "TPOT by the paper's") not in verdicts
-    assert verdicts[fast, "latency by floor"].value == pytest.approx(11.5 / 10)
-    assert not verdicts[fast, "TTFT by the paper's"].met
+def test_targets_against_the_best_of_the_same_simulator() -> None:
+    rival = {MOLINK_ALL.name: outcome(0.4, 0.1, 0.12)}
+    verdicts = {each.what: each for each in judge(Results(found(**rival))) if "0.7" in each.where}
+    # 0.11 s per token beside 0.10 is 10 % more: not within 1 %, and too much to be compared by its
+    # time to a first token; so the best comparable is the rival itself.
+    assert verdicts["TPOT by the best policy's"].value == pytest.approx(1.1)
+    assert not verdicts["TPOT by the best policy's"].met
+    assert verdicts["TTFT by the best comparable policy's"].value == pytest.approx(0.5 / 0.4)
+    assert verdicts["best plain TPOT by all switches'"].value == pytest.approx(0.3 / 0.11)
+    assert verdicts["best plain TTFT by all switches'"].value == pytest.approx(1.2 / 0.5)
+    assert verdicts["best plain TTFT by all switches'"].met
+
+
+def test_what_is_saturated_is_no_baseline() -> None:
+    full = outcome(40.0, 0.5, 0.6) | {"kv_peak": 0.99}
+    verdicts = [each.what for each in judge(Results(found(**{FIFO.name: full})))]
+    assert verdicts == []
+    text = render(Results(found(**{FIFO.name: full})), "x", None)
+    assert "| fifo | 40.00 | 0.5000 | 0.6000 | 90.0 | saturated |" in text
+
+
+def test_seeds_are_counted_together() -> None:
+    runs = [
+        outcome(0.5, 0.10, 0.12) | {"seed": 1, "failed": 0, "kv_peak": 0.2, "preemptions": 0},
+        outcome(0.7, 0.12, 0.16) | {"seed": 0, "failed": 1, "kv_peak": 0.4, "preemptions": 2},
+    ]
+    for run in runs:
+        run["itl_s"] = summary(0.1)
+    merged = merge(runs)
+    assert [run["seed"] for run in merged["runs"]] == [0, 1]
+    assert (merged["completed"], merged["failed"], merged["preemptions"]) == (8, 1, 2)
+    results = Results(found(**{ALL.name: merged}))
+    ours = results.of(Setting(), ALL.name)
+    assert ours is not None
+    assert (ours.ttft, ours.tpot) == (pytest.approx(0.6), pytest.approx(0.11))
+    assert (ours.ttft_spread, ours.tpot_spread) == (pytest.approx(0.1), pytest.approx(0.01))
+    assert ours.saturated, "somebody was preempted"
 
 
 def test_tables_have_what_was_found_and_leave_out_the_rest() -> None:
     text = render(Results(found()), "python tools/paper.py --simulate", None)
     assert "`python tools/paper.py --simulate`" in text
-    assert text.count("| **+ K auto** | 0.50 | 0.1100 |") == sum(map(len, TABLES.values()))
+    assert text.count("| **+ unpaired** | 0.50 | 0.1100 |") == sum(map(len, TABLES.values()))
     assert f"| {CONCURRENT.name} |" not in text
     both = render(Results(found(concurrent=outcome(1.0, 0.2, 0.3))), "x", None)
     assert f"| {CONCURRENT.name} | 1.00 | 0.2000 |" in both
@@ -137,7 +173,7 @@ def test_rows_of_the_rig_stand_beside_the_simulator() -> None:
     text = render(Results(found()), "x", rig)
     assert "3 runs a row" in text
     assert (
-        "| 0.7 | bbr | + K auto | 0.660 | 0.600 | 1.10 | 0.120 | 0.120 | 1.00 | 0.120 | 3 % |"
+        "| 0.7 | bbr | + unpaired | 0.660 | 0.600 | 1.10 | 0.120 | 0.120 | 1.00 | 0.120 | 3 % |"
         in text
     )
     near, far = (line for line in text.splitlines() if line.startswith("| 0.7 | bbr |"))

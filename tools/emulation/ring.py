@@ -66,6 +66,7 @@ class RingSettings:
     micro_batches: int = 0
     chunk_tokens: int = 2048
     max_running: int = 256
+    unpaired: bool = True
 
 
 @dataclass(slots=True)
@@ -213,6 +214,7 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
             link_policy=settings.policy,
             chunk_tokens=settings.chunk_tokens,
             cut_through=settings.cut_through,
+            unpaired_prefill=settings.unpaired,
             compression=settings.compression,
             max_running=settings.max_running,
             max_waiting=4096,

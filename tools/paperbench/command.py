@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=float, help="seconds before requests count")
     parser.add_argument("--seconds", type=float, help="seconds in which requests count")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="runs with so many seeds, --simulate")
     parser.add_argument("--out", type=Path, default=RESULTS)
     rig = parser.add_argument_group("--rig")
     rig.add_argument("--activations", type=Path, default=RECORDED)
@@ -81,9 +82,13 @@ def _simulate(options: argparse.Namespace) -> None:
     warmup, duration = _times(options, FULL if options.full else (None, None))
     trace = find_trace(options.trace)
     began = time.monotonic()
-    plan = SimPlan(read_trace(trace), warmup, duration, options.seed)
+    if options.seeds < 1:
+        raise UsageError(f"--seeds has to be 1 or more, not {options.seeds}")
+    plan = SimPlan(read_trace(trace), warmup, duration, options.seed, options.seeds)
     found = run_simulations(plan, _say)
     command = "python tools/paper.py --simulate" + _changed(options)
+    if options.seeds > 1:
+        command += f" --seeds {options.seeds}"
     path = options.out / "paper-simulated.json"
     results = Results(found)
     targets = [

@@ -7,9 +7,18 @@ from typing import Any
 from molink.errors import UsageError
 from tools.paperbench.published import TABLE_2, TABLE_3, TABLE_4, Figures, Row, Setting
 from tools.paperbench.results import Measured, Results
-from tools.paperbench.variants import CONCURRENT, FIFO, MOLINK, STEPS, TWO_TENSORS, Variant
+from tools.paperbench.variants import (
+    CONCURRENT,
+    CONCURRENT_ALL,
+    FIFO,
+    MOLINK,
+    MOLINK_ALL,
+    STEPS,
+    TWO_TENSORS,
+    Variant,
+)
 
-_BASELINES = (TWO_TENSORS, CONCURRENT, FIFO, MOLINK)
+_BASELINES = (TWO_TENSORS, CONCURRENT, FIFO, MOLINK, CONCURRENT_ALL, MOLINK_ALL)
 _COLOURS = {
     TWO_TENSORS.name: "#9e9e9e",
     CONCURRENT.name: "#8c6d31",
@@ -18,7 +27,10 @@ _COLOURS = {
     STEPS[0].name: "#9ecae1",
     STEPS[1].name: "#4a98c9",
     STEPS[2].name: "#1764ab",
-    STEPS[3].name: "#08306b",
+    STEPS[3].name: "#0b4a8f",
+    STEPS[4].name: "#08306b",
+    CONCURRENT_ALL.name: "#d6b656",
+    MOLINK_ALL.name: "#fdae6b",
 }
 _PAPER = (("concurrent", "vLLM"), ("fifo", "Helix"), ("molink", "MoLink"))
 _PAPER_COLOURS = {"concurrent": "#8c6d31", "fifo": "#555555", "molink": "#e6550d"}

@@ -6,6 +6,9 @@ from typing import Any
 
 from tools.paperbench.published import Figures, Setting
 
+#: A ring whose KV blocks were in use to this share was saturated.
+FULL_KV = 0.98
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -18,6 +21,11 @@ class Measured:
     requests: int
     tokens_per_request: float
     micro_batches: int
+    #: Half the distance between the seeds' extremes, of TTFT and TPOT.
+    ttft_spread: float = 0.0
+    tpot_spread: float = 0.0
+    #: Whether KV blocks ran out: what it took then depends on how long it ran.
+    saturated: bool = False
 
     @property
     def figures(self) -> Figures:
@@ -30,6 +38,7 @@ class Results:
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.seed = found["seed"]
+        self.seeds = found.get("seeds", 1)
         self._times = {
             Setting(each["rate"], each["mbps"], each["latency_ms"]): (
                 each["warmup_s"],
@@ -73,4 +82,12 @@ class Results:
             found["completed"],
             found["output_tokens"] / max(1, found["completed"]),
             found["micro_batches"],
+            _spread(found, "ttft_s"),
+            _spread(found, "tpot_s"),
+            found.get("preemptions", 0) > 0 or found.get("kv_peak", 0.0) >= FULL_KV,
         )
+
+
+def _spread(found: dict[str, Any], figure: str) -> float:
+    means = [run[figure]["mean"] for run in found.get("runs", ())]
+    return (max(means) - min(means)) / 2 if means and None not in means else 0.0

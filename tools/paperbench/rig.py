@@ -22,14 +22,14 @@ from tools.emulation.drive import Driven, Spec
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, RingSettings
 from tools.paperbench.published import DEVICE, MODEL, STAGES, Setting
-from tools.paperbench.variants import ALL, CONCURRENT, FIFO, Variant
+from tools.paperbench.variants import ALL, CONCURRENT, FIFO, RIVALS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
 from tools.wan import Node, Rig, unavailable
 from tools.wan.namespaces import enter
 
 RATES = (0.2, 0.7)
 CONGESTION = ("cubic", "bbr")
-SYSTEMS = (FIFO, CONCURRENT, ALL)
+SYSTEMS = (FIFO, CONCURRENT, *RIVALS, ALL)
 #: Seconds that a run takes besides: namespaces, processes, handshakes.
 OVERHEAD_S = 12.0
 _PRIORITY = -10
@@ -105,7 +105,7 @@ def _row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> d
         "congestion": congestion,
         "switches": {
             name: getattr(system, name)
-            for name in ("policy", "cut_through", "compression", "micro_batches", "chunk_tokens")
+            for name in ("policy", "cut_through", "compression", "micro_batches", "unpaired")
         },
         "rig": measured.as_json(),
         "simulated": expected.as_json(),
@@ -159,6 +159,7 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed
                 system.compression,
                 system.micro_batches,
                 system.chunk_tokens,
+                unpaired=system.unpaired,
             ),
             tuple(hosts),
             tuple(workload.plan()),

@@ -25,12 +25,16 @@ FULL = (60.0, 1800.0)
 
 @dataclass(frozen=True, slots=True)
 class SimPlan:
-    """What to simulate; ``warmup`` and ``duration`` in virtual seconds, ``None`` if shortened."""
+    """What to simulate; ``warmup`` and ``duration`` in virtual seconds, ``None`` if shortened.
+
+    Each is run with ``seeds`` seeds from ``seed`` on, so with as many arrivals.
+    """
 
     trace: Sequence[TraceRow]
     warmup: float | None = None
     duration: float | None = None
     seed: int = 0
+    seeds: int = 1
 
     def times(self, setting: Setting) -> tuple[float, float]:
         """Warm-up and duration at a setting."""
@@ -67,24 +71,29 @@ class _Task:
 def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]:
     """All of them, on as many processes as there are CPUs; plain values by setting and system.
 
+    Those of several seeds are means over these, with each seed's own beside them.
+
     A system that can't be simulated (no such policy yet, say) is left out, with a word to ``say``.
     """
     began = time.monotonic()
-    found: dict[Setting, dict[str, Any]] = {setting: {} for setting in settings()}
-    tasks = [_task(plan, *pair) for pair in plan.tasks]
+    found: dict[Setting, dict[str, list[dict[str, Any]]]] = {each: {} for each in settings()}
+    seeds = range(plan.seed, plan.seed + plan.seeds)
+    tasks = [_task(plan, *pair, seed) for pair in plan.tasks for seed in seeds]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         running = {pool.submit(_simulate, task): task for task in tasks}
         for number, done in enumerate(as_completed(running), start=1):
             task = running[done]
             try:
-                found[task.setting][task.variant.name] = done.result()
+                runs = found[task.setting].setdefault(task.variant.name, [])
+                runs.append(done.result())
             except UsageError as error:
                 say(f"left out: {task.variant.name} at {task.setting.name}: {error}")
             if number % 20 == 0 or number == len(tasks):
                 say(f"{number} of {len(tasks)} simulations, {time.monotonic() - began:.0f} s")
     return {
         "seed": plan.seed,
+        "seeds": plan.seeds,
         "settings": [
             {
                 **asdict(setting),
@@ -96,10 +105,10 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
     }
 
 
-def _task(plan: SimPlan, setting: Setting, variant: Variant) -> _Task:
+def _task(plan: SimPlan, setting: Setting, variant: Variant, seed: int) -> _Task:
     times = plan.times(setting)
-    rows = make_workload(plan.trace, setting, *times, plan.seed).rows
-    return _Task(setting, variant, rows, *times, plan.seed)
+    rows = make_workload(plan.trace, setting, *times, seed).rows
+    return _Task(setting, variant, rows, *times, seed)
 
 
 def _simulate(task: _Task) -> dict[str, Any]:
@@ -109,6 +118,28 @@ def _simulate(task: _Task) -> dict[str, Any]:
     return outcome | {"cpu_s": time.process_time() - began}
 
 
-def _in_order(systems: dict[str, Any]) -> dict[str, Any]:
+def _in_order(systems: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     names = [variant.name for variant in [*VARIANTS, *ABLATION.values()]]
-    return {name: systems[name] for name in dict.fromkeys(names) if name in systems}
+    return {name: merge(systems[name]) for name in dict.fromkeys(names) if name in systems}
+
+
+def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of several seeds as one: sums of counts, means of figures, peaks of KV in use."""
+    runs = sorted(runs, key=lambda run: run["seed"])
+    merged = dict(runs[0])
+    for count in ("completed", "failed", "output_tokens", "preemptions"):
+        merged[count] = sum(run[count] for run in runs)
+    merged["kv_peak"] = max(run["kv_peak"] for run in runs)
+    for figure in ("ttft_s", "tpot_s", "itl_s", "latency_s"):
+        merged[figure] = {
+            name: _mean([run[figure][name] for run in runs]) for name in runs[0][figure]
+        }
+    del merged["seed"]
+    kept = ("seed", "completed", "ttft_s", "tpot_s", "latency_s", "kv_peak", "preemptions")
+    merged["runs"] = [{name: run[name] for name in kept} for run in runs]
+    return merged
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

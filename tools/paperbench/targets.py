@@ -1,18 +1,23 @@
-"""What is to be reached, and whether it was."""
+"""What is to be reached, and whether it was.
 
-from collections.abc import Iterator
+Everything is compared with the best that the same simulator gives: a target that plain policies
+meet too would say nothing of ours. What is saturated is no baseline.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.paperbench.published import TABLES, Figures, Row, Setting
+from tools.paperbench.published import TABLES, Figures, Setting
 from tools.paperbench.results import Measured, Results
-from tools.paperbench.variants import ALL, CONCURRENT, FIFO, UNCOMPRESSED
+from tools.paperbench.variants import ALL, CONCURRENT, FIFO, MOLINK, RIVALS
 
-#: The busiest row, where systems are told apart.
-BUSY = Setting(rate=0.7)
-#: At most so many times the floor.
-NEAR_FLOOR = 1.15
-#: At most this share of what the paper's MoLink took.
-SHARE = 1 / 3
+#: At most so many times the best time per token of any policy with the same switches.
+NEAR_BEST = 1.01
+#: The time to a first token counts beside those whose time per token is within this of the best.
+COMPARABLE = 1.05
+#: The best plain system takes at least so many times as long to a first token, and per token.
+TTFT_GAIN = 2.0
+TPOT_GAIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +38,33 @@ class Verdict:
 
 def judge(results: Results) -> list[Verdict]:
     """Every target that the results say something of."""
-    rows = {row.setting: row for table in TABLES.values() for row in table}
-    verdicts = list(_against_baselines(results))
-    for row in rows.values():
-        ours = results.of(row.setting, ALL.name)
-        if ours is not None:
-            verdicts += _row(row, ours, results.floor(row.setting))
-    return verdicts
+    settings = dict.fromkeys(row.setting for table in TABLES.values() for row in table)
+    return [verdict for setting in settings for verdict in _row(results, setting)]
 
 
-def _against_baselines(results: Results) -> Iterator[Verdict]:
-    ours, plain = results.of(BUSY, ALL.name), results.of(BUSY, UNCOMPRESSED.name)
-    for baseline in (FIFO, CONCURRENT):
-        theirs = results.of(BUSY, baseline.name)
-        if theirs is None or ours is None:
-            continue
-        where = f"{BUSY.rate:g} req/s, {baseline.name} by all switches"
-        yield Verdict(where, "mean TPOT", theirs.tpot / ours.tpot, 2.2, True)
-        yield Verdict(where, "p99 TPOT", theirs.tpot_p99 / ours.tpot_p99, 4.0, True)
-        yield Verdict(where, "mean TTFT", theirs.ttft / ours.ttft, 2.0, True)
-        if plain is not None:
-            ratio = theirs.ttft / plain.ttft
-            yield Verdict(where, "mean TTFT, compression off", ratio, 1.5, True)
+def _row(results: Results, setting: Setting) -> Iterator[Verdict]:
+    ours = results.of(setting, ALL.name)
+    if ours is None:
+        return
+    where = setting.name
+    rivals = [ours, *_sound(results, setting, [each.name for each in RIVALS])]
+    if len(rivals) > 1:
+        best = min(each.tpot for each in rivals)
+        comparable = [each for each in rivals if each.tpot <= COMPARABLE * best]
+        first = min(each.ttft for each in comparable)
+        yield Verdict(where, "TPOT by the best policy's", ours.tpot / best, NEAR_BEST)
+        yield Verdict(where, "TTFT by the best comparable policy's", ours.ttft / first, 1.0)
+    plain = _sound(results, setting, [each.name for each in (CONCURRENT, FIFO, MOLINK)])
+    if plain:
+        tpot, ttft = min(each.tpot for each in plain), min(each.ttft for each in plain)
+        yield Verdict(where, "best plain TPOT by all switches'", tpot / ours.tpot, TPOT_GAIN, True)
+        yield Verdict(where, "best plain TTFT by all switches'", ttft / ours.ttft, TTFT_GAIN, True)
 
 
-def _row(row: Row, ours: Measured, floor: float) -> Iterator[Verdict]:
-    where, paper = row.setting.name, row.molink
-    yield Verdict(where, "TPOT by floor", ours.tpot / floor, NEAR_FLOOR)
-    yield Verdict(where, "TTFT by the paper's", ours.ttft / paper.ttft, SHARE)
-    if floor > paper.tpot * SHARE:
-        # No system could take a third of the paper's time per token here.
-        minimum = floor * ours.tokens_per_request
-        yield Verdict(where, "latency by floor", ours.latency / minimum, NEAR_FLOOR)
-    else:
-        yield Verdict(where, "TPOT by the paper's", ours.tpot / paper.tpot, SHARE)
-        yield Verdict(where, "latency by the paper's", ours.latency / paper.latency, SHARE)
+def _sound(results: Results, setting: Setting, names: Sequence[str]) -> list[Measured]:
+    """Those that answered and were not saturated."""
+    found = [results.of(setting, name) for name in names]
+    return [each for each in found if each is not None and not each.saturated]
 
 
 def gain(ours: Figures, theirs: Figures) -> Figures:

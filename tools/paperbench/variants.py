@@ -22,6 +22,7 @@ class Variant:
     micro_batches: int = STAGES
     tensors: int = 1
     chunk_tokens: int = MAX_PROMPT
+    unpaired: bool = False
 
 
 def _with(variant: Variant, name: str, **changed: object) -> Variant:
@@ -39,19 +40,25 @@ MOLINK_CHUNKS = Variant("molink, K = N", policy="molink")
 POLICY = Variant("adaptive", policy="adaptive")
 CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, chunk_tokens=AUTO)
 COMPRESSION = _with(CUT_THROUGH, "+ compression", compression="lossless")
-ALL = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
+K_AUTO = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
+ALL = _with(K_AUTO, "+ unpaired", unpaired=True)
 #: Our switches, each on top of those before it.
-STEPS = (POLICY, CUT_THROUGH, COMPRESSION, ALL)
+STEPS = (POLICY, CUT_THROUGH, COMPRESSION, K_AUTO, ALL)
 UNCOMPRESSED = _with(ALL, "all but compression", compression="none")
+#: What other policies make of all switches but the first.
+MOLINK_ALL = _with(ALL, "molink, all switches", policy="molink")
+CONCURRENT_ALL = _with(ALL, "concurrent, all switches", policy="concurrent")
+RIVALS = (CONCURRENT_ALL, MOLINK_ALL)
 
 CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, chunk_tokens=AUTO)
 COMPRESSION_ALONE = _with(FIFO, "compression alone", compression="lossless")
 K_ALONE = _with(FIFO, "K auto alone", micro_batches=AUTO)
+UNPAIRED_ALONE = _with(FIFO, "unpaired alone", unpaired=True)
 #: The first step is the lane policy alone.
-ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE)
+ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE, UNPAIRED_ALONE)
 
 #: The paper's systems and our steps: what every row has.
-ALWAYS = (CONCURRENT, FIFO, MOLINK, *STEPS)
+ALWAYS = (CONCURRENT, FIFO, MOLINK, *STEPS, *RIVALS)
 #: Everything, in the order of the tables.
 VARIANTS = (CONCURRENT_TWO, TWO_TENSORS, *ALWAYS, UNCOMPRESSED, *ALONE)
 #: Table 5 in the paper's words.

@@ -86,4 +86,5 @@ def make_scenario(
         variant.micro_batches,
         variant.tensors,
         variant.chunk_tokens,
+        unpaired=variant.unpaired,
     )

@@ -51,6 +51,7 @@ def simulate_command(
     cut_through: options.CutThrough = True,
     compression: options.Compression = "lossless",
     micro_batches: options.MicroBatches = "auto",
+    unpaired: options.Unpaired = True,
     chunk_tokens: options.ChunkTokens = "auto",
     tensors: options.Tensors = 1,
     as_json: options.Json = False,
@@ -95,6 +96,7 @@ def simulate_command(
         chunk_tokens=_auto("--chunk-tokens", chunk_tokens),
         max_running=max_running,
         scheduling_policy=scheduling_policy,
+        unpaired=unpaired,
     )
     scenarios = [replace(scenario, policy=name) for name in _policies(policy)]
     with Console(stderr=True).status("simulating …"):

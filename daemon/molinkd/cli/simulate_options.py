@@ -41,6 +41,7 @@ SchedulingPolicy = Annotated[str, _switch(help="Whose turn it is among requests.
 CutThrough = Annotated[bool, _switch(help="Prefill rows go on while more come.")]
 Compression = Annotated[Literal["none", "lossless"], _switch(help="Of rows between stages.")]
 MicroBatches = Annotated[str, _switch(help="In flight: a number or auto.")]
+Unpaired = Annotated[bool, _switch(help="Chunks also go without decode rows.")]
 ChunkTokens = Annotated[str, _switch(help="Rows of a prefill volume or auto.")]
 Tensors = Annotated[int, _switch(min=1, max=2, help="Per row and hop; 2 as vLLM 0.7.")]
 

@@ -173,4 +173,5 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         # Requests can share only what does not depend on whose it is.
         prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
         profiles=order.profiles,
+        unpaired=start.settings.unpaired_prefill,
     )

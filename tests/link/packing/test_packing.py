@@ -59,7 +59,7 @@ def test_rows_arrive_as_they_were(prefill: bool, cut_through: bool) -> None:
     sender.volume(header, data, 0.0)
     arrivals = []
     for out in sender.poll(0.0):
-        frames = [bytes(frame) for frame in codec.encode(out.message, out.payload)]
+        frames = [bytes(frame) for frame in codec.encode(out.frame, out.payload)]
         message, payload = codec.decode(frames)
         assert isinstance(message, Frame)
         arrivals += receiver.frame(message, payload, 0.0)
@@ -112,7 +112,7 @@ def test_rows_that_do_not_unpack_are_garbage(damage: str) -> None:
     sender.volume(header, data, 0.0)
     first, second = sender.poll(0.0)[:2]
     assert first.payload is not None
-    payload, body = bytearray(first.payload), first.message.body
+    payload, body = bytearray(first.payload), first.frame.body
     assert isinstance(body, Volume)
     low = 20 * HIDDEN
     if damage == "cut":
@@ -127,7 +127,7 @@ def test_rows_that_do_not_unpack_are_garbage(damage: str) -> None:
     assert receiver.fault
     # The next rows are of a volume that never began.
     assert second.payload is not None
-    assert receiver.frame(second.message, memoryview(second.payload), 0.0) == []
+    assert receiver.frame(second.frame, memoryview(second.payload), 0.0) == []
     assert receiver.counters.garbage == 2
     receiver.validate()
 

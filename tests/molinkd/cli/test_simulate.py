@@ -48,6 +48,7 @@ def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFix
         "policy": "fifo",
         "scheduling_policy": "fcfs",
         "cut_through": False,
+        "unpaired": True,
         "compression": "none",
         "micro_batches": 3,
         "tensors": 2,
