@@ -109,3 +109,13 @@ def _at(points: Sequence[tuple[int, float]], rows: int) -> float:
 
 #: Of a stage that has told nothing.
 UNKNOWN = Profile()
+
+
+def smallest_near_best(sizes: Sequence[int], costs: Sequence[float], factor: float) -> int:
+    """The smallest of ``sizes`` (ascending) that costs at most ``factor`` times the least.
+
+    Chunks, pieces and numbers of micro-batches are all chosen so: larger ones bring hardly anything
+    then, and make others wait for longer.
+    """
+    good = factor * min(costs)
+    return next(size for size, cost in zip(sizes, costs, strict=True) if cost <= good)

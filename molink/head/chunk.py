@@ -21,7 +21,7 @@ here they never wait for a prompt, so that nothing has to be balanced.
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from molink.facts.profile import MAX_CHUNK_ROWS, Profile
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 
 #: How much longer a chunk may make an iteration. Below 2, since no step is exactly as predicted.
 STRETCH = 1.7
@@ -109,8 +109,7 @@ class ChunkSize:
         ]
         sizes = [rows for rows in sizes if rows >= min(_MIN_ALONE, sizes[-1])]
         times = [self._prompt_s(left, rows, before) for rows in sizes]
-        good = NEAR_BEST * min(times)
-        return next(rows for rows, seconds in zip(sizes, times, strict=True) if seconds <= good)
+        return smallest_near_best(sizes, times, NEAR_BEST)
 
     def _prompt_s(self, left: int, rows: int, before: int) -> float:
         """Seconds until the last of ``left`` rows has left the ring, in chunks of ``rows``."""

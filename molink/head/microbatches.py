@@ -14,7 +14,7 @@ stage or link.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.facts.profile import Profile
+from molink.facts.profile import Profile, smallest_near_best
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.depth import prefill_depth
 
@@ -38,25 +38,25 @@ class Prospect:
     busy: float
 
 
-def prospects(times: RingTimes, streams: int, context: float = 0) -> list[Prospect]:
+def prospects(times: RingTimes, streams: int) -> list[Prospect]:
     """What every count from ``N`` to ``2N`` promises to ``streams`` decoding streams."""
     degree = len(times.profiles)
-    return [_prospect(times, count, streams, context) for count in range(degree, 2 * degree + 1)]
+    return [_prospect(times, count, streams) for count in range(degree, 2 * degree + 1)]
 
 
 def best_of(curve: Sequence[Prospect]) -> Prospect:
     """The smallest count that is as good as any, or nearly so."""
-    minimum = min(each.token_s for each in curve)
-    return next(each for each in curve if each.token_s <= (1 + WORTH) * minimum)
+    best = smallest_near_best(range(len(curve)), [each.token_s for each in curve], 1 + WORTH)
+    return curve[best]
 
 
-def _prospect(times: RingTimes, count: int, streams: int, context: float) -> Prospect:
+def _prospect(times: RingTimes, count: int, streams: int) -> Prospect:
     rows = max(1, -(-streams // count))
     flying = min(count, -(-streams // rows)) or 1
-    steps = [profile.decode_s(rows, context) for profile in times.profiles]
+    steps = [profile.decode_s(rows) for profile in times.profiles]
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
     slowest = max([*steps, *sends], default=0.0)
-    token_s = max(times.turn_s(rows, context), flying * slowest)
+    token_s = max(times.turn_s(rows), flying * slowest)
     busy = flying * max(steps, default=0.0) / token_s if token_s else 0.0
     return Prospect(count, rows, token_s, busy)
 

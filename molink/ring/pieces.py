@@ -29,7 +29,7 @@ All rows of a volume that has arrived run sooner or later, as whatever is the la
 
 from typing import Protocol
 
-from molink.facts.profile import MAX_CHUNK_ROWS, Profile
+from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 
 #: A pass is worth it if a row costs at most this many times what it does in the best one.
 COSTLY = 2.0
@@ -76,15 +76,10 @@ class EfficientPieces:
         # Only whole tiles cost what they should.
         sizes = [rows for rows in sizes if rows % self._tile == 0] or [self._tile]
         costs = [profile.prefill_s(rows) / rows for rows in sizes]
-        self.minimum = self._fewest(sizes, costs, COSTLY)
+        self.minimum = smallest_near_best(sizes, costs, COSTLY)
         small = range(MIN_ROWS, self.minimum, MIN_ROWS)
         self._small = [(rows, profile.prefill_s(rows)) for rows in small]
-        self.enough = max(MIN_CUT, self._fewest(sizes, costs, NEAR_BEST))
-
-    @staticmethod
-    def _fewest(sizes: list[int], costs: list[float], factor: float) -> int:
-        good = factor * min(costs)
-        return next(rows for rows, cost in zip(sizes, costs, strict=True) if cost <= good)
+        self.enough = max(MIN_CUT, smallest_near_best(sizes, costs, NEAR_BEST))
 
     def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
         """As :class:`Cutting` says."""

@@ -20,7 +20,7 @@ _LONGEST = 36_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class RingPlan:
+class RingForecast:
     """Placement, the curve of ``K``, and the times of a request.
 
     ``layers`` are each stage's, half-open. ``floor_s`` is the least time per token. ``curve`` has a
@@ -45,7 +45,9 @@ class RingPlan:
         return asdict(self)
 
 
-def plan_ring(scenario: Scenario, streams: int, prompt_tokens: int, output_tokens: int) -> RingPlan:
+def plan_ring(
+    scenario: Scenario, streams: int, prompt_tokens: int, output_tokens: int
+) -> RingForecast:
     """What the ring of ``scenario`` promises.
 
     Raises:
@@ -57,7 +59,7 @@ def plan_ring(scenario: Scenario, streams: int, prompt_tokens: int, output_token
     curve = prospects(times, streams)
     best = best_of(curve)
     report = _alone(scenario, prompt_tokens, output_tokens)
-    return RingPlan(
+    return RingForecast(
         layers=_ranges(split_layers(scenario.model_profile.layers, scenario.stages)),
         floor_s=times.turn_s(1),
         streams=streams,

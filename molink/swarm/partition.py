@@ -32,7 +32,7 @@ class Costs:
 
     @classmethod
     def of(cls, need: Footprint) -> "Costs":
-        """Those that :meth:`~molink.facts.memory_plan.Footprint.needs` sums up."""
+        """Those that :meth:`~molink.facts.footprint.Footprint.needs` sums up."""
         tokens = need.min_tokens
         return cls(
             layer_weights=need.layer,

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from molink.sim.forecast import RingPlan, plan_ring
+from molink.sim.forecast import RingForecast, plan_ring
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
@@ -43,7 +43,7 @@ def plan(
         _show(planned, scenario)
 
 
-def _show(planned: RingPlan, scenario: Scenario) -> None:
+def _show(planned: RingForecast, scenario: Scenario) -> None:
     console = Console(highlight=False)
     link = scenario.link
     ring = ", ".join(f"layers {first}:{last}" for first, last in planned.layers)

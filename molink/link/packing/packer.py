@@ -9,7 +9,7 @@ from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
 
 
 class RowPacker:
-    """The :class:`molink.link.sender.Packer` of a real link; ``clock`` gives seconds."""
+    """The :class:`molink.link.packing.packing.Packer` of a real link; ``clock`` gives seconds."""
 
     def __init__(self, compressor: Compressor, clock: Callable[[], float]) -> None:
         self._compressor = compressor

@@ -1,5 +1,6 @@
 """Settings: the order of the layers, and what is refused."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import msgspec
@@ -214,3 +215,11 @@ def test_port_ranges() -> None:
     assert port_range(0) == (0, 1)
     assert port_range(5467)[0] == 5467
     assert port_range(65535) == (65535, 65536)
+
+
+def test_the_example_can_be_copied(tmp_path: Path) -> None:
+    example = files("molink.configs") / "examples" / "config.toml"
+    (tmp_path / "config.toml").write_bytes(example.read_bytes())
+    settings = load_settings(Home(tmp_path), {}, {})
+    assert (settings.name, settings.hold) == ("attic", 60.0)
+    assert settings.allowed_hosts == ("llm.home.example",)
