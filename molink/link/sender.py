@@ -62,7 +62,7 @@ class LinkSender:
         #: Learns from what is sent and acknowledged; whoever sends beats tells it of them.
         self.estimator = estimator or LinkEstimator()
         self._lanes = {lane: SendWindow(epoch, lane) for lane in BOTH_LANES}
-        self._outbox = LinkQueues()
+        self._queues = LinkQueues()
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
@@ -80,11 +80,11 @@ class LinkSender:
             Overloaded: far more is waiting than the link can hold.
         """
         self._check(body)
-        self._outbox.control(body, payload)
+        self._queues.control(body, payload)
 
     def probe(self, payload: Buffer) -> None:
         """Send bytes on the bulk lane, before every volume there, for the next stage to drop."""
-        self._outbox.probe(payload)
+        self._queues.probe(payload)
 
     def volume(self, header: Volume, rows: Buffer, now: float) -> None:
         """Send a volume, of which ``rows`` are the first rows or all.
@@ -100,7 +100,7 @@ class LinkSender:
         lane = Lane.BULK if header.prefill or self._policy.one_lane else Lane.DECODE
         volume = UnsentVolume(header, lane)
         self._check(header)
-        self.handle(self._outbox.volume(volume, rows), now)
+        self.handle(self._queues.volume(volume, rows), now)
 
     def more(self, tick: int, rows: Buffer, now: float) -> None:
         """Send the next rows of a volume whose first rows have been handed over.
@@ -110,7 +110,7 @@ class LinkSender:
         Raises:
             WireError: no volume of that tick lacks rows, or they are more than it lacks.
         """
-        self.handle(self._outbox.more(tick, rows), now)
+        self.handle(self._queues.more(tick, rows), now)
 
     def handle(self, event: Event, now: float) -> None:
         """Tell the policy what happened."""
@@ -183,17 +183,17 @@ class LinkSender:
             if self._lanes[lane].pending:
                 return self._lanes[lane].take(now)
         ready = [lane for lane in ready if self._open(lane)]
-        if Lane.DECODE in ready and (control := self._outbox.take_control()) is not None:
+        if Lane.DECODE in ready and (control := self._queues.take_control()) is not None:
             return self._emit(Lane.DECODE, *control, now)
-        if Lane.BULK in ready and (probe := self._outbox.take_probe()) is not None:
+        if Lane.BULK in ready and (probe := self._queues.take_probe()) is not None:
             return self._emit(Lane.BULK, *probe, now)
         # What was granted goes on first where it can; a lane that can't take it holds up no other.
-        if not any(self._outbox.granted(lane) for lane in ready):
+        if not any(self._queues.granted(lane) for lane in ready):
             decision = self._policy.decide(now, ready)
             if not isinstance(decision, SendRows):
                 self.wake_at = decision.until
                 return None
-            there = self._outbox.grant(decision)
+            there = self._queues.grant(decision)
             self._require(there, f"{self._policy.name} sends what isn't there: {decision}")
         return self._next_rows(now, ready)
 
@@ -204,8 +204,8 @@ class LinkSender:
     def _next_rows(self, now: float, ready: Collection[Lane]) -> Packet | None:
         """The next message of what was granted."""
         for lane in ready:
-            if (volume := self._outbox.granted(lane)) is not None:
-                body, rows = self._outbox.take_rows(lane, self._limits.message)
+            if (volume := self._queues.granted(lane)) is not None:
+                body, rows = self._queues.take_rows(lane, self._limits.message)
                 message = self.packing.message(body, rows, volume.header.prefill)
                 return self._emit(lane, *message, now)
         return None
@@ -238,13 +238,13 @@ class LinkSender:
     @property
     def queued_bytes(self) -> int:
         """Bytes that have not been sent at all."""
-        return self._outbox.nbytes
+        return self._queues.nbytes
 
     @property
     def waiting(self) -> bool:
         """Whether anything is to be sent, now or when something allows it."""
         decode, bulk = self._lanes[Lane.DECODE], self._lanes[Lane.BULK]
-        return self._outbox.nbytes > 0 or decode.pending or bulk.pending
+        return self._queues.nbytes > 0 or decode.pending or bulk.pending
 
     @property
     def full(self) -> bool:
@@ -268,7 +268,7 @@ class LinkSender:
         """
         for out in self._lanes.values():
             self._require(out.valid(), f"{out.lane.name} has a gap or miscounts its bytes")
-        fault = self._outbox.fault()
+        fault = self._queues.fault()
         self._require(not fault, fault)
 
     def _require(self, holds: bool, message: str) -> None:

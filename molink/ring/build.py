@@ -77,7 +77,8 @@ class RingPlan:
         """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
         # Chunks that go unpaired may have as many, in all; whether they do, the head decides.
         chunk = max(max_chunk_rows(self.head.chunk_tokens), MAX_CHUNK_ROWS)
-        rows = 2 * self._max_micro_batches * (chunk + MAX_GROUPS)
+        count = max(self._max_micro_batches, 2 * self.shape.stages)
+        rows = 2 * count * (chunk + MAX_GROUPS)
         return max(MIN_BYTES, rows * self.shape.row_bytes)
 
     @property

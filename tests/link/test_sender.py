@@ -369,7 +369,7 @@ def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
 
 def test_validate_tells_the_story() -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
-    sender._outbox.nbytes = 5
+    sender._queues.nbytes = 5
     with pytest.raises(InvariantError, match="DECODE connected"):
         sender.validate()
 

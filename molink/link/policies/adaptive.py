@@ -152,8 +152,9 @@ class Adaptive:
         free, rate = self._free(now), self._outflow.rate
         assert free is not None
         assert rate is not None
-        # There is room for a row once as much has left; what is free shrinks meanwhile.
+        # There is room for more once as much has left; what is free shrinks meanwhile. Rows one by
+        # one would be many messages on a fast link.
         row_s = self._wire_bytes(bulk) / rate
-        lacking = self._unsent_s(now) + row_s
+        lacking = self._unsent_s(now) + max(row_s, min(LEAD / 2, bulk.rows * row_s))
         room_in = min((lacking - COMMITTED * free) / (1 - COMMITTED), lacking - self._lead(row_s))
         return max(now + _INSTANT, min(starves_at, now + room_in))

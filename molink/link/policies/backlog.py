@@ -1,7 +1,6 @@
 """Volumes of one kind that wait to be sent, oldest first."""
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.link.policies.base import Produced
@@ -14,11 +13,6 @@ class Pending:
     volume: int
     rows: int
     row_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """What is left of it, in bytes."""
-        return self.rows * self.row_bytes
 
 
 class Backlog:
@@ -35,9 +29,6 @@ class Backlog:
 
     def __len__(self) -> int:
         return len(self._pending)
-
-    def __iter__(self) -> Iterator[Pending]:
-        return iter(self._pending.values())
 
     def add(self, produced: Produced) -> None:
         """A volume, or more rows of one."""
