@@ -143,17 +143,17 @@ def build(layer: Layer, below: Settings, where: str) -> Settings:
 
 
 def _in_words(error: str, values: Layer) -> str:
-    """What msgspec says of a field, by the option's name."""
+    """What msgspec says of a field, by the setting's name: not every setting is an option."""
     told = _COMPLAINT.match(error)
     if told is None:
         return error
     name = told["field"]
-    option, value = "--" + name.replace("_", "-"), values.get(name)
+    value = values.get(name)
     bound = _BOUND.match(told["what"])
     if bound is None:
-        return f"{option} can't be {value!r}: {told['what']}"
+        return f"`{name}` can't be {value!r}: {told['what']}"
     side = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[bound["side"]]
-    return f"{option} is {side} {bound['limit']}, not {value}"
+    return f"`{name}` is {side} {bound['limit']}, not {value}"
 
 
 def read_toml(path: Path) -> Layer:

@@ -62,7 +62,7 @@ def test_text_is_converted() -> None:
         ({"stage": "5:3"}, "stage"),
         ({"stage": "some"}, "stage"),
         ({"control_port": 70000}, "--control-port is at most 65535, not 70000"),
-        ({"control_port": "many"}, "--control-port can't be 'many'"),
+        ({"control_port": "many"}, "`control_port` can't be 'many'"),
         ({"dtype": "f64"}, "dtype"),
         ({"device": "tpu"}, "--device is auto, cpu or cuda:N, not 'tpu'"),
         ({"worker_ports": "5"}, "worker_ports"),
@@ -76,7 +76,7 @@ def test_text_is_converted() -> None:
         ({"memory": "%"}, "not a share"),
         ({"memory": "nan%"}, "not a share"),
         ({"memory": -1}, "--memory"),
-        ({"quantize": "int4"}, "--quantize can't be 'int4'"),
+        ({"quantize": "int4"}, "`quantize` can't be 'int4'"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
@@ -199,7 +199,7 @@ def test_settings_of_the_pipeline_are_given_by_their_own_names() -> None:
     assert set(PipelineSettings.__struct_fields__) < set(NAMES)
     with pytest.raises(UsageError, match="there is no setting 'pipeline'"):
         load_settings(nowhere, {"pipeline": {}}, {})
-    with pytest.raises(UsageError, match="--max-running is at least 1, not 0"):
+    with pytest.raises(UsageError, match="`max_running` is at least 1, not 0"):
         load_settings(nowhere, {}, {"MOLINK_MAX_RUNNING": "0"})
     settings = load_settings(nowhere, {}, {"MOLINK_PREFIX_CACHE": "false"})
     assert settings.pipeline == PipelineSettings(prefix_cache=False)
