@@ -61,7 +61,7 @@ def test_text_is_converted() -> None:
     [
         ({"stage": "5:3"}, "stage"),
         ({"stage": "some"}, "stage"),
-        ({"control_port": 70000}, "--control-port is at most 65535, not 70000"),
+        ({"control_port": 70000}, "`control_port` is at most 65535, not 70000"),
         ({"control_port": "many"}, "`control_port` can't be 'many'"),
         ({"dtype": "f64"}, "dtype"),
         ({"device": "tpu"}, "--device is auto, cpu or cuda:N, not 'tpu'"),
@@ -75,7 +75,7 @@ def test_text_is_converted() -> None:
         ({"memory": "-5%"}, "not a share: '-5%'. Write for example 80%"),
         ({"memory": "%"}, "not a share"),
         ({"memory": "nan%"}, "not a share"),
-        ({"memory": -1}, "--memory"),
+        ({"memory": -1}, "`memory` is at least 0"),
         ({"quantize": "int4"}, "`quantize` can't be 'int4'"),
         ({"nonsense": 1}, "nonsense"),
     ],
@@ -150,7 +150,7 @@ def test_micro_batches_may_be_auto() -> None:
 
 def test_chunk_of_no_number() -> None:
     for text in ("-1", "many", "1000000"):
-        with pytest.raises(UsageError, match="--chunk-tokens"):
+        with pytest.raises(UsageError, match="`chunk_tokens`"):
             load_settings(Home(Path("nowhere")), {"chunk_tokens": text}, {})
 
 
