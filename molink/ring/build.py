@@ -42,9 +42,9 @@ class RingPlan:
 
     ``head`` are the bounds of the ring's head, and so of what it may ask of every stage;
     ``context`` tokens are in the longest request of any head. ``profile`` is this stage's own,
-    ``policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one that
-    runs the previous stage. Volumes are cut into pieces as ``cutting``
-    says, or else as ``cut_through`` and the profile do.
+    ``link_policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one
+    that runs the previous stage. Volumes are cut into pieces as ``cutting`` says, or else as
+    ``cut_through`` and the profile do.
     """
 
     epoch: int
@@ -53,7 +53,7 @@ class RingPlan:
     head: HeadLimits
     context: int
     profile: Profile
-    policy: str
+    link_policy: str
     cut_through: bool = True
     previous_peer: str = ""
     cutting: Cutting | None = None
@@ -194,7 +194,7 @@ def _outgoing(plan: RingPlan, ring: Ring, timers: Timers, link: LinkSurroundings
             link.on_estimate(facts)
         ring.link_measured(facts, timers.time())
 
-    policy: LanePolicy = create_policy(plan.policy)
+    policy: LanePolicy = create_policy(plan.link_policy)
     if link.record is not None:
         policy = RecordedPolicy(policy, link.record)
     return OutLink(

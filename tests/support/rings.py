@@ -86,7 +86,7 @@ class VirtualRing:
             head=self._limits,
             context=self._limits.max_context,
             profile=common.profiles[index] if index < len(common.profiles) else UNKNOWN,
-            policy="fifo",
+            link_policy="fifo",
             cut_through=common.cut_through,
             cutting=common.cutting,
         )

@@ -33,7 +33,9 @@ class Outflow:
     what is sent without a break would leave later and later than that. Acknowledgements correct it:
     a message that has been acknowledged left a round trip ago, and what follows it in the same
     *stretch* (a time without a break in sending) leaves as much later as it did. How much slower
-    than estimated bytes leave is remembered as :attr:`pace`. Before a rate is known, what was sent
+    than estimated bytes leave is remembered as :attr:`pace`. A queue that is left where a stretch
+    ends is forgotten: going on to allow for it would keep bytes from TCP, whose window would not
+    grow then. The credit window bounds it. Before a rate is known, what was sent
     counts as under way until it is acknowledged.
     """
 
