@@ -13,7 +13,6 @@ import zmq.asyncio
 
 import molink.errors
 from molink.errors import (
-    MessageTooLarge,
     MolinkError,
     NotAuthorized,
     Overloaded,
@@ -23,11 +22,13 @@ from molink.errors import (
 )
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
+from molink.wire.sockets.backlog import Backlog
 from molink.wire.sockets.create import connect, create_client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Outbox
 from molink.wire.sockets.monitor import Change, Monitor
 from molink.wire.sockets.offences import Offences
+from molink.wire.sockets.refusal import is_refused
 from molink.wire.sockets.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,6 @@ _ONLY_ADDRESS_TURN = 8.0
 #: How long libzmq has to reconnect by itself, and the server to come to know a key it refused, in
 #: seconds.
 _NUDGE_PAUSE = 1.0
-
-#: Parts that a split reply may have: none has a payload, so this is 4 MiB at most.
-_MAX_REPLIES = 1024
 
 #: A reply and its payload.
 Reply = tuple[M, memoryview | None]
@@ -62,6 +60,8 @@ class ClientEvents(Generic[M]):
     #: There is a new connection; what is sent from here goes first.
     on_connect: Callable[[], None] = _nothing
     on_disconnect: Callable[[], None] = _nothing
+    #: The connection has broken, and where it led to nobody listens any more; why, for a person.
+    on_gone: Callable[[str], None] | None = None
     #: Why a handshake failed, for a person.
     on_refused: Callable[[str], None] = _nothing
     #: A client that was ``congested`` no longer is.
@@ -104,7 +104,7 @@ class Client(Generic[M]):
         self.failure: MolinkError | None = None
         self._turn = 0
         self._ref = 0
-        self._pending: dict[int, asyncio.Queue[Reply[M] | MolinkError]] = {}
+        self._pending: dict[int, asyncio.Future[Reply[M] | MolinkError]] = {}
         self._outbox = Outbox(max_messages, max_bytes)
         self._offences = Offences()
         self._changed = asyncio.Event()
@@ -113,7 +113,9 @@ class Client(Generic[M]):
         self._socket: zmq.asyncio.Socket | None = None
         self._traffic: Traffic | None = None
         self._monitor: Monitor | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._dialing: asyncio.Task[None] | None = None
+        #: Finds out why the connection broke.
+        self._asking: asyncio.Task[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
@@ -122,24 +124,25 @@ class Client(Generic[M]):
         if not self._addresses:
             raise UsageError(f"{self._name} has no address")
         self._socket = create_client(self._context, self._keys, self._server_key)
-        self._monitor = Monitor(self._socket, self._events.on_open)
+        backlog = Backlog()
+        self._monitor = Monitor(self._socket, backlog, self._heard, self._events.on_open)
         try:
             connect(self._socket, self._address)
         except MolinkError:
             self._release()
             raise
-        self._traffic = Traffic(self._socket, MAX_FRAMES, self._take, self._flush, self._failed)
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._watch(self._monitor), name="molink-client-monitor"),
-            loop.create_task(self._redial(self._socket), name="molink-client-dial"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+        self._traffic = Traffic(
+            self._socket, MAX_FRAMES, self._take, self._flush, self._failed, backlog
+        )
+        self._dialing = asyncio.get_running_loop().create_task(
+            self._redial(self._socket), name="molink-client-dial"
+        )
+        self._dialing.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
         """Disconnect; requests under way fail."""
-        tasks, self._tasks = self._tasks, []
+        tasks = [task for task in (self._dialing, self._asking) if task is not None]
+        self._dialing = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -233,40 +236,24 @@ class Client(Generic[M]):
             MolinkError: what the server answered, as the class of that name.
             Unavailable: no connection, or no reply within ``timeout`` seconds.
         """
-        return (await self.request_all(message, payload, timeout=timeout))[-1]
-
-    async def request_all(
-        self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
-    ) -> list[Reply[M]]:
-        """As :meth:`request`, for a reply that is split: up to the first without ``more``.
-
-        Raises:
-            MessageTooLarge: it has more parts than a reply may have.
-        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         await self.wait_connected(timeout)
         self._ref += 1
         ref = self._ref
-        queue = self._pending[ref] = asyncio.Queue()
-        replies: list[Reply[M]] = []
+        reply = self._pending[ref] = loop.create_future()
         try:
             self.send(_with_ref(message, ref), payload)
             async with asyncio.timeout_at(deadline):
-                while not replies or getattr(replies[-1][0], "more", False):
-                    reply = await queue.get()
-                    if isinstance(reply, MolinkError):
-                        raise reply
-                    replies.append(reply)
-                    if len(replies) > _MAX_REPLIES:
-                        name = type(message).__name__
-                        raise MessageTooLarge(f"{self._name} answers a {name} without end")
+                answer: Reply[M] | MolinkError = await reply
         except TimeoutError:
             name = type(message).__name__
             raise Unavailable(f"{self._name} didn't answer a {name} in {timeout:g} s") from None
         finally:
             del self._pending[ref]
-        return replies
+        if isinstance(answer, MolinkError):
+            raise answer
+        return answer
 
     # --- receiving ---------------------------------------------------------------------------
 
@@ -282,13 +269,10 @@ class Client(Generic[M]):
         if ref is None:
             self._call(self._events.on_message, message, payload)
             return
-        queue = self._pending.get(ref)
-        if queue is None:
-            return  # the answer to a request that was given up
-        if isinstance(message, Failure):
-            queue.put_nowait(_error(message))
-        else:
-            queue.put_nowait((message, payload))
+        reply = self._pending.get(ref)
+        if reply is None or reply.done():
+            return  # the answer to a request that was given up, or a second one
+        reply.set_result(_error(message) if isinstance(message, Failure) else (message, payload))
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call the owner back; its errors must not end our tasks."""
@@ -308,27 +292,49 @@ class Client(Generic[M]):
     def _address(self) -> str:
         return self._addresses[self._turn % len(self._addresses)]
 
-    async def _watch(self, monitor: Monitor) -> None:
-        async for change in monitor.changes():
-            if change is Change.CONNECTED:
-                self.failure = None
-                self.connected = True
-                self._call(self._events.on_connect)
-            elif change is Change.DISCONNECTED:
+    def _heard(self, change: Change) -> None:
+        if change in (Change.DISCONNECTED, Change.WAITING) and self._traffic is not None:
+            self._traffic.look()
+        if change is Change.CONNECTED:
+            self.failure = None
+            self.connected = True
+            self._call(self._events.on_connect)
+        elif change is Change.DISCONNECTED:
+            self._nudge.set()
+            self._lost()
+            self._ask_why()
+        elif change is Change.OVERRUN:
+            self._call(self._events.on_refused, f"{self._name} sends more than is read of it")
+        elif change in (Change.REFUSED, Change.FAILED):
+            self.failure = self._explain(change)
+            if change is Change.REFUSED:
                 self._nudge.set()
-                self._lost()
-            elif change in (Change.REFUSED, Change.FAILED):
-                self.failure = self._explain(change)
-                if change is Change.REFUSED:
-                    self._nudge.set()
-                self._call(self._events.on_refused, str(self.failure))
-            self._changed.set()
+            self._call(self._events.on_refused, str(self.failure))
+        self._changed.set()
 
     def _lost(self) -> None:
         was, self.connected = self.connected, False
         self._drop(f"the connection to {self._name} broke")
         if was:
             self._call(self._events.on_disconnect)
+
+    def _ask_why(self) -> None:
+        """Find out whether the server's process has ended, if anybody wants to know."""
+        if self._events.on_gone is None or self._asking is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._asking = loop.create_task(self._find_out(self._address), name="molink-client-ask")
+        self._asking.add_done_callback(self._asked)
+
+    async def _find_out(self, address: str) -> None:
+        if await is_refused(address) and not self.connected and self._events.on_gone is not None:
+            reason = f"its process has ended: nobody listens at {address} any more"
+            self._call(self._events.on_gone, reason)
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        self._asking = None
+        if not task.cancelled() and task.exception() is not None:
+            self._task_ended(task)
 
     def _explain(self, change: Change) -> MolinkError:
         if change is Change.REFUSED:
@@ -373,8 +379,9 @@ class Client(Generic[M]):
 
     def _drop(self, reason: str) -> None:
         self._outbox.clear()
-        for queue in self._pending.values():
-            queue.put_nowait(Unavailable(reason))
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_result(Unavailable(reason))
 
     def _release(self) -> None:
         self.connected = False

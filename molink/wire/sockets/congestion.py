@@ -1,9 +1,10 @@
 """TCP's congestion control of a single connection, where the system lets a program choose it."""
 
 import contextlib
-import os
 import socket
 import sys
+
+from molink.wire.sockets.tcp import duplicate
 
 #: What suits few bytes at a time, best first. Without privileges Linux may refuse the first.
 _STEADY = (b"cubic", b"reno")
@@ -19,7 +20,7 @@ def avoid_bbr(descriptor: int) -> None:
     if sys.platform != "linux":
         return
     # By the time that we hear of it, it may be no connection any more.
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+    with contextlib.suppress(OSError), duplicate(descriptor) as connection:
         used = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         if not used.startswith(b"bbr"):
             return

@@ -16,6 +16,8 @@ from molink.errors import UsageError
 from molink.files import patiently
 from molink.wire.sockets.curve import KeyPair
 
+#: Windows changes line ends in what is no binary file.
+_BINARY = getattr(os, "O_BINARY", 0)
 #: Characters of a CURVE key in Z85.
 _KEY_LENGTH = 40
 
@@ -33,13 +35,18 @@ def write_secret(path: Path, text: str) -> None:
 
     The folder has to be there.
     """
+    write_secret_bytes(path, text.encode("utf-8"))
+
+
+def write_secret_bytes(path: Path, data: bytes) -> None:
+    """As :func:`write_secret`, for what is no text."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     patiently(lambda: draft.unlink(missing_ok=True))
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+        with os.fdopen(descriptor, "wb") as file:
             _restrict(draft)
-            file.write(text)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         patiently(lambda: draft.replace(path))

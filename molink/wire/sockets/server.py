@@ -14,6 +14,7 @@ import zmq.asyncio
 from molink.errors import MolinkError, PortInUse, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
+from molink.wire.sockets.backlog import Backlog
 from molink.wire.sockets.create import bind, create_server
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Inbox, Outbox
@@ -79,6 +80,8 @@ class ServerCounters:
     admitted: int = 0
     #: Users cut off because they misbehaved.
     blocked: int = 0
+    #: Connections cut because more came on them than was read.
+    overrun: int = 0
     rebuilds: int = 0
 
     @property
@@ -100,11 +103,13 @@ class Server(Generic[M]):
         *,
         permits: Callable[[str, M], bool] | None = None,
         on_blocked: Callable[[str, str], None] | None = None,
+        on_disconnect: Callable[[], None] | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
         """``permits(user_id, message)`` narrows what members may send.
 
-        ``on_blocked(user_id, reason)`` is told of a member that was cut off for misbehaving.
+        ``on_blocked(user_id, reason)`` is told of a member that was cut off for misbehaving, and
+        ``on_disconnect()`` whenever a connection has ended; libzmq doesn't say whose.
         """
         self._context = context
         self._keys = keys
@@ -114,6 +119,7 @@ class Server(Generic[M]):
         self._asynchronous = inspect.iscoroutinefunction(handler)
         self._permits = permits
         self._on_blocked = on_blocked
+        self._on_disconnect = on_disconnect
         self._limits = limits or ServerLimits()
         self.counters = ServerCounters()
         self._offences = Offences()
@@ -122,7 +128,6 @@ class Server(Generic[M]):
         self._socket: zmq.asyncio.Socket | None = None
         self._traffic: Traffic | None = None
         self._monitor: Monitor | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._rebuilding: asyncio.Task[None] | None = None
         self._flushing: asyncio.TimerHandle | None = None
         self._host = ""
@@ -142,7 +147,8 @@ class Server(Generic[M]):
         socket = create_server(self._context, self._keys, ipv6=":" in host)
         monitor: Monitor | None = None
         try:
-            monitor = Monitor(socket)
+            backlog = Backlog()
+            monitor = Monitor(socket, backlog, self._changed)
             self.port = bind(socket, host, ports, option)
         except (MolinkError, zmq.ZMQError):
             if monitor is not None:
@@ -151,9 +157,8 @@ class Server(Generic[M]):
             raise
         self._host = host
         self._socket, self._monitor = socket, monitor
-        self._traffic = Traffic(socket, MAX_FRAMES + 1, self._take, _nothing, self._failed_to_read)
-        self._watching = asyncio.get_running_loop().create_task(
-            self._watch(monitor), name="molink-server-monitor"
+        self._traffic = Traffic(
+            socket, MAX_FRAMES + 1, self._take, _nothing, self._failed_to_read, backlog
         )
         return self.port
 
@@ -315,12 +320,14 @@ class Server(Generic[M]):
         if self._on_blocked is not None:
             self._on_blocked(user_id, reason)
 
-    async def _watch(self, monitor: Monitor) -> None:
-        async for change in monitor.changes():
-            self.counters.accepted += change is Change.ACCEPTED
-            self.counters.admitted += change is Change.CONNECTED
-            # Strangers may come faster than they can be counted.
-            await asyncio.sleep(0)
+    def _changed(self, change: Change) -> None:
+        self.counters.accepted += change is Change.ACCEPTED
+        self.counters.admitted += change is Change.CONNECTED
+        self.counters.overrun += change is Change.OVERRUN
+        if change in (Change.DISCONNECTED, Change.WAITING) and self._traffic is not None:
+            self._traffic.look()
+        if change is Change.DISCONNECTED and self._on_disconnect is not None:
+            self._on_disconnect()
 
     def _failed_to_read(self, error: Exception) -> None:
         logger.error("the reader of port %d failed", self.port, exc_info=error)
@@ -354,10 +361,6 @@ class Server(Generic[M]):
         if self._traffic is not None:
             self._traffic.close()
             self._traffic = None
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None

@@ -11,6 +11,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from molink.wire.sockets.backlog import Backlog, wire_size
+
 #: Messages read, or frames of one that is too long, before others on the event loop get their
 #: turn: 16 messages of 256 KB take some ms, 256 empty frames less.
 _READ_TURN = 16
@@ -38,24 +40,31 @@ class Traffic:
         take: Callable[[list[zmq.Frame], int], None],
         on_room: Callable[[], None],
         on_failed: Callable[[Exception], None],
+        backlog: Backlog | None = None,
     ) -> None:
         """``take`` is given the first ``max_frames`` of a message, and how many it had in all.
 
         Frames beyond these are freed one by one: a member can send a message of any number of
         parts. ``on_room`` is called once something can be sent again that could not be.
         ``on_failed`` is told of an error of the socket or of ``take``; nothing is read any more.
-        The socket is the caller's to close, and to connect; see :meth:`look`.
+        ``backlog`` is told what is read of each TCP connection. The socket is the caller's to
+        close, and to connect; see :meth:`look`.
         """
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._max_frames = max_frames
         self._take = take
         self._on_room = on_room
         self._on_failed = on_failed
+        self._backlog = backlog
         #: What the socket is watched for.
         self._wanted = _POLLIN
         #: The message that is being read: frames, and how many there were so far.
         self._frames: list[zmq.Frame] = []
         self._parts = 0
+        #: Its bytes on the wire so far.
+        self._nbytes = 0
+        #: A ROUTER puts the routing id before each message.
+        self._routes = self._socket.get(zmq.TYPE) == zmq.ROUTER
         self._descriptor = int(self._socket.get(zmq.FD))
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._run)
@@ -110,6 +119,8 @@ class Traffic:
                 events = self._events()
                 if not events:
                     self._looks = False
+                    if self._backlog is not None:
+                        self._backlog.drained()
                     return
                 if events & _POLLOUT:
                     self._wanted = _POLLIN
@@ -129,8 +140,21 @@ class Traffic:
             self._parts += 1
             if self._parts <= self._max_frames:
                 self._frames.append(frame)
+            if self._parts > 1 or not self._routes:
+                self._nbytes += wire_size(len(frame))
             if not frame.more:
-                frames, parts = self._frames, self._parts
-                self._frames, self._parts = [], 0
+                frames, parts, nbytes = self._frames, self._parts, self._nbytes
+                self._frames, self._parts, self._nbytes = [], 0, 0
+                if self._backlog is not None:
+                    self._count(self._backlog, frames[0], frame, nbytes)
                 self._take(frames, parts)
                 return
+
+    def _count(self, backlog: Backlog, first: zmq.Frame, last: zmq.Frame, nbytes: int) -> None:
+        """A whole message was read."""
+        try:
+            descriptor, user = int(last.get("__fd")), str(last.get("User-Id"))
+        except zmq.ZMQError:
+            return  # a transport within this process
+        identity = first.bytes if self._routes else b""
+        backlog.delivered(descriptor, nbytes, identity, user)

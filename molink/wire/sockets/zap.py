@@ -6,6 +6,7 @@ talk to us, and takes from it the ``User-Id`` that then comes with each of the p
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from zmq.utils import z85
 from molink.errors import UsageError
 from molink.facts.identity import peer_id
 from molink.wire.sockets.create import DOMAIN
+from molink.wire.sockets.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,9 @@ _ENDPOINT = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 9
 #: Seconds before a handler that failed runs again, so that a lasting fault keeps no core busy.
 _RESTART_PAUSE = 0.1
+#: Handshakes of one user: so many at once, and so many a second after that. A ROUTER counts them up
+#: through 32 bits, and libzmq ends the process at a number that a peer has taken for itself.
+_HANDSHAKES, _HANDSHAKE_RATE = 100, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,9 @@ class Gatekeeper:
         """``on_refused`` is called in the gatekeeper's thread."""
         self.accepted = 0
         self.refused = 0
+        #: Handshakes of members that were put off: they came too often.
+        self.put_off = 0
+        self._pace = Pace(_HANDSHAKES, _HANDSHAKE_RATE)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()
@@ -99,6 +107,7 @@ class Gatekeeper:
         """Forget ``user_id`` and its keys, and whether it was blocked."""
         with self._lock:
             self._blocked -= {user_id}
+            self._pace.forget(user_id)
             self._replace({key: user for key, user in self._keys.items() if user != user_id})
 
     def block(self, user_id: str) -> None:
@@ -182,6 +191,10 @@ class Gatekeeper:
         if user is None:
             self.refused += 1
             status, text = b"400", b"not a member"
+        elif not self._pace.take(user, time.monotonic()):
+            # A number from 300 on has the peer try again.
+            self.put_off += 1
+            status, text = b"300", b"too often"
         else:
             self.accepted += 1
             status, text = b"200", b"OK"

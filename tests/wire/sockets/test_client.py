@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from molink.errors import MessageTooLarge, NotAuthorized, Overloaded, Unavailable, UsageError
+from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done, Failure, StatusRequest
 from molink.wire.messages.data import Cancel, Prompt
-from molink.wire.messages.transfer import FileList, FilesRequest
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.refusal import is_refused
 from molink.wire.sockets.server import Sender
 
 
@@ -98,6 +98,43 @@ async def test_reconnecting(net: Any) -> None:
     await net.until(lambda: events.count("hello") == 2)
     assert events == ["connect", "hello", "disconnect", "connect", "hello"]
     await again.close()
+
+
+async def test_where_nobody_listens_any_more_a_process_has_ended(net: Any) -> None:
+    server = net.server(data_codec(), lambda *_: None)
+    gone: list[str] = []
+    client = net.client(data_codec(), net.member(), server.port, on_gone=gone.append)
+    await client.wait_connected(10)
+    port = server.port
+    await server.close()
+    await net.until(lambda: gone)
+    assert gone == [f"its process has ended: nobody listens at tcp://127.0.0.1:{port} any more"]
+
+
+async def test_a_connection_that_breaks_is_no_end_of_a_process(net: Any) -> None:
+    """The server cuts its members' connections and listens again at once, as after a revocation."""
+    server = net.server(data_codec(), lambda *_: None)
+    gone: list[str] = []
+    broken: list[bool] = []
+    client = net.client(
+        data_codec(),
+        net.member(),
+        server.port,
+        on_gone=gone.append,
+        on_disconnect=lambda: broken.append(True),
+    )
+    for round_ in range(1, 4):
+        await client.wait_connected(10)
+        server.deny("somebody else")
+        await net.until(lambda times=round_: len(broken) == times)
+    await client.wait_connected(10)
+    assert not await is_refused(f"tcp://127.0.0.1:{server.port}")
+    assert gone == []
+
+
+async def test_what_is_no_refusal() -> None:
+    assert not await is_refused("tcp://")
+    assert not await is_refused("tcp://no.such.host.invalid:1")
 
 
 async def test_a_stalled_connection_is_given_up_for_a_new_one(net: Any) -> None:
@@ -187,19 +224,16 @@ async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
     assert await later == (Done(ref=senders[1][1].ref), None)
 
 
-async def test_a_reply_without_end_is_an_error(net: Any) -> None:
-    enough = asyncio.Event()
-
+async def test_the_first_reply_counts(net: Any) -> None:
     async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
-        while not enough.is_set():
-            server.send(sender.identity, FileList(ref=message.ref, files=(), more=True))
-            await asyncio.sleep(0)
+        for _ in range(3):
+            server.send(sender.identity, Done(ref=message.ref))
 
     server = net.server(control_codec(), handle)
     client = net.client(control_codec(), net.member(), server.port)
-    with pytest.raises(MessageTooLarge, match="FilesRequest without end"):
-        await client.request_all(FilesRequest(ref=0, model="m"), timeout=20)
-    enough.set()
+    for _ in range(3):
+        reply, _ = await client.request(StatusRequest(ref=0))
+        assert isinstance(reply, Done)
     assert client._pending == {}
 
 

@@ -20,7 +20,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done, LeaveRequest, StatusRequest, Welcome
 from molink.wire.messages.data import Prompt
-from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
+from molink.wire.messages.transfer import ReadReply, ReadRequest
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server, ServerLimits
@@ -92,24 +92,15 @@ async def test_what_a_handler_raises_comes_back(
     await client.request(StatusRequest(ref=0))
 
 
-async def test_a_split_reply_and_a_payload(net: Any) -> None:
+async def test_a_payload_in_a_reply(net: Any) -> None:
     async def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
-        if isinstance(message, FilesRequest):
-            for number in range(3):
-                files = (FileEntry(name=f"f{number}", size=number),)
-                reply = FileList(ref=message.ref, files=files, more=number < 2)
-                server.send(sender.identity, reply)
-        else:
-            data = bytes(range(200)) * 5
-            server.send(
-                sender.identity, ReadReply(ref=message.ref, payload=Payload("u8", (1000,))), data
-            )
+        data = bytes(range(200)) * 5
+        reply = ReadReply(ref=message.ref, payload=Payload("u8", (1000,)))
+        server.send(sender.identity, reply, data)
 
     server = net.server(control_codec(), handle)
     client = net.client(control_codec(), net.member(), server.port)
-    replies = await client.request_all(FilesRequest(ref=0, model="m"))
-    assert [reply.files[0].name for reply, _ in replies] == ["f0", "f1", "f2"]
-    read = ReadRequest(ref=0, model="m", file="f", offset=0, length=1000)
+    read = ReadRequest(ref=0, root=f"{0:064}:1", part="f", index=0)
     _, payload = await client.request(read)
     assert bytes(payload) == bytes(range(200)) * 5
 

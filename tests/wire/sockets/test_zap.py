@@ -9,6 +9,7 @@ from molink.facts.identity import peer_id
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import Done, StatusRequest
 from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.pace import Pace
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper, RefusedHandshake
 
@@ -116,3 +117,14 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
     ):
         reply = net.gatekeeper._answer([*head, *rest])
         assert reply[:5] == [*head, b"400"]
+
+
+async def test_who_comes_too_often_is_put_off_not_refused(net: Any, echo: Server[Any]) -> None:
+    net.gatekeeper._pace = Pace(2, 2.0)
+    keys = net.member("often")
+    clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
+    await net.until(lambda: net.gatekeeper.put_off)
+    await net.client(control_codec(), net.member(), echo.port).request(StatusRequest(ref=0))
+    for client in clients:
+        await client.request(StatusRequest(ref=0), timeout=30)
+    assert net.gatekeeper.refused == 0

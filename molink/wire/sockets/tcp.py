@@ -1,0 +1,165 @@
+"""What the system knows of a TCP connection that libzmq holds, and how to end it.
+
+A descriptor that libzmq has told us of is libzmq's to close, at any time, and its number is then
+used again. So it is borrowed for the moment of a call only, and what is done to a connection is
+done to a duplicate that was seen to be the right one.
+"""
+
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+
+if sys.platform == "win32":
+    import ctypes
+    from ctypes import wintypes
+
+    #: ``SO_LINGER`` for no time at all.
+    _RESET_AT_CLOSE = struct.pack("HH", 1, 0)
+
+    _SIO_TCP_INFO = 0xD8000027
+
+    class _TcpInfo(ctypes.Structure):
+        """``TCP_INFO_v0``, since Windows 10 1703."""
+
+        _fields_ = (
+            ("state", ctypes.c_int),
+            ("mss", wintypes.ULONG),
+            ("connection_time_ms", ctypes.c_uint64),
+            ("timestamps_enabled", wintypes.BOOLEAN),
+            ("rtt_us", wintypes.ULONG),
+            ("min_rtt_us", wintypes.ULONG),
+            ("bytes_in_flight", wintypes.ULONG),
+            ("cwnd", wintypes.ULONG),
+            ("snd_wnd", wintypes.ULONG),
+            ("rcv_wnd", wintypes.ULONG),
+            ("rcv_buf", wintypes.ULONG),
+            ("bytes_out", ctypes.c_uint64),
+            ("bytes_in", ctypes.c_uint64),
+            ("bytes_reordered", wintypes.ULONG),
+            ("bytes_retransmitted", wintypes.ULONG),
+            ("fast_retransmits", wintypes.ULONG),
+            ("duplicate_acks_in", wintypes.ULONG),
+            ("timeout_episodes", wintypes.ULONG),
+            ("syn_retransmits", ctypes.c_ubyte),
+        )
+
+    _ioctl = ctypes.WinDLL("ws2_32", use_last_error=True).WSAIoctl
+    _ioctl.argtypes = (
+        ctypes.c_size_t,
+        wintypes.DWORD,
+        ctypes.c_void_p,
+        wintypes.DWORD,
+        ctypes.c_void_p,
+        wintypes.DWORD,
+        ctypes.POINTER(wintypes.DWORD),
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    )
+    _ioctl.restype = ctypes.c_int
+
+    _FIONREAD = 0x4004667F
+
+    _ioctlsocket = ctypes.WinDLL("ws2_32").ioctlsocket
+    _ioctlsocket.argtypes = (ctypes.c_size_t, ctypes.c_long, ctypes.POINTER(wintypes.ULONG))
+    _ioctlsocket.restype = ctypes.c_int
+
+    def bytes_received(descriptor: int) -> int | None:
+        """Bytes that came on a TCP connection so far; ``None`` if the system doesn't say."""
+        version, info, size = wintypes.DWORD(0), _TcpInfo(), wintypes.DWORD(0)
+        failed = _ioctl(
+            descriptor,
+            _SIO_TCP_INFO,
+            ctypes.byref(version),
+            ctypes.sizeof(version),
+            ctypes.byref(info),
+            ctypes.sizeof(info),
+            ctypes.byref(size),
+            None,
+            None,
+        )
+        return None if failed else int(info.bytes_in)
+
+    def bytes_unread(descriptor: int) -> int:
+        """How many of them are still with the system."""
+        count = wintypes.ULONG(0)
+        failed = _ioctlsocket(descriptor, _FIONREAD, ctypes.byref(count))
+        return 0 if failed else int(count.value)
+
+else:
+    import fcntl
+    import termios
+
+    #: ``SO_LINGER`` for no time at all.
+    _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+    #: Where ``tcpi_bytes_received`` lies in Linux' ``tcp_info``, since Linux 4.1.
+    _BYTES_RECEIVED = struct.Struct("=128xQ")
+
+    def bytes_received(descriptor: int) -> int | None:
+        """Bytes that came on a TCP connection so far; ``None`` if the system doesn't say."""
+        try:
+            # Family and type are given so that Python doesn't ask the system for them.
+            borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+        except OSError:
+            return None
+        try:
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            (count,) = _BYTES_RECEIVED.unpack(info)
+        except (OSError, struct.error):
+            return None
+        finally:
+            borrowed.detach()
+        return int(count)
+
+    def bytes_unread(descriptor: int) -> int:
+        """How many of them are still with the system."""
+        try:
+            answer = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+        except OSError:
+            return 0
+        return int.from_bytes(answer, sys.byteorder)
+
+
+@contextlib.contextmanager
+def duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """A socket of one's own for the same connection, for the time of a ``with`` block.
+
+    Raises:
+        OSError: the descriptor is no socket, or no more.
+    """
+    # A socket's own dup() would make both blocking.
+    number = socket.dup(descriptor)
+    try:
+        own = socket.socket(fileno=number)
+    except OSError:
+        socket.close(number)
+        raise
+    with own:
+        yield own
+
+
+def remote(descriptor: int) -> tuple[str, int] | None:
+    """Address and port of a connection's other end; ``None`` if it is none (any more)."""
+    try:
+        with duplicate(descriptor) as connection:
+            host, port = connection.getpeername()[:2]
+    except (OSError, TypeError, ValueError):
+        return None
+    return str(host), int(port)
+
+
+def cut(descriptor: int, other_end: tuple[str, int]) -> bool:
+    """End the connection to ``other_end``; ``False`` if the descriptor isn't that one's any more.
+
+    libzmq then finds it ended and closes it, which resets it: nothing more of it is kept.
+    """
+    try:
+        with duplicate(descriptor) as connection:
+            if connection.getpeername()[:2] != other_end:
+                return False
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,277 @@
+"""What a member can do that libzmq itself never does, to a process of its own."""
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import Done, Goodbye, StatusRequest
+from molink.wire.sockets.curve import KeyPair
+from tests.support.curve import COMMAND, GREETING, MORE, RawClient, RawServer, Refused, Wire, frame
+
+ROOT = Path(__file__).resolve().parents[3]
+MB = 1 << 20
+#: What an attack may cost a process, in bytes.
+BOUND = 50 * MB
+
+
+class Victim:
+    """A process with a server, or a client, and the keys of a member."""
+
+    def __init__(self, *role: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.victim", *role],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.told = json.loads(self.process.stdout.readline())
+        self._before = self.rss
+        self._wires = ExitStack()
+
+    def close(self) -> None:
+        self._wires.close()
+        with self.process:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            assert self.process.wait(20) == 0
+
+    @property
+    def rss(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    @property
+    def grown(self) -> int:
+        return self.rss - self._before
+
+    def dial(self, who: str = "hostile") -> RawClient:
+        wire = RawClient(self.told["port"], *self.told[who], self.told["server"])
+        return self._wires.enter_context(wire)
+
+    def serves(self) -> None:
+        """Passes if a member that behaves is answered, on a connection of its own."""
+        assert self.process.poll() is None
+        with self.dial("honest").handshake() as wire:
+            assert wire.send(wire.message(*control_codec().encode(StatusRequest(ref=7))))
+            assert control_codec().decode(wire.receive())[0] == Done(ref=7)
+
+
+@contextmanager
+def running(*role: str) -> Iterator[Victim]:
+    victim = Victim(*role)
+    try:
+        yield victim
+    finally:
+        victim.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Victim]:
+    with running("server") as victim:
+        victim.serves()
+        yield victim
+        victim.serves()
+
+
+#: A message that a member may send as often as it likes.
+HARMLESS = control_codec().encode(StatusRequest(ref=7))
+
+
+def test_a_ping_behind_a_full_pipe_and_a_reset(server: Victim) -> None:
+    """libzmq 4.3.5 asserts that it has no I/O error when it answers a PING, and may have one."""
+    for _ in range(40):
+        with server.dial().handshake() as wire:
+            filling = b"".join(wire.message(*HARMLESS) for _ in range(80))
+            pings = b"".join(wire.ping() + wire.message(*HARMLESS) for _ in range(80))
+            wire.send(filling + pings)
+            wire.reset()
+        assert server.process.poll() is None
+
+
+def test_a_reset_while_nobody_reads(server: Victim) -> None:
+    """What a suspend does too: the pipe is full, and a timer finds the connection broken."""
+    hang = control_codec().encode(Goodbye(ref=1))
+    with server.dial().handshake() as wire:
+        wire.send(wire.message(*hang))
+        wire.send(b"".join(wire.message(*HARMLESS) for _ in range(500)))
+        wire.reset()
+    server.serves()
+
+
+def endless(wire: Wire, size: int, total: int) -> int:
+    """Send parts of one message, ``total`` bytes at most; how many went before it was cut."""
+    many = max(1, 100_000 // (size + 40))
+    sent = 0
+    while sent < total:
+        piece = b"".join(wire.part(bytes(size), MORE) for _ in range(many))
+        if not wire.send(piece):
+            break
+        sent += len(piece)
+    return sent
+
+
+@pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
+def test_a_message_without_end(server: Victim, size: int) -> None:
+    most = 24 * MB if size >= 1000 else 12 * MB
+    worst = 0
+    for _ in range(3):
+        with server.dial().handshake() as wire:
+            assert endless(wire, size, most) < most
+            worst = max(worst, server.grown)
+        server.serves()
+    assert worst < BOUND
+
+
+def test_messages_without_end_on_many_connections(server: Victim) -> None:
+    wires = [server.dial().handshake() for _ in range(40)]
+    part = bytes(250_000)
+    for _ in range(8):
+        for wire in wires:
+            wire.send(wire.part(part, MORE))
+        assert server.grown < BOUND
+    server.serves()
+    for wire in wires:
+        wire.close()
+
+
+def test_connections_without_end(server: Victim) -> None:
+    """A member may have many connections, but not all that the process can."""
+    wires: list[RawClient] = []
+    for _ in range(200):
+        with suppress(Refused, OSError):
+            wires.append(server.dial().handshake())
+    process = psutil.Process(server.process.pid)
+    wait_for(lambda: len(process.net_connections()) < 80)
+    server.serves()
+    for wire in wires:
+        wire.close()
+
+
+def test_messages_faster_than_they_are_read(server: Victim) -> None:
+    with server.dial().handshake() as wire:
+        data = b"".join(wire.message(*HARMLESS) for _ in range(20_000))
+        wire.send(data)
+        server.serves()
+        assert server.grown < BOUND
+
+
+@pytest.mark.parametrize("kind", [b"ROUTER", b"PUB", b"XSUB", b"", b"X" * 200])
+def test_another_kind_of_socket(server: Victim, kind: bytes) -> None:
+    with suppress(Refused):
+        server.dial().handshake(kind).close()
+    server.serves()
+
+
+def test_commands_and_boxes_that_are_none(server: Victim) -> None:
+    def attack(data: Callable[[RawClient], bytes]) -> None:
+        with server.dial().handshake() as wire:
+            wire.send(data(wire))
+            wire.send(wire.message(*HARMLESS))
+
+    attack(lambda wire: wire.part(b"", COMMAND))
+    attack(lambda wire: wire.part(b"\x09SUBSCRIBE", COMMAND))
+    attack(lambda wire: wire.part(b"\x06CANCELx", COMMAND | MORE))
+    attack(lambda wire: wire.part(b"\xffPING", COMMAND))
+    attack(lambda wire: wire.part(b"\x04PING", COMMAND))
+    attack(lambda wire: wire.ping(1))
+    attack(lambda wire: wire.part(b"\x04PONG" + bytes(300), COMMAND | MORE))
+    attack(lambda wire: wire.part(b"x", 0xFC))
+    attack(lambda wire: frame(b"\x07MESSAGE" + bytes(8)))
+    attack(lambda wire: frame(b"\x07MESSAGE" + bytes(60)))
+    attack(lambda wire: frame(b""))
+    attack(lambda wire: frame(b"", 4))
+    attack(lambda wire: frame(b"\x05ERROR\xff", 4))
+    attack(lambda wire: wire.initiate_bytes)
+    attack(lambda wire: wire.part(b"twice") * 2)
+    attack(lambda wire: b"\x02" + struct.pack(">Q", 1 << 62))
+    attack(lambda wire: os.urandom(4000))
+    server.serves()
+
+
+def test_handshakes_that_are_none(server: Victim) -> None:
+    def half(steps: Callable[[RawClient], object]) -> RawClient:
+        wire = server.dial()
+        with suppress(Refused, OSError):
+            steps(wire)
+        return wire
+
+    def replayed(wire: RawClient) -> None:
+        """The last step of another connection's handshake."""
+        with server.dial().handshake() as other:
+            wire.greet()
+            wire.hello()
+            wire.socket.sendall(other.initiate_bytes)
+            wire.ready()
+
+    def twice(wire: RawClient) -> None:
+        wire.greet()
+        wire.hello()
+        wire.socket.sendall(wire.hello_bytes())
+        wire.frame()
+
+    def long(wire: RawClient) -> None:
+        wire.greet()
+        wire.hello()
+        wire.initiate(identity=bytes(100_000))
+        wire.ready()
+
+    def slow(wire: RawClient) -> None:
+        """A byte at a time."""
+        for byte in GREETING[:20]:
+            wire.socket.sendall(bytes([byte]))
+            server.serves()
+
+    def large(wire: RawClient) -> None:
+        wire.greet()
+        wire.socket.sendall(b"\x06" + struct.pack(">Q", 1 << 20) + bytes(1 << 20))
+
+    wires = [half(steps) for steps in (RawClient.greet, replayed, twice, long, slow, large)]
+    wires += [half(RawClient.greet) for _ in range(30)]
+    wires += [half(large) for _ in range(30)]
+    server.serves()
+    assert server.grown < BOUND
+    for wire in wires:
+        wire.close()
+
+
+def test_a_server_whose_message_has_no_end() -> None:
+    """Who dials has to bear what a member that is dialed sends."""
+    keys = KeyPair.generate()
+    listener = RawServer(keys.secret)
+    with (
+        contextlib.closing(listener),
+        running("client", str(listener.port), keys.public) as client,
+    ):
+        worst = 0
+        for _ in range(3):
+            with listener.accept() as wire:
+                assert endless(wire, 100_000, 256 * MB) < 256 * MB
+                worst = max(worst, client.grown)
+        assert client.process.poll() is None
+        assert worst < BOUND
+        with listener.accept() as wire:
+            filling = b"".join(wire.message(*HARMLESS) for _ in range(80))
+            wire.send(filling + b"".join(wire.ping() + wire.message(*HARMLESS) for _ in range(80)))
+            wire.reset()
+        with listener.accept():
+            assert client.process.poll() is None
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    """Look until ``condition`` holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
