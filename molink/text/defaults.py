@@ -7,6 +7,7 @@ import msgspec
 
 from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel
+from molink.wire.messages.data import MAX_TEMPERATURE, RepetitionPenalty
 
 TokenIds = int | list[int] | None
 
@@ -17,11 +18,11 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     ``max_new_tokens`` caps an answer whose client set no limit; ``eos_token_id`` ends one.
     """
 
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     eos_token_id: TokenIds = None
 

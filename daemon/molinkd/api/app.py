@@ -8,11 +8,13 @@ from aiohttp import web
 from msgspec import json
 
 from molinkd.api.backend import Backend
+from molinkd.api.body import Bodies
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.guard import Guard
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
 from molinkd.api.page import ChatPage
 from molinkd.api.problem import Problem, internal, problem_of
+from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.protocol import EndpointProtocol
 from molinkd.api.routes import OpenAIRoutes
 
@@ -23,20 +25,24 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 #: What every answer says, so that no page of another site can use it in a way of its own.
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
 
+#: What reads the bodies of an application's requests.
+BODIES = web.AppKey("bodies", Bodies)
+
 #: The status under which a request counts whose client left before its answer was complete.
 _CLIENT_LEFT = "499"
 
 
-def create_app(backend: Backend, settings: ApiSettings) -> web.Application:
-    """The application that serves ``backend``.
+def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) -> web.Application:
+    """The application that serves ``backend``; prompts are read by ``reader``.
 
     Run it with ``handler_cancellation=True``, as ``EndpointServer`` does:
     a request whose client has gone is cancelled, and with it its generation.
     """
     recorder = RequestRecorder()
-    shell = _Shell(Guard(settings), recorder)
-    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=[shell.handle])
-    routes = OpenAIRoutes(backend, settings, recorder)
+    shell = _Shell(Guard(settings), recorder, settings)
+    app = web.Application(middlewares=[shell.handle])
+    app[BODIES] = bodies = Bodies(settings)
+    routes = OpenAIRoutes(backend, settings, recorder, bodies, reader)
     status = _StatusRoutes(backend, recorder)
     app.add_routes(
         [
@@ -57,23 +63,28 @@ def create_app(backend: Backend, settings: ApiSettings) -> web.Application:
 class _Shell:
     """Around every handler: the guard before it, errors as envelopes and figures after it."""
 
-    def __init__(self, guard: Guard, recorder: RequestRecorder) -> None:
+    def __init__(self, guard: Guard, recorder: RequestRecorder, settings: ApiSettings) -> None:
         self._guard = guard
         self._recorder = recorder
+        self._settings = settings
 
     @web.middleware
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """aiohttp's middleware."""
-        if isinstance(request.protocol, EndpointProtocol):
-            request.protocol.request_began()
+        connection = request.protocol if isinstance(request.protocol, EndpointProtocol) else None
+        if connection is not None:
+            connection.request_began()
         status = _CLIENT_LEFT
         try:
             answer = await self._answer(request, handler)
+            await self._write(request, answer)
             status = str(answer.status)
             return answer
         except ConnectionError:
             raise asyncio.CancelledError from None
         finally:
+            if connection is not None:
+                connection.request_ended()
             resource = request.match_info.route.resource
             route = resource.canonical if resource is not None else "other"
             self._recorder.requests[route, status] += 1
@@ -93,6 +104,23 @@ class _Shell:
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
             return answer
+
+    async def _write(self, request: web.Request, answer: web.StreamResponse) -> None:
+        """Send ``answer``, but not at any pace: a client that takes nothing has gone.
+
+        Raises:
+            ConnectionError: it has.
+        """
+        size = answer.content_length or 0 if isinstance(answer, web.Response) else 0
+        patience = self._settings.stall_timeout_s + size / self._settings.min_body_rate
+        try:
+            async with asyncio.timeout(patience):
+                await answer.prepare(request)
+                await answer.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client takes nothing") from None
 
 
 class _StatusRoutes:

@@ -1,79 +1,75 @@
-"""A request's body: read within bounds, decoded, and refused by the name of the field at fault."""
+"""A request's body: read within bounds of size and time."""
 
 import asyncio
-import re
-from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.problem import Problem, ProblemError
-from molinkd.api.schema import NEUTRAL, Unsupported
-
-Body = TypeVar("Body", bound=Unsupported)
-
-_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-async def read_body(request: web.Request, kind: type[Body], settings: ApiSettings) -> Body:
-    """The body of ``request`` as a ``kind``.
+class Bodies:
+    """Reads bodies. Each has to come at some pace, and only so many may be under way at once.
 
-    Raises:
-        ProblemError: the body is too large, or didn't arrive in time.
-        RequestError: it is no valid JSON, or a field is missing, wrong or not supported.
+    What is late most goes first where there are too many: a client that sends on purpose a byte
+    now and then is soon later than any that only has a slow line.
     """
-    if (request.content_length or 0) > settings.max_body_bytes:
-        raise _too_large(settings)
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            data = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(settings) from None
-    except TimeoutError:
-        text = f"the body did not arrive within {settings.body_timeout_s:g} s"
-        raise ProblemError(Problem(408, text, code="timeout")) from None
-    except web.RequestPayloadError as error:
-        raise RequestError(f"the body is damaged: {error}") from None
-    return decode_body(data, kind)
 
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+        #: One for each body that has not arrived completely; its time is when that is too late.
+        self._deadlines: set[asyncio.Timeout] = set()
 
-def decode_body(data: bytes, kind: type[Body]) -> Body:
-    """``data`` as a ``kind``; see :func:`read_body`."""
-    try:
-        body = msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    _refuse_unsupported(body, kind)
-    return body
+    async def read(self, request: web.Request) -> bytes:
+        """The body of ``request``.
 
+        Raises:
+            ProblemError: it is too large, or comes too slowly.
+            RequestError: it is damaged.
+            ConnectionError: the client has gone.
+        """
+        settings, content = self._settings, request.content
+        if request.transport is None:  # aiohttp would call it a RuntimeError
+            raise ConnectionResetError("the client has gone")
+        if (request.content_length or 0) > settings.max_body_bytes:
+            raise _too_large(settings)
+        begin = asyncio.get_running_loop().time() + settings.body_timeout_s
+        data = bytearray()
+        try:
+            async with asyncio.timeout_at(begin) as deadline:
+                if not content.is_eof():
+                    self._admit(deadline)
+                async for chunk in content.iter_any():
+                    data += chunk
+                    if len(data) > settings.max_body_bytes:
+                        raise _too_large(settings)
+                    deadline.reschedule(begin + len(data) / settings.min_body_rate)
+        except TimeoutError:
+            text = (
+                f"the body came too slowly: send at least {settings.min_body_rate} bytes per second"
+            )
+            raise ProblemError(Problem(408, text, code="timeout")) from None
+        except web.RequestPayloadError as error:
+            raise RequestError(f"the body is damaged: {error}") from None
+        finally:
+            self._deadlines.discard(deadline)
+        return bytes(data)
 
-def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:
-    for name in Unsupported.__struct_fields__:
-        value = getattr(body, name)
-        if value is None or (
-            not value and name not in ("web_search_options", "add_generation_prompt")
-        ):
-            continue
-        if value not in NEUTRAL.get(name, ()):
-            raise RequestError(f"`{name}` is not supported by this endpoint", name)
+    def shed(self) -> bool:
+        """Give up the body that is late most; ``False`` if none is under way."""
+        waiting = (deadline for deadline in self._deadlines if not deadline.expired())
+        latest = min(waiting, key=lambda deadline: deadline.when() or 0.0, default=None)
+        if latest is None:
+            return False
+        self._deadlines.discard(latest)
+        latest.reschedule(asyncio.get_running_loop().time())
+        return True
 
-
-def _invalid(text: str) -> RequestError:
-    """The field and the reason out of what msgspec says."""
-    at = _AT.search(text)
-    path = at[1] if at else ""
-    reason = text[: at.start()] if at else text
-    missing = _MISSING.match(reason)
-    if missing:
-        path = f"{path}.{missing[1]}".lstrip(".")
-        reason = "required, but missing"
-    path = path.replace("[...]", "")
-    return RequestError(f"`{path}`: {reason}" if path else f"the body: {reason}", path or None)
+    def _admit(self, deadline: asyncio.Timeout) -> None:
+        if len(self._deadlines) >= self._settings.max_bodies:
+            self.shed()
+        self._deadlines.add(deadline)
 
 
 def _too_large(settings: ApiSettings) -> ProblemError:

@@ -1,20 +1,12 @@
 """The models that can be asked for, with their tokenizers, loaded once and off the event loop."""
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 from molink.errors import ModelNotFound, RequestError
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import Backend, ServedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A model and its tokenizer."""
-
-    model: ServedModel
-    tokenizer: Tokenizer
+from molinkd.api.offer import Offer
 
 
 class Catalogue:

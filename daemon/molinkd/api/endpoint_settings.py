@@ -26,9 +26,13 @@ class ApiSettings:
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 2 * MIB
     max_connections: int = 512
+    #: Bodies that may be under way at once.
+    max_bodies: int = 64
     max_choices: int = 64
     header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
+    #: How late a body may be that comes at ``min_body_rate`` bytes per second.
+    body_timeout_s: float = 10.0
+    min_body_rate: int = 16 * 1024
     keepalive_s: float = 75.0
     #: A client that takes nothing for this long loses its answer.
     stall_timeout_s: float = 60.0
@@ -43,7 +47,13 @@ class ApiSettings:
                 f"the endpoint would listen on {self.host}, where others can reach it, without an "
                 "API key: set one with --api-key (or MOLINK_API_KEY), or listen on 127.0.0.1"
             )
-        bounds = (self.max_body_bytes, self.max_connections, self.max_choices)
+        bounds = (
+            self.max_body_bytes,
+            self.max_connections,
+            self.max_bodies,
+            self.max_choices,
+            self.min_body_rate,
+        )
         times = (self.header_timeout_s, self.body_timeout_s, self.keepalive_s, self.stall_timeout_s)
         if min(*bounds, *times) <= 0:
             raise UsageError("every limit and timeout of the endpoint must be above 0")

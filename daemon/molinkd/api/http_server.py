@@ -15,10 +15,11 @@ from collections.abc import Callable
 from aiohttp import web
 
 from molink.errors import PortInUse, UsageError
-from molinkd.api.app import create_app
+from molinkd.api.app import BODIES, create_app
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.protocol import ConnectionFactory
+from molinkd.api.prompt_reader import PromptReader
+from molinkd.api.protocol import Connections
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,13 +29,23 @@ PORT_TRIES = 15
 #: How often to look whether the listener is still there, in seconds.
 LISTENER_CHECK_S = 1.0
 _START_TIMEOUT_S = 30.0
+#: Connections that the system keeps until they are accepted, and that are accepted in one round of
+#: the loop. Few, so that a new one's request is read before it counts as the longest idle one.
+_BACKLOG, _AT_ONCE = 512, 16
 _IN_USE = frozenset({errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEACCES", errno.EACCES)})
 
 
 class EndpointServer:
     """The endpoint as a thread: :meth:`start` it, :meth:`stop` it, both from any thread."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: ApiSettings,
+        reader: PromptReader,
+    ) -> None:
+        """``reader`` is closed with the endpoint."""
+        self._reader = reader
         self._backend = backend
         self._settings = settings
         self._thread: threading.Thread | None = None
@@ -105,8 +116,9 @@ class EndpointServer:
 
     async def _serve(self, port: int) -> None:
         loop = asyncio.get_running_loop()
+        app = create_app(self._backend, self._settings, self._reader)
         runner = web.AppRunner(
-            create_app(self._backend, self._settings),
+            app,
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=self._settings.grace_s,
@@ -114,8 +126,8 @@ class EndpointServer:
         await runner.setup()
         try:
             assert runner.server is not None
-            factory = ConnectionFactory(runner.server, self._settings, loop)
-            listener = await self._listen(factory, port)
+            connections = Connections(runner.server, self._settings, app[BODIES])
+            listener = await self._listen(connections, port)
             try:
                 stopping = self._stopping = asyncio.Event()
                 self._loop = loop
@@ -124,23 +136,29 @@ class EndpointServer:
                     # A Proactor loop closes its listener when a client resets too early.
                     if any(socket.fileno() < 0 for socket in listener.sockets):
                         listener.close()
-                        listener = await self._listen(factory, self._port)
+                        listener = await self._listen(connections, self._port)
             finally:
                 listener.close()
         finally:
             await runner.cleanup()
+            await self._reader.close()
 
-    async def _listen(self, factory: ConnectionFactory, port: int) -> asyncio.Server:
+    async def _listen(self, connections: Connections, port: int) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         host = self._settings.host
         last = min(port + PORT_TRIES, 65536) if port else 1
         for candidate in range(port, last):
             try:
-                listener = await loop.create_server(factory, host, candidate, backlog=256)
+                listener = await loop.create_server(
+                    connections.create, host, candidate, backlog=_AT_ONCE
+                )
             except OSError as error:
                 if error.errno not in _IN_USE:
                     raise UsageError(f"the endpoint can't listen on {host}: {error}") from error
                 continue
+            for waiting in listener.sockets:
+                with waiting.dup() as copy:  # asyncio has one number for both
+                    copy.listen(_BACKLOG)
             self._port = int(listener.sockets[0].getsockname()[1])
             return listener
         raise PortInUse(

@@ -1,11 +1,15 @@
-"""From what a client sends to token ids. Everything here may take long: run it in a thread."""
+"""From what a client sends to token ids.
+
+Everything here may take long, and works on texts and templates of strangers: it runs in a process
+that can be ended (``prompt_process.py``).
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from molink.errors import ContextTooLong, RequestError
-from molinkd.api.catalogue import Offer
+from molinkd.api.offer import Offer
+from molinkd.api.prompt_messages import PromptIds
 from molinkd.api.schema import ChatBody, ChatMessage, CompletionBody
 
 #: Variables of templates that a client can't set: they carry the conversation itself.
@@ -13,14 +17,6 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 #: A text with more characters per token of the context than this, plus some, can't fit it.
 _CHARACTERS_PER_TOKEN = 16
 _SPARE_CHARACTERS = 16 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class PromptIds:
-    """Ids of one prompt; ``text`` only where the answer has to echo it."""
-
-    ids: tuple[int, ...]
-    text: str = ""
 
 
 def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
@@ -35,6 +31,7 @@ def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
     template = offer.tokenizer.template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    _check_messages(body.messages, offer)
     messages = [
         _plain_message(message, index, template.knows_developer)
         for index, message in enumerate(body.messages)
@@ -82,14 +79,35 @@ def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Off
 
 
 def _encoded(text: str, field: str, offer: Offer, *, special: bool = True) -> tuple[int, ...]:
-    context = offer.model.context
-    if len(text) > _CHARACTERS_PER_TOKEN * context + _SPARE_CHARACTERS:
+    _check_length(len(text), field, offer)
+    return _not_empty(offer.tokenizer.encode(text, special=special), field)
+
+
+def _check_messages(messages: Sequence[ChatMessage], offer: Offer) -> None:
+    """Refuse what can't fit before a template works on it: each message has a token at least."""
+    name, context = offer.model.name, offer.model.context
+    if len(messages) > context:
         raise ContextTooLong(
-            f"`{field}`: the prompt has {len(text)} characters, and the context of "
+            f"`messages`: there are {len(messages)}, and the context of {name} is {context} "
+            "tokens, the answer included",
+            "messages",
+        )
+    texts = [message.content for message in messages]
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    length += sum(
+        len(part.text or "") for parts in texts if isinstance(parts, list) for part in parts
+    )
+    _check_length(length, "messages", offer)
+
+
+def _check_length(length: int, field: str, offer: Offer) -> None:
+    context = offer.model.context
+    if length > _CHARACTERS_PER_TOKEN * context + _SPARE_CHARACTERS:
+        raise ContextTooLong(
+            f"`{field}`: the prompt has {length} characters, and the context of "
             f"{offer.model.name} is {context} tokens, the answer included",
             field,
         )
-    return _not_empty(offer.tokenizer.encode(text, special=special), field)
 
 
 def _all_ids(value: list[Any]) -> bool:

@@ -1,6 +1,7 @@
 """From a request's fields to what the backend is asked for: sampling, limits, stops, seeds."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -9,12 +10,14 @@ from molink.errors import ContextTooLong, RequestError
 from molink.swarm.generation import GenerationRequest
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import MAX_STOP_IDS, Sampling
-from molinkd.api.catalogue import Offer
-from molinkd.api.prompt_ids import PromptIds
+from molinkd.api.offer import Offer
+from molinkd.api.prompt_messages import PromptIds
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
 
 #: What OpenAI's completions generate when no limit is given.
 COMPLETION_MAX_TOKENS = 16
+#: Characters of prompts that the answers to one request may repeat, all together.
+MAX_ECHOED = 4 * 2**20
 
 _SEED_BITS = 52
 _SEED_MASK = (1 << _SEED_BITS) - 1
@@ -48,18 +51,34 @@ class Plan:
     continues: bool
 
 
-def make_plan(body: GenerationBody, offer: Offer, prompts: list[PromptIds], maximum: int) -> Plan:
-    """The plan for ``body``, which has ``prompts``; at most ``maximum`` choices.
+def check_counts(body: GenerationBody, maximum: int) -> None:
+    """Before any work is done for ``body``: at most ``maximum`` choices.
 
     Raises:
-        RequestError: too many choices, or ids that the model doesn't have.
+        RequestError: there are more.
+    """
+    answers = count = body.n or 1
+    if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
+        texts = sum(not isinstance(item, int) for item in body.prompt)
+        answers *= max(1, texts)
+    if answers > maximum:
+        field = "n" if count > 1 else "prompt"
+        raise RequestError(f"`{field}`: {answers} answers; at most {maximum}", field)
+
+
+def make_plan(body: GenerationBody, offer: Offer, prompts: Sequence[PromptIds]) -> Plan:
+    """The plan for ``body``, which has ``prompts``.
+
+    Raises:
+        RequestError: ids that the model doesn't have, or too much to echo.
         ContextTooLong: a prompt and its answer don't fit the model's context.
     """
     tokenizer = offer.tokenizer
     count = body.n or 1
-    if count * len(prompts) > maximum:
-        field = "n" if count > 1 else "prompt"
-        raise RequestError(f"`{field}`: {count * len(prompts)} answers; at most {maximum}", field)
+    echoed = count * sum(len(prompt.text) for prompt in prompts)
+    if echoed > MAX_ECHOED:
+        text = f"`echo`: the prompts of all answers have {echoed} characters; at most {MAX_ECHOED}"
+        raise RequestError(text, "echo")
     sampling = _sampling(body, tokenizer)
     stop_ids = _stop_ids(body, tokenizer)
     choices: list[ChoicePlan] = []

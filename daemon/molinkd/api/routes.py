@@ -1,6 +1,5 @@
 """The handlers of the OpenAI routes."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 
@@ -9,16 +8,16 @@ from msgspec import json
 
 from molinkd.api.answer import generate_all
 from molinkd.api.backend import Backend, ServedModel
-from molinkd.api.body import read_body
+from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
 from molinkd.api.choice import TextPiece
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.formats import DONE, ChatFormat, CompletionFormat, Format
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.problem import internal, problem_of
-from molinkd.api.prompt_ids import chat_prompt, completion_prompts
-from molinkd.api.request_plan import Plan, make_plan
-from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
+from molinkd.api.prompt_reader import PromptReader
+from molinkd.api.request_plan import Plan, check_counts, make_plan
+from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody, decode_body
 from molinkd.api.server_events import EventStream
 
 _LOG = logging.getLogger(__name__)
@@ -27,10 +26,19 @@ _LOG = logging.getLogger(__name__)
 class OpenAIRoutes:
     """``/v1/models``, ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings, recorder: RequestRecorder) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: ApiSettings,
+        recorder: RequestRecorder,
+        bodies: Bodies,
+        reader: PromptReader,
+    ) -> None:
         self._backend = backend
         self._settings = settings
         self._recorder = recorder
+        self._bodies = bodies
+        self._reader = reader
         self._catalogue = Catalogue(backend)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -45,27 +53,24 @@ class OpenAIRoutes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``."""
-        body = await read_body(request, ChatBody, self._settings)
-        offer = await self._catalogue.offer(body.model)
-        prompt = await asyncio.to_thread(chat_prompt, body, offer)
-        plan = make_plan(body, offer, [prompt], self._settings.max_choices)
-        return await self._answer(request, body, plan, ChatFormat)
+        return await self._generate(request, ChatBody, ChatFormat)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/completions``."""
-        body = await read_body(request, CompletionBody, self._settings)
-        offer = await self._catalogue.offer(body.model)
-        prompts = await asyncio.to_thread(completion_prompts, body, offer)
-        plan = make_plan(body, offer, prompts, self._settings.max_choices)
-        return await self._answer(request, body, plan, CompletionFormat)
+        return await self._generate(request, CompletionBody, CompletionFormat)
 
-    async def _answer(
+    async def _generate(
         self,
         request: web.Request,
-        body: GenerationBody,
-        plan: Plan,
+        kind: type[GenerationBody],
         form: Callable[[Plan, bool], Format],
     ) -> web.StreamResponse:
+        data = await self._bodies.read(request)
+        body = decode_body(data, kind)
+        check_counts(body, self._settings.max_choices)
+        offer = await self._catalogue.offer(body.model)
+        prompts = await self._reader.read(request.remote or "", offer, data, chat=kind is ChatBody)
+        plan = make_plan(body, offer, prompts)
         if body.stream:
             form_of_stream = form(plan, body.includes_usage)
             return await self._stream(request, plan, form_of_stream, body.includes_usage)

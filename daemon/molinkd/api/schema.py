@@ -4,18 +4,25 @@ Unknown fields are ignored, as clients send plenty; fields that would change the
 don't support are declared in :class:`Unsupported`, so that they can be refused by name.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from molink.wire.messages.data import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from molink.errors import RequestError
+from molink.wire.messages.data import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+    MAX_TOP_LOGPROBS,
+    Bias,
+    RepetitionPenalty,
+)
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -88,7 +95,7 @@ class GenerationBody(Unsupported, kw_only=True):
     seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: (
         Annotated[str, msgspec.Meta(max_length=MAX_STOP_LENGTH)]
@@ -142,3 +149,49 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[Any]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+
+
+Body = TypeVar("Body", bound=Unsupported)
+
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def decode_body(data: bytes, kind: type[Body]) -> Body:
+    """``data`` (JSON) as a ``kind``.
+
+    Raises:
+        RequestError: it is no valid JSON, or a field is missing, wrong or not supported.
+    """
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    _refuse_unsupported(body, kind)
+    return body
+
+
+def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:
+    for name in Unsupported.__struct_fields__:
+        value = getattr(body, name)
+        if value is None or (
+            not value and name not in ("web_search_options", "add_generation_prompt")
+        ):
+            continue
+        if value not in NEUTRAL.get(name, ()):
+            raise RequestError(f"`{name}` is not supported by this endpoint", name)
+
+
+def _invalid(text: str) -> RequestError:
+    """The field and the reason out of what msgspec says."""
+    at = _AT.search(text)
+    path = at[1] if at else ""
+    reason = text[: at.start()] if at else text
+    missing = _MISSING.match(reason)
+    if missing:
+        path = f"{path}.{missing[1]}".lstrip(".")
+        reason = "required, but missing"
+    path = path.replace("[...]", "")
+    return RequestError(f"`{path}`: {reason}" if path else f"the body: {reason}", path or None)

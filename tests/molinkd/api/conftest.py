@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from molinkd.api.app import create_app
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
+from tests.support.direct_reader import DirectReader
 from tests.support.fake_backend import FakeBackend, build_model
 
 
@@ -27,7 +28,7 @@ def backend(model_folder: Path) -> FakeBackend:
 async def open_client(
     backend: FakeBackend, settings: ApiSettings | None = None
 ) -> AsyncIterator[TestClient]:
-    server = TestServer(create_app(backend, settings or ApiSettings()))
+    server = TestServer(create_app(backend, settings or ApiSettings(), DirectReader()))
     async with TestClient(server) as client:
         yield client
 
@@ -46,7 +47,7 @@ async def client(backend: FakeBackend) -> AsyncIterator[TestClient]:
 
 @pytest.fixture
 def endpoint(backend: FakeBackend) -> Iterator[EndpointServer]:
-    server = EndpointServer(backend, ApiSettings())
+    server = EndpointServer(backend, ApiSettings(), DirectReader())
     server.start(0)
     yield server
     server.stop()

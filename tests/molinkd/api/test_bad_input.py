@@ -8,8 +8,11 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import ModelNotFound, NotAuthorized, Overloaded, Unavailable, WorkerError
+from molink.text.template import ChatTemplate
 from molink.text.tokenizer import Tokenizer
+from molinkd.api import request_plan
 from molinkd.api.endpoint_settings import ApiSettings
+from tests.support.fake_backend import FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
 JSON = {"Content-Type": "application/json"}
@@ -66,6 +69,10 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"top_k": 2**31}, "top_k"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -310,3 +317,31 @@ async def test_a_text_far_beyond_the_context_is_not_even_encoded(
     error = await problem(await client.post(f"/v1/{route}", json=body), 400)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == field
+
+
+async def test_counts_are_checked_before_any_work(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    tiny = {"role": "user", "content": ""}
+    for route, body, param in (
+        ("chat/completions", {"messages": [tiny] * 513}, "messages"),
+        ("chat/completions", {"messages": HI, "n": 65}, "n"),
+        ("completions", {"prompt": ["x"] * 65}, "prompt"),
+        ("completions", {"prompt": ["x"] * 33, "n": 2}, "n"),
+        ("completions", {"prompt": [[5]] * 65, "echo": True}, "prompt"),
+    ):
+        error = await problem(await client.post(f"/v1/{route}", json=body), 400)
+        assert error["param"] == param
+
+
+async def test_an_echo_is_bounded_over_all_answers(
+    client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_plan, "MAX_ECHOED", 100)
+    body = {"prompt": "x" * 50, "echo": True, "max_tokens": 1}
+    assert (await client.post("/v1/completions", json=body | {"n": 2})).status == 200
+    error = await problem(await client.post("/v1/completions", json=body | {"n": 3}), 400)
+    assert error["param"] == "echo"
+    assert (await client.post("/v1/completions", json=body | {"n": 3, "echo": False})).status == 200

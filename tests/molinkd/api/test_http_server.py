@@ -12,6 +12,7 @@ from molink.errors import PortInUse, UsageError
 from molinkd.api import http_server as server_module
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
+from tests.support.direct_reader import DirectReader
 
 
 def get(port: int, path: str = "/health") -> bytes:
@@ -22,7 +23,7 @@ def get(port: int, path: str = "/health") -> bytes:
 
 
 def test_start_and_stop(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings())
+    server = EndpointServer(backend, ApiSettings(), DirectReader())
     port = server.start(0)
     assert server.port == port
     assert server.url == f"http://127.0.0.1:{port}/v1"
@@ -37,11 +38,11 @@ def test_start_and_stop(backend: Any) -> None:
 
 
 def test_stop_without_start(backend: Any) -> None:
-    EndpointServer(backend, ApiSettings()).stop()
+    EndpointServer(backend, ApiSettings(), DirectReader()).stop()
 
 
 def test_the_next_free_port(backend: Any) -> None:
-    first, second = (EndpointServer(backend, ApiSettings()) for _ in range(2))
+    first, second = (EndpointServer(backend, ApiSettings(), DirectReader()) for _ in range(2))
     port = first.start(0)
     try:
         assert port < second.start(port) < port + server_module.PORT_TRIES
@@ -55,17 +56,17 @@ def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match="--endpoint-port"):
-            EndpointServer(backend, ApiSettings()).start(port)
+            EndpointServer(backend, ApiSettings(), DirectReader()).start(port)
 
 
 def test_an_address_of_another_pc(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"))
+    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"), DirectReader())
     with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
         server.start(0)
 
 
 def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(grace_s=0.05))
+    endpoint = EndpointServer(backend, ApiSettings(grace_s=0.05), DirectReader())
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(0)
     body = b'{"model":"tiny","prompt":"x"}'
@@ -79,26 +80,6 @@ def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
         waiting.result(timeout=60)
         endpoint.stop()
     assert backend.running == 0
-
-
-def test_connections_are_bounded(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(max_connections=3))
-    port = server.start(0)
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
-    try:
-        for connection in idle:  # so that they count, being accepted
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert b"200 OK" in connection.recv(4096)
-        answer = get(port)
-        assert b"503" in answer.splitlines()[0]
-        assert b'"code":"too_many_connections"' in answer
-        idle.pop().close()
-        while b"503" in get(port).splitlines()[0]:
-            pass
-    finally:
-        for connection in idle:
-            connection.close()
-        server.stop()
 
 
 @pytest.mark.parametrize("junk", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
@@ -115,7 +96,7 @@ def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes)
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo"])
 def test_a_connection_that_says_nothing_is_closed(backend: Any, start: bytes) -> None:
-    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05))
+    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05), DirectReader())
     port = server.start(0)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:

@@ -1,0 +1,75 @@
+"""What the endpoint and the processes that read prompts say to each other, over their pipes."""
+
+import msgspec
+
+from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
+from molink.wire.messages.base import Message
+
+#: Bytes of a message; its parts have bounds of their own, so a longer one is garbage.
+MAX_MESSAGE = 1 << 28
+
+#: What can be wrong with a prompt or a model, by the names of the errors.
+_ERRORS: dict[str, type[MolinkError]] = {
+    kind.__name__: kind for kind in (BrokenModel, ContextTooLong, RequestError)
+}
+
+
+class OpenModel(Message, frozen=True, tag="open"):
+    """Load the tokenizer of a model's folder; answered with :class:`Prompts` without any."""
+
+    folder: str
+
+
+class ReadPrompts(Message, frozen=True, tag="read"):
+    """Make prompts of a request's body (JSON, as the client sent it) for an opened model."""
+
+    folder: str
+    name: str
+    context: int
+    chat: bool
+    body: bytes
+
+
+class PromptIds(msgspec.Struct, frozen=True):
+    """Ids of one prompt; ``text`` only where the answer has to echo it."""
+
+    ids: tuple[int, ...]
+    text: str = ""
+
+
+class Prompts(Message, frozen=True, tag="prompts"):
+    """What was read."""
+
+    prompts: tuple[PromptIds, ...] = ()
+
+
+class Refusal(Message, frozen=True, tag="refusal"):
+    """Something is wrong with the prompt or the model; ``kind`` is a name of :data:`_ERRORS`."""
+
+    kind: str
+    text: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: MolinkError) -> "Refusal":
+        """What stands for ``error``; for one that is not foreseen, as for a request's."""
+        kind = type(error).__name__
+        known = kind if kind in _ERRORS else RequestError.__name__
+        return cls(known, str(error), getattr(error, "param", None))
+
+    def error(self) -> MolinkError:
+        """The error itself."""
+        kind = _ERRORS.get(self.kind, RequestError)
+        if issubclass(kind, RequestError):
+            return kind(self.text, self.param)
+        return kind(self.text)
+
+
+class Fault(Message, frozen=True, tag="fault"):
+    """Our own code failed; ``trace`` is for the log."""
+
+    trace: str
+
+
+Ask = OpenModel | ReadPrompts
+Answer = Prompts | Refusal | Fault

@@ -1,0 +1,173 @@
+"""Whoever opens many connections, or sends slowly, or takes nothing, shuts nobody out."""
+
+import asyncio
+import logging
+import socket
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from molinkd.api.backend import Figures
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.http_server import EndpointServer
+from tests.support.direct_reader import DirectReader
+from tests.support.fake_backend import FakeBackend
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%s"
+)
+BODY = b'{"model":"tiny","prompt":"x"}'
+
+Dial = Callable[[bytes], socket.socket]
+
+
+@contextmanager
+def serving(backend: FakeBackend, **settings: Any) -> Iterator[tuple[EndpointServer, Dial]]:
+    """An endpoint, and what opens a connection to it and sends."""
+    server = EndpointServer(backend, ApiSettings(**settings), DirectReader())
+    server.start(0)
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+
+        def dial(data: bytes) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            stack.enter_context(connection)
+            connection.sendall(data)
+            return connection
+
+        yield server, dial
+
+
+def status(connection: socket.socket) -> int:
+    """The status of one answer, read with its head and its short body."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        part = connection.recv(65536)
+        assert part, f"closed after {head!r}"
+        head += part
+    return int(head.split(b" ", 2)[1])
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    received = b""
+    try:
+        while part := connection.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def working(server: EndpointServer, backend: FakeBackend, count: int) -> None:
+    """Wait until ``count`` generations run."""
+    assert server.loop is not None
+    asyncio.run_coroutine_threadsafe(backend.until_running(count), server.loop).result(60)
+
+
+@pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo", GET, POST % (99, b"{")])
+def test_what_is_idle_or_slow_longest_goes_first(backend: FakeBackend, start: bytes) -> None:
+    with serving(backend, max_connections=4) as (_, dial):
+        first = dial(start)
+        others = [dial(start) for _ in range(20)]
+        assert status(dial(GET)) == 200
+        until_closed(first)
+        assert status(dial(GET)) == 200
+        assert others
+
+
+def test_an_answer_under_way_is_never_cut_off_for_another(backend: FakeBackend) -> None:
+    backend.gate = asyncio.Semaphore(0)
+    with serving(backend, max_connections=3) as (server, dial):
+        busy = [dial(POST % (len(BODY), BODY)) for _ in range(3)]
+        working(server, backend, 3)
+        refused = until_closed(dial(GET))
+        assert b" 503 " in refused.splitlines()[0]
+        assert b'"code":"too_many_connections"' in refused
+        assert server.loop is not None
+        for _ in range(200):
+            server.loop.call_soon_threadsafe(backend.gate.release)
+        assert [status(connection) for connection in busy] == [200] * 3
+        assert status(dial(GET)) == 200  # now they are idle
+
+
+def test_a_crowd_of_slow_bodies_is_no_fault_of_ours(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with serving(backend, max_connections=8, max_bodies=4) as (_, dial):
+        with ThreadPoolExecutor(4) as pool:
+            assert len(list(pool.map(dial, [POST % (99, b"{")] * 200))) == 200
+        assert status(dial(POST % (len(BODY), BODY))) == 200
+    assert not caplog.records
+
+
+def test_a_slow_body_is_refused(backend: FakeBackend) -> None:
+    with serving(backend, body_timeout_s=0.05, min_body_rate=1 << 20) as (_, dial):
+        answer = until_closed(dial(POST % (99, b"{")))
+        assert b" 408 " in answer.splitlines()[0]
+        assert b"bytes per second" in answer
+
+
+def test_only_so_many_bodies_are_under_way(backend: FakeBackend) -> None:
+    with serving(backend, max_bodies=2) as (_, dial):
+        first = dial(POST % (99, b"{"))
+        until = [dial(POST % (99, b"{")) for _ in range(2)]
+        assert status(first) == 408
+        assert status(dial(POST % (len(BODY), BODY))) == 200
+        assert until
+
+
+def test_a_client_that_takes_nothing_is_cut_off(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {f"{'x' * 4000}{number}": 1.0 for number in range(1000)}
+    monkeypatch.setattr(backend, "metrics", lambda: Figures(gauges=figures))
+    with serving(backend, stall_timeout_s=0.05, min_body_rate=1 << 30) as (_, dial):
+        metrics = GET.replace(b"/health", b"/metrics").replace(
+            b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"
+        )
+        lazy = dial(metrics)
+        assert lazy.recv(1)
+        monkeypatch.undo()
+        while b'status="499"' not in until_closed(dial(metrics)):
+            pass
+        assert len(until_closed(lazy)) < 12_000_000
+
+
+def test_a_packed_body_is_not_even_unpacked(backend: FakeBackend) -> None:
+    headers = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Encoding: %s\r\nContent-Length: %d\r\n\r\n%s"
+    )
+    with serving(backend) as (_, dial):
+        for kind, data in (
+            (b"gzip", b"no gzip at all"),
+            (b"deflate", zlib.compress(b" " * 1_000_000)[:-4]),
+            (b"br", b"x"),
+        ):
+            connection = dial(headers % (kind, len(data), data) + GET)
+            received = b""
+            while received.count(b"HTTP/1.1 ") < 2:
+                part = connection.recv(65536)
+                assert part, received
+                received += part
+            assert b" 415 " in received.splitlines()[0]
+            assert b"HTTP/1.1 200 OK" in received
+
+
+def test_probes_are_no_news(backend: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving(backend) as (_, dial):
+        for path in (b"/health", b"/readyz", b"/metrics", b"/"):
+            assert status(dial(GET.replace(b"/health", path))) == 200
+        assert status(dial(GET.replace(b"/health", b"/v1/models"))) == 200
+        assert status(dial(GET.replace(b"/health", b"/a%0Ab"))) == 404
+        until_closed(dial(b"nonsense\r\n\r\n"))
+    logged = [record.getMessage() for record in caplog.records]
+    assert [line.rsplit(" ", 2)[0] for line in logged] == ["GET /v1/models 200", r"GET /a\nb 404"]

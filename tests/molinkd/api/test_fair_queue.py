@@ -1,0 +1,44 @@
+"""Owners take turns; each one's items come in order; there are only so many."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from molink.errors import Overloaded
+from molinkd.api.fair_queue import FairQueue
+
+
+def test_who_has_much_waits_for_his_own() -> None:
+    queue: FairQueue[str] = FairQueue(10)
+    for item in ("a1", "a2", "a3", "b1", "c1"):
+        queue.put(item[0], item)
+    assert [queue.take() for _ in range(2)] == ["a1", "b1"]
+    queue.put("b", "b2")
+    assert [queue.take() for _ in range(5)] == ["c1", "a2", "b2", "a3", None]
+
+
+def test_only_so_many_wait() -> None:
+    queue: FairQueue[int] = FairQueue(2)
+    queue.put("a", 1)
+    queue.put("b", 2)
+    with pytest.raises(Overloaded):
+        queue.put("c", 3)
+    assert queue.take() == 1
+    queue.put("c", 3)
+    assert len(queue) == 2
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_nothing_is_lost_or_overtaken_by_its_owner(steps: list[tuple[str, bool]]) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue(100)
+    put: list[tuple[str, int]] = []
+    taken: list[tuple[str, int]] = []
+    for number, (owner, takes) in enumerate(steps):
+        queue.put(owner, (owner, number))
+        put.append((owner, number))
+        if takes and (item := queue.take()) is not None:
+            taken.append(item)
+    while (item := queue.take()) is not None:
+        taken.append(item)
+    for owner in "abc":
+        assert [i for i in taken if i[0] == owner] == [i for i in put if i[0] == owner]

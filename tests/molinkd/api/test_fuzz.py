@@ -1,0 +1,114 @@
+"""Whatever is sent, the endpoint answers below 500, soon, and goes on."""
+
+import asyncio
+import http.client
+import json
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.http_server import EndpointServer
+from molinkd.api.prompt_reader import PromptProcesses
+from tests.support.fake_backend import FakeBackend
+from tests.support.http_fuzz import random_body, random_bytes
+
+#: Quick enough that a request which never becomes complete holds nothing up.
+SETTINGS = ApiSettings(header_timeout_s=0.5, body_timeout_s=0.5, keepalive_s=0.5, max_bodies=256)
+#: Connections of random bytes that are open at once.
+AT_ONCE = 64
+STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
+
+
+@pytest.fixture
+def fuzzed(backend: FakeBackend) -> Iterator[EndpointServer]:
+    backend.answer = "ok"
+    server = EndpointServer(backend, SETTINGS, PromptProcesses({}))
+    server.start(0)
+    yield server
+    server.stop()
+    assert backend.running == 0
+
+
+def check(number: int, seed: int, sent: bytes, status: int, answer: bytes) -> None:
+    shown = f"body {number} of seed {seed}: {status}\n{sent[:2000]!r}\n{answer[:2000]!r}"
+    assert status < 500, shown
+    if status != 200:
+        assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}, shown
+    elif answer.startswith(b"data: "):
+        assert answer.endswith(b"data: [DONE]\n\n"), shown
+    else:
+        assert json.loads(answer)["choices"], shown
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        (1, 10_000),
+        pytest.param(2, 1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_bodies(fuzzed: EndpointServer, seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    seen = set()
+    connection = http.client.HTTPConnection("127.0.0.1", fuzzed.port, timeout=60)
+    for number in range(count):
+        route, data = random_body(rng)
+        try:
+            connection.request("POST", f"/v1/{route}", data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            # It had been idle for as long as the endpoint allows: as any client would, once more.
+            connection.close()
+            connection.request("POST", f"/v1/{route}", data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+        check(number, seed, data, response.status, answer)
+        seen.add(response.status)
+    connection.close()
+    assert {200, 400, 404} <= seen
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        (3, 1000),
+        pytest.param(4, 100_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+    ],
+)
+async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    seen: set[int] = set()
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def attack(number: int, data: bytes, leaves: bool, cut: int) -> None:
+        async with turns:
+            reader, writer = await asyncio.open_connection("127.0.0.1", fuzzed.port)
+            received = b""
+            try:
+                writer.write(data[:cut])
+                await asyncio.sleep(0)
+                writer.write(data[cut:])
+                if not leaves:
+                    received = await asyncio.wait_for(reader.read(), 60)
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+        statuses = {int(status) for status in STATUS.findall(received)}
+        assert max(statuses, default=0) < 500, f"{number} of seed {seed}: {data!r}\n{received!r}"
+        seen.update(statuses)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            data = random_bytes(rng)
+            leaves, cut = rng.random() < 0.2, rng.randrange(len(data) + 1)
+            group.create_task(attack(number, data, leaves, cut))
+    assert {200, 400, 403, 404, 405, 415} <= seen
+    health = http.client.HTTPConnection("127.0.0.1", fuzzed.port, timeout=60)
+    health.request("GET", "/health")
+    assert health.getresponse().status == 200
+    health.close()
