@@ -213,7 +213,7 @@ function Install-Torch([string] $Flavour) {
     if ($Flavour -eq 'cuda') { $index = $CudaIndex }
     $reach = 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()'
     if ($null -ne (Get-Output @($VenvPython) @('-c', $reach, "$index/torch/"))) {
-        # Only torch itself comes from there; --no-deps lets a CPU build be replaced by a CUDA build.
+        # --force-reinstall, since a CPU build has the same version as a CUDA build.
         Install-Package 'installing torch' @(
             '--force-reinstall', '--no-deps', "torch==$Torch", '--index-url', $index)
     } elseif ($Flavour -eq 'cuda') {
@@ -221,14 +221,19 @@ function Install-Torch([string] $Flavour) {
             'check the network connection, or install the CPU build with --cpu'
     } else {
         Write-Host "$index can't be reached: taking the build of the default index"
+        Install-Package 'installing torch' @(
+            '--require-hashes', '--no-deps', '-r', 'requirements/torch.txt')
     }
-    Install-Package 'installing torch' @("torch==$Torch")
 }
 
 # What .venv holds once this script has succeeded with the same files and options.
 function Get-State([string] $Extra, [string] $Flavour) {
-    $project = (Get-FileHash -Algorithm SHA256 (Join-Path $PSScriptRoot 'pyproject.toml')).Hash
-    return "$project $Torch $Flavour $Extra"
+    $files = @('pyproject.toml', 'requirements\base.txt', 'requirements\test.txt',
+        'requirements\torch.txt')
+    $hashes = $files | ForEach-Object {
+        (Get-FileHash -Algorithm SHA256 -LiteralPath (Join-Path $PSScriptRoot $_)).Hash
+    }
+    return "$($hashes -join ' ') $Torch $Flavour $Extra"
 }
 
 function Test-Installed([string] $Extra, [string] $Flavour) {
@@ -241,11 +246,13 @@ function Install-Molink([string] $Extra, [string] $Flavour) {
     if (Test-Installed $Extra $Flavour) { return }
     if ($Extra -eq 'base' -and (Test-Installed 'test' $Flavour)) { return }
     Test-Disk $Flavour
+    Say 'Installing what molink needs, by the hashes in requirements\'
+    $locks = @('-r', 'requirements/base.txt')
+    if ($Extra -ne 'base') { $locks += @('-r', "requirements/$Extra.txt") }
+    Install-Package 'installing what molink needs' (@('--require-hashes', '--no-deps') + $locks)
     Install-Torch $Flavour
     Say 'Installing molink'
-    $target = '.'
-    if ($Extra -ne 'base') { $target = ".[$Extra]" }
-    Install-Package 'installing molink' @('-e', $target, "torch==$Torch")
+    Install-Package 'installing molink' @('--no-deps', '--no-build-isolation', '-e', '.')
     if ($null -eq (Get-Output @($VenvPython) @('-c', 'import torch'))) {
         Die 'torch is installed but cannot be loaded',
             'it needs the Visual C++ runtime: winget install Microsoft.VCRedist.2015+.x64, then run this again'
@@ -266,6 +273,7 @@ function Invoke-Check([string] $Name, [string[]] $Arguments) {
 }
 
 function Invoke-Checks {
+    Invoke-Check 'pip check' @('-m', 'pip', 'check', '--disable-pip-version-check')
     Invoke-Check 'ruff check' @('-m', 'ruff', 'check', '.')
     Invoke-Check 'ruff format --check' @('-m', 'ruff', 'format', '--check', '.')
     Invoke-Check 'mypy' @('-m', 'mypy')

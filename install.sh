@@ -181,14 +181,19 @@ install_torch() {
     "cuda $TORCH"* | "cpu $TORCH"*) return 0 ;;
   esac
   say "Installing torch $TORCH ($flavour build); this is the large one"
-  if [ "$(uname -s)" = Linux ] && [ "$flavour" = cpu ]; then
+  if [ "$flavour" = cuda ]; then
+    # A CPU build has the same version, so it would be kept.
+    [ -z "$(installed_torch)" ] || source=(--force-reinstall)
+    pip_install "installing torch" ${source[@]+"${source[@]}"} --require-hashes --no-deps \
+      -r requirements/torch.txt
+    return
+  fi
+  if [ "$(uname -s)" = Linux ]; then
     if is_reachable "$CPU_INDEX/torch/"; then
       source=(--index-url "$CPU_INDEX")
     else
       echo "$CPU_INDEX can't be reached: taking the default index's build (it may be the larger CUDA one)"
     fi
-  elif [ -n "$(installed_torch)" ]; then
-    pip_install "removing the CPU build of torch" --force-reinstall --no-deps "torch==$TORCH"
   fi
   pip_install "installing torch" ${source[@]+"${source[@]}"} "torch==$TORCH"
 }
@@ -198,21 +203,24 @@ state() {
   .venv/bin/python - "$TORCH" "$flavour" "$PWD" "$1" <<'PY'
 import hashlib, pathlib, sys
 
+files = [pathlib.Path("pyproject.toml"), *sorted(pathlib.Path("requirements").glob("*.txt"))]
 options = "\n".join(sys.argv[1:]).encode()
-print(hashlib.sha256(pathlib.Path("pyproject.toml").read_bytes() + options).hexdigest())
+print(hashlib.sha256(b"".join(file.read_bytes() for file in files) + options).hexdigest())
 PY
 }
 
 is_installed() { [ "$(cat ".venv/.molink-$1" 2>/dev/null || true)" = "$(state "$1")" ]; }
 
 install() {
-  local extra=$1 target=.
+  local extra=$1 locks=(-r requirements/base.txt)
   if is_installed "$extra" || { [ "$extra" = base ] && is_installed test; }; then return 0; fi
   check_disk
+  say "Installing what molink needs, by the hashes in requirements/"
+  [ "$extra" = base ] || locks+=(-r "requirements/$extra.txt")
+  pip_install "installing what molink needs" --require-hashes --no-deps "${locks[@]}"
   install_torch
   say "Installing molink"
-  [ "$extra" = base ] || target=".[$extra]"
-  pip_install "installing molink" -e "$target" "torch==$TORCH"
+  pip_install "installing molink" --no-deps --no-build-isolation -e .
   if [ "$flavour" = cuda ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "torch sees no CUDA device: is the NVIDIA driver recent enough? The stages here will use the CPU."
   fi
@@ -227,6 +235,7 @@ check() {
 }
 
 run_checks() {
+  check "pip check" -m pip check --disable-pip-version-check
   check "ruff check" -m ruff check .
   check "ruff format --check" -m ruff format --check .
   check "mypy" -m mypy

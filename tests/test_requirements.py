@@ -1,0 +1,89 @@
+"""The lock files have what ``pyproject.toml`` asks for, by hash, for every PC."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PLATFORMS = {"linux": ("posix", "Linux", "x86_64"), "win32": ("nt", "Windows", "AMD64")}
+
+
+def blocks(name: str) -> list[str]:
+    text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
+    lines = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    return re.split(r"\n(?=\S)", lines.strip())
+
+
+def environment(python: str, platform: str) -> dict[str, str]:
+    system, name, machine = PLATFORMS[platform]
+    return {
+        "implementation_name": "cpython",
+        "os_name": system,
+        "platform_machine": machine,
+        "platform_python_implementation": "CPython",
+        "platform_system": name,
+        "python_full_version": f"{python}.1",
+        "python_version": python,
+        "sys_platform": platform,
+        "extra": "",
+    }
+
+
+def locked(names: tuple[str, ...], python: str, platform: str) -> dict[str, str]:
+    """Versions by name, as pip would take them there; every package once."""
+    found: dict[str, str] = {}
+    here = environment(python, platform)
+    for block in (block for name in names for block in blocks(name)):
+        requirement = Requirement(block.partition("\\")[0].strip())
+        if requirement.marker is not None and not requirement.marker.evaluate(here):
+            continue
+        name = canonicalize_name(requirement.name)
+        assert name not in found, f"{name} twice on {platform} with Python {python}"
+        found[name] = next(iter(requirement.specifier)).version
+    return found
+
+
+@pytest.mark.parametrize("name", ["base.txt", "test.txt", "torch.txt"])
+def test_every_line_is_a_version_with_hashes(name: str) -> None:
+    for block in blocks(name):
+        first, *hashes = block.replace(" \\\n", "\n").splitlines()
+        assert re.fullmatch(r"[a-z0-9-]+==[\w.]+( ; .+)?", first), first
+        assert hashes, first
+        assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", line) for line in hashes), first
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_pyproject_asks_for_is_locked(python: str, platform: str) -> None:
+    project = PYPROJECT["project"]
+    base = locked(("base.txt", "torch.txt"), python, platform)
+    whole = locked(("base.txt", "torch.txt", "test.txt"), python, platform)
+    asked = [*project["dependencies"], *PYPROJECT["build-system"]["requires"]]
+    wanted = [(base, text) for text in asked]
+    wanted += [(whole, text) for text in project["optional-dependencies"]["test"]]
+    for versions, text in wanted:
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        assert name in versions, f"{text}: run `python -m tools.lock`"
+        assert requirement.specifier.contains(versions[name]), f"{text}: run `python -m tools.lock`"
+
+
+def test_both_installers_and_the_lock_name_one_torch() -> None:
+    shell = re.search(r"^TORCH=(\S+)$", (ROOT / "install.sh").read_text(encoding="utf-8"), re.M)
+    power = re.search(
+        r"^\$Torch = '(\S+)'$", (ROOT / "install.ps1").read_text(encoding="utf-8"), re.M
+    )
+    assert shell is not None
+    assert power is not None
+    assert {shell[1], power[1], locked(("torch.txt",), "3.11", "linux")["torch"]} == {shell[1]}
+
+
+def test_only_linux_gets_the_packages_of_cuda() -> None:
+    assert set(locked(("torch.txt",), "3.12", "win32")) == {"torch"}
+    assert len(locked(("torch.txt",), "3.12", "linux")) > 10

@@ -1,0 +1,74 @@
+"""Writes the lock files in ``requirements/``: what is installed, by version and hash.
+
+Run it after a change of the dependencies in ``pyproject.toml``, or for newer versions of them
+(``--upgrade``); it needs ``uv`` (``pip install uv``)::
+
+    python -m tools.lock
+
+One resolution counts for Linux and Windows and for every Python that molink runs on.
+"""
+
+import argparse
+import re
+import subprocess
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "requirements"
+#: Which build of torch is installed depends on the PC; this is the default index's, with CUDA on
+#: Linux, and what only that build needs.
+OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+HEADER = "# Made by `python -m tools.lock`: {}.\n"
+
+
+def main() -> None:
+    """Write the three files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    options = parser.parse_args()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = re.search(r"^TORCH=(\S+)$", (ROOT / "install.sh").read_text(encoding="utf-8"), re.M)
+    assert found is not None, "install.sh names no version of torch"
+    built_with = [*project["build-system"]["requires"], f"torch=={found[1]}"]
+    old = [] if options.upgrade else sorted(FOLDER.glob("*.txt"))
+    with tempfile.TemporaryDirectory() as folder:
+        whole = resolve(Path(folder) / "all.txt", ["--extra", "test"], built_with, old)
+        needed = resolve(Path(folder) / "base.txt", [], built_with, [Path(folder) / "all.txt"])
+    pins = set(map(pin, needed))
+    torch = [block for block in whole if OF_TORCH.match(block)]
+    base = [block for block in whole if pin(block) in pins and block not in torch]
+    more = [block for block in whole if block not in torch and block not in base]
+    write("base.txt", "what molink needs, beside torch", base)
+    write("torch.txt", "torch as the default index has it, and what only it needs", torch)
+    write("test.txt", "what the checks need beside base.txt", more)
+
+
+def resolve(target: Path, options: list[str], more: list[str], fixed: list[Path]) -> list[str]:
+    """The blocks (a requirement with its hashes) of one resolution, written to ``target``."""
+    source = target.with_suffix(".in")
+    source.write_text("\n".join(more) + "\n", encoding="utf-8")
+    command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
+    command += ["--generate-hashes", "--no-annotate", "--no-header", "--output-file", str(target)]
+    for path in fixed:
+        command += ["--constraint", str(path)]
+    subprocess.run([*command, *options, "pyproject.toml", str(source)], cwd=ROOT, check=True)
+    text = target.read_text(encoding="utf-8")
+    return [block + "\n" for block in re.split(r"\n(?=\S)", text.strip())]
+
+
+def pin(block: str) -> str:
+    """The name and version, without what they depend on: the checks may need it everywhere."""
+    return block.split()[0]
+
+
+def write(name: str, what: str, blocks: list[str]) -> None:
+    """Write one file."""
+    FOLDER.mkdir(exist_ok=True)
+    text = HEADER.format(what) + "".join(blocks)
+    (FOLDER / name).write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()
