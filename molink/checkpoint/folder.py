@@ -59,7 +59,7 @@ class ModelFolder:
             raise ModelNotFound(f"{path} is no model folder")
         for name in REQUIRED_FILES:
             read_json(path / name)
-        tensors = _scan(path)
+        tensors = scan_tensors(path)
         config = ModelConfig.load(path, _stored_dtype(tensors))
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
@@ -79,8 +79,12 @@ class ModelFolder:
         return model_facts(self.config, name)
 
 
-def _scan(path: Path) -> dict[str, TensorSpan]:
-    """Tensors of all safetensors files; where a name is found twice, the index decides."""
+def scan_tensors(path: Path) -> dict[str, TensorSpan]:
+    """Tensors of all safetensors files of a folder; the index decides on names found twice.
+
+    Raises:
+        BrokenModel: there are none, or a file is truncated or inconsistent.
+    """
     files = sorted(path.glob("*.safetensors"))
     if not files:
         other = next(iter([*path.glob("*.bin"), *path.glob("*.gguf"), *path.glob("*.pth")]), None)

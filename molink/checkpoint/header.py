@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from molink.checkpoint.fields import refuse_irregular
 from molink.errors import BrokenModel
@@ -25,6 +25,15 @@ DTYPE_BYTES: dict[str, int] = {
 }  # fmt: skip
 _MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<Q")
+
+
+class Described(Protocol):
+    """What is said of a tensor, wherever it lies. ``dtype`` is safetensors' own name (``BF16``)."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)

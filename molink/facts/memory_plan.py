@@ -36,7 +36,12 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All parts together."""
-        return self.weights + self.activations + self.graphs + self.margin + self.kv
+        return self.without_kv + self.margin + self.kv
+
+    @property
+    def without_kv(self) -> int:
+        """What is taken whether requests live or not."""
+        return self.weights + self.activations + self.graphs
 
     def __str__(self) -> str:
         """The parts that are something, for a person."""

@@ -8,6 +8,8 @@ from molink.facts.scalars import Count, Index, Text
 
 #: Layers of a stage, half-open.
 LayerRange = tuple[Index, Index]
+#: Which bytes a model consists of (:mod:`molink.checkpoint.manifest`); empty: that isn't known.
+Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?$")]
 #: How a stage keeps the projections of its layers (:mod:`molink.checkpoint.quantization`).
 Quantize = Literal["none", "int8", "nf4"]
 #: Tokens of a KV block, the same at every stage of a pipeline.
@@ -47,3 +49,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool = False
     #: How the files themselves are quantized.
     quantized: Quantize = "none"
+    #: Named by the PC that brings the model: others believe no bytes but these.
+    root: Root = ""
+    #: What is fetched beside weights: tokenizer, config, the list of hashes.
+    extra_bytes: Count = 0

@@ -58,6 +58,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it holds both kinds of times."""
         return bool(self.decode and self.prefill)
 
+    def scaled(self, factor: float) -> "Profile":
+        """Of a stage of the same kind that has ``factor`` times as much to compute."""
+        return Profile(
+            decode=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.decode),
+            prefill=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.prefill),
+            tile=self.tile,
+            context=self.context,
+            decode_token_s=min(MAX_SECONDS, self.decode_token_s * factor),
+            prefill_token_s=min(MAX_SECONDS, self.prefill_token_s * factor),
+        )
+
     def decode_s(self, rows: int, context: float = 0) -> float:
         """``T_d``: seconds of a step of ``rows`` decode rows, after ``context`` tokens on average.
 
@@ -72,6 +83,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         0 for no rows, or if unknown.
         """
         return _at(self.prefill, rows) + before * self.prefill_token_s * rows
+
+
+def _bounded(seconds: float) -> float:
+    return min(MAX_SECONDS, max(1e-9, seconds))
 
 
 def _check(points: Sequence[tuple[int, float]]) -> None:

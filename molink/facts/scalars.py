@@ -12,3 +12,5 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 #: A sentence for a person.
 Sentence = Annotated[str, msgspec.Meta(max_length=1024)]
+#: Where a PC can be reached: host names or addresses, with or without a port.
+Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]

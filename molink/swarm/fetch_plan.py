@@ -11,43 +11,50 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.layout import EMBEDDING, Shapes, layer_tensors, stage_tensors
+from molink.checkpoint.manifest import CHUNK_BYTES, Part
 from molink.checkpoint.prequantized import Stored, stored_tensors
 from molink.errors import BrokenModel
 from molink.facts.model import Quantize
 
-#: Bytes per request; the wire's bound is 192 KiB.
-PIECE_BYTES = 192 * 1024
 #: Bytes that the data of a safetensors file is aligned to.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class FilePiece:
-    """``length`` bytes at ``offset`` of the source's ``file`` belong at ``target`` of ours."""
+class Piece:
+    """Chunk ``index`` of ``part`` belongs at byte ``target`` of a file here."""
 
-    file: str
-    offset: int
-    length: int
+    part: Part
+    index: int
     target: int
+
+    @property
+    def length(self) -> int:
+        """Its bytes."""
+        return self.part.length(self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One file to be written: its header, then ``spans`` in a row. ``nbytes`` is its size."""
+    """One file to be written: its header, then ``parts`` in a row. ``nbytes`` is its size."""
 
     file: str
     header: bytes
-    spans: tuple[TensorSpan, ...]
+    parts: tuple[Part, ...]
     nbytes: int
 
-    def pieces(self) -> Iterator[FilePiece]:
-        """The reads that fill the file, in order."""
-        target = len(self.header)
-        for span in self.spans:
-            yield from cut(span.file, span.offset, span.nbytes, target)
-            target += span.nbytes
+    def pieces(self) -> Iterator[Piece]:
+        """The chunks that fill the file, in order."""
+        for part, offset in self.offsets():
+            yield from cut(part, offset)
+
+    def offsets(self) -> Iterator[tuple[Part, int]]:
+        """Where each part begins in the file."""
+        offset = len(self.header)
+        for part in self.parts:
+            yield part, offset
+            offset += part.nbytes
 
 
 def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Shapes]:
@@ -79,46 +86,45 @@ def group_file(group: str) -> str:
 def plan_group(
     group: str,
     shapes: Shapes,
-    spans: Mapping[str, TensorSpan],
+    tensors: Mapping[str, Part],
     quantized: Quantize = "none",
 ) -> GroupPlan:
     """Lay out the file of a group; ``quantized`` is how the config says that it is stored.
 
     Raises:
-        BrokenModel: the source lacks one of the tensors, or it isn't what the config says.
+        BrokenModel: the model lacks one of the tensors, or it isn't what the config says.
         UnsupportedModel: weights quantized in a way that isn't implemented.
     """
-    wanted = stored_tensors(shapes, quantized, spans)
+    wanted = stored_tensors(shapes, quantized, tensors)
     entries: dict[str, object] = {}
     end = 0
     for name, stored in wanted.items():
-        span = spans.get(name)
-        if span is None:
-            raise BrokenModel(f"the source has no tensor {name}")
-        _check(name, span, stored)
+        part = tensors.get(name)
+        if part is None:
+            raise BrokenModel(f"the model has no tensor {name}")
+        _check(part, stored)
         entries[name] = {
-            "dtype": span.dtype,
-            "shape": list(span.shape),
-            "data_offsets": [end, end + span.nbytes],
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "data_offsets": [end, end + part.nbytes],
         }
-        end += span.nbytes
+        end += part.nbytes
     header = _header(entries)
-    placed = tuple(spans[name] for name in wanted)
+    placed = tuple(tensors[name] for name in wanted)
     return GroupPlan(group_file(group), header, placed, len(header) + end)
 
 
-def cut(file: str, offset: int, nbytes: int, target: int = 0) -> Iterator[FilePiece]:
-    """A range of a file in pieces of at most :data:`PIECE_BYTES`."""
-    for done in range(0, nbytes, PIECE_BYTES):
-        length = min(PIECE_BYTES, nbytes - done)
-        yield FilePiece(file, offset + done, length, target + done)
+def cut(part: Part, target: int = 0) -> Iterator[Piece]:
+    """A part in its chunks."""
+    for index in range(part.chunks):
+        yield Piece(part, index, target + index * CHUNK_BYTES)
 
 
-def _check(name: str, span: TensorSpan, stored: Stored) -> None:
-    """What a tensor takes is bounded by the config alone, whatever the source says of it."""
-    if not stored.fits(span.shape) or span.dtype not in stored.dtypes:
+def _check(part: Part, stored: Stored) -> None:
+    """What a tensor takes is bounded by the config alone, whatever its maker says of it."""
+    if not stored.fits(part.shape) or part.dtype not in stored.dtypes:
         raise BrokenModel(
-            f"the source's tensor {name} is {span.dtype} {list(span.shape)}, not "
+            f"the model's tensor {part.name} is {part.dtype} {list(part.shape)}, not "
             f"{list(stored.shape)} in one of {', '.join(stored.dtypes)}"
         )
 

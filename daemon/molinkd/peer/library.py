@@ -1,54 +1,109 @@
 """Models of which this PC holds every file, and reading from them for other peers.
 
-What a peer may read is decided when a model is added: plain files of its folder that are metadata
-or safetensors. A request names one of them or is refused, so no path of a stranger's choosing is
-ever opened.
+What a peer may read is decided when a model is added: the metadata files and tensors of its folder.
+A request names one of them or is refused, so no path of a stranger's choosing is ever opened, and a
+link that leads out of the folder is refused. Each chunk is checked before it is sent: what has
+changed since is passed on to nobody.
 """
 
-import hashlib
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from molink.checkpoint.folder import METADATA_FILES
-from molink.errors import BrokenModel, ModelNotFound, RequestError
+from molink.checkpoint.fields import refuse_irregular
+from molink.checkpoint.folder import METADATA_FILES, scan_tensors
+from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, Part
+from molink.errors import AlteredModel, BrokenModel, ModelNotFound, RequestError
 from molink.files import plain_name
-from molink.wire.messages.transfer import FileEntry
+from molinkd.peer.hashing import Hasher, Stamp, Stretch
+from molinkd.peer.progress import Progress
 
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
-MAX_FILES = 4096
-#: How much of a file its digest samples: this many bytes at each of so many places.
-_SAMPLE_BYTES = 4096
-_SAMPLES = 64
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One model: its folder and the files that may be read, by name."""
+    """One model: its folder, what it consists of, and where each part lies."""
 
     folder: Path
-    files: dict[str, FileEntry]
+    manifest: Manifest
+    places: dict[str, Stretch] = field(repr=False)
+    #: What the files looked like when they were hashed.
+    stamps: dict[Path, Stamp] = field(repr=False)
 
-    @property
-    def identity(self) -> str:
-        """The same for two copies with the same content."""
-        return listing_identity(self.files.values())
+    def changed(self) -> list[Path]:
+        """Files that aren't as they were when they were hashed. Blocks on the disk."""
+        return [path for path, stamp in self.stamps.items() if _stamp(path) != stamp]
+
+    def check(self) -> None:
+        """Whether the files still hold the model. Blocks; reads only those that were touched.
+
+        Raises:
+            BrokenModel: they don't; names the file.
+        """
+        for path in self.changed():
+            stamp = _stamp(path)
+            for name, place in self.places.items():
+                if place.path == path:
+                    part = self.manifest.part(name)
+                    assert part is not None
+                    for index in range(part.chunks):
+                        self._chunk(part, place, index)
+            if stamp is not None:
+                self.stamps[path] = stamp
+
+    def read(self, name: str, index: int) -> bytes:
+        """A chunk of a part; blocks on the disk.
+
+        Raises:
+            RequestError: there is no such chunk.
+            BrokenModel: the file has changed since it was added.
+        """
+        part, place = self.manifest.part(name), self.places.get(name)
+        if part is None or place is None:
+            raise RequestError(f"the model has no part {name!r}", "part")
+        if not 0 <= index < part.chunks:
+            raise RequestError(f"{name} has {part.chunks} chunks, no number {index}", "index")
+        return self._chunk(part, place, index)
+
+    def _chunk(self, part: Part, place: Stretch, index: int) -> bytes:
+        try:
+            with place.path.open("rb") as stream:
+                stream.seek(place.offset + index * CHUNK_BYTES)
+                data = stream.read(part.length(index))
+        except OSError as error:
+            raise BrokenModel(f"{place.path}: can't be read: {error}") from error
+        try:
+            part.check(index, data)
+        except AlteredModel as error:
+            raise BrokenModel(changed_text(place.path)) from error
+        return data
 
 
 class Library:
     """The models that this peer serves to others."""
 
-    def __init__(self) -> None:
+    def __init__(self, hasher: Hasher | None = None) -> None:
+        self._hasher = hasher or Hasher()
         self._models: dict[str, Holding] = {}
 
-    def add(self, name: str, folder: Path) -> Holding:
-        """Serve the model in ``folder`` as ``name``. Reads samples of every file.
+    def add(
+        self,
+        name: str,
+        folder: Path,
+        progress: Progress | None = None,
+        stop: threading.Event | None = None,
+    ) -> Holding:
+        """Serve the model in ``folder`` as ``name``. Hashes every file that isn't known yet.
 
         Raises:
-            BrokenModel: the folder can't be read, or holds more files than a model does.
+            BrokenModel: the folder can't be read, or has a link that leads out of it.
+            Unavailable: ``stop`` was set meanwhile.
         """
-        holding = hold(folder)
+        holding = _hold(folder, self._hasher, progress or Progress(), stop or threading.Event())
         self._models[name] = holding
         return holding
 
@@ -56,99 +111,106 @@ class Library:
         """The model of that name, if it is here."""
         return self._models.get(name)
 
+    def find(self, root: str) -> Holding | None:
+        """The model with that root, if it is here."""
+        return next((one for one in self._models.values() if one.manifest.root == root), None)
+
     @property
     def names(self) -> tuple[str, ...]:
         """All models here."""
         return tuple(sorted(self._models))
 
-    def files(self, model: str) -> tuple[FileEntry, ...]:
-        """The files of a model.
+    def held(self, root: str) -> Holding:
+        """The model with that root.
 
         Raises:
             ModelNotFound: it isn't here.
         """
-        return tuple(self._holding(model).files.values())
-
-    def read(self, model: str, file: str, offset: int, length: int) -> bytes:
-        """Bytes of a file; blocks on the disk.
-
-        Raises:
-            ModelNotFound: the model isn't here.
-            RequestError: no such file, or the range isn't inside it.
-            BrokenModel: the file has changed since it was added.
-        """
-        holding = self._holding(model)
-        entry = holding.files.get(file)
-        if entry is None:
-            raise RequestError(f"{model} has no file {file!r}", "file")
-        if offset + length > entry.size:
-            raise RequestError(f"{file} has {entry.size} bytes, no {length} at {offset}", "offset")
-        try:
-            with (holding.folder / entry.name).open("rb") as stream:
-                stream.seek(offset)
-                data = stream.read(length)
-        except OSError as error:
-            raise BrokenModel(f"{holding.folder / file}: can't be read: {error}") from error
-        if len(data) != length:
-            raise BrokenModel(f"{holding.folder / file} has become shorter since it was added")
-        return data
-
-    def _holding(self, model: str) -> Holding:
-        holding = self._models.get(model)
+        holding = self.find(root)
         if holding is None:
-            raise ModelNotFound(f"this peer doesn't hold {model!r}")
+            raise ModelNotFound("this peer doesn't hold that model, or another version of it")
         return holding
 
 
-def hold(folder: Path) -> Holding:
-    """List the files of a model folder that others may read.
-
-    Raises:
-        BrokenModel: the folder can't be read, or holds more files than a model does.
-    """
-    try:
-        found = sorted(path for path in folder.iterdir() if _wanted(path))
-        if len(found) > MAX_FILES:
-            raise BrokenModel(f"{folder} holds {len(found)} files; a model has fewer")
-        files = {path.name: _entry(path) for path in found}
-    except OSError as error:
-        raise BrokenModel(f"{folder}: can't be read: {error}") from error
-    return Holding(folder, files)
+def changed_text(path: Path) -> str:
+    """What to tell of a file that has changed."""
+    return (
+        f"{path} has changed since molink read it. Start molink anew on that PC to serve the model "
+        "as it is now, or put the old file back"
+    )
 
 
-def listing_identity(files: Iterable[FileEntry]) -> str:
-    """A short name for the content of a listing."""
-    digest = hashlib.blake2b(digest_size=8)
-    for entry in sorted(files, key=lambda entry: entry.name):
-        digest.update(f"{entry.name}\0{entry.size}\0{entry.digest}\n".encode())
-    return digest.hexdigest()
-
-
-def folder_name(model: str, identity: str) -> str:
+def folder_name(model: str, root: str) -> str:
     """A name for the folder of a model that any file system takes.
 
-    Names come from other peers: only plain characters are kept, and the identity tells apart what
-    this makes equal.
+    Names come from other peers: only plain characters are kept, and the root tells apart what this
+    makes equal.
     """
-    return f"{plain_name(model, 'model')}-{identity}"
+    return f"{plain_name(model, 'model')}-{root[:16]}"
 
 
-def _wanted(path: Path) -> bool:
-    named = path.name in METADATA_FILES or path.suffix == ".safetensors"
-    return named and PLAIN_NAME.match(path.name) is not None and path.is_file()
+def watch(library: Library, tell: Callable[[str], None]) -> Callable[[], None]:
+    """A function that tells of each file once that it has changed. It blocks on the disk."""
+    told: set[Path] = set()
+
+    def look() -> None:
+        for name in library.names:
+            holding = library.get(name)
+            for path in holding.changed() if holding is not None else ():
+                if path not in told:
+                    told.add(path)
+                    tell(changed_text(path))
+
+    return look
 
 
-def _entry(path: Path) -> FileEntry:
-    size = path.stat().st_size
-    return FileEntry(name=path.name, size=size, digest=_digest(path, size))
+def _hold(folder: Path, hasher: Hasher, progress: Progress, stop: threading.Event) -> Holding:
+    try:
+        metadata = {name: folder / name for name in METADATA_FILES if (folder / name).exists()}
+        tensors = scan_tensors(folder)
+        paths = {*metadata.values(), *(folder / span.file for span in tensors.values())}
+        for path in paths:
+            refuse_irregular(path)
+            _refuse_stray_link(path, folder)
+        stamps = {path: Stamp.of(path) for path in paths}
+        places = {name: Stretch(path, 0, stamps[path].size) for name, path in metadata.items()}
+        progress.total = sum(place.nbytes for place in places.values())
+        progress.total += sum(span.nbytes for span in tensors.values())
+        files = []
+        for name, place in places.items():
+            digests = hasher.digests(place.path, {name: place}, progress, stop)
+            files.append(Part(name, place.nbytes, digests[name]))
+        parts = []
+        for path in sorted(paths - {*metadata.values()}):
+            inside = {name: span for name, span in tensors.items() if folder / span.file == path}
+            here = {name: Stretch(path, s.offset, s.nbytes) for name, s in inside.items()}
+            digests = hasher.digests(path, here, progress, stop)
+            parts += [_part(name, span, digests[name]) for name, span in inside.items()]
+            places |= here
+    except OSError as error:
+        raise BrokenModel(f"{folder}: can't be read: {error}") from error
+    return Holding(folder, Manifest.of(files, parts), places, stamps)
 
 
-def _digest(path: Path, size: int) -> str:
-    """A hash of samples spread over the file: two trainings of a model differ everywhere."""
-    digest = hashlib.blake2b(digest_size=16)
-    step = max(_SAMPLE_BYTES, size // _SAMPLES)
-    with path.open("rb") as file:
-        for offset in range(0, size, step):
-            file.seek(offset)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+def _part(name: str, span: TensorSpan, digests: bytes) -> Part:
+    return Part(name, span.nbytes, digests, span.dtype, span.shape)
+
+
+def _refuse_stray_link(path: Path, folder: Path) -> None:
+    """Files that lie elsewhere aren't passed on, but for the blobs of a snapshot of the hub."""
+    target, home = path.resolve(strict=True), folder.resolve()
+    if target.is_relative_to(home):
+        return
+    if home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs"):
+        return
+    raise BrokenModel(
+        f"{path} is a link to {target}, outside of the model's folder: molink passes on no files "
+        "from elsewhere. Copy the file into the folder, or remove the link"
+    )
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        return Stamp.of(path)
+    except OSError:
+        return None

@@ -1,22 +1,23 @@
 """Reading model files from another peer, over its control socket."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import zmq.asyncio
 
 from molink.errors import Unavailable, WireError
 from molink.swarm.address_book import AddressBook
-from molink.swarm.fetch_plan import FilePiece
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
+from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
 
-_CONNECT_S = 15.0
-_READ_S = 60.0
+#: A source that doesn't answer for so many seconds is left. Well below what a coordinator grants a
+#: transfer that stands still.
+_CONNECT_S = 10.0
+_READ_S = 15.0
 
 
 class PeerSource:
@@ -25,26 +26,20 @@ class PeerSource:
     def __init__(self, client: Client[ControlMessage]) -> None:
         self._client = client
 
-    async def files(self, model: str) -> Sequence[FileEntry]:
-        """The files of a model."""
-        replies = await self._client.request_all(
-            FilesRequest(ref=0, model=model), timeout=_CONNECT_S
-        )
-        entries: list[FileEntry] = []
-        for reply, _ in replies:
-            if not isinstance(reply, FileList):
-                raise WireError(f"a {type(reply).__name__} is no list of files")
-            entries += reply.files
-        return entries
+    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+        """The size of a model's manifest, and bytes of it from ``offset`` on."""
+        request = ManifestRequest(ref=0, root=root, offset=offset)
+        reply, payload = await self._client.request(request, timeout=_CONNECT_S)
+        if not isinstance(reply, ManifestPart) or payload is None:
+            raise WireError(f"a {type(reply).__name__} is no part of a manifest")
+        return reply.size, bytes(payload)
 
-    async def read(self, model: str, piece: FilePiece) -> bytes:
-        """Bytes of one of them."""
-        request = ReadRequest(
-            ref=0, model=model, file=piece.file, offset=piece.offset, length=piece.length
-        )
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        """A chunk of one of its parts."""
+        request = ReadRequest(ref=0, root=root, part=part, index=index)
         reply, payload = await self._client.request(request, timeout=_READ_S)
         if not isinstance(reply, ReadReply) or payload is None:
-            raise WireError(f"a {type(reply).__name__} is no part of a file")
+            raise WireError(f"a {type(reply).__name__} is no part of a model")
         return bytes(payload)
 
 

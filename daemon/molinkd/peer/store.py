@@ -1,7 +1,8 @@
 """Model files that come from other peers: only what is needed, resumable, whole or not at all.
 
-A source is any member that says it holds the model. What it claims is bounded by the model's config
-before it costs memory or disk, and one that keeps sending nonsense is left out for a while.
+A source is any member that says it holds the model. Its owner said which bytes that model consists
+of (:mod:`molink.checkpoint.manifest`): each chunk is checked when it comes, and each file here
+again before its first use in a run of the daemon.
 """
 
 import asyncio
@@ -9,34 +10,26 @@ import logging
 import os
 import re
 import shutil
-import struct
-import time
+import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import MAX_JSON_BYTES
 from molink.checkpoint.folder import METADATA_FILES, REQUIRED_FILES
-from molink.checkpoint.header import TensorSpan, parse_header
-from molink.checkpoint.layout import Shapes
-from molink.errors import (
-    BrokenModel,
-    ModelError,
-    MolinkError,
-    Unavailable,
-    UnsupportedModel,
-    WireError,
-)
+from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_bytes, root_of
+from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
 from molink.files import patiently
-from molink.swarm.backoff import Backoff
-from molink.swarm.fetch_plan import FilePiece, GroupPlan, cut, group_file, group_tensors, plan_group
-from molink.wire.messages.transfer import FileEntry
+from molink.swarm.fetch_plan import GroupPlan, Piece, cut, group_tensors, plan_group
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.library import MAX_FILES, Library, folder_name, listing_identity
+from molinkd.peer.hashing import Stamp, Stretch, hash_stretches, in_thread
+from molinkd.peer.library import Library, folder_name
+from molinkd.peer.progress import Progress
+from molinkd.peer.suppliers import Connect, OnLiar, Reputation, Suppliers
 
 log = logging.getLogger(__name__)
 
@@ -47,141 +40,128 @@ RESERVE_BYTES = 64 << 20
 #: Bounds of ``tokenizer.json`` and of each other metadata file.
 MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
 MAX_METADATA_BYTES = 16 << 20
-#: Bound of all safetensors headers of a model: a thousand times what ours have.
-MAX_HEADER_BYTES = 16 << 20
 #: Folders of other versions of a model that are kept, beside those that are in use.
 MAX_OTHERS = 2
-#: Text of a source that an error message may quote, in characters.
-_MAX_QUOTE = 400
-_LENGTH = struct.Struct("<Q")
-#: Errors that say something about the source: no honest one makes them again and again.
-_FAULTS = (BrokenModel, UnsupportedModel, WireError)
-
-
-class Source(Protocol):
-    """A peer that holds every file of a model."""
-
-    async def files(self, model: str) -> Sequence[FileEntry]:
-        """The files of a model."""
-        ...
-
-    async def read(self, model: str, piece: FilePiece) -> bytes:
-        """Bytes of one of them."""
-        ...
-
-
-#: Opens a connection to the peer of that id.
-Connect = Callable[[str], AbstractAsyncContextManager[Source]]
-
-
-@dataclass(slots=True)
-class FetchProgress:
-    """How far a transfer is, in bytes; kept up to date while it runs."""
-
-    done: int = 0
-    total: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+#: The manifest of a stored model, in its folder.
+MANIFEST_FILE = "manifest.molink"
 
 
 class Store:
     """Gets files of models from peers and keeps them under ``root``."""
 
     def __init__(
-        self, root: Path, me: str, library: Library, connect: Connect, bundled: Library
+        self,
+        root: Path,
+        me: str,
+        library: Library,
+        connect: Connect,
+        bundled: Library,
+        on_liar: OnLiar,
     ) -> None:
-        """``bundled`` holds models that this PC has but doesn't serve: copies of them are used."""
+        """``bundled`` holds models that this PC has but doesn't serve: copies of them are used.
+
+        ``on_liar`` is told of each source that sent altered bytes.
+        """
         self._root = root
         self._me = me
-        self._library = library
-        self._bundled = bundled
+        self._libraries = (library, bundled)
         self._connect = connect
+        self._reputation = Reputation(on_liar)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._backoff = Backoff()
+        #: Models whose metadata is being fetched.
+        self._metadata: dict[str, Progress] = {}
         #: Folders that were handed out: workers and the endpoint read from them.
         self._in_use: set[Path] = set()
+        #: Files of weights that were found to be right, as they were then.
+        self._sound: dict[Path, Stamp] = {}
         #: Bytes received so far.
         self.received = 0
         for left_over in root.glob(".*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
 
-    async def metadata(self, model: str, sources: Sequence[str]) -> Path:
-        """A folder with at least config, tokenizer and chat template of a model.
+    async def metadata(self, model: str, root: str, sources: Sequence[str]) -> Path:
+        """A folder with at least config, tokenizer and chat template of the model with that root.
 
         Raises:
             MolinkError: no source could give them; says what each answered.
         """
         async with self._locks[model]:
-            return await self._from_any(model, sources, None, FetchProgress())
+            progress = self._metadata[model] = Progress()
+            try:
+                return await self._get(model, root, sources, None, progress)
+            finally:
+                del self._metadata[model]
 
     async def stage(
         self,
         model: str,
+        root: str,
         layers: tuple[int, int],
         sources: Sequence[str],
-        progress: FetchProgress | None = None,
+        progress: Progress | None = None,
     ) -> Path:
         """A folder with all that a stage of ``layers`` (half-open) loads.
 
         Raises:
             MolinkError: no source could give it, or the disk is full; says what each answered.
         """
+        progress = progress or Progress()
+        progress.ahead = self._metadata.get(model)
         async with self._locks[model]:
-            return await self._from_any(model, sources, layers, progress or FetchProgress())
+            progress.begin()
+            return await self._get(model, root, sources, layers, progress)
 
-    async def _from_any(
+    def forget(self, peer: str) -> None:
+        """It is no member any more: what it did counts no longer."""
+        self._reputation.forget(peer)
+
+    async def _get(
         self,
         model: str,
+        root: str,
         sources: Sequence[str],
         layers: tuple[int, int] | None,
-        progress: FetchProgress,
+        progress: Progress,
     ) -> Path:
-        held = self._library.get(model)
-        if held is not None and (self._me in sources or not sources):
-            return held.folder
-        reasons: list[str] = []
-        for peer in sources:
-            if peer == self._me:
-                continue
-            left_out = self._backoff.explain(peer, time.monotonic())
-            if left_out:
-                reasons.append(f"{peer}: {left_out}")
-                continue
-            try:
-                async with self._connect(peer) as source:
-                    folder = await self._from(source, model, layers, progress)
-            except MolinkError as error:
-                reason = str(error)[:_MAX_QUOTE]
-                log.warning("%s from peer %s: %s", model, peer, reason)
-                reasons.append(f"{peer}: {reason}")
-                if isinstance(error, _FAULTS):
-                    self._backoff.failed(peer, reason, time.monotonic())
-            else:
-                self._in_use.add(folder)
-                return folder
-        detail = "; ".join(reasons) or "no peer that is here holds them"
-        raise Unavailable(f"the files of {model} can't be had: {detail}")
+        if not root:
+            raise Unavailable(
+                f"nobody said which bytes {model} consists of: start molink anew on the PC that "
+                "brought the model"
+            )
+        for library in self._libraries:
+            held = library.find(root)
+            if held is not None:
+                await asyncio.to_thread(held.check)
+                return held.folder
+        if manifest_bytes(root) > MAX_MANIFEST_BYTES:
+            raise BrokenModel(f"{model} is too large to be fetched from peers")
+        others = [peer for peer in sources if peer != self._me]
+        try:
+            async with Suppliers(self._connect, self._reputation, root, others) as suppliers:
+                folder = await self._from(suppliers, model, root, layers, progress)
+        except Unavailable as error:
+            raise Unavailable(f"the files of {model} can't be had: {error}") from error
+        self._in_use.add(folder)
+        return folder
 
     async def _from(
-        self, source: Source, model: str, layers: tuple[int, int] | None, progress: FetchProgress
+        self,
+        suppliers: Suppliers,
+        model: str,
+        root: str,
+        layers: tuple[int, int] | None,
+        progress: Progress,
     ) -> Path:
-        listed = await source.files(model)
-        if len(listed) > MAX_FILES:
-            raise BrokenModel(f"the source lists {len(listed)} files; a model has fewer")
-        files = {entry.name: entry for entry in listed}
-        identity = listing_identity(files.values())
-        for library in (self._library, self._bundled):
-            held = library.get(model)
-            if held is not None and held.identity == identity:
-                return held.folder
-        folder = self._root / folder_name(model, identity)
-        if not folder.is_dir():
+        folder = self._root / folder_name(model, root)
+        manifest = await asyncio.to_thread(_stored_manifest, folder, root)
+        if manifest is None:
+            manifest = await suppliers.manifest(progress)
+        if not await asyncio.to_thread(folder.is_dir):
             await asyncio.to_thread(self._prune, folder)
-            await self._fetch_metadata(source, model, files, folder)
+        await self._keep_metadata(suppliers, model, manifest, folder, progress)
         try:
             if layers is not None:
-                await self._fetch_layers(source, model, files, folder, layers, progress)
+                await self._keep_layers(suppliers, model, manifest, folder, layers, progress)
         except BaseException:
             if folder not in self._in_use and not any(folder.glob("*.safetensors")):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -204,18 +184,28 @@ class Store:
 
     # --- metadata ---
 
-    async def _fetch_metadata(
-        self, source: Source, model: str, files: dict[str, FileEntry], folder: Path
+    async def _keep_metadata(
+        self,
+        suppliers: Suppliers,
+        model: str,
+        manifest: Manifest,
+        folder: Path,
+        progress: Progress,
     ) -> None:
-        """Fetch all but weights into ``folder``, which appears once that is whole and sound."""
-        entries = _metadata(model, files)
-        self._check_disk(sum(entry.size for entry in entries))
+        """Have all but weights in ``folder``, which appears once that is whole and sound."""
+        parts = _metadata(model, manifest)
+        if await asyncio.to_thread(folder.is_dir):
+            altered = await asyncio.to_thread(_altered, folder, manifest, parts)
+            for part in altered:
+                log.warning("%s is not as it was fetched: fetching it again", folder / part.name)
+                await self._fetch_file(suppliers, part, folder, progress)
+            return
+        self._check_disk(sum(part.nbytes for part in parts))
         draft = private_folder(folder.with_name(f".{folder.name}.part"))
         try:
-            for entry in entries:
-                async with _new_file(draft / entry.name) as file:
-                    pieces = cut(entry.name, 0, entry.size)
-                    await self._transfer(source, model, pieces, file, FetchProgress())
+            await asyncio.to_thread((draft / MANIFEST_FILE).write_bytes, manifest.raw)
+            for part in parts:
+                await self._fetch_file(suppliers, part, draft, progress)
             await asyncio.to_thread(ModelConfig.load, draft)
             await asyncio.to_thread(patiently, lambda: draft.rename(folder))
         except OSError as error:
@@ -223,57 +213,55 @@ class Store:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
+    async def _fetch_file(
+        self, suppliers: Suppliers, part: Part, folder: Path, progress: Progress
+    ) -> None:
+        progress.total += part.nbytes
+        async with _new_file(folder / part.name) as file:
+            await self._transfer(suppliers, cut(part), file, progress)
+
     # --- weights ---
 
-    async def _fetch_layers(
+    async def _keep_layers(
         self,
-        source: Source,
+        suppliers: Suppliers,
         model: str,
-        files: dict[str, FileEntry],
+        manifest: Manifest,
         folder: Path,
         layers: tuple[int, int],
-        progress: FetchProgress,
+        progress: Progress,
     ) -> None:
-        wanted = await asyncio.to_thread(_missing, folder, layers)
+        plans = await asyncio.to_thread(_plans, folder, manifest, layers)
+        progress.total = progress.done + sum(plan.nbytes for plan in plans)
+        wanted = [plan for plan in plans if not await self._is_sound(folder, plan, progress)]
         if not wanted:
             return
-        spans = await self._headers(source, model, files)
-        plans = await asyncio.to_thread(_plan, folder, wanted, spans)
-        progress.total = sum(plan.nbytes for plan in plans)
-        self._check_disk(progress.total)
+        self._check_disk(sum(plan.nbytes for plan in wanted))
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
-        for plan in plans:
-            await self._fetch_group(source, model, folder, plan, progress)
+        for plan in wanted:
+            path = folder / plan.file
+            async with _new_file(path) as file:
+                await asyncio.to_thread(file.write, plan.header)
+                progress.add(len(plan.header))
+                await self._transfer(suppliers, plan.pieces(), file, progress)
+            self._sound[path] = await asyncio.to_thread(Stamp.of, path)
+            log.info("%s of %s is here (%s)", plan.file, model, progress)
 
-    async def _fetch_group(
-        self, source: Source, model: str, folder: Path, plan: GroupPlan, progress: FetchProgress
-    ) -> None:
-        async with _new_file(folder / plan.file) as file:
-            await asyncio.to_thread(file.write, plan.header)
-            await self._transfer(source, model, plan.pieces(), file, progress)
-        log.info("%s of %s is here (%s)", plan.file, model, progress)
-
-    async def _headers(
-        self, source: Source, model: str, files: dict[str, FileEntry]
-    ) -> dict[str, TensorSpan]:
-        spans: dict[str, TensorSpan] = {}
-        left = MAX_HEADER_BYTES
-        for name, entry in files.items():
-            if name.endswith(".safetensors"):
-                raw = await self._header(source, model, entry, left)
-                left -= len(raw)
-                spans |= await asyncio.to_thread(parse_header, Path(name), raw, entry.size)
-        return spans
-
-    async def _header(self, source: Source, model: str, entry: FileEntry, maximum: int) -> bytes:
-        if entry.size < _LENGTH.size:
-            raise BrokenModel(f"{entry.name} of {model} is truncated at the source")
-        prefix = await _read(source, model, FilePiece(entry.name, 0, _LENGTH.size, 0))
-        (length,) = _LENGTH.unpack(prefix)
-        if length > min(maximum, entry.size - _LENGTH.size):
-            raise BrokenModel(f"{entry.name} of {model} has no valid header at the source")
-        pieces = cut(entry.name, _LENGTH.size, length)
-        return b"".join([await _read(source, model, piece) for piece in pieces])
+    async def _is_sound(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
+        """Whether a file of weights is here and right; looked at once, unless it changes."""
+        path = folder / plan.file
+        try:
+            stamp = await asyncio.to_thread(Stamp.of, path)
+            if self._sound.get(path) != stamp:
+                await in_thread(partial(_check_group, path, plan))
+                self._sound[path] = stamp
+        except FileNotFoundError:
+            return False
+        except (OSError, AlteredModel, BrokenModel) as error:
+            log.warning("%s is not as it was fetched (%s): fetching it again", path, error)
+            return False
+        progress.add(plan.nbytes)
+        return True
 
     def _check_disk(self, nbytes: int) -> None:
         free = shutil.disk_usage(self._root).free
@@ -284,68 +272,97 @@ class Store:
             )
 
     async def _transfer(
-        self,
-        source: Source,
-        model: str,
-        pieces: Iterable[FilePiece],
-        file: BinaryIO,
-        progress: FetchProgress,
+        self, suppliers: Suppliers, pieces: Iterable[Piece], file: BinaryIO, progress: Progress
     ) -> None:
         """Read all pieces, several at a time, into their places in ``file``."""
         waiting = iter(pieces)
-        turn = asyncio.Lock()
+        turn = threading.Lock()
 
-        def write(piece: FilePiece, data: bytes) -> None:
-            file.seek(piece.target)
-            file.write(data)
+        def write(piece: Piece, data: bytes) -> None:
+            with turn:
+                file.seek(piece.target)
+                file.write(data)
 
         async def work() -> None:
             for piece in waiting:
-                data = await _read(source, model, piece)
-                async with turn:
-                    await asyncio.to_thread(write, piece, data)
-                progress.done += len(data)
-                self.received += len(data)
+                await suppliers.read(piece, partial(write, piece))
+                progress.add(piece.length)
+                self.received += piece.length
 
         await _all(work() for _ in range(IN_FLIGHT))
 
 
-def _metadata(model: str, files: dict[str, FileEntry]) -> list[FileEntry]:
-    """What is to be fetched of a model beside weights."""
-    missing = [name for name in REQUIRED_FILES if name not in files]
+def _stored_manifest(folder: Path, root: str) -> Manifest | None:
+    """That of a stored model; ``None`` if it isn't here, or was altered."""
+    try:
+        return Manifest.open((folder / MANIFEST_FILE).read_bytes(), root)
+    except FileNotFoundError:
+        return None
+    except (OSError, AlteredModel) as error:
+        log.warning("%s: %s: fetching it again", folder / MANIFEST_FILE, error)
+        return None
+
+
+def _metadata(model: str, manifest: Manifest) -> list[Part]:
+    """What is to be had of a model beside weights."""
+    missing = [name for name in REQUIRED_FILES if name not in manifest.files]
     if missing:
-        raise BrokenModel(f"the source has no {missing[0]} of {model}")
-    entries = [files[name] for name in METADATA_FILES if name in files]
-    for entry in entries:
-        maximum = MAX_TOKENIZER_BYTES if entry.name == "tokenizer.json" else MAX_METADATA_BYTES
-        if entry.size > maximum:
+        raise BrokenModel(f"the model's owner has no {missing[0]} of {model}")
+    parts = [manifest.files[name] for name in METADATA_FILES if name in manifest.files]
+    for part in parts:
+        maximum = MAX_TOKENIZER_BYTES if part.name == "tokenizer.json" else MAX_METADATA_BYTES
+        if part.nbytes > maximum:
             raise BrokenModel(
-                f"{entry.name} of {model} has {entry.size} bytes, more than {maximum}"
+                f"{part.name} of {model} has {part.nbytes} bytes, more than {maximum}"
             )
-    return entries
+    return parts
 
 
-def _plan(folder: Path, wanted: dict[str, Shapes], spans: dict[str, TensorSpan]) -> list[GroupPlan]:
-    """The files that are to be written, one for each group."""
-    quantized = ModelConfig.load(folder).quantized
-    return [plan_group(group, shapes, spans, quantized) for group, shapes in wanted.items()]
+def _altered(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> list[Part]:
+    """Stored metadata that is missing or isn't as it was fetched; mends the manifest's own file."""
+    if not _is_same(folder / MANIFEST_FILE, manifest.root):
+        (folder / MANIFEST_FILE).write_bytes(manifest.raw)
+    found = []
+    for part in parts:
+        try:
+            data = (folder / part.name).read_bytes()
+            if len(data) != part.nbytes:
+                raise AlteredModel("it has another size")
+            for piece in cut(part):
+                part.check(piece.index, data[piece.target : piece.target + piece.length])
+        except (OSError, AlteredModel):
+            found.append(part)
+    return found
 
 
-def _missing(folder: Path, layers: tuple[int, int]) -> dict[str, Shapes]:
-    """Tensors of a stage by group, of the groups that aren't here yet."""
-    groups = group_tensors(ModelConfig.load(folder), *layers)
-    return {
-        group: shapes
+def _is_same(path: Path, root: str) -> bool:
+    try:
+        return root_of(path.read_bytes()) == root
+    except OSError:
+        return False
+
+
+def _plans(folder: Path, manifest: Manifest, layers: tuple[int, int]) -> list[GroupPlan]:
+    """The files that a stage of ``layers`` consists of, one for each group."""
+    config = ModelConfig.load(folder)
+    groups = group_tensors(config, *layers)
+    return [
+        plan_group(group, shapes, manifest.tensors, config.quantized)
         for group, shapes in groups.items()
-        if not (folder / group_file(group)).is_file()
-    }
+    ]
 
 
-async def _read(source: Source, model: str, piece: FilePiece) -> bytes:
-    data = await source.read(model, piece)
-    if len(data) != piece.length:
-        raise BrokenModel(f"{len(data)} bytes came, not {piece.length}")
-    return data
+def _check_group(path: Path, plan: GroupPlan, stop: threading.Event) -> None:
+    """Whether a stored file is what ``plan`` says."""
+    if path.stat().st_size != plan.nbytes:
+        raise AlteredModel("it has another size")
+    with path.open("rb") as file:
+        if file.read(len(plan.header)) != plan.header:
+            raise AlteredModel("it has another header")
+    places = [Stretch(path, offset, part.nbytes) for part, offset in plan.offsets()]
+    for part, found in zip(plan.parts, hash_stretches(places, Progress(), stop), strict=True):
+        if found != part.digests:
+            raise AlteredModel(f"tensor {part.name} has other bytes")
 
 
 @asynccontextmanager

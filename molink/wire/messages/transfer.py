@@ -1,51 +1,40 @@
 """Messages between peers that hand each other the files of models."""
 
-from typing import Annotated
-
-import msgspec
-
-from molink.facts.scalars import Count, Text
+from molink.facts.model import Root
+from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import Message, Payload
 
 
-class FilesRequest(Message, frozen=True, kw_only=True, tag="files"):
-    """Which files make up a model? Answered by :class:`FileList`."""
+class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
+    """Read from byte ``offset`` the manifest of the model with that root.
 
-    ref: Count
-    model: Text
-
-
-class FileEntry(Message, frozen=True, kw_only=True):
-    """A file of a model folder: a plain name without separators, and its size in bytes.
-
-    ``digest`` tells copies with the same content from others (a hash of samples of it).
+    What it is: :mod:`molink.checkpoint.manifest`. Answered by :class:`ManifestPart`.
     """
 
-    name: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-    size: Count
-    digest: Text = ""
+    ref: Count
+    root: Root
+    offset: Index
 
 
-class FileList(Message, frozen=True, kw_only=True, tag="file-list"):
-    """The files of a model, split over messages; ``more`` says that another follows."""
+class ManifestPart(Message, frozen=True, kw_only=True, tag="manifest-part"):
+    """Bytes of a manifest (payload ``u8 [n]``) that has ``size`` of them in all."""
 
     ref: Count
-    files: tuple[FileEntry, ...]
-    more: bool = False
+    size: Count
+    payload: Payload
 
 
 class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
-    """Read ``length`` bytes at ``offset`` of a model's file."""
+    """Read chunk ``index`` of a file or tensor of the model with that root."""
 
     ref: Count
-    model: Text
-    file: Text
-    offset: Count
-    length: Annotated[int, msgspec.Meta(ge=1, le=192 * 1024)]
+    root: Root
+    part: Text
+    index: Index
 
 
 class ReadReply(Message, frozen=True, kw_only=True, tag="data"):
-    """Bytes of a file (payload ``u8 [n]``)."""
+    """A chunk (payload ``u8 [n]``)."""
 
     ref: Count
     payload: Payload

@@ -1,26 +1,32 @@
-"""Fetching model files: only what is needed, whole files only, from whoever has them."""
+"""Fetching model files: only what is needed, whole files only, from whoever has them unaltered."""
 
 import asyncio
 import json
 import os
+import shutil
 import struct
+import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.layout import stage_tensors
-from molink.errors import ModelError, MolinkError, Unavailable
-from molink.swarm.fetch_plan import PIECE_BYTES, FilePiece, cut, plan_group
-from molink.wire.messages.transfer import FileEntry
+from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Part, manifest_bytes
+from molink.errors import BrokenModel, MolinkError, Unavailable
+from molink.swarm.fetch_plan import group_tensors, plan_group
 from molinkd.peer import store as store_module
+from molinkd.peer import suppliers as suppliers_module
 from molinkd.peer.library import Library
-from molinkd.peer.store import FetchProgress, Store
+from molinkd.peer.progress import Progress
+from molinkd.peer.store import Store
+from molinkd.peer.suppliers import Source
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,8 +58,6 @@ def write_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
 
 def write_weights(folder: Path, seed: int) -> None:
     """Two shards with bytes that depend on the tensor."""
-    from molink.checkpoint.config import ModelConfig
-
     config = ModelConfig.load(folder)
     names = list(stage_tensors(config, 0, config.layers).items())
     half = len(names) // 2
@@ -83,10 +87,11 @@ class FakeSource:
         self.max_at_once = 0
         self.break_after = break_after
 
-    async def files(self, model: str) -> Sequence[FileEntry]:
-        return self.library.files(model)
+    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+        raw = self.library.held(root).manifest.raw
+        return len(raw), raw[offset : offset + CHUNK_BYTES]
 
-    async def read(self, model: str, piece: FilePiece) -> bytes:
+    async def read(self, root: str, part: str, index: int) -> bytes:
         self.reads += 1
         if self.break_after is not None and self.reads > self.break_after:
             raise Unavailable("the connection broke")
@@ -94,19 +99,41 @@ class FakeSource:
         self.max_at_once = max(self.max_at_once, self.at_once)
         await asyncio.sleep(0)
         self.at_once -= 1
-        self.read_bytes[piece.file] += piece.length
-        return self.library.read(model, piece.file, piece.offset, piece.length)
+        data = self.library.held(root).read(part, index)
+        self.read_bytes[part] += len(data)
+        return data
 
 
-def make_store(root: Path, peers: dict[str, FakeSource], own: Library | None = None) -> Store:
-    @asynccontextmanager
-    async def connect(peer: str) -> AsyncIterator[FakeSource]:
-        if peer not in peers:
-            raise Unavailable(f"{peer} is not there")
-        yield peers[peer]
+class Case:
+    """A store, and what it was told of liars."""
 
-    root.mkdir(exist_ok=True)
-    return Store(root, "me", own or Library(), connect, Library())
+    def __init__(self, root: Path, peers: Mapping[str, Source], own: Library | None = None) -> None:
+        @asynccontextmanager
+        async def connect(peer: str) -> AsyncIterator[Source]:
+            self.connected.append(peer)
+            if peer not in peers:
+                raise Unavailable(f"{peer} is not there")
+            yield peers[peer]
+
+        root.mkdir(exist_ok=True)
+        self.connected: list[str] = []
+        self.liars: dict[str, str] = {}
+        self.store = Store(root, "me", own or Library(), connect, Library(), self.liars.__setitem__)
+        self.library = next(one.library for one in peers.values() if isinstance(one, FakeSource))
+
+    @property
+    def root(self) -> str:
+        holding = self.library.get("m")
+        assert holding is not None
+        return holding.manifest.root
+
+    async def stage(
+        self, layers: tuple[int, int], *sources: str, progress: Progress | None = None
+    ) -> Path:
+        return await self.store.stage("m", self.root, layers, sources or ("a",), progress)
+
+    async def metadata(self, *sources: str) -> Path:
+        return await self.store.metadata("m", self.root, sources or ("a",))
 
 
 @pytest.fixture
@@ -117,9 +144,8 @@ def source(tmp_path: Path) -> FakeSource:
 
 
 async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSource) -> None:
-    store = make_store(tmp_path / "store", {"a": source})
-    progress = FetchProgress()
-    folder = await store.stage("m", (1, 3), ["a"], progress)
+    progress = Progress()
+    folder = await Case(tmp_path / "store", {"a": source}).stage((1, 3), progress=progress)
     assert sorted(p.name for p in folder.glob("*.safetensors")) == [
         "layer-0001.safetensors",
         "layer-0002.safetensors",
@@ -129,8 +155,8 @@ async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSourc
     for name in opened.stage_tensors(1, 3):
         here, there = opened.tensors[name], original.tensors[name]
         assert _bytes(folder, here) == _bytes(tmp_path / "model", there)
-    assert 0 < progress.done <= progress.total
-    weights = sum(n for name, n in source.read_bytes.items() if name.endswith(".safetensors"))
+    assert 0 < progress.done == progress.total
+    weights = sum(n for name, n in source.read_bytes.items() if name.startswith("model."))
     whole = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))
     assert weights < 0.75 * whole
     assert source.max_at_once > 1
@@ -146,10 +172,10 @@ def _bytes(folder: Path, span: TensorSpan) -> bytes:
 async def test_the_ends_of_the_model(tmp_path: Path, tied: bool) -> None:
     library = Library()
     library.add("m", write_model(tmp_path / "model", tied=tied))
-    store = make_store(tmp_path / "store", {"a": FakeSource(library)})
-    first = await store.stage("m", (0, 2), ["a"])
+    case = Case(tmp_path / "store", {"a": FakeSource(library)})
+    first = await case.stage((0, 2))
     ModelFolder.open(first, (0, 2))
-    last = await store.stage("m", (2, 4), ["a"])
+    last = await case.stage((2, 4))
     assert last == first
     ModelFolder.open(last, (2, 4))
     ModelFolder.open(last)
@@ -166,60 +192,109 @@ async def test_the_disk_is_never_waited_for_on_the_loop(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    await make_store(tmp_path / "store", {"a": source}).stage("m", (1, 2), ["a"])
+    await Case(tmp_path / "store", {"a": source}).stage((1, 2))
     assert threads
     assert threading.get_ident() not in threads
 
 
 async def test_what_is_here_is_not_fetched_again(tmp_path: Path, source: FakeSource) -> None:
-    store = make_store(tmp_path / "store", {"a": source})
-    await store.stage("m", (1, 3), ["a"])
+    case = Case(tmp_path / "store", {"a": source})
+    await case.stage((1, 3))
     before = source.reads
-    await store.stage("m", (1, 3), ["a"])
+    progress = Progress()
+    await case.stage((1, 3), progress=progress)
+    await Case(tmp_path / "store", {"a": source}).stage((1, 3))  # nor by the next run
     assert source.reads == before
+    assert 0 < progress.done == progress.total
 
 
 async def test_an_interrupted_transfer_is_taken_up_again(
     tmp_path: Path, source: FakeSource
 ) -> None:
-    store = make_store(tmp_path / "store", {"a": source})
+    case = Case(tmp_path / "store", {"a": source})
     source.break_after = 20
     with pytest.raises(Unavailable, match="broke"):
-        await store.stage("m", (0, 4), ["a"])
+        await case.stage((0, 4))
     kept = sorted(p.name for p in (tmp_path / "store").rglob("*.safetensors"))
     assert kept
     assert not list((tmp_path / "store").rglob("*.part"))
     source.break_after = None
     source.read_bytes.clear()
-    folder = await store.stage("m", (0, 4), ["a"])
+    folder = await case.stage((0, 4))
     ModelFolder.open(folder)
     assert len(kept) < len(list(folder.glob("*.safetensors")))
 
 
-async def test_the_next_source_is_tried(tmp_path: Path, source: FakeSource) -> None:
-    broken = FakeSource(source.library, break_after=5)
-    store = make_store(tmp_path / "store", {"a": broken, "b": source})
-    folder = await store.stage("m", (0, 4), ["gone", "a", "b"])
+async def test_the_next_source_goes_on_where_one_breaks_off(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    broken = FakeSource(source.library, break_after=15)
+    case = Case(tmp_path / "store", {"a": broken, "b": source})
+    progress = Progress()
+    folder = await case.stage((0, 4), "gone", "a", "b", progress=progress)
     ModelFolder.open(folder)
+    assert not set(broken.read_bytes) & set(source.read_bytes)
+    assert progress.done == progress.total
+    assert case.liars == {}
+    # Those that failed are asked last from now on.
+    case.connected.clear()
+    shutil.rmtree(folder)
+    await case.stage((0, 4), "gone", "a", "b")
+    assert case.connected == ["b"]
 
 
-async def test_no_source_says_what_each_answered(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "store", {"a": FakeSource(Library())})
+async def test_no_source_says_what_each_answered(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"x": source, "a": FakeSource(Library())})
     with pytest.raises(Unavailable, match=r"a: this peer doesn't hold.*b: b is not there"):
-        await store.stage("m", (0, 4), ["a", "b"])
+        await case.stage((0, 4), "a", "b")
     with pytest.raises(Unavailable, match="no peer"):
-        await store.metadata("m", ["me"])
+        await case.metadata("me")
+
+
+async def test_without_a_root_nobody_is_believed(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(Unavailable, match="nobody said which bytes m consists of"):
+        await case.store.metadata("m", "", ["a"])
+    assert case.connected == []
 
 
 async def test_metadata_only(tmp_path: Path, source: FakeSource) -> None:
-    store = make_store(tmp_path / "store", {"a": source})
-    folder = await store.metadata("m", ["a"])
+    folder = await Case(tmp_path / "store", {"a": source}).metadata()
     assert sorted(p.name for p in folder.iterdir()) == [
         "config.json",
+        "manifest.molink",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
     assert json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) == {"x": 1}
+
+
+async def test_metadata_that_has_to_come_first_is_progress_too(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    go_on = asyncio.Event()
+    read = source.read
+
+    async def slowly(root: str, part: str, index: int) -> bytes:
+        if part == "tokenizer_config.json":
+            waiting.set()
+            await go_on.wait()
+        return await read(root, part, index)
+
+    waiting = asyncio.Event()
+    source.read = slowly  # type: ignore[method-assign]
+    progress, before = Progress(), manifest_bytes(case.root)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(case.metadata())
+        await waiting.wait()
+        group.create_task(case.stage((1, 3), progress=progress))
+        await asyncio.sleep(0)
+        done, total = progress.shown
+        assert before < done < total
+        go_on.set()
+    assert done < progress.done == progress.total
+    assert progress.shown == (progress.done, progress.total)
 
 
 async def test_a_copy_of_our_own_is_used_if_it_is_the_same(
@@ -227,13 +302,13 @@ async def test_a_copy_of_our_own_is_used_if_it_is_the_same(
 ) -> None:
     mine = Library()
     mine.add("m", write_model(tmp_path / "mine"))
-    store = make_store(tmp_path / "store", {"a": source}, mine)
-    assert await store.stage("m", (0, 4), ["a"]) == tmp_path / "mine"
-    assert source.reads == 0
+    case = Case(tmp_path / "store", {"a": source}, mine)
+    assert await case.stage((0, 4)) == tmp_path / "mine"
+    assert case.connected == []
     other = Library()
     other.add("m", write_model(tmp_path / "other", seed=1))
-    store = make_store(tmp_path / "store2", {"a": source}, other)
-    assert await store.stage("m", (0, 1), ["a"]) != tmp_path / "other"
+    case = Case(tmp_path / "store2", {"a": source}, other)
+    assert await case.stage((0, 1)) != tmp_path / "other"
 
 
 async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -> None:
@@ -241,8 +316,8 @@ async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -
     old.add("m", write_model(tmp_path / "old", seed=0))
     new.add("m", write_model(tmp_path / "new", seed=1))
     root = tmp_path / "store"
-    before = await make_store(root, {"a": FakeSource(old)}).stage("m", (0, 2), ["a"])
-    after = await make_store(root, {"a": FakeSource(new)}).stage("m", (0, 2), ["a"])
+    before = await Case(root, {"a": FakeSource(old)}).stage((0, 2))
+    after = await Case(root, {"a": FakeSource(new)}).stage((0, 2))
     assert before != after
 
 
@@ -250,229 +325,296 @@ async def test_a_full_disk_is_said_before_anything_is_fetched(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "RESERVE_BYTES", 1 << 62)
-    store = make_store(tmp_path / "store", {"a": source})
+    case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(MolinkError, match="free"):
-        await store.stage("m", (0, 4), ["a"])
-    assert not list((tmp_path / "store").rglob("*.safetensors"))
+        await case.stage((0, 4))
+    with pytest.raises(MolinkError, match="free"):
+        await case.metadata()
+    assert source.reads == 0
+    assert left_behind(tmp_path / "store") == []
 
 
 async def test_a_hostile_name_stays_in_the_store(tmp_path: Path, source: FakeSource) -> None:
-    source.library.add("../../evil", tmp_path / "model")
-    store = make_store(tmp_path / "store", {"a": source})
-    folder = await store.metadata("../../evil", ["a"])
+    case = Case(tmp_path / "store", {"a": source})
+    folder = await case.store.metadata("../../evil", case.root, ["a"])
     assert folder.parent == tmp_path / "store"
-
-
-async def test_a_source_with_a_false_header_is_refused(tmp_path: Path, source: FakeSource) -> None:
-    shard = tmp_path / "model" / "model-0.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[:8] = struct.pack("<Q", 2**40)
-    shard.write_bytes(data)
-    store = make_store(tmp_path / "store", {"a": source})
-    with pytest.raises((ModelError, Unavailable), match="header"):
-        await store.stage("m", (0, 4), ["a"])
-
-
-def test_cutting() -> None:
-    pieces = list(cut("f", 5, 2 * PIECE_BYTES + 1, 100))
-    assert [piece.length for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, 1]
-    assert [piece.offset for piece in pieces] == [5, 5 + PIECE_BYTES, 5 + 2 * PIECE_BYTES]
-    assert [piece.target for piece in pieces] == [100, 100 + PIECE_BYTES, 100 + 2 * PIECE_BYTES]
-
-
-# --- sources that lie ---
-
-
-class Liar(FakeSource):
-    """Claims other files, or other bytes, than it has."""
-
-    def __init__(self, library: Library) -> None:
-        super().__init__(library)
-        self.claimed: dict[str, int] = {}
-        self.data: dict[str, bytes] = {}
-        self.version = 0
-
-    async def files(self, model: str) -> Sequence[FileEntry]:
-        held = {entry.name: entry.size for entry in self.library.files(model)}
-        sizes = {**held, **{name: len(data) for name, data in self.data.items()}, **self.claimed}
-        return [
-            FileEntry(name=name, size=size, digest=str(self.version))
-            for name, size in sizes.items()
-        ]
-
-    async def read(self, model: str, piece: FilePiece) -> bytes:
-        if piece.file in self.data:
-            self.reads += 1
-            return self.data[piece.file][piece.offset : piece.offset + piece.length]
-        return await super().read(model, piece)
-
-    def weights(self, dtype: str, extent: int, element: int) -> None:
-        """Have every tensor claim ``[extent]`` of ``dtype``."""
-        from molink.checkpoint.config import ModelConfig
-
-        folder = self.library.get("m").folder
-        header: dict[str, object] = {}
-        end = 0
-        for name in stage_tensors(ModelConfig.load(folder), 0, 4):
-            offsets = [end, end + extent * element]
-            header[name] = {"dtype": dtype, "shape": [extent], "data_offsets": offsets}
-            end += extent * element
-        text = json.dumps(header).encode()
-        self.data["model-0.safetensors"] = struct.pack("<Q", len(text)) + text
-        self.claimed["model-0.safetensors"] = 8 + len(text) + end
-
-
-@pytest.fixture
-def liar(source: FakeSource) -> Liar:
-    return Liar(source.library)
-
-
-def left_behind(root: Path) -> list[str]:
-    return sorted(path.name for path in root.rglob("*"))
-
-
-@pytest.mark.parametrize(("dtype", "element"), [("U8", 1), ("F32", 4)])
-async def test_sizes_follow_from_the_config(
-    tmp_path: Path, liar: Liar, dtype: str, element: int
-) -> None:
-    (tmp_path / "model" / "model-1.safetensors").unlink()
-    liar.library.add("m", tmp_path / "model")
-    liar.weights(dtype, 2**45, element)
-    store = make_store(tmp_path / "store", {"a": liar})
-    # 2**45 bytes in pieces of 192 KiB: planning them would need tens of gigabytes.
-    with pytest.raises(Unavailable, match=r"tensor .* is \w+ \[35184372088832\], not \["):
-        await store.stage("m", (0, 4), ["a"])
-    assert left_behind(tmp_path / "store") == []
-
-
-def test_a_plan_of_a_huge_group_is_small() -> None:
-    extent = 1 << 20
-    span = TensorSpan("f", "F32", (extent, extent), 8, 4 * extent * extent)
-    plan = plan_group("embed", {"t": (extent, extent)}, {"t": span})
-    assert plan.nbytes > 2**42
-    pieces = plan.pieces()
-    first, second = next(pieces), next(pieces)
-    assert (first.offset, first.target) == (8, len(plan.header))
-    assert second.target == first.target + PIECE_BYTES
-
-
-@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
-async def test_a_config_of_absurd_size(tmp_path: Path, liar: Liar, field: str) -> None:
-    config = {**CONFIG, "head_dim": 4, field: 2**31 - 1}
-    liar.data["config.json"] = json.dumps(config).encode()
-    store = make_store(tmp_path / "store", {"a": liar})
-    with pytest.raises(Unavailable, match=f"{field} has to be at most"):
-        await store.stage("m", (0, 4), ["a"])
-    assert left_behind(tmp_path / "store") == []
-
-
-async def test_layers_that_the_model_has_not(tmp_path: Path, source: FakeSource) -> None:
-    store = make_store(tmp_path / "store", {"a": source})
-    with pytest.raises(Unavailable, match="has layers 0:4, not 2:2000000000"):
-        await store.stage("m", (2, 2_000_000_000), ["a"])
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("tokenizer.json", (64 << 20) + 1), ("config.json", (16 << 20) + 1)],
-)
-async def test_metadata_is_bounded(tmp_path: Path, liar: Liar, name: str, size: int) -> None:
-    liar.claimed[name] = size
-    store = make_store(tmp_path / "store", {"a": liar})
-    with pytest.raises(Unavailable, match=f"{name} of m has {size} bytes"):
-        await store.metadata("m", ["a"])
-    assert liar.reads == 0
-    assert left_behind(tmp_path / "store") == []
-
-
-async def test_the_disk_is_checked_for_metadata_too(
-    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "RESERVE_BYTES", 1 << 62)
-    store = make_store(tmp_path / "store", {"a": source})
-    with pytest.raises(Unavailable, match="free"):
-        await store.metadata("m", ["a"])
-    assert source.reads == 0
-
-
-async def test_too_many_files(tmp_path: Path, liar: Liar) -> None:
-    liar.claimed |= {f"{number}.safetensors": 1 for number in range(5000)}
-    store = make_store(tmp_path / "store", {"a": liar})
-    with pytest.raises(Unavailable, match="lists 5005 files"):
-        await store.metadata("m", ["a"])
-
-
-async def test_headers_are_bounded_together(
-    tmp_path: Path, liar: Liar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = [
-        struct.unpack("<Q", path.read_bytes()[:8])[0]
-        for path in (tmp_path / "model").glob("*.safetensors")
-    ]
-    monkeypatch.setattr(store_module, "MAX_HEADER_BYTES", sum(lengths) - 1)
-    store = make_store(tmp_path / "store", {"a": liar})
-    with pytest.raises(Unavailable, match="no valid header"):
-        await store.stage("m", (0, 4), ["a"])
-    monkeypatch.setattr(store_module, "MAX_HEADER_BYTES", sum(lengths))
-    ModelFolder.open(await store.stage("m", (0, 4), ["a"]))
-
-
-async def test_a_short_answer_is_the_sources_fault(tmp_path: Path, liar: Liar) -> None:
-    liar.data["model-0.safetensors"] = b"abc"
-    liar.claimed["model-0.safetensors"] = 1000
-    store = make_store(tmp_path / "store", {"a": liar})
-    with pytest.raises(Unavailable, match="3 bytes came, not 8"):
-        await store.stage("m", (0, 4), ["a"])
 
 
 async def test_metadata_appears_whole_or_not_at_all(tmp_path: Path, source: FakeSource) -> None:
     source.break_after = 1
-    store = make_store(tmp_path / "store", {"a": source})
     with pytest.raises(Unavailable, match="broke"):
-        await store.metadata("m", ["a"])
+        await Case(tmp_path / "store", {"a": source}).metadata()
     assert left_behind(tmp_path / "store") == []
-
-
-async def test_a_source_that_keeps_lying_is_left_out(tmp_path: Path, liar: Liar) -> None:
-    liar.data["config.json"] = b"{"
-    store = make_store(tmp_path / "store", {"a": liar})
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="not valid JSON"):
-            await store.metadata("m", ["a"])
-    assert left_behind(tmp_path / "store") == []
-    reads = liar.reads
-    with pytest.raises(Unavailable, match=r"left out for .* after 2 failures"):
-        await store.metadata("m", ["a"])
-    assert liar.reads == reads
-
-
-async def test_a_source_that_keeps_changing_does_not_fill_the_disk(
-    tmp_path: Path, liar: Liar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each time it lets one group arrive, and then breaks off."""
-    monkeypatch.setattr(store_module, "IN_FLIGHT", 1)
-    store = make_store(tmp_path / "store", {"a": liar})
-    used = await store.metadata("m", ["a"])
-    for version in range(1, 9):
-        liar.version, liar.break_after = version, liar.reads + 24
-        with pytest.raises(Unavailable, match="broke"):
-            await store.stage("m", (0, 4), ["a"])
-    folders = list((tmp_path / "store").iterdir())
-    assert used in folders
-    assert len(folders) == 2 + store_module.MAX_OTHERS
-    assert all(any(folder.glob("*.safetensors")) for folder in folders if folder != used)
 
 
 async def test_what_a_crash_left_is_removed(tmp_path: Path, source: FakeSource) -> None:
     draft = tmp_path / "store" / ".m-0123456789abcdef.part"
     draft.mkdir(parents=True)
     (draft / "tokenizer.json").write_bytes(b"x")
-    make_store(tmp_path / "store", {"a": source})
+    Case(tmp_path / "store", {"a": source})
     assert left_behind(tmp_path / "store") == []
 
 
-def quantized_spans(state_bytes: int) -> dict[str, TensorSpan]:
-    """An nf4 weight ``[64, 64]`` as a source's header describes it."""
+async def test_layers_that_the_model_has_not(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match="has layers 0:4, not 2:2000000000"):
+        await case.stage((2, 2_000_000_000))
+
+
+async def test_old_versions_do_not_fill_the_disk(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    sources = []
+    for version in range(6):
+        library = Library()
+        library.add("m", write_model(tmp_path / f"m{version}", seed=version))
+        sources.append(FakeSource(library))
+        await Case(root, {"a": sources[-1]}).stage((0, 1))
+    assert len(list(root.iterdir())) == 1 + store_module.MAX_OTHERS
+
+
+# --- sources that lie ---
+
+
+class Liar(FakeSource):
+    """Has the right manifest and the right sizes, but other bytes in some parts."""
+
+    def __init__(self, library: Library, *parts: str) -> None:
+        super().__init__(library)
+        self.parts = parts
+        self.lies = 0
+
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        data = await super().read(root, part, index)
+        if self.parts and part not in self.parts:
+            return data
+        self.lies += 1
+        return bytes([data[0] ^ 1]) + data[1:]
+
+
+def left_behind(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*"))
+
+
+def same_tensors(folder: Path, original: Path, layers: tuple[int, int]) -> None:
+    here, there = ModelFolder.open(folder, layers), ModelFolder.open(original)
+    for name in here.stage_tensors(*layers):
+        assert _bytes(folder, here.tensors[name]) == _bytes(original, there.tensors[name])
+
+
+TENSOR = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("part", [TENSOR, "tokenizer_config.json", "config.json"])
+async def test_altered_bytes_are_noticed_and_the_next_source_goes_on(
+    tmp_path: Path, source: FakeSource, part: str
+) -> None:
+    liar = Liar(source.library, part)
+    case = Case(tmp_path / "store", {"l": liar, "b": source})
+    folder = await case.stage((1, 4), "l", "b")
+    same_tensors(folder, tmp_path / "model", (1, 4))
+    for name in ("config.json", "tokenizer_config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    assert liar.lies >= 1
+    assert list(case.liars) == ["l"]
+    assert part in case.liars["l"]
+    # It is never asked again, even where nobody else is there.
+    shutil.rmtree(folder)
+    case.connected.clear()
+    with pytest.raises(Unavailable, match="l: not asked again, since chunk 1 of 1 of"):
+        await case.stage((1, 4), "l")
+    assert case.connected == []
+    case.store.forget("l")
+    liar.parts = ("none",)
+    await case.stage((1, 4), "l")
+
+
+async def test_a_liar_alone_gives_nothing(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"l": Liar(source.library)})
+    with pytest.raises(Unavailable, match="is not what the model's owner has there"):
+        await case.stage((0, 4), "l")
+    assert left_behind(tmp_path / "store") == []
+    assert list(case.liars) == ["l"]
+
+
+class WrongManifest(FakeSource):
+    """Another model's manifest, or one of any size, under the root that is asked for."""
+
+    def __init__(self, library: Library, size: int, raw: bytes) -> None:
+        super().__init__(library)
+        self.size, self.raw, self.asked = size, raw, 0
+
+    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+        self.asked += 1
+        return self.size, self.raw[offset : offset + CHUNK_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("size", "sent", "why"),
+    [
+        ("right", "other", "not the one that the model's owner made"),
+        (MAX_MANIFEST_BYTES + 1, CHUNK_BYTES, "it sent 196608 of 67108865 at 0"),
+        (2**53, CHUNK_BYTES, "it sent 196608 of"),
+        (0, 0, "it sent 0 of 0 at 0"),
+        ("right", 10, "it sent 10 of"),
+        ("right", 0, "it sent 0 of"),
+        ("right", CHUNK_BYTES, "it sent 196608 of"),
+    ],
+)
+async def test_a_wrong_manifest(
+    tmp_path: Path, source: FakeSource, size: int | str, sent: int | str, why: str
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    due = manifest_bytes(case.root)
+    other = Library().add("m", write_model(tmp_path / "other", seed=3)).manifest.raw
+    assert len(other) == due
+    raw = bytes(sent) if isinstance(sent, int) else other
+    liar = WrongManifest(source.library, size if isinstance(size, int) else due, raw)
+    case = Case(tmp_path / "store", {"l": liar, "b": source})
+    folder = await case.stage((0, 2), "l", "b")
+    same_tensors(folder, tmp_path / "model", (0, 2))
+    assert why in case.liars["l"]
+    assert liar.asked == 1
+
+
+async def test_a_manifest_comes_in_parts(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (suppliers_module, sys.modules[__name__]):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    case = Case(tmp_path / "store", {"a": source})
+    folder = await case.stage((0, 1))
+    assert (folder / "manifest.molink").read_bytes() == source.library.held(case.root).manifest.raw
+
+
+async def test_a_manifest_of_any_size_is_not_asked_for(tmp_path: Path, source: FakeSource) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(BrokenModel, match="too large"):
+        await case.store.metadata("m", f"{'0' * 64}:{MAX_MANIFEST_BYTES + 1}", ["a"])
+    assert case.connected == []
+
+
+async def test_a_source_that_is_too_slow_is_left(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suppliers_module, "TRIAL_S", 0.0)
+    monkeypatch.setattr(suppliers_module, "SLOW_RATE", 1e15)
+    slow = FakeSource(source.library)
+    case = Case(tmp_path / "store", {"s": slow, "b": source})
+    folder = await case.stage((0, 4), "s", "b")
+    same_tensors(folder, tmp_path / "model", (0, 4))
+    assert slow.reads == 0  # left once the manifest was there
+    assert source.reads > 0
+    assert case.liars == {}
+
+
+# --- copies that are altered here ---
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    """Alter one byte; the size and the time stay."""
+    found = path.stat()
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"),
+    [
+        ("layer-0001.safetensors", -1),
+        ("layer-0001.safetensors", 12),
+        ("tokenizer_config.json", 5),
+        ("manifest.molink", 40),
+    ],
+)
+async def test_an_altered_copy_is_noticed_before_its_use(
+    tmp_path: Path, source: FakeSource, name: str, offset: int
+) -> None:
+    folder = await Case(tmp_path / "store", {"a": source}).stage((0, 3))
+    before = source.reads
+    flip(folder / name, offset)
+    case = Case(tmp_path / "store", {"a": source})
+    progress = Progress()
+    assert await case.stage((0, 3), progress=progress) == folder
+    same_tensors(folder, tmp_path / "model", (0, 3))
+    original = {"tokenizer_config.json": (tmp_path / "model" / name)}
+    if name in original:
+        assert (folder / name).read_bytes() == original[name].read_bytes()
+    assert (folder / "manifest.molink").read_bytes() == source.library.held(case.root).manifest.raw
+    assert 0 < progress.done == progress.total
+    fetched = source.reads - before
+    assert fetched <= 12  # that file alone
+
+
+async def test_a_copy_that_changes_while_the_daemon_runs(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    case = Case(tmp_path / "store", {"a": source})
+    folder = await case.stage((0, 2))
+    file = folder / "layer-0001.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(100)
+    await case.stage((0, 2))
+    same_tensors(folder, tmp_path / "model", (0, 2))
+
+
+# --- what the owner says is bounded by the config ---
+
+
+def test_sizes_follow_from_the_config(tmp_path: Path, source: FakeSource) -> None:
+    config = ModelConfig.load(tmp_path / "model")
+    groups = group_tensors(config, 0, 4)
+    tensors = source.library.add("m", tmp_path / "model").manifest.tensors
+    huge = Part("model.norm.weight", 2**45, b"", "U8", (2**45,))
+    with pytest.raises(MolinkError, match=r"tensor .* is U8 \[35184372088832\], not \["):
+        plan_group("final", groups["final"], {**tensors, huge.name: huge})
+    del tensors["model.norm.weight"]
+    with pytest.raises(MolinkError, match=r"has no tensor model\.norm\.weight"):
+        plan_group("final", groups["final"], tensors)
+
+
+def test_a_plan_of_a_huge_group_is_small() -> None:
+    extent = 1 << 20
+    part = Part("t", 4 * extent * extent, b"", "F32", (extent, extent))
+    plan = plan_group("embed", {"t": (extent, extent)}, {"t": part})
+    assert plan.nbytes > 2**42
+    pieces = plan.pieces()
+    first, second = next(pieces), next(pieces)
+    assert (first.index, first.target) == (0, len(plan.header))
+    assert (second.index, second.target) == (1, first.target + CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
+async def test_a_config_of_absurd_size(tmp_path: Path, source: FakeSource, field: str) -> None:
+    config = {**CONFIG, "head_dim": 4, field: 2**31 - 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    source.library.add("m", tmp_path / "model")
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match=f"{field} has to be at most"):
+        await case.stage((0, 4))
+    assert left_behind(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("tokenizer.json", (64 << 20) + 1), ("config.json", (16 << 20) + 1)],
+)
+async def test_metadata_is_bounded(
+    tmp_path: Path, source: FakeSource, name: str, size: int
+) -> None:
+    with (tmp_path / "model" / name).open("r+b") as file:
+        file.truncate(size)
+    source.library.add("m", tmp_path / "model")
+    case = Case(tmp_path / "store", {"a": source})
+    with pytest.raises(MolinkError, match=f"{name} of m has {size} bytes"):
+        await case.metadata()
+    assert source.reads == 0
+    assert left_behind(tmp_path / "store") == []
+
+
+def quantized_parts(state_bytes: int) -> dict[str, Part]:
+    """An nf4 weight ``[64, 64]`` as a manifest describes it."""
     name = "model.layers.0.mlp.up_proj.weight"
     parts = {
         name: ("U8", (2048, 1)),
@@ -481,27 +623,27 @@ def quantized_spans(state_bytes: int) -> dict[str, TensorSpan]:
         f"{name}.quant_state.bitsandbytes__nf4": ("U8", (state_bytes,)),
     }
     return {
-        name: TensorSpan("f", dtype, shape, 0, shape[0] * (4 if dtype == "F32" else 1))
+        name: Part(name, shape[0] * (4 if dtype == "F32" else 1), b"", dtype, shape)
         for name, (dtype, shape) in parts.items()
     }
 
 
 def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    spans = quantized_spans(90)
-    plan = plan_group("layer-0000", {name: (64, 64)}, spans, "nf4")
-    assert plan.spans == tuple(spans.values())
+    parts = quantized_parts(90)
+    plan = plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
+    assert plan.parts == tuple(parts.values())
     assert plan.nbytes == len(plan.header) + 2048 + 4 * 64 + 4 * 16 + 90
     with pytest.raises(MolinkError, match="is U8"):
-        plan_group("layer-0000", {name: (64, 64)}, spans)
-    del spans[f"{name}.absmax"]
+        plan_group("layer-0000", {name: (64, 64)}, parts)
+    del parts[f"{name}.absmax"]
     with pytest.raises(MolinkError, match=r"has no tensor .*absmax"):
-        plan_group("layer-0000", {name: (64, 64)}, spans, "nf4")
+        plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
 
 
 def test_what_a_quantized_weight_takes_is_bounded() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(MolinkError, match="quant_state"):
-        plan_group("layer-0000", {name: (64, 64)}, quantized_spans(1 << 30), "nf4")
+        plan_group("layer-0000", {name: (64, 64)}, quantized_parts(1 << 30), "nf4")
     with pytest.raises(MolinkError, match="up_proj"):
-        plan_group("layer-0000", {name: (32, 64)}, quantized_spans(90), "nf4")
+        plan_group("layer-0000", {name: (32, 64)}, quantized_parts(90), "nf4")

@@ -1,0 +1,46 @@
+"""How long a peer that says it fetches is believed: only while its bytes come, and at a rate.
+
+What it says can't be checked from here, so the whole time that it may take follows from what its
+stage has at most, not from its word.
+"""
+
+from molink.facts.model import LayerRange, ModelFacts
+
+#: Slowest transfer that is waited for, in bytes per second.
+MIN_RATE = 128 * 1024
+#: Without one more byte for this long, in seconds, a transfer stands still.
+STALL = 30.0
+#: What a transfer may take beside its bytes, in seconds: looking for a source, checking the disk.
+GRACE = 60.0
+#: Some tensors may be stored in wider types than the rest, and files have headers, in bytes.
+_WIDER = 1.5
+_HEADERS = 1 << 20
+
+
+def stage_bytes(facts: ModelFacts, layers: LayerRange) -> int:
+    """Bytes that the files of a stage have at most."""
+    first, last = layers
+    ends = facts.first_bytes * (first == 0) + facts.last_bytes * (last == facts.layers)
+    if facts.tied and last == facts.layers:
+        ends += facts.first_bytes
+    weights = (last - first) * facts.layer_bytes + ends
+    return round(_WIDER * weights) + facts.extra_bytes + _HEADERS
+
+
+class Transfer:
+    """One peer's transfer of at most ``most`` bytes, from the moment it was asked for."""
+
+    def __init__(self, most: int, now: float) -> None:
+        self._most = most
+        self._begun = self._moved = now
+        self._done = 0
+
+    def observe(self, done: int, now: float) -> None:
+        """The peer says that it has ``done`` bytes."""
+        if self._done < done and self._done < self._most:
+            self._done, self._moved = min(done, self._most), now
+
+    @property
+    def deadline(self) -> float:
+        """When it is given up unless more is heard of it."""
+        return min(self._moved + STALL, self._begun + GRACE + self._done / MIN_RATE)

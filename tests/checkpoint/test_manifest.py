@@ -1,0 +1,88 @@
+"""The list of a model's hashes: one root for one content, and nothing inconsistent is read."""
+
+import hashlib
+
+import msgspec
+import pytest
+
+from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, Part, root_of
+from molink.errors import AlteredModel, BrokenModel
+
+DATA = bytes(range(256)) * 1000
+
+
+def digests(data: bytes) -> bytes:
+    chunks = [data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES)]
+    return b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
+
+
+FILE = Part("config.json", 2, digests(b"{}"))
+TENSOR = Part("t", len(DATA), digests(DATA), "U8", (256, 1000))
+
+
+def test_the_root_is_that_of_the_content() -> None:
+    other = Part("s", 4, digests(b"abcd"), "F32", (1,))
+    manifest = Manifest.of([FILE], [TENSOR, other])
+    assert Manifest.of([FILE], [other, TENSOR]) == manifest
+    assert Manifest.open(manifest.raw, manifest.root) == manifest
+    changed = msgspec.structs.replace(other, digests=digests(b"abce"))
+    roots = {
+        manifest.root,
+        Manifest.of([FILE], [TENSOR, changed]).root,
+        Manifest.of([FILE], [TENSOR]).root,
+        Manifest.of([], [TENSOR, other]).root,
+        Manifest.of([FILE], [TENSOR, msgspec.structs.replace(other, dtype="I32")]).root,
+    }
+    assert len(roots) == 5
+    assert manifest.part("t") == TENSOR
+    assert manifest.part("config.json") == FILE
+    assert manifest.part("x") is None
+
+
+def test_chunks() -> None:
+    assert TENSOR.chunks == 2
+    assert [TENSOR.length(index) for index in range(2)] == [CHUNK_BYTES, len(DATA) - CHUNK_BYTES]
+    TENSOR.check(0, DATA[:CHUNK_BYTES])
+    TENSOR.check(1, DATA[CHUNK_BYTES:])
+    for index, data in ((1, DATA[:CHUNK_BYTES]), (0, DATA[: CHUNK_BYTES - 1]), (0, b"")):
+        with pytest.raises(AlteredModel, match=f"chunk {index + 1} of 2 of t is not"):
+            TENSOR.check(index, data)
+    assert Part("empty", 0, b"").chunks == 0
+
+
+def test_another_manifest_is_refused() -> None:
+    manifest = Manifest.of([FILE], [TENSOR])
+    for raw in (b"", manifest.raw[:-1], manifest.raw + b"x"):
+        with pytest.raises(AlteredModel, match="owner"):
+            Manifest.open(raw, manifest.root)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        msgspec.structs.replace(TENSOR, digests=TENSOR.digests[DIGEST_BYTES:]),
+        msgspec.structs.replace(TENSOR, nbytes=len(DATA) - 1),
+        msgspec.structs.replace(TENSOR, shape=(256, 1001)),
+        msgspec.structs.replace(TENSOR, dtype="X8"),
+        msgspec.structs.replace(TENSOR, nbytes=2**50),
+        msgspec.structs.replace(FILE, nbytes=2**50),
+    ],
+)
+def test_what_contradicts_itself_is_refused(part: Part) -> None:
+    with pytest.raises(BrokenModel, match="contradicts itself"):
+        Manifest.of([], [part])
+
+
+def test_two_parts_of_one_name() -> None:
+    with pytest.raises(BrokenModel, match="one name"):
+        Manifest.of([FILE], [FILE])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", [2, [], []], [1, []], [1, [["x", -1, b""]], []], [1, [["", 0, b""]], []], {"a": 1}],
+)
+def test_nonsense_under_its_own_root(content: object) -> None:
+    raw = msgspec.msgpack.encode(content)
+    with pytest.raises(BrokenModel, match="can't be read"):
+        Manifest.open(raw, root_of(raw))
