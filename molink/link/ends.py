@@ -61,6 +61,8 @@ class ChannelEvents:
     on_disconnect: Callable[[], None]
     #: A channel that was ``congested`` no longer is.
     on_drained: Callable[[], None]
+    #: Nobody listens any more where the next stage did: its process has ended. Told with why.
+    on_gone: Callable[[str], None]
 
 
 #: Makes the connection of a lane.

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 IDLE_INTERVAL = 1.0
 #: The same while requests live: TCP forgets its window after about 250 ms without traffic.
 BUSY_INTERVAL = 0.1
-#: The least time without progress that is death, in seconds, however short the steps are.
+#: The least time without progress that is death, in seconds, however short the steps are; and
+#: the time without a sign of life, while requests live.
 PATIENCE = 3.0
-#: The same while nothing at all is heard: a new connection after :data:`STALL` gets its chance.
-SILENCE = 4.0
-#: Seconds of silence after which the connections are made anew: after a cut of 2 s TCP may try
-#: again only 4 s after it began, since it doubles its pauses. A new connection tries at once, and a
-#: second later.
-STALL = 2.0
+#: The same while none does: beats are then a second apart.
+IDLE_SILENCE = 4.0
+#: Seconds of silence after which the connections are made anew, while requests live and while none
+#: does: after a cut of 2 s TCP may try again only 4 s after it began, since it doubles its pauses.
+#: A new connection tries at once, and a second later.
+STALL = 1.4
+IDLE_STALL = 2.0
 #: Predicted durations of a step without progress that are death: predictions are off by less.
 PATIENCE_FACTOR = 5.0
 #: The patience with a stage that has not been reached yet, in seconds: it may have a step to
@@ -210,15 +212,26 @@ class Liveness:
             return FIRST_PATIENCE
         return max(PATIENCE, PATIENCE_FACTOR * self._predicted)
 
-    def stalled(self, now: float) -> bool:
-        """Whether to make the connections anew, which is then taken for done."""
-        if not self._reached or now - max(self._beat_at, self._anew_at) < STALL:
+    def quiet(self, now: float) -> bool:
+        """Whether it has been silent for so long that it matters whether requests live."""
+        return now - self._beat_at >= STALL
+
+    def stalled(self, now: float, busy: bool) -> bool:
+        """Whether to make the connections anew, which is then taken for done.
+
+        ``busy`` while requests live.
+        """
+        stall = STALL if busy else IDLE_STALL
+        if not self._reached or now - max(self._beat_at, self._anew_at) < stall:
             return False
         self._anew_at = now
         return True
 
-    def death(self, now: float) -> str | None:
-        """Why the stage counts as dead, or ``None``. To be asked at least twice a second."""
+    def death(self, now: float, busy: bool) -> str | None:
+        """Why the stage counts as dead, or ``None``. To be asked at least twice a second.
+
+        ``busy`` while requests live.
+        """
         pause = now - self._looked_at
         self._looked_at = now
         if pause > _OWN_PAUSE:
@@ -226,7 +239,7 @@ class Liveness:
             self._progress_at += pause
             self._anew_at += pause
         silent = now - self._beat_at
-        if silent >= max(SILENCE, self.patience):
+        if silent >= max(PATIENCE if busy else IDLE_SILENCE, self.patience):
             return f"no sign of life for {silent:.1f} s"
         # Nothing is known of its progress since it was last heard of.
         stuck = self._beat_at - self._progress_at

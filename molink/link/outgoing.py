@@ -258,6 +258,7 @@ class OutLink:
             on_connect=lambda: self._connected(lane),
             on_disconnect=lambda: self._disconnected(lane),
             on_drained=self._pump,
+            on_gone=self._die,
         )
 
     def _connected(self, lane: Lane) -> None:
@@ -294,10 +295,10 @@ class OutLink:
         connection = self._connections[lane]
         if ack.epoch != self._sender.epoch or ack.lane is not lane or not connection.connected:
             return
-        if ack.next < self._sender.base(lane):
-            self._die(f"it lost its place: frame {ack.next} of {lane.name} has come before")
-            return
         if not connection.welcome:
+            if ack.next < self._sender.base(lane):
+                self._die(f"it lost its place: frame {ack.next} of {lane.name} has come before")
+                return
             connection.welcome = True
             if ack.next > self._sender.base(lane):
                 self._take(ack, now)
@@ -360,10 +361,12 @@ class OutLink:
         self._say(Lane.DECODE, beat)
 
     def _look(self, now: float) -> None:
-        reason = self.liveness.death(now)
+        # Whether requests live is not free to ask for, and seldom matters.
+        busy = self.liveness.quiet(now) and self._events.progress().busy
+        reason = self.liveness.death(now, busy)
         if reason is not None:
             self._die(reason)
-        elif self.liveness.stalled(now):
+        elif self.liveness.stalled(now, busy):
             for connection in self._connections.values():
                 connection.channel.redial()
 

@@ -10,7 +10,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES
-from molink.facts.model import Quantize
+from molink.facts.model import LayerRange, Quantize
 from molink.stage.attention.base import (
     Attention,
     AttentionShape,
@@ -19,7 +19,7 @@ from molink.stage.attention.base import (
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.decoder.block import ForwardContext
-from molink.stage.decoder.decoder import Decoder, load_decoder
+from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
@@ -77,11 +77,12 @@ class Stage:
         device: str = "cpu",
         dtype: DTypeChoice = "auto",
         quantize: Quantize = "none",
+        held: HeldWeights | None = None,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Their projections are quantized as they are read, or stay as a quantized checkpoint has
-        them.
+        them. What is ``held`` was loaded so already.
 
         Raises:
             UsageError: there is no such device, or the checkpoint is quantized in another way.
@@ -92,7 +93,7 @@ class Stage:
         computed = choose_dtype(dtype, config.dtype, place)
         operators = create_operators(config, TORCH_DTYPES[computed], place)
         with WeightReader(folder, TORCH_DTYPES[computed], place, quantize) as reader:
-            decoder = load_decoder(reader, config, operators, layers)
+            decoder = load_decoder(reader, config, operators, layers, held or HeldWeights())
         travel = choose_travel(dtype, config.dtype)
         return cls(config, layers, decoder, place, computed, travel)
 
@@ -110,6 +111,16 @@ class Stage:
     def weight_bytes(self) -> int:
         """Bytes of all its weights."""
         return self._decoder.nbytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        return self._decoder.step_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of its first layer."""
+        return self._decoder.blocks[0].nbytes
 
     @property
     def has_graphs(self) -> bool:
@@ -163,6 +174,17 @@ class Stage:
     def free(self) -> None:
         """Give back the memory of the pool."""
         self._pool = self._graphs = None
+
+    def hand_over(self, wanted: LayerRange) -> HeldWeights:
+        """What another stage, of layers ``wanted``, can take over; all else is given back.
+
+        This stage is of no use afterwards.
+        """
+        self.free()
+        held = HeldWeights.of(self._decoder, self.layers, wanted)
+        self._decoder = Decoder(self.config, None, (), None, None)
+        self._attentions.clear()
+        return held
 
     @torch.inference_mode()
     def _make_pool(self, blocks: int, block_size: int) -> KVPool:

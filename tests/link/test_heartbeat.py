@@ -2,16 +2,16 @@ import math
 
 import pytest
 
-from molink.link.heartbeat import SILENCE, STALL, BeatClock, Liveness, RoundTrip
+from molink.link.heartbeat import IDLE_STALL, PATIENCE, STALL, BeatClock, Liveness, RoundTrip
 
 RATE = 1e7
 
 
-def look(liveness: Liveness, start: float, stop: float) -> str | None:
+def look(liveness: Liveness, start: float, stop: float, busy: bool = True) -> str | None:
     """Look twice a second from ``start`` to ``stop``."""
     now = start
     while now <= stop:
-        reason = liveness.death(now)
+        reason = liveness.death(now, busy)
         if reason is not None:
             return f"{now:.1f}: {reason}"
         now += 0.5
@@ -36,7 +36,10 @@ def test_a_stage_that_beats_and_has_nothing_to_do_lives() -> None:
 def test_silence() -> None:
     liveness = Liveness(0.0)
     liveness.beat(5, 0, 0.0, 1.0)
-    assert look(liveness, 1.0, 60.0) == "5.0: no sign of life for 4.0 s"
+    assert look(liveness, 1.0, 60.0) == "4.0: no sign of life for 3.0 s"
+    liveness = Liveness(0.0)
+    liveness.beat(5, 0, 0.0, 1.0)
+    assert look(liveness, 1.0, 60.0, busy=False) == "5.0: no sign of life for 4.0 s"
 
 
 def test_work_without_progress() -> None:
@@ -45,11 +48,11 @@ def test_work_without_progress() -> None:
     liveness.beat(5, 2, 0.0, 1.0)
     for tenth in range(10, 39):
         liveness.beat(5, 2, 0.0, tenth / 10)
-        assert liveness.death(tenth / 10) is None
+        assert liveness.death(tenth / 10, busy=True) is None
     liveness.beat(5, 3, 0.0, 4.0)
-    assert liveness.death(4.0) == "3 volumes wait and none was completed for 3.0 s"
+    assert liveness.death(4.0, busy=True) == "3 volumes wait and none was completed for 3.0 s"
     liveness.beat(6, 3, 0.0, 4.1)
-    assert liveness.death(4.1) is None
+    assert liveness.death(4.1, busy=True) is None
 
 
 def test_a_slow_stage_has_more_time() -> None:
@@ -65,9 +68,9 @@ def test_a_stage_that_was_never_reached_has_more_time_too() -> None:
 def test_our_own_pause_is_not_its_death() -> None:
     liveness = Liveness(0.0)
     liveness.beat(5, 1, 0.0, 0.0)
-    assert liveness.death(0.4) is None
-    assert liveness.death(100.0) is None
-    assert look(liveness, 100.5, 160.0) == "104.0: no sign of life for 4.4 s"
+    assert liveness.death(0.4, busy=True) is None
+    assert liveness.death(100.0, busy=True) is None
+    assert look(liveness, 100.5, 160.0) == "103.0: no sign of life for 3.4 s"
 
 
 def came_back(trip: RoundTrip, sent_at: float, seconds: float, ahead: int = 0) -> bool:
@@ -123,20 +126,22 @@ def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
 
 def test_connections_are_made_anew_while_nothing_is_heard() -> None:
     liveness = Liveness(0.0)
-    assert not liveness.stalled(50.0), "it was never reached"
+    assert not liveness.stalled(50.0, busy=True), "it was never reached"
     liveness.beat(5, 0, 0.0, 60.0)
-    assert not liveness.stalled(60.0 + STALL - 0.01)
-    assert liveness.stalled(60.01 + STALL)
-    assert not liveness.stalled(60.01 + STALL), "once"
-    assert liveness.stalled(60.02 + 2 * STALL), "and once more"
+    assert not liveness.stalled(60.0 + STALL - 0.01, busy=True)
+    assert liveness.stalled(60.01 + STALL, busy=True)
+    assert not liveness.stalled(60.01 + STALL, busy=True), "once"
+    assert liveness.stalled(60.02 + 2 * STALL, busy=True), "and once more"
     liveness.beat(5, 0, 0.0, 63.0)
-    assert not liveness.stalled(63.0 + STALL - 0.01)
-    assert STALL + 1.5 < SILENCE, "a second attempt is in time"
+    assert not liveness.stalled(63.0 + STALL - 0.01, busy=True)
+    assert STALL + 1.5 < PATIENCE, "a second attempt is in time"
+    assert not liveness.stalled(63.0 + IDLE_STALL - 0.01, busy=False)
+    assert liveness.stalled(63.0 + IDLE_STALL, busy=False)
 
 
 def test_our_own_pause_is_no_stall() -> None:
     liveness = Liveness(0.0)
     liveness.beat(5, 0, 0.0, 0.0)
-    assert liveness.death(100.0) is None
-    assert not liveness.stalled(100.0)
-    assert liveness.stalled(100.01 + STALL)
+    assert liveness.death(100.0, busy=True) is None
+    assert not liveness.stalled(100.0, busy=True)
+    assert liveness.stalled(100.01 + STALL, busy=True)

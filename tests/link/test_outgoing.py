@@ -269,6 +269,19 @@ def test_a_dead_stage_is_reported_once() -> None:
     assert len(bench.deaths) == 1
 
 
+def test_a_process_that_has_ended_is_not_waited_for() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.beat()
+    for channel in (bench.decode, bench.bulk):
+        channel.events.on_disconnect()
+    bench.wait(0.5)
+    assert bench.deaths == [], "a connection that breaks is made again"
+    for channel in (bench.decode, bench.bulk):
+        channel.events.on_gone("its process has ended")
+    assert bench.deaths == ["its process has ended"]
+
+
 def test_a_silent_link_is_connected_anew_before_it_counts_as_dead() -> None:
     bench = Bench()
     bench.welcome()
@@ -280,6 +293,20 @@ def test_a_silent_link_is_connected_anew_before_it_counts_as_dead() -> None:
     for channel in (bench.decode, bench.bulk):
         assert channel.redialled == pytest.approx([3.2], abs=0.3)
     assert len(bench.deaths) == 1
+
+
+def test_while_requests_live_silence_counts_sooner() -> None:
+    bench = Bench()
+    bench.progress = StageProgress(completed=3, queued=0, busy=True)
+    bench.welcome()
+    bench.beat()
+    bench.wait(1.0)
+    assert bench.decode.redialled == []
+    bench.wait(10.0)
+    for channel in (bench.decode, bench.bulk):
+        assert channel.redialled[0] == pytest.approx(1.5, abs=0.2)
+    (reason,) = bench.deaths
+    assert reason in ("no sign of life for 3.0 s", "no sign of life for 3.1 s")
 
 
 def test_what_an_old_connection_says_is_no_welcome_on_the_next() -> None:
@@ -306,6 +333,15 @@ def test_a_next_stage_that_lost_its_place() -> None:
     bench.decode.events.on_connect()
     bench.decode.events.on_message(Ack(7, Lane.DECODE, 0), None)
     assert bench.deaths == ["it lost its place: frame 0 of DECODE has come before"]
+
+
+def test_an_old_acknowledgement_that_comes_again_says_nothing() -> None:
+    bench = Bench()
+    bench.welcome()
+    bench.link.control(Tombstone(1))
+    bench.decode.events.on_message(Ack(7, Lane.DECODE, 1), None)
+    bench.decode.events.on_message(Ack(7, Lane.DECODE, 0), None)
+    assert not bench.deaths
 
 
 def test_nonsense_changes_nothing() -> None:

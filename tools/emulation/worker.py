@@ -63,9 +63,10 @@ def main() -> int:
     pipe = DaemonPipe.on_stdio()
     try:
         emulation = read_emulation(Path(sys.argv[1]).read_bytes())
-        start = pipe.read_start()
-        with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(Worker(start, pipe, partial(load, emulation)).run())
+        start = pipe.read_first()
+        if isinstance(start, Start):
+            with asyncio.Runner(loop_factory=EventLoop) as runner:
+                runner.run(Worker(start, pipe, partial(load, emulation)).run())
     except MolinkError as error:
         log.error("%s: %s", type(error).__name__, error)
         return error.exit_code

@@ -26,7 +26,7 @@ MAX_LOG_BYTES = 1 << 20
 #: Lines of the log that an error message may quote.
 TAIL_LINES = 12
 #: Exit codes from here on are Windows' own.
-_WINDOWS_CODES = 0x8000_0000
+WINDOWS_CODES = 0x8000_0000
 
 #: Reads one message from the child's standard output; ``None`` at its end.
 Reader = Callable[[BinaryIO], object | None]
@@ -90,6 +90,10 @@ class Child:
         """The last lines of its log."""
         return "\n".join(self._tail)
 
+    def rename(self, name: str, log_file: Path) -> None:
+        """It does something else from now on: its log goes to another file."""
+        self.name, self._log_file = name, log_file
+
     def send(self, data: bytes) -> None:
         """Queue bytes for the child's standard input; lost if it has exited."""
         self._writes.put(data)
@@ -149,11 +153,17 @@ class Child:
 
     def _pump_log(self) -> None:
         stream = cast(IO[bytes], self._process.stderr)
-        with contextlib.closing(BoundedLog(self._log_file)) as file:
-            for line in iter(lambda: stream.readline(16384), b""):
-                text = printable(line.decode("utf-8", "replace").rstrip(), keep="\t")
-                self._tail.append(text)
-                file.write(f"{text}\n".encode())
+        path = self._log_file
+        file = BoundedLog(path)
+        for line in iter(lambda: stream.readline(16384), b""):
+            if path != self._log_file:
+                file.close()
+                path = self._log_file
+                file = BoundedLog(path)
+            text = printable(line.decode("utf-8", "replace").rstrip(), keep="\t")
+            self._tail.append(text)
+            file.write(f"{text}\n".encode())
+        file.close()
         stream.close()
 
 
@@ -161,7 +171,7 @@ def how_it_ended(code: int) -> str:
     """A process's exit in words. Windows' own codes are known in hexadecimal."""
     if code < 0:
         return f"was ended by signal {-code}"
-    return f"exited with code {f'0x{code:08X}' if code >= _WINDOWS_CODES else code}"
+    return f"exited with code {f'0x{code:08X}' if code >= WINDOWS_CODES else code}"
 
 
 class BoundedLog:

@@ -3,10 +3,12 @@
 import asyncio
 import io
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,11 +22,13 @@ from molink.wire.messages.pipe import (
     Start,
     Stats,
     ToWorker,
+    Warm,
+    Warmed,
     read_pipe,
     write_pipe,
 )
 from molinkd.api.backend import Figures
-from molinkd.peer.child import Child, how_it_ended
+from molinkd.peer.child import WINDOWS_CODES, Child, how_it_ended
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +36,28 @@ log = logging.getLogger(__name__)
 GRACE_S = 5.0
 #: ``-P``: a folder called molink, or torch, where the user happens to be is none of ours.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "molinkd.worker")
+#: Seconds from a ring that stands to the next spare: until then requests are computed again.
+SPARE_DELAY_S = 2.0
+#: A record in a worker's log, as :data:`molink.plaintext.LOG_FORMAT` has it.
+_RECORD = re.compile(r"\d{4}-\d\d-\d\d \S+ (?P<level>[A-Z]+) \S+: (?P<text>.*)")
 
 
 @dataclass(slots=True)
 class _WorkerChild:
-    child: Child
-    start: Start
+    child: Child = field(init=False)
+    #: ``None`` as long as it is a spare.
+    start: Start | None = None
+    generation: int = 0
+    warm: bool = False
     stats: Stats | None = None
     stopping: bool = False
 
 
 class Supervisor:
-    """Worker processes by generation (see :mod:`molink.swarm.keeper`)."""
+    """Worker processes by generation (see :mod:`molink.swarm.keeper`), and a spare one.
+
+    The spare has imported and compiled what a stage needs, before there is one for it.
+    """
 
     def __init__(
         self,
@@ -58,44 +72,89 @@ class Supervisor:
         self._on_exit = on_exit
         self._command = command
         self._workers: dict[int, _WorkerChild] = {}
+        self._spare: _WorkerChild | None = None
+        self._spare_timer: asyncio.TimerHandle | None = None
         self._stopping: set[asyncio.Task[None]] = set()
+        self._closed = False
         #: Counters of workers that are no more, so that sums never fall.
         self._past: Counter[str] = Counter()
 
     def start(self, generation: int, start: Start, members: Members) -> int:
-        """Start a worker and return its process id.
+        """Have a worker for a stage, the spare if it is ready; returns its process id.
 
         Raises:
-            OSError: the process can't be started.
+            OSError: no process can be started.
         """
+        worker = self._spare
+        if worker is not None and worker.warm:
+            self._spare = None
+        else:
+            worker = self._launch(*self._names(start))
+        worker.generation = generation
+        self._workers[generation] = worker
+        self.tell(generation, start)
+        self.tell(generation, members)
+        pid, was = worker.child.pid, " (the spare)" if worker.warm else ""
+        log.info("worker %d%s: stage %d, layers %d:%d", pid, was, start.stage, *start.layers)
+        return pid
+
+    def _names(self, start: Start) -> tuple[str, Path]:
+        """What a stage's worker is called, and where its log goes."""
+        name = f"worker-{plain_name(start.pipeline, 'p')}-{start.stage}"
+        return name, self._logs / f"{name}.log"
+
+    def keep_spare(self, generation: int) -> None:
+        """Soon have a spare that can follow on the worker of ``generation``, or on another."""
+        if self._spare is not None or self._spare_timer is not None or self._closed:
+            return
+        worker = self._workers.get(generation)
+        if worker is None or worker.start is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._spare_timer = loop.call_later(SPARE_DELAY_S, self._start_spare, _warm(worker.start))
+
+    def _start_spare(self, warm: Warm) -> None:
+        self._spare_timer = None
+        try:
+            self._spare = self._launch("worker-spare", self._logs / "worker-spare.log")
+        except OSError as error:
+            log.warning("no spare worker: %s", error)
+        else:
+            self._send(self._spare, warm)
+
+    def _launch(self, name: str, log_file: Path) -> _WorkerChild:
         decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
         def read(stream: BinaryIO) -> object | None:
             return read_pipe(stream, decoder)
 
-        child = Child(
-            f"worker-{start.pipeline}-{start.stage}",
+        worker = _WorkerChild()
+        worker.child = Child(
+            name,
             self._command,
             reader=read,
-            on_message=lambda message: self._said(generation, message),
-            on_exit=lambda code: self._exited(generation, code),
-            log_file=self._logs / f"worker-{plain_name(start.pipeline, 'p')}-{start.stage}.log",
+            on_message=partial(self._said, worker),
+            on_exit=partial(self._exited, worker),
+            log_file=log_file,
             computes=True,
         )
-        child.start()
-        self._workers[generation] = _WorkerChild(child, start)
-        self.tell(generation, start)
-        self.tell(generation, members)
-        log.info("worker %d: stage %d, layers %d:%d", child.pid, start.stage, *start.layers)
-        return child.pid
+        worker.child.start()
+        return worker
 
     def tell(self, generation: int, message: ToWorker) -> None:
         """Send to a worker, if it is there."""
         worker = self._workers.get(generation)
-        if worker is not None:
-            buffer = io.BytesIO()
-            write_pipe(buffer, message)
-            worker.child.send(buffer.getvalue())
+        if worker is None:
+            return
+        if isinstance(message, Start):
+            worker.start = message
+            worker.child.rename(*self._names(message))
+        self._send(worker, message)
+
+    def _send(self, worker: _WorkerChild, message: ToWorker) -> None:
+        buffer = io.BytesIO()
+        write_pipe(buffer, message)
+        worker.child.send(buffer.getvalue())
 
     def tell_all(self, message: ToWorker) -> None:
         """Send to all workers."""
@@ -105,7 +164,11 @@ class Supervisor:
     def stop(self, generation: int) -> None:
         """End a worker by closing its pipe; returns at once."""
         worker = self._workers.get(generation)
-        if worker is None or worker.stopping:
+        if worker is not None:
+            self._end(worker)
+
+    def _end(self, worker: _WorkerChild) -> None:
+        if worker.stopping:
             return
         worker.stopping = True
         task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S))
@@ -114,43 +177,79 @@ class Supervisor:
 
     async def close(self) -> None:
         """End all workers and wait until they have exited."""
-        for generation in list(self._workers):
-            self.stop(generation)
+        self._closed = True
+        if self._spare_timer is not None:
+            self._spare_timer.cancel()
+        for worker in (*self._workers.values(), self._spare):
+            if worker is not None:
+                self._end(worker)
         await asyncio.gather(*self._stopping)
 
     def metrics(self) -> Figures:
         """Counters, summed over all workers there have been, and gauges of those there are."""
         counters = Counter(self._past)
-        gauges = {"workers": float(len(self._workers))}
+        spare = self._spare
+        gauges = {
+            "workers": float(len(self._workers)),
+            "spare_workers": float(spare is not None and spare.warm),
+        }
         stages: dict[str, dict[str, float]] = {}
         for worker in list(self._workers.values()):  # called from the endpoint's thread
-            if worker.stats is None:
+            if worker.stats is None or worker.start is None:
                 continue
             counters.update(worker.stats.counters)
             first, last = worker.start.layers
             stages[f"{first}:{last}"] = dict(worker.stats.gauges)
         return Figures(dict(counters), gauges, stages)
 
-    def _said(self, generation: int, message: object) -> None:
-        worker = self._workers.get(generation)
-        if worker is None or worker.stopping:
+    def _said(self, worker: _WorkerChild, message: object) -> None:
+        if worker.stopping:
             return
-        if isinstance(message, Stats):
+        if isinstance(message, Warmed):
+            worker.warm = True
+        elif isinstance(message, Stats):
             worker.stats = message
-        elif isinstance(message, FromStage):
-            self._on_message(generation, message)
+        elif isinstance(message, FromStage) and worker.start is not None:
+            self._on_message(worker.generation, message)
 
-    def _exited(self, generation: int, code: int) -> None:
-        worker = self._workers.pop(generation)
+    def _exited(self, worker: _WorkerChild, code: int) -> None:
+        if worker is self._spare:
+            self._spare = None
+        if worker.start is not None:
+            del self._workers[worker.generation]
         if worker.stats is not None:
             self._past.update(worker.stats.counters)
         if worker.stopping:
             return
-        log.warning("worker %d exited with %d", worker.child.pid, code)
-        self._on_exit(generation, exit_reason(code, worker.child.tail))
+        log.warning("%s (pid %d) exited with %d", worker.child.name, worker.child.pid, code)
+        if worker.start is not None:
+            self._on_exit(worker.generation, exit_reason(code, worker.child.tail))
+
+
+def _warm(start: Start) -> Warm:
+    return Warm(
+        layers=start.layers,
+        model_dir=start.model_dir,
+        dtype=start.dtype,
+        device=start.device,
+        threads=start.threads,
+        block_size=start.block_size,
+        quantize=start.quantize,
+    )
 
 
 def exit_reason(code: int, tail: str) -> str:
-    """One line about a process that ended by itself."""
-    last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
-    return f"the worker {how_it_ended(code)}" + (f": {last.strip()}" if last else "")
+    """One line about a process that ended by itself; clients may read it.
+
+    It quotes the last line of the log only where that says why: a process that was killed had
+    something else to say, and what it logged is nobody's business.
+    """
+    said = ""
+    if 0 < code < WINDOWS_CODES:
+        last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")
+        record = _RECORD.match(last)
+        if record is None:
+            said = last  # of a traceback
+        elif record["level"] in ("ERROR", "CRITICAL"):
+            said = record["text"]
+    return f"the worker {how_it_ended(code)}" + (f": {said}" if said else "")

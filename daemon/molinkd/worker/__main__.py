@@ -1,40 +1,67 @@
-"""``python -m molinkd.worker``: a stage process, started by a daemon and talked to on its pipe."""
+"""``python -m molinkd.worker``: a stage process, started by a daemon and talked to on its pipe.
 
-import asyncio
+A daemon may start it before there is a stage for it: as a spare, it imports and compiles what
+every stage needs while others have nothing to do. So torch is imported here only after the first
+message.
+"""
+
 import logging
 import signal
+import threading
 
-import torch
-
-from molink.errors import MolinkError
-from molink.wire.sockets.loop import EventLoop
+from molink.errors import MolinkError, WireError
+from molink.plaintext import LOG_FORMAT
+from molink.wire.messages.pipe import Start, Warm, Warmed
 from molinkd.descriptors import raise_descriptor_limit
+from molinkd.priority import give_way
 from molinkd.worker.daemon_pipe import DaemonPipe, leave
-from molinkd.worker.worker import Worker
 
 log = logging.getLogger("molinkd.worker")
 
 
 def main() -> int:
     """Run one worker; returns the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     # Ctrl-C reaches every process of a console; when a worker ends is for its daemon to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_descriptor_limit()
     pipe = DaemonPipe.on_stdio()
     try:
-        start = pipe.read_start()
-        if start.threads:
-            torch.set_num_threads(start.threads)
-        # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
-        with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(Worker(start, pipe).run())
+        start = _await_start(pipe)
+        if start is not None:
+            from molinkd.worker.run import run_worker
+
+            run_worker(start, pipe)
     except MolinkError as error:
         log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
     return 0
+
+
+def _await_start(pipe: DaemonPipe) -> Start | None:
+    """What the stage is to be; ``None`` if the daemon ended before it said so."""
+    first = pipe.read_first()
+    if not isinstance(first, Warm):
+        return first
+    thread = threading.Thread(target=_warm_up, args=(first, pipe), name="warm-up", daemon=True)
+    thread.start()
+    start = pipe.read_first()
+    if isinstance(start, Warm):
+        raise WireError("a spare was told twice what to be ready for")
+    if start is not None:
+        thread.join()
+    return start
+
+
+def _warm_up(warm: Warm, pipe: DaemonPipe) -> None:
+    give_way()
+    from molinkd.worker.run import warm_worker
+
+    try:
+        warm_worker(warm)
+    except Exception:
+        log.warning("what is compiled for a stage is not ready before there is one", exc_info=True)
+    pipe.send(Warmed())
 
 
 if __name__ == "__main__":

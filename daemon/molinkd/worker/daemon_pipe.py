@@ -12,7 +12,7 @@ import msgspec
 
 from molink.errors import WireError
 from molink.wire.messages.base import Message
-from molink.wire.messages.pipe import Start, ToWorker, read_pipe, write_pipe
+from molink.wire.messages.pipe import Start, ToWorker, Warm, read_pipe, write_pipe
 
 
 class DaemonPipe:
@@ -35,15 +35,15 @@ class DaemonPipe:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(reader, writer)
 
-    def read_start(self) -> Start:
-        """Block for the first message.
+    def read_first(self) -> Warm | Start | None:
+        """Block for a first message; ``None`` at the end of the pipe.
 
         Raises:
-            WireError: it is something else, or there is none.
+            WireError: it is something else.
         """
         message = read_pipe(self._reader, self._decoder)
-        if not isinstance(message, Start):
-            raise WireError(f"the first message on the pipe is {type(message).__name__}, not Start")
+        if message is not None and not isinstance(message, Warm | Start):
+            raise WireError(f"a {type(message).__name__} came on the pipe before a Start")
         return message
 
     def send(self, message: Message) -> None:

@@ -44,6 +44,7 @@ class Dialer:
                 on_message=events.on_message,
                 on_connect=events.on_connect,
                 on_disconnect=events.on_disconnect,
+                on_gone=events.on_gone,
                 on_drained=events.on_drained,
                 on_open=avoid_bbr if lane is Lane.DECODE else None,
             ),

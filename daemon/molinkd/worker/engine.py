@@ -71,14 +71,21 @@ class Computing(Executing, Protocol):
         """End after the steps that are queued."""
 
 
+#: Loads what :class:`Start` asks for; it is called on a thread of its own.
+LoadEngine = Callable[[Start], "Engine"]
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded stage, how long its steps take, and what runs them (one per epoch)."""
+    """A loaded stage, how long its steps take, and what runs them (one per epoch).
+
+    ``change`` loads another stage in its place, and need not load again what both have. Without it
+    the other one is loaded as the first was.
+    """
 
     stage: LoadedStage
     profile: Profile
     executor: Callable[[RequestTable, HandOver], Computing]
-
-
-#: Loads what :class:`Start` asks for; it is called on a thread of its own.
-LoadEngine = Callable[[Start], Engine]
+    change: LoadEngine | None = None
+    #: Seconds that finding the profile took.
+    profile_s: float = 0.0

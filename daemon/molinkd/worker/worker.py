@@ -16,8 +16,9 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
 from molink.link.estimate.remembered import LinkMemory
+from molink.stage.decoder.decoder import HeldWeights
 from molink.stage.measure.stage_profile import profile_stage
-from molink.stage.out_of_memory import limit_memory
+from molink.stage.out_of_memory import limit_memory, release_cached
 from molink.stage.stage import Stage
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import DataMessage, Rejected, Submit
@@ -31,6 +32,7 @@ from molink.wire.messages.pipe import (
     Start,
     Stats,
     ToWorker,
+    Warm,
     WorkerFailed,
 )
 from molink.wire.sockets.curve import KeyPair
@@ -73,6 +75,8 @@ class Worker:
         self._blocks: dict[str, str] = {}
         self._orders: asyncio.Queue[ToWorker | WorkerError] = asyncio.Queue()
         self._place: Place | None = None
+        #: Of the data socket; 0 until it is bound.
+        self._port = 0
         self._links = LinkMemory(_links_file(start))
         self._meter = LoopMeter()
         #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
@@ -89,7 +93,7 @@ class Worker:
         self._gatekeeper.allow(self._start.public_key)
         reports: asyncio.Task[None] | None = None
         try:
-            engine = await self._load()
+            engine = await self._load(self._load_engine)
             reports = asyncio.create_task(self._report())
             reports.add_done_callback(self._report_ended)
             await self._obey(engine)
@@ -106,11 +110,11 @@ class Worker:
 
     # --- the daemon's orders ---------------------------------------------------------------------
 
-    async def _load(self) -> Engine:
-        """Load the stage's weights and bind the data socket."""
-        start = self._start
+    async def _load(self, load: LoadEngine) -> Engine:
+        """Load the stage's weights and bind the data socket, unless it is bound."""
+        start, began = self._start, time.perf_counter()
         with _failing(f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"):
-            engine = await asyncio.to_thread(self._load_engine, start)
+            engine = await asyncio.to_thread(load, start)
         stage = engine.stage
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
         if blocks < 1:
@@ -118,14 +122,17 @@ class Worker:
                 f"no KV block fits {start.kv_bytes} bytes (one takes"
                 f" {stage.block_bytes(start.block_size)}); give this peer more memory"
             )
-        port = self._server.bind(start.bind, start.ports, "worker_ports")
-        log.info("layers %d:%d loaded, %d blocks, port %d", *start.layers, blocks, port)
+        if not self._port:
+            self._port = self._server.bind(start.bind, start.ports, "worker_ports")
+        log.info("layers %d:%d loaded, %d blocks, port %d", *start.layers, blocks, self._port)
         self._pipe.send(
             Loaded(
-                port=port,
+                port=self._port,
                 max_blocks=min(blocks, 2**31 - 1),
                 profile=engine.profile,
                 weight_bytes=stage.weight_bytes,
+                weights_s=max(0.0, time.perf_counter() - began - engine.profile_s),
+                profile_s=engine.profile_s,
             )
         )
         return engine
@@ -137,10 +144,18 @@ class Worker:
                     self._admit(members)
                 case FormRing() as order:
                     await self._form(engine, order)
-                case Start():
-                    raise WorkerError("a worker is started only once")
+                case Start() as start:
+                    engine = await self._change(engine, start)
+                case Warm():
+                    raise WorkerError("a worker that has a stage is no spare")
                 case WorkerError() as error:
                     raise error
+
+    async def _change(self, engine: Engine, start: Start) -> Engine:
+        """Hold other layers from now on, in no ring at first."""
+        await self._leave()
+        self._start = start
+        return await self._load(engine.change or self._load_engine)
 
     def _admit(self, members: Members) -> None:
         """Let in exactly these members; whoever is missing is dropped at once."""
@@ -282,11 +297,37 @@ def _links_file(start: Start) -> Path | None:
 
 
 def _load_engine(start: Start) -> Engine:
-    stage = _load_stage(start)
-    return Engine(stage, _profile(stage, start), partial(Executor, stage))
+    return _engine(start, _load_stage(start))
 
 
-def _load_stage(start: Start) -> Stage:
+def _change_engine(old: Stage, before: Start, start: Start) -> Engine:
+    """The stage of ``start`` in place of ``old``, that of ``before``."""
+    held = old.hand_over(start.layers)
+    if _weights(before) != _weights(start):
+        held = HeldWeights()
+    release_cached()
+    log.info("layers %s are held already", sorted(held.blocks) or "none")
+    return _engine(start, _load_stage(start, held))
+
+
+def _weights(start: Start) -> tuple[str, ...]:
+    """What layers have to have in common to be the same in memory."""
+    return start.model_dir, start.dtype, start.device, start.quantize
+
+
+def _engine(start: Start, stage: Stage) -> Engine:
+    began = time.perf_counter()
+    profile = _profile(stage, start)
+    return Engine(
+        stage,
+        profile,
+        partial(Executor, stage),
+        partial(_change_engine, stage, start),
+        profile_s=time.perf_counter() - began,
+    )
+
+
+def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
     folder = ModelFolder.open(Path(start.model_dir), start.layers)
     if start.max_context > folder.config.context:
         raise UsageError(
@@ -294,9 +335,11 @@ def _load_stage(start: Start) -> Stage:
             f" {folder.config.context}"
         )
     limit_memory(start.device, start.memory)
-    return Stage.load(folder, start.layers, start.device, start.dtype, quantize=start.quantize)
+    return Stage.load(
+        folder, start.layers, start.device, start.dtype, quantize=start.quantize, held=held
+    )
 
 
 def _profile(stage: Stage, start: Start) -> Profile:
     cache = Path(start.profile_cache) if start.profile_cache else None
-    return profile_stage(stage, start.kv_bytes, start.block_size, cache)
+    return profile_stage(stage, start.kv_bytes, start.block_size, cache, hurry=start.hurry)

@@ -1,7 +1,7 @@
 """The part of a decoder that a stage holds: its layers, and the ends of the model it touches."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ class Decoder:
         ends = (self.embedding, self.norm, None if shared else self.head)
         return sum(part.nbytes for part in (*ends, *self.blocks) if part is not None)
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a step reads: of an embedding it reads next to nothing."""
+        parts = (self.norm, self.head, *self.blocks)
+        return sum(part.nbytes for part in parts if part is not None)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
         if self.embedding is None:
@@ -70,27 +76,71 @@ class Decoder:
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights in memory that need not be read again: layers by their number, and ends."""
+
+    blocks: Mapping[int, DecoderBlock] = field(default_factory=dict)
+    embedding: EmbeddingTable | None = None
+    norm: Norm | None = None
+    head: Projection | None = None
+
+    @classmethod
+    def of(
+        cls, decoder: Decoder, layers: tuple[int, int], wanted: tuple[int, int]
+    ) -> "HeldWeights":
+        """What a stage of ``layers`` has of one of ``wanted``, of the same model and type."""
+        blocks = {
+            layer: block
+            for layer, block in zip(range(*layers), decoder.blocks, strict=True)
+            if wanted[0] <= layer < wanted[1]
+        }
+        last = decoder.config.layers
+        ends = [(first == 0, stop == last) for first, stop in (layers, wanted)]
+        # One weight for both ends is kept otherwise than one for each.
+        apart = decoder.config.tied and (all(ends[0]) != all(ends[1]))
+        opens = ends[0][0] and ends[1][0] and not apart
+        closes = ends[0][1] and ends[1][1] and not apart
+        return cls(
+            blocks,
+            decoder.embedding if opens else None,
+            decoder.norm if closes else None,
+            decoder.head if closes else None,
+        )
+
+
+_NOTHING = HeldWeights()
+
+
 def load_decoder(
-    reader: WeightReader, config: ModelConfig, operators: RowOperators, layers: tuple[int, int]
+    reader: WeightReader,
+    config: ModelConfig,
+    operators: RowOperators,
+    layers: tuple[int, int],
+    held: HeldWeights = _NOTHING,
 ) -> Decoder:
-    """Load layers ``first:last`` and the ends of the model that the range touches."""
+    """Layers ``first:last`` and the ends of the model that the range touches.
+
+    Those that are ``held`` are taken over, all others are loaded.
+    """
     first, last = layers
     opens, closes = first == 0, last == config.layers
     scale = float(torch.tensor(config.embedding_scale, dtype=reader.dtype)) if opens else 1.0
     blocks = tuple(
-        load_block(reader, config, operators, layer, index)
+        replace(held.blocks[layer], index=index)
+        if layer in held.blocks
+        else load_block(reader, config, operators, layer, index)
         for index, layer in enumerate(range(first, last))
     )
-    norm = operators.norm(reader.read(FINAL_NORM)) if closes else None
-    if opens and closes and config.tied:
+    norm, embedding, head = held.norm, held.embedding, held.head
+    if closes and norm is None:
+        norm = operators.norm(reader.read(FINAL_NORM))
+    if opens and closes and config.tied and embedding is None:
         both = reader.tied(EMBEDDING)
         return Decoder(config, both, blocks, norm, both, scale)
-    name = EMBEDDING if config.tied else OUTPUT_HEAD
-    return Decoder(
-        config,
-        embedding=Linear(reader.read(EMBEDDING)) if opens else None,
-        blocks=blocks,
-        norm=norm,
-        head=reader.projection([name.removesuffix(".weight")], False) if closes else None,
-        embedding_scale=scale,
-    )
+    if opens and embedding is None:
+        embedding = Linear(reader.read(EMBEDDING))
+    if closes and head is None:
+        name = EMBEDDING if config.tied else OUTPUT_HEAD
+        head = reader.projection([name.removesuffix(".weight")], False)
+    return Decoder(config, embedding, blocks, norm, head, scale)

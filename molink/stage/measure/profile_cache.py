@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -19,10 +20,15 @@ _MAX_BYTES = 1 << 16
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A file: what was measured, and of what, in full."""
+    """A file: what was measured, and of what, in full.
+
+    Profiles of a ``kin`` differ only in which layers they are of, ``step_bytes`` of weights.
+    """
 
     key: str
     profile: Profile
+    kin: str = ""
+    step_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class ProfileCache:
@@ -37,25 +43,40 @@ class ProfileCache:
 
     def find(self, key: str) -> Profile | None:
         """The profile under ``key``, if it is there."""
-        path = self._path(key)
+        entry = self._read(self._path(key))
+        return entry.profile if entry is not None and entry.key == key else None
+
+    def predict(self, kin: str, step_bytes: int) -> Profile | None:
+        """What a stage of ``kin`` should take by the one that is nearest to it in bytes."""
+        found: list[tuple[float, Profile]] = []
+        for path in self._folder.glob("*.json"):
+            entry = self._read(path)
+            if entry is not None and entry.kin == kin and entry.step_bytes > 0 < step_bytes:
+                found.append((step_bytes / entry.step_bytes, entry.profile))
+        if not found:
+            return None
+        factor, profile = min(found, key=lambda each: max(each[0], 1 / each[0]))
+        return profile.scaled(factor)
+
+    def _read(self, path: Path) -> _Entry | None:
         try:
             if path.stat().st_size > _MAX_BYTES:
                 return None
-            entry = msgspec.json.decode(path.read_bytes(), type=_Entry)
+            return msgspec.json.decode(path.read_bytes(), type=_Entry)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("ignoring the profile in %s: %s", path, error)
             return None
-        return entry.profile if entry.key == key else None
 
-    def keep(self, key: str, profile: Profile) -> None:
+    def keep(self, key: str, profile: Profile, kin: str = "", step_bytes: int = 0) -> None:
         """Write a profile; the oldest of too many goes."""
+        entry = _Entry(key=key, profile=profile, kin=kin, step_bytes=step_bytes)
         path = self._path(key)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(_Entry(key=key, profile=profile)))
+            draft.write_bytes(msgspec.json.encode(entry))
             patiently(lambda: draft.replace(path))
         except OSError as error:
             log.warning("can't keep a profile in %s: %s", self._folder, error)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 #: Seconds that measuring takes at most, but for the smallest passes of a very slow stage.
 MEASURING_S = 3.0
 #: Part of a key: rises whenever profiles are measured in another way.
-_FORMAT = 1
+_FORMAT = 2
 
 
 def profile_stage(
@@ -28,8 +28,13 @@ def profile_stage(
     block_size: int,
     cache: Path | None = None,
     seconds: float = MEASURING_S,
+    *,
+    hurry: bool = False,
 ) -> Profile:
     """``T_d`` and ``T_p`` of ``stage``, from the folder ``cache`` if it was measured before.
+
+    In a ``hurry``, with other layers of the same model measured here, it is scaled from theirs by
+    the bytes of weights, and not kept: the next time without a hurry it is measured.
 
     Its KV pool, if any, is dropped; measuring takes up to ``kv_bytes`` for one of its own.
 
@@ -41,6 +46,14 @@ def profile_stage(
     known = kept.find(key) if kept is not None else None
     if known is not None:
         return known
+    if hurry and kept is not None:
+        predicted = kept.predict(_kin(stage, block_size), stage.step_bytes)
+        if predicted is not None:
+            log.info(
+                "not measured for now: one decode row should take %.1f ms, as other layers do",
+                1e3 * predicted.decode_s(1),
+            )
+            return predicted
     begin = time.perf_counter()
     with StagePasses(stage, kv_bytes, block_size) as passes:
         profile = measure_profile(passes, time.perf_counter, seconds)
@@ -53,7 +66,7 @@ def profile_stage(
         profile.tile,
     )
     if kept is not None:
-        kept.keep(key, profile)
+        kept.keep(key, profile, _kin(stage, block_size), stage.step_bytes)
     return profile
 
 
@@ -62,6 +75,12 @@ def profile_key(stage: Stage, block_size: int) -> str:
 
     The bytes of its weights tell apart how they are quantized.
     """
+    first, last = stage.layers
+    return f"{_kin(stage, block_size)}; layers {first}:{last}, {stage.weight_bytes} bytes"
+
+
+def _kin(stage: Stage, block_size: int) -> str:
+    """All of a key that other layers of the same model have in common, on the same device."""
     on_cpu = stage.device.type == "cpu"
     name = cpu_name() if on_cpu else torch.cuda.get_device_name(stage.device)
     threads = torch.get_num_threads() if on_cpu else 0
@@ -70,8 +89,8 @@ def profile_key(stage: Stage, block_size: int) -> str:
         f"molink {molink.__version__}",
         f"torch {torch.__version__}",
         f"{stage.device.type} {name}, {threads} threads",
-        f"{stage.dtype}, travels as {stage.travel_dtype}, {stage.weight_bytes} bytes",
-        f"layers {stage.layers[0]}:{stage.layers[1]}, blocks of {block_size}",
+        f"{stage.dtype}, travels as {stage.travel_dtype}, {stage.layer_bytes} bytes a layer",
+        f"blocks of {block_size}",
         repr(stage.config),
     )
     return "; ".join(parts)

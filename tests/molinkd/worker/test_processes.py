@@ -39,6 +39,8 @@ from molink.wire.messages.pipe import (
     Members,
     Start,
     Stats,
+    Warm,
+    Warmed,
     read_pipe,
     write_pipe,
 )
@@ -108,11 +110,15 @@ def ring_of(folder: Path, cuts: list[int], client: KeyPair) -> Iterator[list[Sta
         yield stages
     finally:
         for stage in stages:
-            stage.process.kill()
-            stage.process.wait()
-            for stream in (stage.process.stdin, stage.process.stdout):
-                assert stream is not None
-                stream.close()
+            end(stage)
+
+
+def end(stage: Stage) -> None:
+    stage.process.kill()
+    stage.process.wait()
+    for stream in (stage.process.stdin, stage.process.stdout):
+        assert stream is not None
+        stream.close()
 
 
 def form(stages: list[Stage], epoch: int, blocks: int) -> None:
@@ -289,6 +295,71 @@ async def test_cancel_new_epoch_and_penalties(
             assert await daemon.finished("again") == first
             daemon.submit("plain", PROMPT, epoch=2)
             assert await daemon.finished("plain") == plain
+
+
+async def test_workers_hold_other_layers_without_another_process(
+    make_model: Any, tmp_path: Path, client_keys: KeyPair
+) -> None:
+    folder = make_model(tmp_path / "model")
+    expected = reference(folder, PROMPT)
+    with ring_of(folder, [0, 2, 3], client_keys) as stages:
+        ports = [stage.port for stage in stages]
+        for cuts in ([0, 1, 3], [0, 2, 3]):
+            epoch = 2 if cuts == [0, 1, 3] else 3
+            for index, layers in enumerate(itertools.pairwise(cuts)):
+                stages[index].tell(_start(folder, index, 2, layers, stages[index].keys))
+            loaded = [stage.hear(Loaded) for stage in stages]
+            assert [each.port for each in loaded] == ports
+            form(stages, epoch, min(each.max_blocks for each in loaded))
+            async with daemon_of(stages[0], client_keys) as daemon:
+                daemon.submit(f"r{epoch}", PROMPT, epoch=epoch)
+                assert await daemon.finished(f"r{epoch}") == expected
+
+
+@contextmanager
+def spare_of(folder: Path) -> Iterator[Stage]:
+    """A worker process that is ready for a stage of ``folder``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "molinkd.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    spare = Stage(process, KeyPair.generate())
+    warm = Warm(
+        layers=(1, 2), model_dir=str(folder), dtype="f32", device="cpu", threads=1, block_size=4
+    )
+    spare.tell(warm)
+    try:
+        spare.hear(Warmed)
+        yield spare
+    finally:
+        end(spare)
+
+
+async def test_a_spare_serves_as_any_worker(
+    make_model: Any, tmp_path: Path, client_keys: KeyPair
+) -> None:
+    folder = make_model(tmp_path / "model")
+    with spare_of(folder) as spare:
+        spare.tell(_start(folder, 0, 1, (0, 3), spare.keys))
+        key = client_keys.public
+        spare.tell(Members(members=(MemberKey(peer=peer_id(key), public_key=key),)))
+        loaded = spare.hear(Loaded)
+        spare.port = loaded.port
+        form([spare], 1, loaded.max_blocks)
+        async with daemon_of(spare, client_keys) as daemon:
+            daemon.submit("r", PROMPT)
+            assert await daemon.finished("r") == reference(folder, PROMPT)
+
+
+async def test_a_spare_ends_with_its_pipe(make_model: Any, tmp_path: Path) -> None:
+    with spare_of(make_model(tmp_path / "model")) as spare:
+        assert spare.process.stdin is not None
+        spare.process.stdin.close()
+        assert await asyncio.to_thread(spare.process.wait, 30) == 0
+
+
+async def test_a_spare_for_a_model_that_is_gone_is_a_spare(tmp_path: Path) -> None:
+    with spare_of(tmp_path / "none") as spare:
+        assert spare.process.poll() is None
 
 
 async def test_worker_ends_with_its_pipe(

@@ -116,7 +116,7 @@ async def running(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]
 ) -> AsyncIterator[tuple[FakePipe, Worker, "asyncio.Task[None]"]]:
     monkeypatch.setattr(molinkd.worker.worker, "_load_stage", load)
-    monkeypatch.setattr(molinkd.worker.worker, "profile_stage", lambda *_: PROFILE)
+    monkeypatch.setattr(molinkd.worker.worker, "profile_stage", lambda *_, **__: PROFILE)
     pipe: Any = FakePipe()
     worker = Worker(start(), pipe)
     task = asyncio.create_task(worker.run())
@@ -155,7 +155,7 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     module._load_stage(order)
     assert done == [
         ("cuda:1", 8 << 30),
-        ((2, 4), "cuda:1", "f32", {"quantize": "nf4"}),
+        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None}),
     ]
 
 

@@ -129,6 +129,28 @@ def test_a_stage_is_measured_once(
     assert next(measured) == 4
 
 
+def test_in_a_hurry_other_layers_tell_how_long_it_takes(
+    folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "measure_profile", lambda *_: PROFILE)
+    two, one, all_ = (
+        Stage.load(folder, layers, "cpu", "f32") for layers in ((0, 2), (1, 2), (0, 3))
+    )
+    other = Stage.load(folder, (0, 3), "cpu", "bf16")
+    assert profile_stage(two, KV_BYTES, 16, tmp_path, hurry=True) == PROFILE, "nothing to go by"
+    kept = list(tmp_path.iterdir())
+    predicted = profile_stage(one, KV_BYTES, 16, tmp_path, hurry=True)
+    assert predicted.decode_s(1) == pytest.approx(PROFILE.decode_s(1) / 2)
+    assert predicted.prefill_s(16) == pytest.approx(PROFILE.prefill_s(16) / 2)
+    assert predicted.tile == PROFILE.tile
+    assert list(tmp_path.iterdir()) == kept, "what was not measured is not kept"
+    # The last stage has the head, too.
+    longer = profile_stage(all_, KV_BYTES, 16, tmp_path, hurry=True)
+    assert longer.decode_s(1) > 1.5 * PROFILE.decode_s(1)
+    assert profile_stage(other, KV_BYTES, 16, tmp_path, hurry=True) == PROFILE, "none of its kin"
+    assert profile_stage(one, KV_BYTES, 16, tmp_path) == PROFILE, "measured once there is time"
+
+
 def test_a_key_tells_apart_what_takes_another_time(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,12 @@ from torch import Tensor
 from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.noise import uniform
 from molink.stage.sampling.sampler import SampleRow, sample
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import (
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    Sampling,
+)
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -52,6 +59,36 @@ def test_rows_that_are_not_finite(bad: float, temperature: float) -> None:
     assert found[1] is None
     assert found[0] is not None
     assert found[2] is not None
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 5e-324},
+        {"temperature": MAX_TEMPERATURE},
+        {"top_p": 5e-324},
+        {"min_p": 5e-324},
+        {"min_p": 1.0},
+        {"top_k": 2**31 - 1},
+        {"repetition_penalty": MIN_REPETITION_PENALTY},
+        {"repetition_penalty": MAX_REPETITION_PENALTY},
+        {"presence_penalty": -2.0, "frequency_penalty": -2.0},
+        {"logit_bias": ((1, -100.0), (2, 100.0), (2**31 - 1, 100.0))},
+        {"seed": 2**53},
+        {"logprobs": 20},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 3.0, 1e4])
+def test_every_extreme_that_the_wire_lets_through_gives_a_token(
+    extreme: dict[str, Any], scale: float
+) -> None:
+    sampling = msgspec.msgpack.decode(msgspec.msgpack.encode(Sampling(**extreme)), type=Sampling)
+    row = SampleRow(sampling, 2**53, TokenHistory([1, 2], [3] * 1000))
+    logits = logits_of(3, 256, scale=scale)
+    for found in sample(logits, [row] * 3):
+        assert found is not None
+        assert 0 <= found.token < 256
 
 
 def test_the_logits_are_left_unchanged() -> None:

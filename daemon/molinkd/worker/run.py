@@ -1,0 +1,42 @@
+"""What a worker's process does once it knows its stage, or what stage it is to be ready for."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.stage.warm_up import warm_up
+from molink.wire.messages.pipe import Start, Warm
+from molink.wire.sockets.loop import EventLoop
+from molinkd.worker.daemon_pipe import DaemonPipe
+from molinkd.worker.worker import Worker
+
+
+def run_worker(start: Start, pipe: DaemonPipe) -> None:
+    """Be the worker of a stage until the daemon ends it.
+
+    Raises:
+        MolinkError: the stage can't be loaded or run; it has been reported on the pipe.
+    """
+    if start.threads:
+        torch.set_num_threads(start.threads)
+    # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(Worker(start, pipe).run())
+
+
+def warm_worker(warm: Warm) -> None:
+    """Compile, and try out, what a stage like ``warm`` needs.
+
+    A GPU is not touched: a stage on it needs all of its memory.
+
+    Raises:
+        MolinkError: no such stage can be loaded.
+    """
+    if warm.device != "cpu":
+        return
+    if warm.threads:
+        torch.set_num_threads(warm.threads)
+    folder = ModelFolder.open(Path(warm.model_dir), warm.layers)
+    warm_up(folder, warm.layers, warm.dtype, warm.quantize, warm.block_size)

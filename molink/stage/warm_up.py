@@ -1,0 +1,34 @@
+"""Getting what a process finds out and compiles once before the first stage of it is loaded."""
+
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.dtypes import DTypeChoice
+from molink.facts.model import LayerRange, Quantize
+from molink.stage.measure.passes import StagePasses
+from molink.stage.stage import Stage
+
+#: Rows of the passes that are run: one request's next row, and a short prompt.
+_PROMPT_ROWS = 8
+
+
+def warm_up(
+    folder: ModelFolder,
+    layers: LayerRange,
+    dtype: DTypeChoice,
+    quantize: Quantize,
+    block_size: int,
+) -> None:
+    """Load one layer of ``layers`` on the CPU, run a little through it and let go of it.
+
+    It has neither end of the model, which may be larger than many layers. Where ``layers`` have
+    no such layer nothing is done.
+
+    Raises:
+        MolinkError: as :meth:`Stage.load`.
+    """
+    inner = [layer for layer in range(*layers) if 0 < layer < folder.config.layers - 1]
+    if not inner:
+        return
+    stage = Stage.load(folder, (inner[0], inner[0] + 1), "cpu", dtype, quantize)
+    with StagePasses(stage, stage.block_bytes(block_size), block_size) as passes:
+        passes.prefill(min(_PROMPT_ROWS, folder.config.context), 0)
+        passes.decode(1, 1)
