@@ -1,7 +1,8 @@
 """The join token: everything a PC needs to become a member, in one word to paste.
 
-It holds where the coordinator listens, its public key (so that nobody can stand in for it) and the
-secret key of an invitation, which opens the coordinator's door for exactly one message. Text form:
+It holds where the coordinator listens, its public key (so that nobody can stand in for it), the
+secret key of an invitation, which opens the coordinator's door for exactly one message, and a few
+members who can say where the coordinator is by then. Text form:
 ``molink-`` and base64url of a checksum, a version byte and a msgpack array.
 """
 
@@ -15,8 +16,8 @@ from typing import Annotated
 import msgspec
 
 from molink.errors import TokenError
-from molink.facts.scalars import Count, Text
-from molink.wire.messages.control import Addresses, PublicKey
+from molink.facts.scalars import Addresses, Count, Text
+from molink.wire.messages.control import PublicKey
 
 PREFIX = "molink-"
 _VERSION = 1
@@ -27,6 +28,13 @@ _MAX_LENGTH = 2048
 _ALPHABET = re.compile(r"[A-Za-z0-9_-]*\Z")
 
 
+class Guide(msgspec.Struct, frozen=True, array_like=True):
+    """A member's control socket: it knows where the coordinator is by now."""
+
+    public_key: PublicKey
+    addresses: Annotated[Addresses, msgspec.Meta(min_length=1)]
+
+
 class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults=True):
     """A parsed join token. ``addresses`` are ``host:port``; ``expires`` is unix time, 0 = never."""
 
@@ -35,6 +43,7 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults
     coordinator_key: PublicKey
     secret_key: PublicKey
     expires: Count = 0
+    guides: Annotated[tuple[Guide, ...], msgspec.Meta(max_length=4)] = ()
 
     def __str__(self) -> str:
         body = bytes([_VERSION]) + msgspec.msgpack.encode(self)
@@ -54,8 +63,9 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults
         token = _decode(_unpack("".join(text.split())))
         if token.expires and token.expires <= now:
             raise TokenError(
-                f"this join token expired on {_when(token.expires)}: ask for a new one where the "
-                "swarm runs (`molink status` there shows the swarm, `molink up` prints a token)"
+                f"this join token expired on {_when(token.expires)}: ask for a new one, which "
+                "`molink invite` prints on a PC of the swarm. If this PC has joined already, run "
+                "`molink join` without a token"
             )
         return token
 
@@ -83,7 +93,7 @@ def _decode(raw: bytes) -> JoinToken:
         raise _malformed(f"it is of version {body[0]}, this molink knows version {_VERSION}")
     try:
         return msgspec.msgpack.decode(body[1:], type=JoinToken)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # msgspec's own, and text that is no UTF-8
         raise _malformed(str(error)) from None
 
 

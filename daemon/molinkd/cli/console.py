@@ -16,6 +16,13 @@ from molinkd.peer.launch import (
 )
 
 
+def adding(uses: int) -> str:
+    """What comes before a join token for so many PCs."""
+    if uses == 1:
+        return "To add a PC, run this there (for each further PC, `molink invite` prints a token):"
+    return f"To add up to {uses} PCs, run there:"
+
+
 class DaemonConsole:
     """Prints a daemon's events for a person."""
 
@@ -30,7 +37,7 @@ class DaemonConsole:
             case Listening():
                 self._listening(event)
             case Invitation():
-                self._line("\nTo add another PC, run there:\n")
+                self._line(f"\n{adding(event.uses)}\n")
                 self._line(f"  molink join {escape(event.token)}\n")
             case StageNow():
                 self._line(f"This PC: {escape(event.text)}")

@@ -10,6 +10,7 @@ import typer
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
+from molinkd.cli.hide_token import hide_token
 from molinkd.cli.swarm_verbs import HomeOption
 
 ModelOption = Annotated[
@@ -32,6 +33,9 @@ EndpointHostOption = Annotated[
 ]
 EndpointPortOption = Annotated[
     int | None, typer.Option("--endpoint-port", "--port", help="[default: 5465]")
+]
+CoordinatorPortOption = Annotated[
+    int | None, typer.Option(help="For the coordinator while it runs here. \\[default: 5466]")
 ]
 ControlPortOption = Annotated[int | None, typer.Option(help="[default: 5467]")]
 WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  [default: 5468-5479]")]
@@ -67,7 +71,7 @@ def up(
     advertise: AdvertiseOption = None,
     endpoint_host: EndpointHostOption = None,
     endpoint_port: EndpointPortOption = None,
-    coordinator_port: Annotated[int | None, typer.Option(help="[default: 5466]")] = None,
+    coordinator_port: CoordinatorPortOption = None,
     control_port: ControlPortOption = None,
     worker_ports: WorkerPortsOption = None,
     device: DeviceOption = None,
@@ -93,8 +97,8 @@ def join(
         str | None,
         typer.Argument(
             envvar="MOLINK_TOKEN",
-            help="What `molink up` printed; - reads it from standard input; none returns to the "
-            "swarm joined before.",
+            help="What `molink up` or `molink invite` printed; - reads it from standard input. "
+            "None: back to the swarm joined before, or it is asked for.",
         ),
     ] = None,
     model: Annotated[
@@ -106,6 +110,7 @@ def join(
     advertise: AdvertiseOption = None,
     endpoint_host: EndpointHostOption = None,
     endpoint_port: EndpointPortOption = None,
+    coordinator_port: CoordinatorPortOption = None,
     control_port: ControlPortOption = None,
     worker_ports: WorkerPortsOption = None,
     device: DeviceOption = None,
@@ -121,6 +126,10 @@ def join(
     token = options.pop("token")
     if token == "-":
         token = sys.stdin.readline().strip()
+    elif token is not None:
+        hide_token(token)
+    elif sys.stdin is not None and sys.stdin.isatty() and not _is_member(home):
+        token = typer.prompt("Join token", hide_input=True)
     _run("join", home, options, model=options.pop("model"), token=token)
 
 
@@ -158,6 +167,12 @@ def coordinator(
     options = {"host": host, "coordinator_port": port, "advertise": advertise, "name": name}
     place = Home.find(home)
     run_coordinator(place, load_settings(place, options, os.environ))
+
+
+def _is_member(home: Path | None) -> bool:
+    from molinkd.peer.home import Home
+
+    return Home.find(home).membership.exists()
 
 
 def _run(

@@ -5,17 +5,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from molink.errors import Unavailable, UsageError
+from molink.facts.identity import peer_id
+from molink.swarm.invitations import PREFIX
 from molink.wire.messages.control import (
     ControlMessage,
     Done,
+    InvitationsReply,
+    InvitationsRequest,
     Invite,
     InviteRequest,
+    RevokeReply,
     RevokeRequest,
     ShutdownRequest,
     StatusRequest,
+    UnrevokeRequest,
 )
 from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.loop import EventLoop
@@ -24,6 +30,10 @@ from molinkd.peer.home import Home
 from molinkd.peer.membership import Membership, read_membership
 from molinkd.peer.runfile import RunFile, read_run_file
 
+#: Seconds to get a connection to the daemon on this PC: one that runs answers at once.
+CONNECT_S = 3.0
+#: Seconds for the answer, for which the daemon may have to ask the coordinator.
+ANSWER_S = 15.0
 _NOT_RUNNING = "no molink runs here: start one with `molink up`, `molink join` or `molink demo`"
 
 
@@ -72,15 +82,35 @@ def fetch_status(found: Found) -> dict[str, Any]:
     return status
 
 
-def fetch_invite(home: Home, ttl: float) -> str:
+def fetch_invite(home: Home, ttl: float, uses: int) -> Invite:
     """A new join token, from the daemon here or from a coordinator that runs alone."""
-    reply, _ = _ask_swarm(home, InviteRequest(ref=0, ttl=ttl))
+    reply, _ = _ask_swarm(home, InviteRequest(ref=0, ttl=ttl, uses=uses))
     assert isinstance(reply, Invite)
-    return reply.token
+    return reply
 
 
-def revoke(home: Home, who: str) -> str:
-    """Shut the peer of that id or name out of the swarm; returns its id.
+def fetch_invitations(home: Home) -> list[dict[str, Any]]:
+    """``molink invite --list --json``."""
+    reply, payload = _ask_swarm(home, InvitationsRequest(ref=0))
+    assert isinstance(reply, InvitationsReply)
+    invitations: list[dict[str, Any]] = json.loads(payload)
+    return invitations
+
+
+def end_invitation(home: Home, id: str) -> RevokeReply:
+    """End the invitation of that id.
+
+    Raises:
+        RequestError: there is none.
+        NotAuthorized: another PC has made it, and this one doesn't run the swarm.
+    """
+    reply, _ = _ask_swarm(home, RevokeRequest(ref=0, target=PREFIX + id.removeprefix(PREFIX)))
+    assert isinstance(reply, RevokeReply)
+    return reply
+
+
+def revoke(home: Home, who: str) -> tuple[str, RevokeReply]:
+    """Shut the peer of that id or name out of the swarm; returns its id, and what ended with it.
 
     Raises:
         UsageError: there is none, or more than one.
@@ -89,12 +119,38 @@ def revoke(home: Home, who: str) -> str:
     _, payload = _ask_swarm(home, StatusRequest(ref=0))
     peer = find_peer(json.loads(payload), who)
     reply, _ = _ask_swarm(home, RevokeRequest(ref=0, target=peer))
+    assert isinstance(reply, RevokeReply)
+    return peer, reply
+
+
+def revoke_all(home: Home) -> None:
+    """Shut all other peers out: the swarm ends. The one that leads comes last."""
+    _, payload = _ask_swarm(home, StatusRequest(ref=0))
+    status = json.loads(payload)
+    me = peer_id(home.keys().public)
+    others = [peer["id"] for peer in status["peers"] if peer["id"] != me]
+    for peer in sorted(others, key=lambda peer: peer == status.get("leader")):
+        _ask_swarm(home, RevokeRequest(ref=0, target=peer))
+
+
+def unrevoke(home: Home, who: str) -> str:
+    """Let the peer of that id or name into the swarm again; returns its id.
+
+    Raises:
+        UsageError: none was revoked that is called so, or more than one.
+        NotAuthorized: this PC doesn't run the swarm.
+    """
+    _, payload = _ask_swarm(home, StatusRequest(ref=0))
+    peer = find_peer(json.loads(payload), who, "revoked")
+    reply, _ = _ask_swarm(home, UnrevokeRequest(ref=0, target=peer))
     assert isinstance(reply, Done)
     return peer
 
 
-def find_peer(status: dict[str, Any], who: str) -> str:
-    """The id of the peer with that id or name.
+def find_peer(
+    status: dict[str, Any], who: str, among: Literal["peers", "revoked"] = "peers"
+) -> str:
+    """The id of the member, or of the revoked peer, with that id or name.
 
     Raises:
         UsageError: there is none, or more than one.
@@ -102,10 +158,12 @@ def find_peer(status: dict[str, Any], who: str) -> str:
     """
     if status["coordinator"]["state"] != "running":
         raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
-    named = [peer["id"] for peer in status["peers"] if peer["name"] == who]
-    found = [peer["id"] for peer in status["peers"] if peer["id"] == who] or named
+    peers = status.get(among, [])
+    named = [peer["id"] for peer in peers if peer["name"] == who]
+    found = [peer["id"] for peer in peers if peer["id"] == who] or named
     if not found:
-        raise UsageError(f"no peer of the swarm is called {who}; `molink status` shows them")
+        kind = "peer of the swarm" if among == "peers" else "peer that was revoked"
+        raise UsageError(f"no {kind} is called {who}; `molink status` shows them")
     if len(found) > 1:
         raise UsageError(f"{len(found)} peers are called {who}: give one's id ({', '.join(found)})")
     return str(found[0])
@@ -133,9 +191,16 @@ def ask(found: Found, message: ControlMessage) -> tuple[ControlMessage, bytes]:
     Raises:
         MolinkError: the daemon's refusal, or it doesn't answer.
     """
-    keys = found.home.keys()
-    addresses = endpoints([found.note.control_host], found.note.control_port)
-    return request(found.home, keys.public, addresses, message, "the molink daemon on this PC")
+    keys, note = found.home.keys(), found.note
+    addresses = endpoints([note.control_host], note.control_port)
+    name = f"the molink daemon on this PC (process {note.pid})"
+    try:
+        return request(found.home, keys.public, addresses, message, name, CONNECT_S)
+    except NoAnswer:
+        raise Unavailable(
+            f"{name} runs, but did not answer within {CONNECT_S:g} s: it is suspended, or too busy."
+            " Let it go on and ask again, or end it and start molink anew."
+        ) from None
 
 
 def ask_coordinator(
@@ -143,13 +208,27 @@ def ask_coordinator(
 ) -> tuple[ControlMessage, bytes]:
     """Send one request to the coordinator itself, where no daemon runs."""
     name = "the swarm's coordinator"
-    return request(home, member.coordinator_key, member.endpoints, message, name)
+    return request(home, member.coordinator_key, member.endpoints, message, name, ANSWER_S)
+
+
+class NoAnswer(Unavailable):
+    """There was no connection in time."""
 
 
 def request(
-    home: Home, server_key: str, addresses: Sequence[str], message: ControlMessage, name: str
+    home: Home,
+    server_key: str,
+    addresses: Sequence[str],
+    message: ControlMessage,
+    name: str,
+    connect_s: float,
 ) -> tuple[ControlMessage, bytes]:
-    """One request to the server that holds ``server_key``, under the key of ``home``."""
+    """One request to the server that holds ``server_key``, under the key of ``home``.
+
+    Raises:
+        NoAnswer: no connection within ``connect_s`` seconds.
+        MolinkError: the server's refusal, or it doesn't answer.
+    """
     import zmq.asyncio
 
     from molink.wire.messages.codec import control_codec
@@ -162,7 +241,11 @@ def request(
         )
         client.start()
         try:
-            reply, payload = await client.request(message, timeout=15.0)
+            try:
+                await client.wait_connected(connect_s)
+            except Unavailable as error:
+                raise NoAnswer(str(error)) from None
+            reply, payload = await client.request(message, timeout=ANSWER_S)
             return reply, b"" if payload is None else bytes(payload)
         finally:
             await client.close()

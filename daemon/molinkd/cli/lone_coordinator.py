@@ -2,16 +2,28 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.plaintext import printable
+from molink.swarm.succession import Lead
+from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
-from molinkd.peer.founder import start_coordinator
+from molinkd.cli.console import adding
+from molinkd.peer.addresses import from_here
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.membership import read_membership
+from molinkd.peer.leadership import coordinator_process
+from molinkd.peer.membership import Membership, read_membership
 from molinkd.peer.platform import until_terminated
 from molinkd.peer.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    settings: Settings
+    home: Home
+    keys: KeyPair
 
 
 def run_coordinator(home: Home, settings: Settings) -> None:
@@ -30,18 +42,29 @@ def run_coordinator(home: Home, settings: Settings) -> None:
     lock.acquire()
     try:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(_run(home, settings))
+            runner.run(_run(home, settings, known))
     finally:
         lock.release()
 
 
-async def _run(home: Home, settings: Settings) -> None:
+async def _run(home: Home, settings: Settings, known: Membership | None) -> None:
     with until_terminated() as stopped:
         async with AsyncExitStack() as stack:
-            membership = await start_coordinator(home, home.keys(), settings, stack)
+            place = _Place(settings, home, home.keys())
+            process = coordinator_process(place, known, None, Lead(0), leader="")
+            stack.push_async_callback(process.close)
+            announcement = await process.start()
+            membership = Membership(
+                swarm=announcement.swarm,
+                coordinator_key=announcement.public_key,
+                addresses=(f"{from_here(settings.host)}:{announcement.port}",),
+                own=True,
+                model=known.model if known is not None else None,
+            )
             membership.save(home.membership)
-            token = await asyncio.to_thread(local_daemon.fetch_invite, home, settings.token_ttl)
+            ttl, uses = settings.token_ttl, settings.token_uses
+            invite = await asyncio.to_thread(local_daemon.fetch_invite, home, ttl, uses)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
-            print(f"To add a PC, run there:\n\n  molink join {printable(token)}\n", flush=True)
+            print(f"{adding(uses)}\n\n  molink join {printable(invite.token)}\n", flush=True)
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
             await stopped.wait()

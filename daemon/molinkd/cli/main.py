@@ -35,6 +35,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         swarm_verbs.status,
         swarm_verbs.invite,
         swarm_verbs.revoke,
+        swarm_verbs.un_revoke,
         swarm_verbs.leave,
         daemon_verbs.coordinator,
     ]

@@ -28,6 +28,9 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
             console.print(_text(f"{peer.get('name')} is {peer['reason']}", "yellow"))
     for pipeline in state.get("pipelines", ()):
         console.print(_text(_pipeline(pipeline)))
+    revoked = [f"{one['name']} ({one['id']})" for one in state.get("revoked", ())]
+    if revoked:
+        console.print(_text(f"Revoked: {', '.join(revoked)}"))
     for one in state.get("cut_off", ()):
         text = f"{one['name']} ({one['peer']}) was cut off by {one['by']}: {one['reason']}"
         console.print(_text(text, "yellow"))

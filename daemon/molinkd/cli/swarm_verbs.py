@@ -1,9 +1,10 @@
-"""Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``revoke``, ``leave``."""
+"""Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``revoke``, ``leave`` …"""
 
 import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -72,15 +73,45 @@ def chat(
 
 def invite(
     ttl: Annotated[float, typer.Option(help="Hours for which it is valid; 0 = for ever.")] = 24.0,
+    uses: Annotated[int, typer.Option(help="How many PCs may join by it.")] = 1,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show the invitations that there are, and who used them.")
+    ] = False,
+    end: Annotated[
+        str | None, typer.Option(metavar="ID", help="End that one; its members stay.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Print a new join token for other PCs."""
+    """Print a new join token for another PC; or list the invitations, or end one."""
+    from molink.swarm.invitations import MAX_USES, PREFIX
     from molinkd.cli import local_daemon
+    from molinkd.cli.invitation_table import named, show_invitations, who_stays
     from molinkd.peer.home import Home
 
     if ttl < 0:
         raise UsageError("--ttl is a number of hours, 0 for ever")
-    print(printable(local_daemon.fetch_invite(Home.find(home), ttl * 3600)))
+    if not 1 <= uses <= MAX_USES:
+        raise UsageError(f"--uses is a number of PCs, 1 to {MAX_USES}")
+    if list_all and end is not None:
+        raise UsageError("--list and --end don't go together")
+    place = Home.find(home)
+    if end is not None:
+        ended = local_daemon.end_invitation(place, end)
+        if as_json:
+            print(json.dumps({"id": end, "stayed": named(ended)}))
+        else:
+            print(printable(f"Invitation {end} has ended.{who_stays(ended)}"))
+    elif list_all:
+        invitations = local_daemon.fetch_invitations(place)
+        if as_json:
+            print(json.dumps(invitations, indent=2))
+        else:
+            show_invitations(invitations)
+    else:
+        made = local_daemon.fetch_invite(place, ttl * 3600, uses)
+        shown = {"id": made.id.removeprefix(PREFIX), "token": made.token, "uses": uses}
+        print(json.dumps(shown) if as_json else printable(made.token))
 
 
 def revoke(
@@ -89,10 +120,28 @@ def revoke(
 ) -> None:
     """Shut a peer out of the swarm for good; only on the PC that runs the swarm."""
     from molinkd.cli import local_daemon
+    from molinkd.cli.invitation_table import who_stays
     from molinkd.peer.home import Home
 
-    id = local_daemon.revoke(Home.find(home), peer)
-    print(f"{id} is no member any more, and its invitations have ended.")
+    id, ended = local_daemon.revoke(Home.find(home), peer)
+    print(
+        printable(
+            f"{id} is no member any more. Its invitations and the one by which it came have ended."
+            f"{who_stays(ended)} `molink un-revoke {id}` takes it back."
+        )
+    )
+
+
+def un_revoke(
+    peer: Annotated[str, typer.Argument(help="Name or id of a peer that was revoked.")],
+    home: HomeOption = None,
+) -> None:
+    """Let a peer that was revoked into the swarm again; only on the PC that runs the swarm."""
+    from molinkd.cli import local_daemon
+    from molinkd.peer.home import Home
+
+    id = local_daemon.unrevoke(Home.find(home), peer)
+    print(f"{id} is a member again. Start it with `molink join`; it needs no token.")
 
 
 def leave(
@@ -114,12 +163,15 @@ def leave(
         raise UsageError(f"this PC is in no swarm (state folder {place.root})")
     if member.own and not dissolve:
         raise UsageError(
-            "this PC runs the swarm's coordinator: without it the swarm ends for everyone. To end "
-            "it for good, run `molink leave --dissolve`; to pause it, press Ctrl-C in its terminal."
+            "this PC has made the swarm, and only it can shut other PCs out. To end the swarm for "
+            "everyone, run `molink leave --dissolve`; to pause this PC, press Ctrl-C in its "
+            "terminal: the others go on."
         )
     note = read_run_file(place.run_file)
     try:
         if note is not None:
+            if member.own:
+                local_daemon.revoke_all(place)
             local_daemon.shut_down(local_daemon.Found(place, note), leave=True)
             wait_until(lambda: not note.alive())
         elif not member.own:
@@ -127,7 +179,8 @@ def leave(
     except MolinkError as error:
         reason = printable(str(error))
         print(f"The coordinator could not be told ({reason}); forgetting the swarm here.")
-    patiently(lambda: place.membership.unlink(missing_ok=True))
+    for file in (place.membership, place.replica):
+        patiently(partial(file.unlink, missing_ok=True))
     if member.own and not wait_until(lambda: _removed(place.coordinator)):
         raise UsageError(f"can't delete {place.coordinator}: delete it by hand")
     print(printable(f"This PC has left swarm {member.swarm}."))

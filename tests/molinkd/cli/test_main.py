@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,10 @@ import pytest
 
 import molink
 from molink.errors import Unavailable, UsageError
+from molink.wire.messages.control import RevokeReply
 from molinkd.cli import local_daemon
 from molinkd.cli.demonstration import sample
+from molinkd.cli.invitation_table import show_invitations, who_stays
 from molinkd.cli.main import run, speak_utf8
 from molinkd.peer.demo import first_peer
 from molinkd.peer.home import Home
@@ -36,7 +40,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_arguments_list_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     out = capsys.readouterr().out
-    verbs = "up join demo chat status leave invite revoke bench simulate"
+    verbs = "up join demo chat status leave invite revoke un-revoke bench simulate"
     for verb in verbs.split():
         assert f" {verb} " in out
 
@@ -65,7 +69,12 @@ def test_quantize_and_memory_reach_the_daemon(
         (["chat", "hi"], 6, "no molink runs here"),
         (["invite"], 6, "no molink runs here"),
         (["invite", "--ttl", "-1"], 2, "--ttl"),
+        (["invite", "--uses", "0"], 2, "--uses"),
+        (["invite", "--list"], 6, "no molink runs here"),
+        (["invite", "--end", "x"], 6, "no molink runs here"),
+        (["invite", "--list", "--end", "x"], 2, "--list and --end"),
         (["revoke", "pc"], 6, "no molink runs here"),
+        (["un-revoke", "pc"], 6, "no molink runs here"),
         (["leave"], 2, "in no swarm"),
         (["join"], 2, "in no swarm"),
         (["join", ""], 2, "token is empty"),
@@ -87,6 +96,73 @@ def test_errors_are_one_clear_line(
     assert captured.err.startswith("molink: ")
     assert captured.err.count("\n") == 1
     assert text in captured.err
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """The daemons that would have been run."""
+    launches: list[Launch] = []
+    monkeypatch.setattr("molinkd.peer.main.run_daemon", lambda launch, _: launches.append(launch))
+    return launches
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_token_may_be_typed_in_or_piped(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    monkeypatch.setattr("typer.prompt", lambda text, hide_input: f"{text} {hide_input}")
+    monkeypatch.setattr(sys, "stdin", Terminal(" molink-piped \n"))
+    assert run(["join", "-"]) == 0
+    assert run(["join"]) == 0
+    (home / "swarm.json").touch()
+    assert run(["join"]) == 0, "a member needs none"
+    assert [launch.token for launch in launches] == ["molink-piped", "Join token True", None]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows doesn't show it to others")
+def test_a_token_leaves_the_command_line(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
+    arguments = ["join", "--name", "molink-x", "molink-x", "--stage", "none"]
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "molinkd", *arguments])
+    run(arguments)
+    ((program, line, environment),) = calls
+    assert program == line[0] == sys.executable
+    assert line[1:] == ["-m", "molinkd", "join", "--name", "molink-x", "--stage", "none"]
+    assert environment["MOLINK_TOKEN"] == "molink-x"
+    # Then the token comes from the environment, and is used.
+    calls.clear()
+    monkeypatch.setattr(sys, "orig_argv", line)
+    monkeypatch.setenv("MOLINK_TOKEN", "molink-y")
+    launches.clear()
+    assert run(line[3:]) == 0
+    assert (calls, [launch.token for launch in launches]) == ([], ["molink-y"])
+
+
+def test_invitations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show_invitations([])
+    assert "There are no invitations" in capsys.readouterr().out
+    shown = {"creator": {"peer": "p", "name": "first"}, "created": 1.8e9, "uses": 2, "left": 1}
+    used = [{"peer": "q", "name": "tv\x1b", "at": 1.8e9}]
+    show_invitations(
+        [
+            {"id": "ab", "expires": 0, "used": used, **shown},
+            {"id": "cd", "expires": 2**60, "used": [], **shown},
+        ]
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("ab", "never", "1 of 2", "first", "tv\\x1b", "nobody", "unix time"):
+        assert text in out
+    assert "\x1b" not in out
+    assert who_stays(RevokeReply(ref=0)) == ""
+    ended = RevokeReply(ref=0, stayed=("a", "b"), others=3)
+    assert who_stays(ended) == " Who came by it stays: a, b, 3 more."
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--bogus"], ["demo", "--peers", "0"]])
@@ -123,6 +199,21 @@ def test_a_live_daemon_comes_before_a_demo(home: Path) -> None:
     found = local_daemon.need_daemon(home)
     assert not found.demo
     assert found.endpoints == ("http://live",)
+
+
+def test_a_daemon_that_does_not_answer_is_not_waited_for(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_daemon, "CONNECT_S", 0.2)
+    place = Home(home)
+    place.create()
+    # As that of a process that was stopped: connections get as far as the kernel.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        RunFile.of_this_process(silent.getsockname()[1], "http://a").save(place.run_file)
+        assert run(["status"]) == 6
+    said = capsys.readouterr().err
+    assert "did not answer within 0.2 s" in said
+    assert f"process {os.getpid()}" in said
 
 
 def test_commands_start_without_heavy_imports() -> None:
@@ -173,6 +264,10 @@ def test_a_peer_is_found_by_name_or_id() -> None:
         local_daemon.find_peer({**status, "peers": peers[:3]}, "tv")
     with pytest.raises(UsageError, match="no peer"):
         local_daemon.find_peer(status, "nobody")
+    revoked = {**status, "revoked": [{"id": "9", "name": "old"}]}
+    assert local_daemon.find_peer(revoked, "old", "revoked") == "9"
+    with pytest.raises(UsageError, match="no peer that was revoked is called pc"):
+        local_daemon.find_peer(revoked, "pc", "revoked")
     with pytest.raises(Unavailable, match="gone"):
         local_daemon.find_peer({**status, "coordinator": {"state": "unreachable"}}, "pc")
 
