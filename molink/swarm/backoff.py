@@ -1,11 +1,16 @@
 """How long a peer whose stage keeps failing is left out of placement."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Longest time for which a peer is left out, in seconds: a mended one is back within a minute.
 MAX_DELAY = 60.0
+#: Nothing that works is disturbed for a peer so soon after its first failure, in seconds; twice as
+#: long after the next, and so on up to :data:`MAX_DELAY`.
+FIRST_REST = 10.0
 #: A peer without a failure for this long, in seconds, has a clean record again.
 MEMORY = 600.0
+#: A peer that is lost within this time after a failure, in seconds, was already going then.
+SEEN_BEFORE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +18,11 @@ class _Record:
     failures: int
     last: float
     until: float
+    #: Until when it gets no stage where another pipeline works.
+    rest: float
     reason: str
+    #: What was known before the last failure.
+    before: "_Record | None" = None
 
 
 class Backoff:
@@ -22,14 +31,31 @@ class Backoff:
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
-    def failed(self, peer: str, reason: str, now: float) -> float:
-        """Count a failure; returns for how many seconds the peer is left out."""
+    def failed(self, peer: str, reason: str, now: float, *, at_once: bool = False) -> float:
+        """Count a failure; returns for how many seconds the peer is left out.
+
+        ``at_once``: it took so long that it isn't waited for, not even after the first.
+        """
         before = self._records.get(peer)
         clean = before is None or now - before.last > MEMORY
         failures = 1 if clean or before is None else before.failures + 1
         delay = min(MAX_DELAY, 2.0 ** min(failures - 2, 16)) if failures > 1 else 0.0
-        self._records[peer] = _Record(failures, now, now + delay, reason)
+        if at_once:
+            delay = max(delay, FIRST_REST)
+        rest = min(MAX_DELAY, FIRST_REST * 2.0 ** min(failures - 1, 16))
+        earlier = None if clean or before is None else replace(before, before=None)
+        self._records[peer] = _Record(failures, now, now + delay, now + rest, reason, earlier)
         return delay
+
+    def lost(self, peer: str, now: float) -> None:
+        """The peer is gone: what its neighbours have just called its failure was that."""
+        record = self._records.get(peer)
+        if record is None or now - record.last > SEEN_BEFORE:
+            return
+        if record.before is None:
+            del self._records[peer]
+        else:
+            self._records[peer] = record.before
 
     def blocked(self, peer: str, now: float) -> bool:
         """Whether the peer is left out now."""
@@ -39,7 +65,7 @@ class Backoff:
     def suspect(self, peer: str, now: float) -> bool:
         """Whether it failed so recently that nothing which works is disturbed for it."""
         record = self._records.get(peer)
-        return record is not None and now - record.last <= MEMORY
+        return record is not None and now < record.rest
 
     def explain(self, peer: str, now: float, suspects: bool = False) -> str:
         """Why the peer is left out, for a person; empty if it isn't.
@@ -49,12 +75,11 @@ class Backoff:
         record = self._records.get(peer)
         if record is None:
             return ""
-        left = (record.last + MEMORY if suspects else record.until) - now
+        left = (record.rest if suspects else record.until) - now
         if left <= 0:
             return ""
-        duration = f"{left:.0f} s" if left < 90 else f"{left / 60:.0f} min"
         times = f"{record.failures} failures, the last" if record.failures > 1 else "a failure"
-        return f"left out for {duration} more after {times}: {record.reason}"
+        return f"left out for {left:.0f} s more after {times}: {record.reason}"
 
     def forget(self, peer: str) -> None:
         """The peer is no member any more."""

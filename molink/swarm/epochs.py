@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from molink.facts.model import BLOCK_SIZE, LayerRange
 from molink.swarm.formation import Formation
+from molink.swarm.placement import Placement
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
 from molink.wire.messages.control import StageFailed, StageLoaded
@@ -18,6 +19,11 @@ def content(desired: Desired) -> Desired:
 def layout(stages: Iterable[StageRecord]) -> list[tuple[str, LayerRange]]:
     """Which peer runs which layers; epochs with the same layout differ in nothing else."""
     return [(stage.peer, stage.layers) for stage in stages]
+
+
+def same_layout(record: PipelineRecord, placed: Placement) -> bool:
+    """Whether a pipeline has the stages of a placement."""
+    return layout(record.stages) == [(stage.peer, stage.layers) for stage in placed.stages]
 
 
 def block_size(stages: Iterable[StageRecord], desired: Desired, registry: Registry) -> int:

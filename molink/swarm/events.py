@@ -38,12 +38,28 @@ class Departed:
 
 
 @dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection on which a peer reported is no more. It may come back."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """A peer's report. ``fresh``: it came over a connection that wasn't known before."""
 
     peer: str
     report: PeerReport
     fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Peer ``by`` has tried to connect to ``to``."""
+
+    by: str
+    to: str
+    ok: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +78,29 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
+class TermRaised:
+    """This coordinator goes on in a higher term: another part of the swarm comes back."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = MemberAdded | MemberRemoved | Departed | Reported | StageSaid | Serve | Tick
+Event = (
+    MemberAdded
+    | MemberRemoved
+    | Departed
+    | Disconnected
+    | Reported
+    | Tried
+    | StageSaid
+    | Serve
+    | TermRaised
+    | Tick
+)
 
 # --- decisions, to be carried out in the order given --------------------------------------------
 
@@ -87,10 +121,21 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserve:
+    """Write down that this epoch, and this name of a pipeline, have been used.
+
+    What serves stays the committed one: this one is made beside it.
+    """
+
+    pipeline: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Remember what the others are told of a member."""
 
     member: Member
 
 
-Decision = SendMessage | Commit | Announce
+Decision = SendMessage | Commit | Reserve | Announce

@@ -3,7 +3,9 @@
 from typing import Literal
 
 from molink.errors import InvariantError
+from molink.facts.model import ModelFacts
 from molink.swarm.records import PipelineRecord
+from molink.swarm.transfer import STALL, Transfer, stage_bytes
 from molink.wire.messages.control import (
     PeerReport,
     StageFailed,
@@ -15,10 +17,10 @@ from molink.wire.messages.control import (
 #: ``adopting``: committed before this coordinator started, its peers haven't all reported yet.
 FormationState = Literal["adopting", "loading", "linking", "ready"]
 
-#: Without a sign of progress for this long, in seconds, a stage counts as stuck.
-STALL_TIMEOUT = 120.0
-#: From the files being there to the weights being loaded.
-LOAD_TIMEOUT = 600.0
+#: From the files being there to the weights being loaded, in seconds beside those of its bytes.
+LOAD_TIMEOUT = 120.0
+#: The slowest loading that is waited for, in bytes per second: that of an old disk.
+LOAD_RATE = 16 << 20
 #: From ``Form`` to the ring being there.
 LINK_TIMEOUT = 60.0
 #: How long the peers of a running pipeline have to report to a restarted coordinator.
@@ -31,26 +33,21 @@ class Formation:
     """Which stages have loaded and are ready, and who is late. Never goes back a state."""
 
     def __init__(
-        self,
-        record: PipelineRecord,
-        state: FormationState,
-        now: float,
-        *,
-        fetched: bool = False,
+        self, record: PipelineRecord, state: FormationState, now: float, facts: ModelFacts
     ) -> None:
-        """``fetched``: all stages' files are there already."""
+        """``facts`` are those of the model."""
         self.record = record
         self.state: FormationState = state
-        self._fetched = fetched
         #: Stages that have loaded in this epoch.
         self.loaded: dict[int, StageLoaded] = {}
         #: Stages that stand in the ring of this epoch; all of them in state ``ready``.
         self.ready: set[int] = set()
-        wait = ADOPT_TIMEOUT if state == "adopting" else STALL_TIMEOUT
+        wait = ADOPT_TIMEOUT if state == "adopting" else STALL
         self._deadlines = [now + wait] * len(record.stages)
+        self._bytes = [stage_bytes(facts, stage.layers) for stage in record.stages]
+        self._transfers = [Transfer(most, now) for most in self._bytes]
         self._loading: set[int] = set()
         self._missing: dict[int, float] = {}
-        self._daemons: dict[str, int] = {}
 
     # --- who ---------------------------------------------------------------------------------
 
@@ -72,9 +69,9 @@ class Formation:
         )
 
     @property
-    def worth_keeping(self) -> bool:
-        """Whether it serves, or will within seconds."""
-        return self.state == "ready" or (self._fetched and self.state != "adopting")
+    def forming(self) -> bool:
+        """Whether stages are loading, or about to take their places."""
+        return self.state in ("loading", "linking")
 
     # --- what happens ------------------------------------------------------------------------
 
@@ -88,9 +85,6 @@ class Formation:
         stage = self.stage_of(peer)
         if stage is None:
             return None
-        before = self._daemons.setdefault(peer, report.daemon_pid)
-        if before != report.daemon_pid:
-            return "its daemon was started anew"
         worker = self._worker(stage, report)
         if worker is None:
             return self._absent(stage, now)
@@ -107,9 +101,10 @@ class Formation:
         done = self.loaded if self.state == "loading" else self.ready
         for stage, deadline in enumerate(self._deadlines):
             if stage not in done and now >= deadline:
+                slow = "loading" if stage in self._loading else "fetching"
                 what = {
                     "adopting": "did not report its stage",
-                    "loading": "made no progress with loading its stage",
+                    "loading": f"made too little progress with {slow} its stage",
                     "linking": "did not take its place in the ring",
                 }.get(self.state, "")
                 return stage, what
@@ -145,13 +140,14 @@ class Formation:
         return True
 
     def _progress(self, stage: int, worker: WorkerState, now: float) -> None:
-        if self.state != "loading":
+        if self.state != "loading" or stage in self._loading:
             return
         if worker.state == "fetching":
-            self._deadlines[stage] = now + STALL_TIMEOUT
-        elif worker.state == "loading" and stage not in self._loading:
+            self._transfers[stage].observe(worker.done, now)
+            self._deadlines[stage] = self._transfers[stage].deadline
+        elif worker.state == "loading":
             self._loading.add(stage)
-            self._deadlines[stage] = now + LOAD_TIMEOUT
+            self._deadlines[stage] = now + LOAD_TIMEOUT + self._bytes[stage] / LOAD_RATE
 
     # --- invariants --------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ def instruction(
             dtype=desired.dtype,
             block_size=record.block_size,
             quantize=desired.quantize,
+            root=desired.facts.root,
         )
     if formation.state == "linking" and stage not in formation.ready:
         return Form(
@@ -66,6 +67,7 @@ def prefetch(move: Move, peer: str, desired: Desired, registry: Registry) -> Pre
         layers=move.layers(peer),
         model=desired.facts.name,
         sources=sources(desired, registry),
+        root=desired.facts.root,
     )
 
 
@@ -75,9 +77,14 @@ def route(
     ready: PipelineRecord | None,
     desired: Desired,
     registry: Registry,
-    reason: str = "",
+    *,
+    reason: str,
+    forming: int,
 ) -> Route:
-    """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``."""
+    """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``.
+
+    ``forming`` rises as long as an epoch is being formed and gets on.
+    """
     return Route(
         pipeline=pipeline,
         epoch=epoch,
@@ -86,7 +93,9 @@ def route(
         head=None if ready is None else address(ready.stages[0], registry),
         context=_context(desired, ready),
         sources=sources(desired, registry),
+        root=desired.facts.root,
         reason=reason[:MAX_REASON],
+        forming=forming,
     )
 
 

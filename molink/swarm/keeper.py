@@ -56,10 +56,10 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class TellWorker:
-    """Hand a message to a worker."""
+    """Hand a message to a worker: its next ring, or the other layers that it is to hold."""
 
     generation: int
-    message: FormRing
+    message: FormRing | Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,13 @@ class _KeptStage:
     state: StageState = "fetching"
     pid: int = 0
     loaded: Loaded | None = None
+    #: Whether a worker that holds other layers is to change to these once their files are there.
+    reused: bool = False
     #: Epoch of the last ring that the worker was told to form.
     forming: int = -1
-    #: Why it failed.
+    #: Why it failed; whether that is for want of memory beside another stage.
     reason: str = ""
+    no_room: bool = False
     #: What its worker said of a neighbour in this epoch.
     neighbour: StageFailed | None = None
     #: What the coordinator said of this epoch's stages, by stage.
@@ -108,7 +111,11 @@ class Keeper:
     # --- from the coordinator ---
 
     def assign(self, message: Assign) -> list[Decision]:
-        """Take a new assignment, or go on with the worker that already holds those layers."""
+        """Take a new assignment, or go on with the worker that already holds those layers.
+
+        One that holds others of the same weights will change to these; until their files are there
+        it stays in the ring that it is in.
+        """
         self._note(f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}")
         stage = self._stages.get(message.pipeline)
         if stage is not None and message.epoch < stage.assign.epoch:
@@ -121,6 +128,10 @@ class Keeper:
                 return []
             stage.state = "loaded"
             return [Tell(_stage_loaded(stage))]
+        if stage is not None and stage.loaded is not None and _same_weights(stage.assign, message):
+            kept = _KeptStage(message, stage.generation, pid=stage.pid, reused=True)
+            self._stages[message.pipeline] = kept
+            return [Fetch(kept.generation, message)]
         decisions: list[Decision] = []
         if stage is not None:
             decisions.append(StopWorker(stage.generation))
@@ -164,6 +175,8 @@ class Keeper:
         if stage is None or stage.state != "fetching":
             return []
         stage.state = "loading"
+        if stage.reused:
+            return [TellWorker(generation, start)]
         return [StartWorker(generation, start)]
 
     def started(self, generation: int, pid: int) -> None:
@@ -172,14 +185,19 @@ class Keeper:
         if stage is not None:
             stage.pid = pid
 
-    def failed(self, generation: int, reason: str) -> list[Decision]:
-        """The files can't be had, or the worker can't be started or has exited."""
+    def failed(self, generation: int, reason: str, *, no_room: bool = False) -> list[Decision]:
+        """The files can't be had, or the worker can't be started or has exited.
+
+        ``no_room``: the device has too little memory for it beside another stage.
+        """
         stage = self._find(generation)
         if stage is None or stage.state == "failed":
             return []
         self._note(f"generation {generation} failed: {reason}")
         stage.state, stage.loaded, stage.reason = "failed", None, reason
-        return [StopWorker(generation), Tell(_stage_failed(stage.assign, reason))]
+        stage.no_room = no_room
+        failed = _stage_failed(stage.assign, reason, no_room=no_room)
+        return [StopWorker(generation), Tell(failed)]
 
     def worker_said(self, generation: int, message: FromStage) -> list[Decision]:
         """A worker reports."""
@@ -214,8 +232,11 @@ class Keeper:
 
     # --- state ---
 
-    def states(self) -> tuple[WorkerState, ...]:
-        """All assignments, as the report to the coordinator shows them."""
+    def states(self, transfers: Mapping[int, tuple[int, int]]) -> tuple[WorkerState, ...]:
+        """All assignments, as the report to the coordinator shows them.
+
+        ``transfers`` has, by generation, the bytes that are here and those that there are in all.
+        """
         return tuple(
             WorkerState(
                 pid=stage.pid,
@@ -224,6 +245,8 @@ class Keeper:
                 layers=stage.assign.layers,
                 state=stage.state,
                 epoch=stage.assign.epoch,
+                done=transfers.get(stage.generation, (0, 0))[0],
+                total=transfers.get(stage.generation, (0, 0))[1],
             )
             for pipeline, stage in self._stages.items()
         )
@@ -273,17 +296,28 @@ def _describe(stage: _KeptStage) -> str:
     return f"stage {stage.assign.stage} (layers {first}:{last}) {stage.state}{reason}"
 
 
+def _same_weights(old: Assign, new: Assign) -> bool:
+    """Whether layers that both have are the same in memory."""
+    kept = (old.model, old.root, old.dtype, old.quantize)
+    return kept == (new.model, new.root, new.dtype, new.quantize)
+
+
 def _same_worker(old: Assign, new: Assign) -> bool:
     """Whether the worker of ``old`` can serve ``new`` without loading anything."""
-    kept = (old.layers, old.stage, old.stages, old.model, old.dtype, old.quantize, old.block_size)
-    return kept == (
-        new.layers,
-        new.stage,
-        new.stages,
-        new.model,
-        new.dtype,
-        new.quantize,
-        new.block_size,
+    return _held(old) == _held(new)
+
+
+def _held(assign: Assign) -> tuple[object, ...]:
+    """What a worker was started with."""
+    return (
+        assign.layers,
+        assign.stage,
+        assign.stages,
+        assign.model,
+        assign.root,
+        assign.dtype,
+        assign.quantize,
+        assign.block_size,
     )
 
 
@@ -311,14 +345,19 @@ def _repeated(stage: _KeptStage) -> list[Tell]:
     if stage.state == "ready":
         told.append(Tell(_stage_ready(stage.assign)))
     if stage.state == "failed":
-        told.append(Tell(_stage_failed(stage.assign, stage.reason)))
+        told.append(Tell(_stage_failed(stage.assign, stage.reason, no_room=stage.no_room)))
     elif stage.neighbour is not None:
         told.append(Tell(stage.neighbour))
     return told
 
 
 def _stage_failed(
-    assign: Assign, reason: str, *, next_lost: bool = False, previous_blocked: bool = False
+    assign: Assign,
+    reason: str,
+    *,
+    next_lost: bool = False,
+    previous_blocked: bool = False,
+    no_room: bool = False,
 ) -> StageFailed:
     return StageFailed(
         pipeline=assign.pipeline,
@@ -327,4 +366,5 @@ def _stage_failed(
         reason=reason[:MAX_REASON],
         next_lost=next_lost,
         previous_blocked=previous_blocked,
+        no_room=no_room,
     )

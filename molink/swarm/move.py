@@ -5,8 +5,9 @@ epoch begins once all have them. Progress is read from their reports, so nothing
 the way needs more than to be said again.
 """
 
-from molink.facts.model import LayerRange
+from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.records import PipelineRecord, StageRecord
+from molink.swarm.transfer import Transfer, stage_bytes
 from molink.wire.messages.control import Prefetched
 
 #: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
@@ -19,7 +20,12 @@ class Move:
     """From the stages of ``old`` to ``stages``; ``number`` tells it from other moves."""
 
     def __init__(
-        self, number: int, old: PipelineRecord, stages: tuple[StageRecord, ...], now: float
+        self,
+        number: int,
+        old: PipelineRecord,
+        stages: tuple[StageRecord, ...],
+        now: float,
+        facts: ModelFacts,
     ) -> None:
         self.number = number
         self.stages = stages
@@ -28,6 +34,9 @@ class Move:
             stage.peer: now
             for stage in stages
             if stage.peer not in held or not _within(stage.layers, held[stage.peer])
+        }
+        self._transfers = {
+            peer: Transfer(stage_bytes(facts, self.layers(peer)), now) for peer in self._asked
         }
 
     @property
@@ -44,7 +53,7 @@ class Move:
         """The layers that ``peer`` gets."""
         return next(stage.layers for stage in self.stages if stage.peer == peer)
 
-    def observe(self, peer: str, said: Prefetched | None) -> str | None:
+    def observe(self, peer: str, said: Prefetched | None, now: float) -> str | None:
         """Take what a report says; why the transfer failed, if it did."""
         if peer not in self._asked or said is None or said.number != self.number:
             return None
@@ -52,7 +61,14 @@ class Move:
             return said.reason or "it gave no reason"
         if said.state == "done":
             del self._asked[peer]
+        else:
+            self._transfers[peer].observe(said.done, now)
         return None
+
+    def overdue(self, now: float) -> str | None:
+        """The first peer whose files come too slowly."""
+        late = (peer for peer in self._asked if now >= self._transfers[peer].deadline)
+        return next(late, None)
 
     def unaware(self, peer: str, said: Prefetched | None, now: float) -> bool:
         """Whether ``peer`` has to be asked again."""

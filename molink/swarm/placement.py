@@ -92,11 +92,21 @@ def place(
     dtype: str = "auto",
     quantize: Quantize = "none",
 ) -> Placement | Unplaceable:
-    """Place a model over ``candidates``, which are in the order in which they joined."""
+    """Place a model over ``candidates``, which are in the order in which they joined.
+
+    One that has named layers which the model doesn't have gets none.
+    """
+    misfits = {one.peer: why for one in candidates if (why := misfit(one.stage, facts))}
+    fitting = [one for one in candidates if one.peer not in misfits]
     try:
-        return _Placer(facts, candidates, StageSetup(dtype=dtype, quantize=quantize)).place()
+        return _Placer(facts, fitting, StageSetup(dtype=dtype, quantize=quantize)).place()
     except _NoPlacement as reason:
-        return Unplaceable(str(reason))
+        named = [
+            f"{one.name} (--stage {one.stage}) {misfits[one.peer]}"
+            for one in candidates
+            if one.peer in misfits
+        ]
+        return Unplaceable("; ".join([str(reason), *named]))
 
 
 def parse_range(stage: str) -> LayerRange | None:
@@ -105,6 +115,14 @@ def parse_range(stage: str) -> LayerRange | None:
     if not (colon and first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
         return None
     return int(first), int(last)
+
+
+def misfit(stage: str, facts: ModelFacts) -> str:
+    """Why the layers that a peer has named (``A:B``) can't be of a model; empty if they can."""
+    layers = parse_range(stage)
+    if layers is None or 0 <= layers[0] < layers[1] <= facts.layers:
+        return ""
+    return f"names layers that {facts.name} doesn't have: it has {facts.layers}"
 
 
 class _Placer:
@@ -156,11 +174,6 @@ class _Placer:
         """The stage of a peer that named its own layers."""
         first, last = layers
         named = f"{candidate.name} (--stage {first}:{last})"
-        if not 0 <= first < last <= self.facts.layers:
-            raise _NoPlacement(
-                f"{named} names layers that {self.facts.name} doesn't have: it has "
-                f"{self.facts.layers}"
-            )
         opens, closes = first == 0, last == self.facts.layers
         runner = self.runner(candidate)
         if last - first > runner.capacity(opens=opens, closes=closes):

@@ -5,11 +5,14 @@ that the last one saw and have then stayed the same for a moment; so joins close
 and whatever changes the candidates (a join, a loss, the end of a back-off) is the same case.
 """
 
+from collections.abc import Collection
+
 from molink.swarm.backoff import Backoff
 from molink.swarm.formation import Formation
 from molink.swarm.placement import Candidate, Placement, Unplaceable, parse_range, place
+from molink.swarm.reach import Reach, Unreachable
 from molink.swarm.records import Desired
-from molink.swarm.registry import Registry
+from molink.swarm.registry import PeerSession, Registry
 
 #: Peers that join or change within this time, in seconds, are placed together …
 DEBOUNCE = 1.0
@@ -17,8 +20,13 @@ DEBOUNCE = 1.0
 MAX_DEBOUNCE = 5.0
 #: A broken pipeline is placed anew after this pause: losses rarely come alone.
 LOSS_DEBOUNCE = 0.3
+#: A failed peer is waited for if it is left out for no longer than this, in seconds: without it
+#: every other stage would have to load other layers.
+WORTH_WAITING = 2.0
+#: A peer that was lost to its neighbour is waited for this long, in seconds: for two reports.
+DOUBT = 0.75
 #: While no pipeline stands, a peer that has been silent for this long is not placed.
-STALE = 2.5
+STALE = 1.5
 #: A restarted coordinator waits this long, in seconds, for ``min_peers`` to come back.
 RESTORE_TIMEOUT = 30.0
 #: A change of a peer's memory below this part of it is no reason to place anew.
@@ -33,6 +41,9 @@ class Planner:
     def __init__(self, now: float, *, restored: bool) -> None:
         """``restored``: there was a placement before this coordinator started."""
         self.backoff = Backoff()
+        self.reach = Reach()
+        #: Peers that get no stage because of a connection that can't be made.
+        self.unreachable: dict[str, Unreachable] = {}
         #: The first placement waits for ``min_peers``; later ones take whoever is left.
         self.placed = False
         self._waive_at = now + RESTORE_TIMEOUT if restored else None
@@ -42,22 +53,35 @@ class Planner:
         self._pending: Candidates | None = None
         self._pending_since = 0.0
         self._place_at = 0.0
+        #: How long a change of the candidates puts the placement off.
+        self._step = DEBOUNCE
+        #: Peers that a neighbour has lost, and when: not to be placed before they have reported.
+        self._doubts: dict[str, float] = {}
+
+    def not_waiting(self, *, placed: bool) -> None:
+        """Somebody is known to be gone: what was ``placed`` goes on with whoever is left."""
+        self._waive_at, self.placed = None, placed
 
     def candidates(self, registry: Registry, formation: Formation | None, now: float) -> Candidates:
         """Peers to place a model on, in the order of joining.
 
         What stands is not disturbed for a peer that failed lately, nor broken for one whose
-        reports are late; neither gets a new stage.
+        reports are late; neither gets a new stage. While nothing stands, those count that
+        :meth:`due` waits for.
         """
         found: list[Candidate] = []
         for peer in registry.members:
             session = registry.sessions.get(peer)
-            if session is None or self.backoff.blocked(peer, now):
+            if session is None:
                 continue
             if formation is None:
-                left_out = now - session.seen > STALE
+                gone = self.doubted(peer, session) and now >= self._doubts[peer] + DOUBT
+                left_out = gone or now - session.seen > STALE
+                left_out |= self.backoff.blocked(peer, now + WORTH_WAITING)
             else:
-                left_out = peer not in formation.peers and self.backoff.suspect(peer, now)
+                left_out = self.backoff.blocked(peer, now) or (
+                    peer not in formation.peers and self.backoff.suspect(peer, now)
+                )
             report = session.report
             offers = report.stage == "auto" or parse_range(report.stage) is not None
             if offers and not left_out:
@@ -73,9 +97,18 @@ class Planner:
                         cuda=device.kind == "cuda",
                     )
                 )
-        return tuple(found)
+        serving = formation.peers if formation is not None and formation.state == "ready" else ()
+        first = sorted(found, key=lambda one: one.peer not in serving)
+        self.unreachable = self.reach.left_out(one.peer for one in first)
+        # Whatever its ports are, who serves does.
+        out = self.unreachable.keys() - set(serving)
+        return tuple(one for one in found if one.peer not in out)
 
-    def due(self, candidates: Candidates, now: float) -> bool:
+    def doubted(self, peer: str, session: PeerSession) -> bool:
+        """Whether a neighbour has lost the peer, and it has not reported since."""
+        return self._doubts.get(peer, -1.0) >= session.seen
+
+    def due(self, candidates: Candidates, registry: Registry, now: float) -> bool:
         """Whether it is time to place. If so, they count as placed from now on."""
         if self._waive_at is not None and now >= self._waive_at:
             self.placed, self._waive_at, self._tried = True, None, None
@@ -85,24 +118,66 @@ class Planner:
         if self._pending is None:
             self._pending_since = now
         if _differ(candidates, self._pending):
-            self._place_at = min(now + DEBOUNCE, self._pending_since + MAX_DEBOUNCE)
+            self._place_at = min(now + self._step, self._pending_since + MAX_DEBOUNCE)
         self._pending = candidates
-        if now < self._place_at:
+        if now < self._place_at or any(
+            self.backoff.blocked(one.peer, now)
+            or self.doubted(one.peer, registry.sessions[one.peer])
+            for one in candidates
+        ):
             return False
         self.settle(candidates)
         return True
 
+    def outdated(self, candidates: Candidates, peers: Collection[str]) -> bool:
+        """Whether a placement on ``peers`` can't be had any more: one is gone, or offers less.
+
+        That others have come is no reason to break off what is being formed.
+        """
+        if self._tried is None:
+            return True
+        now, then = (
+            tuple(one for one in all_of_them if one.peer in peers)
+            for all_of_them in (candidates, self._tried)
+        )
+        return _differ(now, then)
+
     def settle(self, candidates: Candidates) -> None:
         """There is a placement, and it need not be looked at again for these candidates."""
-        self._tried, self._pending = candidates, None
+        self._tried, self._pending, self._step = candidates, None, DEBOUNCE
 
-    def again(self, candidates: Candidates, now: float, pause: float = LOSS_DEBOUNCE) -> None:
+    def failed(
+        self, peer: str, reason: str, now: float, *, doubt: bool, at_once: bool = False
+    ) -> float:
+        """Count a peer's failure; returns for how many seconds it is left out.
+
+        ``doubt``: a neighbour says so, and the peer may be gone. ``at_once`` as in
+        :meth:`Backoff.failed`.
+        """
+        if doubt:
+            self._doubts[peer] = now
+        return self.backoff.failed(peer, reason, now, at_once=at_once)
+
+    def lost(self, peer: str, now: float) -> None:
+        """The peer is not there any more."""
+        self.backoff.lost(peer, now)
+        self.reach.forget(peer)
+        self._doubts.pop(peer, None)
+
+    def again(
+        self,
+        candidates: Candidates,
+        now: float,
+        pause: float = LOSS_DEBOUNCE,
+        step: float = DEBOUNCE,
+    ) -> None:
         """What was placed is no more: place after ``pause``, whether the candidates change or not.
 
-        Where they do, it may be sooner.
+        Where they do, it is sooner; ``step`` is how long each change puts it off.
         """
         self._tried, self._pending = None, candidates
         self._pending_since, self._place_at = now, now + pause
+        self._step = step
 
     def restart(self) -> None:
         """Another model is to be placed for the first time."""

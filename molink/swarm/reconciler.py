@@ -6,8 +6,6 @@ steps: :meth:`Reconciler._advance` moves the formation on, :meth:`Reconciler._pu
 peer what it doesn't know yet.
 """
 
-import logging
-from collections import deque
 from collections.abc import Iterable
 
 from molink.swarm import epochs, instructions
@@ -15,35 +13,39 @@ from molink.swarm.events import (
     Commit,
     Decision,
     Departed,
+    Disconnected,
     Event,
     MemberAdded,
     MemberRemoved,
     Reported,
-    SendMessage,
     Serve,
     StageSaid,
+    TermRaised,
     Tick,
+    Tried,
 )
 from molink.swarm.formation import Formation
 from molink.swarm.move import RETRY, Move
-from molink.swarm.placement import Candidate, Placement, Unplaceable
-from molink.swarm.planner import LOSS_DEBOUNCE, Planner
+from molink.swarm.pipelines import JUST_ASKED, Pipelines
+from molink.swarm.placement import Candidate, Placement, Unplaceable, misfit
+from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
+from molink.swarm.reach import Unreachable, how_to_open
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
-from molink.swarm.registry import Registry
-from molink.wire.messages.control import Instruction, PeerReport, StageFailed, StageLoaded, Unassign
-
-log = logging.getLogger(__name__)
+from molink.wire.messages.control import (
+    Notice,
+    PeerReport,
+    StageFailed,
+    StageLoaded,
+    Unassign,
+)
 
 #: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
 STANDSTILL = 2.0
-#: Transitions that are kept: those of a bad hour.
-STORY_LENGTH = 200
-WAITING = "waiting for peers"
-JUST_ASKED = "the model was just asked for"
-NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
+#: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
+SIGN_INTERVAL = 5.0
 
 
-class Reconciler:
+class Reconciler(Pipelines):
     """The control plane's decisions about one model and its one pipeline."""
 
     def __init__(
@@ -55,28 +57,24 @@ class Reconciler:
         desired: Desired | None = None,
         pipeline: PipelineRecord | None = None,
         last: tuple[int, int] = (0, 0),
+        term: int = 0,
+        lost: str = "",
     ) -> None:
-        """``desired``, ``pipeline`` and ``last`` (pipeline number, epoch) as the state has them."""
-        self.registry = Registry(swarm, members)
-        self.planner = Planner(now, restored=pipeline is not None)
-        self.desired = desired
-        #: The current epoch, if it is being formed or ready.
-        self.formation: Formation | None = None
-        #: Where a pipeline that serves goes once the files are there.
-        self.move: Move | None = None
+        """``desired``, ``pipeline`` and ``last`` (pipeline number, epoch) as the state has them.
+
+        ``term`` is that of the coordinator; ``lost`` is a peer that is known not to be there.
+        """
+        super().__init__(swarm, members, now, desired, pipeline, last, term)
+        if lost:
+            self.planner.not_waiting(placed=pipeline is not None)
         self._moves = 0
-        #: Why no pipeline is ready, or why a change was not followed; for a person.
-        self.reason = NO_MODEL if desired is None else WAITING
-        #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
-        number, self.epoch = last
-        #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
-        self.pipeline = pipeline.id if pipeline else f"p{number + 1}"
         self._ticked = now
-        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
-        self._out: list[Decision] = []
+        #: What peers that can't be reached have been told.
+        self._notified: dict[str, str] = {}
         if desired is not None and pipeline is not None and pipeline.formed:
-            formation = Formation(pipeline, "adopting", now)
-            if all(peer in self.registry.members for peer in formation.peers):
+            formation = Formation(pipeline, "adopting", now, desired.facts)
+            expected = self.registry.members.keys() - {lost}
+            if expected >= set(formation.peers):
                 self.formation = formation
                 self.reason = "this coordinator was just started: waiting for its peers' reports"
 
@@ -91,35 +89,51 @@ class Reconciler:
             case MemberRemoved():
                 self._removed(event.peer, event.why, now)
             case Departed():
-                if self.registry.live(event.peer):
-                    self.planner.backoff.forget(event.peer)
-                    self._lost(event.peer, "has stopped", now)
+                self._departed(event.peer, now)
+            case Disconnected():
+                self.registry.disconnected(event.peer, now)
             case Reported():
                 self._reported(event, now)
+            case Tried():
+                self._tried(event)
             case StageSaid():
                 self._stage_said(event, now)
             case Serve():
                 self._serve(event.desired, now)
+            case TermRaised():
+                self._term_raised(event.term, now)
             case Tick():
-                if now - self._ticked > STANDSTILL:
-                    self.registry.forgive(now - self._ticked)
-                self._ticked = now
-                for peer in self.registry.silent(now):
-                    self._lost(peer, "has not reported any more", now)
+                self._tick(now)
+        for peer in self.registry.cut_off(now, self.planner.doubted):
+            self._lost(peer, "is not connected any more", now)
         self._advance(now)
+        self._notify(now)
         self._publish()
         decisions, self._out = self._out, []
         return decisions
 
-    @property
-    def story(self) -> tuple[str, ...]:
-        """The last transitions, oldest first."""
-        return tuple(self._story)
+    def _term_raised(self, term: int, now: float) -> None:
+        """What is still being formed begins anew: the other part may know newer epochs."""
+        self.term = term
+        if self.formation is not None and self.formation.forming:
+            self._break("another part of the swarm comes back", None, now)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the pipeline can serve."""
-        return self.formation is not None and self.formation.state == "ready"
+    def _departed(self, peer: str, now: float) -> None:
+        if self.registry.live(peer):
+            self.planner.backoff.forget(peer)
+            self._lost(peer, "has stopped", now)
+
+    def _tried(self, event: Tried) -> None:
+        """What was tried of a PC that is off says nothing of its ports."""
+        if self.registry.live(event.by) and self.registry.live(event.to):
+            self.planner.reach.tried(event.by, event.to, event.ok)
+
+    def _tick(self, now: float) -> None:
+        if now - self._ticked > STANDSTILL:
+            self.registry.forgive(now - self._ticked)
+        self._ticked = now
+        for peer in self.registry.silent(now):
+            self._lost(peer, "has not reported any more", now)
 
     def _removed(self, peer: str, why: str, now: float) -> None:
         if peer not in self.registry.members:
@@ -136,6 +150,7 @@ class Reconciler:
         name = self.registry.name(peer)
         self._note(now, f"{name} ({peer}) {why}")
         self.registry.drop(peer)
+        self.planner.lost(peer, now)
         if self.formation is not None and peer in self.formation.peers:
             self._break(f"{name} {why}", None, now)
         self._stay_without(peer, now)
@@ -146,62 +161,85 @@ class Reconciler:
             return
         if not self.registry.live(peer):
             self._note(now, f"{event.report.name} ({peer}) is there")
+        elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
+            self._lost(peer, "was started anew", now)
         self._out += self.registry.report(peer, event.report, event.fresh, now)
         self._out += self.registry.publish_members()  # whom an instruction may name
-        formation = self.formation
-        stage = formation.stage_of(peer) if formation is not None else None
+        serving = self.formation
         self._prefetched(event, now)
-        self._stop_strays(peer, event.report, stage)
-        if formation is None or stage is None:
-            return
-        failure = formation.observe(peer, event.report, now)
-        if failure is not None:
-            blamed = None if formation.state == "adopting" else peer
-            self._break(f"{self.registry.name(peer)}: {failure}", blamed, now)
-        elif event.fresh or formation.unaware(stage, now):
-            self._instruct(formation, stage)
+        self._stop_strays(
+            peer, event.report, serving.stage_of(peer) if serving is not None else None
+        )
+        for formation in self._formations():
+            stage = formation.stage_of(peer)
+            if stage is None:
+                continue
+            failure = formation.observe(peer, event.report, now)
+            if failure is not None:
+                blamed = None if formation.state == "adopting" else peer
+                self._fail(formation, f"{self.registry.name(peer)}: {failure}", blamed, now)
+            elif event.fresh or formation.unaware(stage, now):
+                self._instruct(formation, stage)
 
     def _prefetched(self, event: Reported, now: float) -> None:
         move, peer, said = self.move, event.peer, event.report.prefetched
         if move is None or self.desired is None:
             return
-        failure = move.observe(peer, said)
+        failure = move.observe(peer, said, now)
         if failure is not None:
-            self._note(now, f"{self.registry.name(peer)} can't get its files: {failure}")
-            serves = self.formation is not None and peer in self.formation.peers
-            if not serves:
-                self.planner.backoff.failed(peer, failure, now)
-            self._stay(now, RETRY if serves else LOSS_DEBOUNCE)
+            self._cannot_fetch(peer, failure, now)
         elif move.unaware(peer, said, now) or (event.fresh and peer in move.lacking):
             self._send(peer, instructions.prefetch(move, peer, self.desired, self.registry))
 
+    def _cannot_fetch(self, peer: str, failure: str, now: float) -> None:
+        """A peer doesn't get the files for a move."""
+        self._note(now, f"{self.registry.name(peer)} can't get its files: {failure}")
+        serves = self.formation is not None and peer in self.formation.peers
+        if not serves:
+            self.planner.backoff.failed(peer, failure, now)
+        self._stay(now, RETRY if serves else LOSS_DEBOUNCE)
+
     def _stay_without(self, peer: str, now: float) -> None:
-        if self.move is not None and peer in self.move.peers:
+        planned = self.move.peers if self.move is not None else ()
+        if peer in planned or (self.next is not None and peer in self.next.peers):
             self._stay(now)
 
     def _stay(self, now: float, pause: float = LOSS_DEBOUNCE) -> None:
         """Give up a move; what serves was never touched. Look again after a pause."""
         self.move = None
+        self._drop_next()
         self.planner.again(self._candidates(now), now, pause)
 
     def _stop_strays(self, peer: str, report: PeerReport, stage: int | None) -> None:
         """End workers that no pipeline needs; while none is formed their weights may be of use."""
+        beside = [one for one in (self.next, self.retiring and self.retiring[0]) if one is not None]
+        needed = {one.record.id for one in beside if peer in one.peers}
+        if stage is not None or self.formation is None:
+            needed.add(self.pipeline)
         for worker in report.workers:
-            ours = worker.pipeline == self.pipeline
-            if not (ours and (stage is not None or self.formation is None)):
+            if worker.pipeline not in needed:
                 self._send(peer, Unassign(pipeline=worker.pipeline))
 
     def _stage_said(self, event: StageSaid, now: float) -> None:
-        formation, message = self.formation, event.message
-        known = formation is not None and self.registry.live(event.peer)
-        if formation is None or not known or not formation.concerns(event.peer, message):
+        message = event.message
+        concerned = (one for one in self._formations() if one.concerns(event.peer, message))
+        formation = next(concerned, None)
+        if formation is None or not self.registry.live(event.peer):
             return
         if isinstance(message, StageFailed):
             peer, reason = epochs.blame(formation, message, self.registry)
-            self._break(reason, peer, now)
+            old = self.formation.peers if self.formation is not None else ()
+            serves = peer in old
+            if formation is self.next and serves and event.peer not in old:
+                peer = event.peer  # of the two it is the newcomer that may be at fault
+            if formation is self.next and serves and message.no_room:
+                self._go_over_in_place(reason, now)
+            else:
+                self._fail(formation, reason, peer, now, doubt=peer != event.peer)
         elif isinstance(message, StageLoaded):
             if formation.state == "loading":
                 formation.loaded[message.stage] = message
+                self._sign(now)
                 self._note(now, f"stage {message.stage} of epoch {message.epoch} has loaded")
         elif formation.state != "loading":
             formation.ready.add(message.stage)
@@ -219,22 +257,63 @@ class Reconciler:
 
     def _abolish(self) -> None:
         """End the pipeline; the next one has a new name, so that no worker is taken over."""
-        for peer in self.formation.peers if self.formation is not None else ():
-            self._send(peer, Unassign(pipeline=self.pipeline))
+        self._drop_next()
+        self._retire(float("inf"))
+        if self.formation is not None:
+            self._unassign(self.formation)
         self._out += self.registry.end_route(self.pipeline)
-        self.pipeline = f"p{int(self.pipeline.removeprefix('p')) + 1}"
+        self.pipeline = self._new_name()
         self.planner.restart()
 
-    def _break(self, reason: str, blamed: str | None, now: float) -> None:
-        """What was formed, or being formed, can't go on."""
+    def _fail(
+        self,
+        formation: Formation,
+        reason: str,
+        blamed: str | None,
+        now: float,
+        *,
+        doubt: bool = False,
+        at_once: bool = False,
+    ) -> None:
+        """A formation can't go on: what serves breaks, what is made beside it is given up."""
+        if formation is not self.next:
+            self._break(reason, blamed, now, doubt=doubt, at_once=at_once)
+            return
+        self._note(now, f"epoch {formation.record.epoch} is given up: {reason}")
+        serves = self.formation is not None and blamed in self.formation.peers
+        if blamed is not None and not serves:
+            self.planner.failed(blamed, reason, now, doubt=doubt, at_once=at_once)
+        self._stay(now, RETRY if serves else LOSS_DEBOUNCE)
+
+    def _break(
+        self,
+        reason: str,
+        blamed: str | None,
+        now: float,
+        *,
+        doubt: bool = False,
+        at_once: bool = False,
+    ) -> None:
+        """What was formed, or being formed, can't go on.
+
+        ``doubt``: a neighbour blames the peer, which may be gone without our knowledge.
+        ``at_once``: the others are tried without the one to blame, even if it never failed before.
+        """
         self._note(now, f"not ready: {reason}")
         if blamed is not None:
-            delay = self.planner.backoff.failed(blamed, reason, now)
+            delay = self.planner.failed(blamed, reason, now, doubt=doubt, at_once=at_once)
             if delay:
                 self._note(now, f"{self.registry.name(blamed)} is left out for {delay:.0f} s")
         self.reason = reason
-        self.formation = self.move = None
-        self.planner.again(self._candidates(now), now)
+        self.phases.begin(reason, now)
+        step = DEBOUNCE if self.formation is None else LOSS_DEBOUNCE
+        old, self.formation, self.move = self.formation, None, None
+        if old is not None and self.next is not None:
+            if reason != JUST_ASKED and all(map(self.registry.live, self.next.peers)):
+                self._promote(old, now)
+                return
+            self._drop_next()
+        self.planner.again(self._candidates(now), now, step=step)
 
     # --- what follows ------------------------------------------------------------------------
 
@@ -242,45 +321,57 @@ class Reconciler:
         if self.desired is None:
             return
         self._check_late(now)
-        if self.formation is None or self.formation.state != "adopting":
-            candidates = self._candidates(now)
-            if self.planner.due(candidates, now):
-                placed = self.planner.place(self.desired, candidates, self.registry, now)
-                self._follow(placed, now)
+        candidates = self._candidates(now)
+        if self._may_place(candidates) and self.planner.due(candidates, self.registry, now):
+            placed = self.planner.place(self.desired, candidates, self.registry, now)
+            self._follow(placed, now)
         self._move_on(now)
+        formation = self.formation
+        if formation is not None and formation.forming and now - self._sign_at >= SIGN_INTERVAL:
+            self._sign(now)
+        self._retire(now)
+
+    def _may_place(self, candidates: tuple[Candidate, ...]) -> bool:
+        """What is nearly done is finished first, and then improved."""
+        formation = self.next or self.formation
+        if formation is None or formation.state == "ready":
+            return True
+        return formation.forming and self.planner.outdated(candidates, formation.peers)
 
     def _check_late(self, now: float) -> None:
-        formation = self.formation
-        late = formation.overdue(now) if formation is not None else None
-        if formation is None or late is None:
-            return
-        peer = formation.peers[late[0]]
-        adopting = formation.state == "adopting"
-        # Part of the pipeline is there, so this is no first placement.
-        self.planner.placed |= adopting and bool(formation.ready)
-        self._break(f"{self.registry.name(peer)} {late[1]}", None if adopting else peer, now)
+        slow = self.move.overdue(now) if self.move is not None else None
+        if slow is not None:
+            self._cannot_fetch(slow, "they come too slowly", now)
+        for formation in self._formations():
+            late = formation.overdue(now)
+            if late is None:
+                continue
+            peer = formation.peers[late[0]]
+            adopting = formation.state == "adopting"
+            # Part of the pipeline is there, so this is no first placement.
+            self.planner.placed |= adopting and bool(formation.ready)
+            reason, loading = f"{self.registry.name(peer)} {late[1]}", formation.state == "loading"
+            self._fail(formation, reason, None if adopting else peer, now, at_once=loading)
 
     def _move_on(self, now: float) -> None:
-        """Take the formation to its next state if all stages are there, or to the next one."""
+        """Take each formation to its next state if all stages are there, or to the next one."""
         if self.move is not None and not self.move.lacking:
-            self._begin(self.move.stages, now, fetched=True)
-        formation = self.formation
-        if formation is None:
-            return
-        if formation.state == "loading" and formation.all_loaded:
-            self._form(formation, now)
-        elif formation.state in ("linking", "adopting") and formation.all_ready:
-            if formation.state == "adopting":
-                kept = [one for one in self._candidates(now) if one.peer in formation.peers]
-                self.planner.settle(tuple(kept))  # the others may have been about to join in
-                self.planner.placed = True
-            formation.state = "ready"
-            self.reason = ""
-            self._note(now, f"epoch {formation.record.epoch} is ready")
+            self._begin_beside(self.move.stages, now)
+        for formation in self._formations():
+            if formation.state == "loading" and formation.all_loaded:
+                self._form(formation, now)
+            elif formation is self.next and formation.all_ready:
+                self._take_over(formation, now)
+            else:
+                self._finish(formation, now)
 
     def _follow(self, placed: Placement | Unplaceable, now: float) -> None:
         """Go over to a new placement. Without one what runs goes on, and what doesn't waits."""
         self.move = None
+        if self.next is not None:
+            if isinstance(placed, Placement) and epochs.same_layout(self.next.record, placed):
+                return
+            self._drop_next()
         if isinstance(placed, Unplaceable):
             self.reason = placed.reason
             self._note(now, f"not placed: {placed.reason}")
@@ -289,7 +380,7 @@ class Reconciler:
         old = self.formation
         if old is not None and epochs.layout(old.record.stages) == epochs.layout(stages):
             self.reason = "" if self.ready else self.reason
-        elif old is not None and old.worth_keeping:
+        elif old is not None and old.state == "ready":
             self._prepare(old, stages, now)
         else:
             self._begin(stages, now)
@@ -299,101 +390,84 @@ class Reconciler:
         assert self.desired is not None
         self.reason = "" if self.ready else self.reason
         self._moves += 1
-        self.move = Move(self._moves, old.record, stages, now)
+        self.move = Move(self._moves, old.record, stages, now, self.desired.facts)
+        self.phases.begin("another placement", now)
         names = ", ".join(self.registry.name(peer) for peer in self.move.lacking)
         self._note(now, f"the next epoch waits for files: {names or 'all are there'}")
         for peer in self.move.lacking:
             self._send(peer, instructions.prefetch(self.move, peer, self.desired, self.registry))
 
-    def _begin(self, stages: tuple[StageRecord, ...], now: float, *, fetched: bool = False) -> None:
-        """Commit a placement as a new epoch and hand out its stages."""
-        self.move = None
-        assert self.desired is not None
-        old = self.formation
-        self.epoch += 1
-        record = PipelineRecord(
-            self.pipeline,
-            self.desired.facts.name,
-            self.epoch,
-            stages,
-            block_size=epochs.block_size(stages, self.desired, self.registry),
-        )
-        self.formation = Formation(record, "loading", now, fetched=fetched)
-        self.reason = "loading the model"
-        layout = ", ".join(
-            f"{self.registry.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
-            for stage in stages
-        )
-        self._note(now, f"epoch {record.epoch}: {layout}")
-        self._out.append(Commit(record))
-        for peer in old.peers if old is not None else ():
-            if peer not in self.formation.peers:
-                self._send(peer, Unassign(pipeline=record.id))
-        for stage in range(len(stages)):
-            self._instruct(self.formation, stage)
-
     def _form(self, formation: Formation, now: float) -> None:
         """All have loaded: tell them to form the ring."""
         assert self.desired is not None
-        record = formation.record
-        loaded = [formation.loaded[stage] for stage in range(len(record.stages))]
-        blocks = min(message.max_blocks for message in loaded)
-        if blocks < 1:
-            peer = formation.peers[[message.max_blocks for message in loaded].index(blocks)]
-            self._break(f"{self.registry.name(peer)} has no memory left for KV", peer, now)
+        loaded = [formation.loaded[stage] for stage in range(len(formation.record.stages))]
+        blocks, least = min((said.max_blocks, stage) for stage, said in enumerate(loaded))
+        peer, serving = formation.peers[least], self.formation
+        shared = serving is not None and serving is not formation and peer in serving.peers
+        if blocks < 1 and not shared:
+            reason = f"{self.registry.name(peer)} has no memory left for KV"
+            self._fail(formation, reason, peer, now)
             return
-        record = epochs.formed(record, loaded, blocks, self.desired.micro_batches)
+        record = epochs.formed(formation.record, loaded, blocks, self.desired.micro_batches)
+        if serving is not None and shared and record.tokens < serving.record.tokens:
+            self._go_over_in_place(f"{self.registry.name(peer)} has less room for KV", now)
+            return
         formation.linking(record, now)
-        self.reason = "forming the ring"
+        self.phases.reach("loaded", now)
         self._note(now, f"form epoch {record.epoch}: {blocks} blocks, K = {record.micro_batches}")
-        self._out.append(Commit(record))
+        if formation is self.formation:
+            self._sign(now)
+            self.reason = "forming the ring"
+            self._out.append(Commit(record))
         for stage in range(len(record.stages)):
             self._instruct(formation, stage)
 
-    def _instruct(self, formation: Formation, stage: int) -> None:
-        """Tell a stage's peer what it should be doing in this epoch."""
-        assert self.desired is not None
-        for known in instructions.profiles(formation, stage):
-            self._send(formation.peers[stage], known)
-        message = instructions.instruction(formation, stage, self.desired, self.registry)
-        if message is not None:
-            self._send(formation.peers[stage], message)
+    # --- who gets no stage -------------------------------------------------------------------
 
-    def _publish(self) -> None:
-        """Tell every peer that is there what it doesn't know yet."""
-        self._out += self.registry.publish_members()
-        formation = self.formation
-        if self.desired is None or (formation is not None and formation.state == "adopting"):
-            return  # what the peers know of a running pipeline stays true meanwhile
-        ready = formation.record if formation is not None and self.ready else None
-        route = instructions.route(
-            self.pipeline, self.epoch, ready, self.desired, self.registry, self._hindrance
+    def _notify(self, now: float) -> None:
+        """Tell who gets no stage for want of an open port what to do about it, once."""
+        if self.desired is not None:
+            for peer in self.registry.sessions:
+                self._out += self.registry.notify(peer, self._misfit(peer))
+        unreachable = self.planner.unreachable
+        for peer in [peer for peer in self._notified if peer not in unreachable]:
+            del self._notified[peer]
+        for peer in unreachable:
+            text = self.left_out(peer)
+            if text and self._notified.get(peer) != text:
+                self._notified[peer] = text
+                self._note(now, f"{self.registry.name(peer)} gets no stage: {text}")
+                self._send(peer, Notice(text=text))
+                if unreachable[peer].to != peer:
+                    self._send(unreachable[peer].to, Notice(text=text))
+
+    def _closed(self, found: Unreachable) -> str:
+        """Which connection can't be made, and the command that opens the port; for a person."""
+        by, to = self.registry.name(found.by), self.registry.name(found.to)
+        report = self.registry.sessions[found.to].report
+        at = report.addresses[0] if report.addresses else "an address that it doesn't tell"
+        return (
+            f"{by} can't connect to {to} at {at} port {report.control_port}; on {to} open its "
+            f"ports: {how_to_open(report)}"
         )
-        self._out += self.registry.publish_route(route)
-
-    @property
-    def _hindrance(self) -> str:
-        """Why nothing is being formed; empty if something is, or is about to be."""
-        passing = self.formation is not None or self.reason in (WAITING, JUST_ASKED)
-        return "" if passing else self.reason
 
     def left_out(self, peer: str) -> str:
-        """Why a peer that failed has no stage, for a person; empty if that is not why."""
+        """Why a peer has no stage though it offers to run one; empty if that is not so."""
         if self.desired is None or not self.registry.live(peer):
             return ""
         if self.formation is not None and peer in self.formation.peers:
             return ""
+        why = self._misfit(peer)
+        if why:
+            return f"left out: {why}"
+        found = self.planner.unreachable.get(peer)
+        if found is not None and self.registry.live(found.by) and self.registry.live(found.to):
+            return self._closed(found)
         return self.planner.backoff.explain(peer, self._ticked, self.formation is not None)
 
-    # --- small things ------------------------------------------------------------------------
-
-    def _candidates(self, now: float) -> tuple[Candidate, ...]:
-        return self.planner.candidates(self.registry, self.formation, now)
-
-    def _send(self, peer: str, message: Instruction) -> None:
-        if self.registry.live(peer):
-            self._out.append(SendMessage(peer, message))
-
-    def _note(self, now: float, text: str) -> None:
-        self._story.append(f"{now:.1f} {text}")
-        log.info("%s", text)
+    def _misfit(self, peer: str) -> str:
+        """Why the layers that a peer has named can't be of the model; empty if they can."""
+        assert self.desired is not None
+        stage = self.registry.sessions[peer].report.stage
+        why = misfit(stage, self.desired.facts)
+        return f"--stage {stage} {why}" if why else ""

@@ -110,6 +110,7 @@ def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
         "blocks": formation.record.blocks if formation is not None else 0,
         "state": formation.state if formation is not None else "waiting",
         "reason": reconciler.reason,
+        "phases": reconciler.phases.shown(),
     }
 
 

@@ -27,8 +27,10 @@ StreamState = Literal["waiting", "running", "done"]
 class StreamLimits:
     """How long and how often a stream tries, in seconds and counts."""
 
-    #: How long to wait for a pipeline.
+    #: How long to wait for a pipeline while none is being formed, or none that gets on.
     hold_s: float = 30.0
+    #: How long to wait at most while one is.
+    max_wait_s: float = 600.0
     #: Tokens that a head may be ahead of the client.
     window: int = 256
     #: Submissions without a token in between before giving up.
@@ -110,6 +112,9 @@ class Stream:
         self._waiting_since: float | None = now
         self._submitted_at = now
         self._retry_at = now
+        #: The last sign that a pipeline is being formed, and when it came.
+        self._sign = 0
+        self._sign_at = now
         self._fruitless = 0
         self._last_reason = "no pipeline serves this model"
         self._story: deque[str] = deque(maxlen=32)
@@ -120,6 +125,11 @@ class Stream:
         return f"{self.key}.{self._attempt}"
 
     @property
+    def waits(self) -> bool:
+        """Whether it has had no token since it last began to wait for one."""
+        return self.state != "done" and self._waiting_since is not None
+
+    @property
     def next_wake(self) -> float | None:
         """When :meth:`wake` has to be called; ``None`` while there is nothing to wait for."""
         if self.state != "waiting":
@@ -128,8 +138,19 @@ class Stream:
 
     @property
     def _deadline(self) -> float:
-        assert self._waiting_since is not None
-        return self._waiting_since + self._limits.hold_s
+        since, limits = self._waiting_since, self._limits
+        assert since is not None
+        hopeful = max(since, self._sign_at) + limits.hold_s
+        return min(hopeful, since + max(limits.hold_s, limits.max_wait_s))
+
+    def forming(self, sign: int, now: float) -> None:
+        """A pipeline is being formed: another ``sign`` than before says that it gets on.
+
+        0 = none is.
+        """
+        if sign and sign != self._sign:
+            self._sign_at = now
+        self._sign = sign
 
     def unserved(self, reason: str) -> None:
         """Why there is no head, for the error that may follow."""
@@ -220,9 +241,10 @@ class Stream:
         if self._available is not None and now >= self._retry_at:
             return self._submit(self._available, now)
         if now >= self._deadline:
+            assert self._waiting_since is not None
             return self._end(
                 Unavailable(
-                    f"no pipeline could serve the request for {self._limits.hold_s:.0f} s: "
+                    f"no pipeline could serve the request for {now - self._waiting_since:.0f} s: "
                     f"{self._last_reason}. See `molink status`."
                 )
             )

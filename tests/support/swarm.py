@@ -85,10 +85,15 @@ def report(
 
 
 def worker(
-    state: str, epoch: int, stage: int, layers: tuple[int, int], pipeline: str = "p1"
+    state: str,
+    epoch: int,
+    stage: int,
+    layers: tuple[int, int],
+    pipeline: str = "p1",
+    done: int = 0,
 ) -> WorkerState:
     return WorkerState(
-        pid=1, pipeline=pipeline, stage=stage, layers=layers, state=state, epoch=epoch
+        pid=1, pipeline=pipeline, stage=stage, layers=layers, state=state, epoch=epoch, done=done
     )
 
 
@@ -134,12 +139,12 @@ class Paper:
     def _without_reason(
         self, decision: Announce | Commit | SendMessage
     ) -> Announce | Commit | SendMessage | None:
-        """The decision, but not a route of which only the reason is new."""
+        """The decision, but not a route that says only why there is none, or that it gets on."""
         match decision:
             case SendMessage(peer, Welcome()):
                 self._routes.pop(peer, None)
             case SendMessage(peer, Route() as route):
-                route = msgspec.structs.replace(route, reason="")
+                route = msgspec.structs.replace(route, reason="", forming=0)
                 if self._routes.get(peer) == route:
                     return None
                 self._routes[peer] = route
@@ -217,8 +222,10 @@ class Paper:
         self.show_workers()
         return everything
 
-    def prefetched(self, peer: str, number: int, state: str = "done", reason: str = "") -> None:
-        said = Prefetched(number=number, state=state, reason=reason)
+    def prefetched(
+        self, peer: str, number: int, state: str = "done", reason: str = "", done: int = 0
+    ) -> None:
+        said = Prefetched(number=number, state=state, reason=reason, done=done)
         old = self.reconciler.registry.sessions[peer].report
         self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
 

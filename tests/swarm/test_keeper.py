@@ -78,7 +78,7 @@ def ready(epoch: int = 1) -> Tell:
 
 
 def state(keeper: Keeper) -> tuple[str, int]:
-    (worker,) = keeper.states()
+    (worker,) = keeper.states({})
     return worker.state, worker.epoch
 
 
@@ -98,9 +98,11 @@ def test_from_assignment_to_ready() -> None:
     keeper = Keeper()
     assert keeper.assign(assign()) == [Fetch(1, assign())]
     assert state(keeper) == ("fetching", 1)
+    (shown,) = keeper.states({1: (5, 9), 2: (1, 1)})
+    assert (shown.done, shown.total) == (5, 9)
     assert keeper.fetched(1, start()) == [StartWorker(1, start())]
     keeper.started(1, 4711)
-    assert keeper.states()[0].pid == 4711
+    assert keeper.states({})[0].pid == 4711
     assert keeper.worker_said(1, LOADED) == [told()]
     ring = FormRing(epoch=1, ring=RING, blocks=64, micro_batches=2)
     assert keeper.form(form()) == [TellWorker(1, ring)]
@@ -120,7 +122,9 @@ def test_the_same_layers_in_a_new_epoch_keep_the_worker() -> None:
     keeper.validate()
 
 
-@pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "nf4"}])
+@pytest.mark.parametrize(
+    "change", [{"dtype": "f32"}, {"quantize": "nf4"}, {"root": "0f" * 32 + ":9"}]
+)
 def test_other_weights_take_another_worker(change: dict[str, str]) -> None:
     keeper = running()
     other = msgspec.structs.replace(assign(epoch=2), **change)
@@ -146,9 +150,39 @@ def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
     assert order.message.profiles == ()
 
 
-def test_other_layers_replace_the_worker() -> None:
+def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
     keeper = running()
     other = assign(epoch=2, layers=(0, 6))
+    assert keeper.assign(other) == [Fetch(1, other)]
+    assert state(keeper) == ("fetching", 2)
+    # The ring of the epoch before, in which it still is, has nothing to say any more.
+    assert keeper.worker_said(1, NextStageLost(epoch=1, reason="silent")) == []
+    changed = msgspec.structs.replace(start(), layers=(0, 6))
+    assert keeper.fetched(1, changed) == [TellWorker(1, changed)]
+    assert keeper.states({})[0].pid == 4711
+    keeper.validate()
+    assert keeper.worker_said(1, Formed(epoch=1)) == []
+    assert keeper.worker_said(1, LOADED) == [told(2)]
+    assert [type(d) for d in keeper.form(form(2))] == [TellWorker]
+    assert keeper.worker_said(1, Formed(epoch=2)) == [ready(2)]
+    keeper.validate()
+
+
+def test_a_worker_that_ends_before_it_holds_other_layers_has_failed() -> None:
+    keeper = running()
+    keeper.assign(assign(epoch=2, layers=(0, 6)))
+    reason = "ended by signal 9"
+    failed = StageFailed(pipeline="p1", epoch=2, stage=0, reason=reason)
+    assert keeper.failed(1, reason) == [StopWorker(1), Tell(failed)]
+    assert keeper.fetched(1, start()) == []
+    keeper.validate()
+
+
+def test_a_worker_that_is_still_loading_is_replaced() -> None:
+    keeper = running()
+    keeper.assign(assign(epoch=2, layers=(0, 6)))
+    keeper.fetched(1, start())
+    other = assign(epoch=3, layers=(0, 5))
     assert keeper.assign(other) == [StopWorker(1), Fetch(2, other)]
     # News of the one that is being stopped is nobody's.
     assert keeper.worker_said(1, LOADED) == []
@@ -238,6 +272,6 @@ def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
 def test_unassign_ends_it() -> None:
     keeper = running()
     assert keeper.unassign("p1") == [StopWorker(1)]
-    assert keeper.states() == ()
+    assert keeper.states({}) == ()
     assert keeper.unassign("p1") == []
     assert keeper.form(form()) == []

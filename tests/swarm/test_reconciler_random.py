@@ -5,7 +5,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.swarm.events import Commit, MemberRemoved, Reported, SendMessage, Tick
+from molink.swarm.events import (
+    Commit,
+    Disconnected,
+    MemberRemoved,
+    Reported,
+    Reserve,
+    SendMessage,
+    Tick,
+    Tried,
+)
 from molink.swarm.records import PipelineRecord
 from molink.wire.messages.control import (
     Assign,
@@ -29,6 +38,7 @@ steps = st.one_of(
     st.tuples(st.just("replay"), names, st.integers(0, 30)),
     st.tuples(st.just("reconnect"), names, st.integers(1, 2)),
     st.tuples(st.just("leave"), names, st.none()),
+    st.tuples(st.just("cut"), names, names),
     st.tuples(st.just("serve"), st.sampled_from(["auto", "f32"]), st.integers(1, 3)),
     st.tuples(st.just("restart"), st.none(), st.none()),
 )
@@ -48,6 +58,7 @@ class World:
         self.pids = dict.fromkeys(NAMES, 1)
         self.desired = self.record = self.kept = None
         self.epoch = 0
+        self.last = (0, 0)
 
     def step(self, kind: str, who: set[str] | str | None, what: bool | float | str | None) -> None:
         getattr(self, kind)(who, what)
@@ -132,6 +143,13 @@ class World:
         if name in self.paper.reconciler.registry.members:
             self.report(name, fresh=True)
 
+    def cut(self, name: str, other: str) -> None:
+        """One can't connect to another, or has lost the coordinator if that is itself."""
+        if name == other:
+            self.paper.do(Disconnected(name))
+        else:
+            self.paper.do(Tried(name, other, ok=False))
+
     def leave(self, name: str, _: None) -> None:
         self.paper.do(MemberRemoved(name, "left"))
         self.workers[name] = {}
@@ -152,7 +170,7 @@ class World:
             now=old.now,
             desired=self.desired,
             pipeline=self.kept,
-            last=(int(self.record.id[1:]), self.record.epoch) if self.record else (0, 0),
+            last=self.last,
         )
 
     def deliver(self) -> None:
@@ -161,6 +179,8 @@ class World:
         for decision in decisions:
             if isinstance(decision, Commit):
                 self.committed(decision.pipeline)
+            elif isinstance(decision, Reserve):
+                self.reserved(decision.pipeline, decision.epoch)
             elif isinstance(decision, SendMessage):
                 self.sent(decision.peer, decision.message)
 
@@ -171,24 +191,32 @@ class World:
         last = [stage.layers[1] for stage in record.stages]
         assert first == [0, *last[:-1]]
         assert last[-1] == self.kit.facts.layers
-        self.epoch, self.record, self.kept = record.epoch, record, record
+        self.reserved(record.id, record.epoch)
+        self.record = self.kept = record
+
+    def reserved(self, pipeline: str, epoch: int) -> None:
+        assert epoch >= self.epoch
+        self.epoch = epoch
+        self.last = (max(self.last[0], int(pipeline[1:])), epoch)
 
     def sent(self, peer: str, message: Any) -> None:
         if isinstance(message, Assign | Form):
-            assert message.epoch == self.record.epoch == self.epoch
-            assert isinstance(message, Assign) or self.record.formed
+            assert message.epoch == self.epoch
+            beside = message.pipeline != self.record.id
+            assert beside or message.epoch == self.record.epoch
+            assert beside or isinstance(message, Assign) or self.record.formed
             self.inbox[peer].append(message)
         elif isinstance(message, Prefetch):
             self.inbox[peer].append(message)
         elif isinstance(message, Route) and message.ready:
-            assert message.epoch == self.epoch
+            assert (message.pipeline, message.epoch) == (self.record.id, self.record.epoch)
             assert self.record.formed
             assert message.head.peer == self.record.stages[0].peer
 
     def check(self) -> None:
         reconciler = self.paper.reconciler
         assert bool(reconciler.reason) or reconciler.ready
-        assert reconciler.move is None or reconciler.formation.worth_keeping
+        assert reconciler.move is None or reconciler.ready
         if reconciler.ready:
             record = reconciler.formation.record
             said = {
@@ -226,6 +254,8 @@ def test_it_always_recovers(kit: Kit, plan: list[Any]) -> None:
         world.join(name, "auto")
     for name in "cde":
         world.leave(name, None)
+    for by, to in ("ab", "ba"):
+        world.paper.do(Tried(by, to, ok=True))
     for _ in range(400):
         if world.paper.reconciler.ready:
             return

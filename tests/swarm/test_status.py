@@ -42,6 +42,12 @@ def test_the_shape(running: Paper) -> None:
         "blocks": 80,
         "state": "ready",
         "reason": "",
+        "phases": {
+            "reason": "the model was just asked for",
+            "decided": 1.0,
+            "loaded": 1.5,
+            "formed": 1.5,
+        },
     }
     assert status["trouble"] == ""
     assert json.loads(encode_status(status)) == status

@@ -116,6 +116,30 @@ def test_a_gap_is_asked_for_again() -> None:
     assert submitted(stream.wake(1.25)).ids == PROMPT
 
 
+def test_it_waits_as_long_as_a_pipeline_gets_on_with_being_formed() -> None:
+    stream = make()
+    now = 0.0
+    for sign in range(1, 8):
+        now = 25.0 * sign
+        stream.forming(sign, now)
+        assert stream.wake(now) == []
+        assert stream.next_wake == now + 30.0
+    stream.forming(7, now + 20)  # no news
+    stream.forming(0, now + 25)  # it broke
+    assert stream.wake(now + 29.9) == []
+    assert "for 205 s" in str(failure(stream.wake(now + 30.0)))
+
+
+def test_it_waits_no_longer_than_ten_minutes_whatever_gets_on() -> None:
+    stream = make()
+    for sign in range(1, 24):
+        stream.forming(sign, 25.0 * sign)
+        assert stream.wake(25.0 * sign) == []
+    stream.forming(24, 599.0)
+    assert stream.next_wake == 600.0
+    assert "for 600 s" in str(failure(stream.wake(600.0)))
+
+
 def test_nobody_serves_it() -> None:
     stream = make()
     assert stream.head(None, 0.0) == []

@@ -1,0 +1,247 @@
+"""The pipelines that there are, and what peers are told of them.
+
+One serves, or is to. Another may be made beside it, to take over once it is ready, and the one
+before may still have its last moments. What becomes of them the reconciler decides.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from molink.swarm import epochs, instructions
+from molink.swarm.events import Commit, Decision, Reserve, SendMessage
+from molink.swarm.formation import Formation
+from molink.swarm.move import Move
+from molink.swarm.phases import Phases
+from molink.swarm.placement import Candidate
+from molink.swarm.planner import Planner
+from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
+from molink.swarm.registry import Registry
+from molink.swarm.terms import next_epoch
+from molink.wire.messages.control import Instruction, Unassign
+
+log = logging.getLogger(__name__)
+
+#: Daemons have this long, in seconds, to connect to the next pipeline's head before the one that
+#: served ends.
+RETIREMENT = 1.0
+#: Transitions that are kept: those of a bad hour.
+STORY_LENGTH = 200
+WAITING = "waiting for peers"
+JUST_ASKED = "the model was just asked for"
+NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
+
+
+class Pipelines:
+    """The state of the control plane for one model, and the steps that change it."""
+
+    def __init__(
+        self,
+        swarm: str,
+        members: Iterable[MemberRecord],
+        now: float,
+        desired: Desired | None,
+        pipeline: PipelineRecord | None,
+        last: tuple[int, int],
+        term: int,
+    ) -> None:
+        self.registry = Registry(swarm, members)
+        self.planner = Planner(now, restored=pipeline is not None)
+        self.desired = desired
+        #: The current epoch, if it is being formed or ready.
+        self.formation: Formation | None = None
+        #: Where a pipeline that serves goes once the files are there.
+        self.move: Move | None = None
+        #: What is being formed beside a pipeline that serves; it takes over once it is ready.
+        self.next: Formation | None = None
+        #: A pipeline that ends once its streams can go to the one that took over, and when it does.
+        self.retiring: tuple[Formation, float] | None = None
+        #: Why no pipeline is ready, or why a change was not followed; for a person.
+        self.reason = NO_MODEL if desired is None else WAITING
+        #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
+        self._number, self.epoch = last
+        #: Epochs that are made from now on are of this term.
+        self.term = term
+        #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
+        self.pipeline = pipeline.id if pipeline else self._new_name()
+        #: Rises as long as what is being formed gets on; when it last did.
+        self._signs = 0
+        self._sign_at = now
+        #: What the last change's phases took.
+        self.phases = Phases()
+        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._out: list[Decision] = []
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The last transitions, oldest first."""
+        return tuple(self._story)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pipeline can serve."""
+        return self.formation is not None and self.formation.state == "ready"
+
+    # --- the one that serves -----------------------------------------------------------------
+
+    def _begin(self, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Commit a placement as a new epoch and hand out its stages."""
+        old = self.formation
+        formation = self.formation = self._new_epoch(self.pipeline, stages, now)
+        self._sign(now)
+        self.reason = "loading the model"
+        self._out.append(Commit(formation.record))
+        for peer in old.peers if old is not None else ():
+            if peer not in formation.peers:
+                self._send(peer, Unassign(pipeline=self.pipeline))
+        for stage in range(len(stages)):
+            self._instruct(formation, stage)
+
+    def _new_epoch(self, pipeline: str, stages: tuple[StageRecord, ...], now: float) -> Formation:
+        self.move = None
+        assert self.desired is not None
+        self.epoch = next_epoch(self.epoch, self.term)
+        size = epochs.block_size(stages, self.desired, self.registry)
+        record = PipelineRecord(
+            pipeline, self.desired.facts.name, self.epoch, stages, block_size=size
+        )
+        layout = ", ".join(
+            f"{self.registry.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
+            for stage in stages
+        )
+        self._note(now, f"epoch {record.epoch}: {layout}")
+        self.phases.reach("decided", now)
+        return Formation(record, "loading", now, self.desired.facts)
+
+    def _finish(self, formation: Formation, now: float) -> None:
+        """The ring stands if all stages are in it."""
+        if formation.state in ("linking", "adopting") and formation.all_ready:
+            if formation.state == "adopting":
+                kept = [one for one in self._candidates(now) if one.peer in formation.peers]
+                self.planner.settle(tuple(kept))  # the others may have been about to join in
+                self.planner.placed = True
+            formation.state = "ready"
+            self.phases.reach("formed", now)
+            self.reason = ""
+            self._note(now, f"epoch {formation.record.epoch} is ready")
+
+    def _sign(self, now: float) -> None:
+        """What is being formed gets on, or may still do so: it isn't late."""
+        self._signs, self._sign_at = self._signs + 1, now
+
+    # --- the one beside it -------------------------------------------------------------------
+
+    def _begin_beside(self, stages: tuple[StageRecord, ...], now: float) -> None:
+        """Hand out the stages of a pipeline of its own; what serves goes on meanwhile."""
+        formation = self.next = self._new_epoch(self._new_name(), stages, now)
+        self._out.append(Reserve(formation.record.id, self.epoch))
+        for stage in range(len(stages)):
+            self._instruct(formation, stage)
+
+    def _take_over(self, new: Formation, now: float) -> None:
+        """It is ready: requests go there from now on, those under way in a moment."""
+        assert self.formation is not None
+        self._retire(float("inf"))
+        self.retiring = (self.formation, now + RETIREMENT)
+        self._promoted(new)
+        self._out.append(Commit(new.record))
+        self._finish(new, now)
+
+    def _promote(self, old: Formation, now: float) -> None:
+        """What served is broken, and what was made beside it isn't: go on with that."""
+        assert self.next is not None
+        self._note(now, f"epoch {self.next.record.epoch} goes on in its place")
+        self._out += self.registry.end_route(self.pipeline)
+        self._unassign(old)
+        self._out.append(Commit(self.next.record))
+        self._promoted(self.next)
+        self.reason = "loading the model"
+        self._sign(now)
+
+    def _promoted(self, new: Formation) -> None:
+        self.formation, self.next, self.pipeline = new, None, new.record.id
+
+    def _go_over_in_place(self, reason: str, now: float) -> None:
+        """A device has no room for two stages: the one that serves makes room."""
+        assert self.next is not None
+        self._note(now, f"not beside what serves: {reason}")
+        stages = tuple(StageRecord(one.peer, one.layers) for one in self.next.record.stages)
+        self._drop_next()
+        self._begin(stages, now)
+
+    def _drop_next(self) -> None:
+        """Give up what was made beside a pipeline that serves."""
+        dropped, self.next = self.next, None
+        if dropped is not None:
+            self._unassign(dropped)
+
+    def _retire(self, now: float) -> None:
+        """End the pipeline whose streams have had their time to move."""
+        if self.retiring is None or now < self.retiring[1]:
+            return
+        old, self.retiring = self.retiring[0], None
+        self._out += self.registry.end_route(old.record.id)
+        self._unassign(old)
+
+    # --- what peers are told -----------------------------------------------------------------
+
+    def _instruct(self, formation: Formation, stage: int) -> None:
+        """Tell a stage's peer what it should be doing in this epoch."""
+        assert self.desired is not None
+        for known in instructions.profiles(formation, stage):
+            self._send(formation.peers[stage], known)
+        message = instructions.instruction(formation, stage, self.desired, self.registry)
+        if message is not None:
+            self._send(formation.peers[stage], message)
+
+    def _publish(self) -> None:
+        """Tell every peer that is there what it doesn't know yet."""
+        self._out += self.registry.publish_members()
+        formation = self.formation
+        if self.desired is None or (formation is not None and formation.state == "adopting"):
+            return  # what the peers know of a running pipeline stays true meanwhile
+        ready = formation.record if formation is not None and self.ready else None
+        route = instructions.route(
+            self.pipeline,
+            self.epoch if formation is None else formation.record.epoch,
+            ready,
+            self.desired,
+            self.registry,
+            reason=self._hindrance,
+            forming=self._signs if formation is not None and formation.forming else 0,
+        )
+        self._out += self.registry.publish_route(route)
+
+    @property
+    def _hindrance(self) -> str:
+        """Why nothing is being formed; empty if something is, or is about to be."""
+        passing = self.formation is not None or self.reason in (WAITING, JUST_ASKED)
+        return "" if passing else self.reason
+
+    def _unassign(self, formation: Formation) -> None:
+        for peer in formation.peers:
+            self._send(peer, Unassign(pipeline=formation.record.id))
+
+    def _send(self, peer: str, message: Instruction) -> None:
+        if self.registry.live(peer):
+            self._out.append(SendMessage(peer, message))
+
+    # --- small things ------------------------------------------------------------------------
+
+    def _formations(self) -> Iterator[Formation]:
+        """What serves or is to, then what is made beside it; if that is still there by then."""
+        if self.formation is not None:
+            yield self.formation
+        if self.next is not None:
+            yield self.next
+
+    def _new_name(self) -> str:
+        self._number += 1
+        return f"p{self._number}"
+
+    def _candidates(self, now: float) -> tuple[Candidate, ...]:
+        return self.planner.candidates(self.registry, self.formation, now)
+
+    def _note(self, now: float, text: str) -> None:
+        self._story.append(f"{now:.1f} {text}")
+        log.info("%s", text)

@@ -1,0 +1,130 @@
+"""A PC joins while streams run: they go on, word for word."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Process, Tools
+
+STREAMS = 3
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Load:
+    """Streams of one prompt, one after the other, until told to stop."""
+
+    def __init__(self, process: Process, tools: type[Tools]) -> None:
+        self._client = tools.client(process.found().endpoints[0])
+        self._model = next(iter(self._client.models.list())).id
+        self._over = threading.Event()
+        self.texts: set[str] = set()
+        self.errors: list[Exception] = []
+        #: Times between two tokens of a stream, in seconds.
+        self.pauses: list[float] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self.texts.add(self._stream())
+            except Exception as error:  # the test shows it
+                self.errors.append(error)
+                return
+
+    def _stream(self) -> str:
+        text, last = "", 0.0
+        for chunk in self._client.completions.create(
+            model=self._model, prompt="Once upon a time", max_tokens=200, temperature=0, stream=True
+        ):
+            now = time.monotonic()
+            if last:
+                self.pauses.append(now - last)
+            text, last = text + chunk.choices[0].text, now
+        return text
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def stages(process: Process) -> int:
+    """Stages of the pipeline that is ready; 0 if none is."""
+    (pipeline,) = process.status()["pipelines"]
+    return len(pipeline["stages"]) if pipeline["ready"] else 0
+
+
+class Duo:
+    """A PC that serves alone under load, and one that joins it."""
+
+    def __init__(self, root: Path, tools: type[Tools]) -> None:
+        self._root, self._tools = root, tools
+        options = [*("--dtype", "f32", "--coordinator-port", "0", "--name", "first")]
+        self.up = tools.Process(root / "up", ["up", *options, *tools.local_options()])
+        self.started = [self.up]
+        self.load: Load | None = None
+
+    def begin(self) -> Load:
+        """Wait until it serves, and until streams have run."""
+        self.up.wait_ready()
+        load = self.load = Load(self.up, self._tools)
+        self._tools.wait_for(lambda: load.texts or load.errors, self.up)
+        return load
+
+    def join(self, *options: str) -> Process:
+        token = self._tools.run_molink(self._root / "up", "invite").stdout.strip()
+        arguments = ["join", token, "--name", "second", *self._tools.local_options(*options)]
+        process = self._tools.Process(self._root / "two", arguments)
+        self.started.append(process)
+        return process
+
+    def stop(self) -> None:
+        if self.load is not None:
+            self.load.stop()
+        for process in reversed(self.started):
+            process.stop()
+
+
+@pytest.fixture
+def duo(tools: type[Tools], tmp_path: Path) -> Iterator[Duo]:
+    duo = Duo(tmp_path, tools)
+    try:
+        yield duo
+    finally:
+        duo.stop()
+
+
+def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
+    load = duo.begin()
+    duo.join()
+    tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
+    moved = len(load.pauses)
+    tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
+    load.stop()
+    assert load.errors == []
+    assert len(load.texts) == 1
+    print(f"longest pause {max(load.pauses):.2f} s")
+
+
+def test_a_joiner_that_others_cannot_dial_disturbs_nobody(duo: Duo, tools: type[Tools]) -> None:
+    load = duo.begin()
+    joiner = duo.join("--advertise", "127.0.0.9")  # it listens on 127.0.0.1 alone
+    wanted = "first can't connect to second at 127.0.0.9 port "
+    tools.wait_for(lambda: wanted in joiner.output or load.errors, joiner)
+    (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
+    assert wanted in second["reason"]
+    assert "open its ports: " in second["reason"]
+    before = len(load.pauses)
+    tools.wait_for(lambda: len(load.pauses) > before + 200 or load.errors, duo.up)
+    assert stages(duo.up) == 1
+    load.stop()
+    assert load.errors == []
+    assert len(load.texts) == 1
+    (pipeline,) = duo.up.status()["pipelines"]
+    assert pipeline["id"] == "p1"
