@@ -9,7 +9,8 @@
     ├── ModelError               a model folder that can't be served
     │   ├── ModelNotFound        no such model (HTTP 404)
     │   ├── UnsupportedModel     architecture or feature we don't implement
-    │   └── BrokenModel          a file missing, truncated or inconsistent; names it
+    │   ├── BrokenModel          a file missing, truncated or inconsistent; names it
+    │   └── AlteredModel         bytes of another PC that aren't those of the model's owner
     ├── RequestError             a client's request that can't be served; names the field
     │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
     ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
@@ -17,7 +18,9 @@
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
     ├── NotAuthorized            a peer that may not do this
+    │   └── ShutOut              this PC was revoked (exit code 9)
     ├── StateError               a state folder that can't be used; names the file
+    │   └── DamagedState         its file is damaged
     ├── WorkerError              a stage process that failed to start or died
     └── InvariantError           our own state is inconsistent; carries the transition log
 """
@@ -68,6 +71,10 @@ class BrokenModel(ModelError):
     """A file of the model folder is missing, truncated or inconsistent."""
 
 
+class AlteredModel(ModelError):
+    """Bytes that came as part of a model aren't those that its owner has there."""
+
+
 class RequestError(MolinkError):
     """A client's request that can't be served.
 
@@ -111,10 +118,20 @@ class NotAuthorized(MolinkError):
     exit_code = 7
 
 
+class ShutOut(NotAuthorized):
+    """This PC was a member of the swarm, and was revoked."""
+
+    exit_code = 9
+
+
 class StateError(MolinkError):
     """Saved state that can't be used: damaged, newer than this molink, or in use by another."""
 
     exit_code = 8
+
+
+class DamagedState(StateError):
+    """The file of the saved state is damaged."""
 
 
 class WorkerError(MolinkError):

@@ -6,17 +6,23 @@ import threading
 from collections.abc import Callable
 
 
-def watch_input(ended: Callable[[], object]) -> None:
+def watch_input(
+    ended: Callable[[], object], on_line: Callable[[bytes], object] = lambda _: None
+) -> None:
     """Call ``ended`` from a thread of its own at the end of standard input.
 
-    That the event loop has closed by then (``RuntimeError``) is no error.
+    ``on_line`` gets each line before that. That the event loop has closed by then
+    (``RuntimeError``) is no error.
     """
 
     def read() -> None:
         # Not sys.stdin: a thread that holds its lock makes the interpreter's exit fail.
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
+        rest = b""
+        with contextlib.suppress(OSError, RuntimeError):
+            while data := os.read(0, 4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_line(line)
         with contextlib.suppress(RuntimeError):
             ended()
 

@@ -8,25 +8,33 @@ from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.wire.messages.control import Member
 
+#: How many PCs may be members at once, unless the owner sets another number.
+MAX_PEERS = 64
+
 #: A member that ``left`` may come back with an invitation, one that was ``revoked`` may not.
 Standing = Literal["member", "left", "revoked"]
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmRecord:
-    """The swarm itself. ``port`` is where the coordinator listened last (0 = nowhere yet)."""
+    """The swarm itself. ``port`` is where the coordinator listened last (0 = nowhere yet).
+
+    ``max_peers``: how many PCs may be members at once.
+    """
 
     id: str
     name: str
     public_key: str
     port: int = 0
+    max_peers: int = MAX_PEERS
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
     """A peer that has joined. An ``owner`` came in over the coordinator's own command line.
 
-    ``announced`` is what the others were last told of it.
+    ``announced`` is what the others were last told of it. ``invitation`` is the id of the one that
+    it joined by last; empty if it is one of the first.
     """
 
     peer: str
@@ -35,19 +43,37 @@ class MemberRecord:
     owner: bool = False
     standing: Standing = "member"
     announced: Member | None = None
+    invitation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A peer joined by an invitation, at that unix time."""
+
+    peer: str
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class InvitationRecord:
     """An invitation: the public half of its key, and until when it holds (0 = for ever).
 
-    ``creator`` is the member that asked for it; it ends with its membership.
+    ``creator`` is the member that asked for it; it ends with its membership. ``uses`` is how many
+    peers may join by it, ``used`` who has, in that order. Times are unix time.
     """
 
     id: str
     public_key: str
     expires: int
     creator: str
+    created: float = 0.0
+    uses: int = 1
+    used: tuple[Use, ...] = ()
+
+    @property
+    def left(self) -> int:
+        """How many more peers may join by it."""
+        return self.uses - len(self.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +122,8 @@ class PipelineRecord:
     micro_batches: int = 0
     #: Positions of a KV block, at every stage.
     block_size: int = BLOCK_SIZE
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values it has room for."""
+        return self.blocks * self.block_size

@@ -1,6 +1,6 @@
 """Who is a member, who is there, and what each of those has been told of the others."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from molink.swarm.events import Announce, Decision, SendMessage
@@ -9,6 +9,7 @@ from molink.wire.messages.control import (
     Instruction,
     Member,
     MemberGone,
+    Notice,
     PeerReport,
     Route,
     RouteGone,
@@ -16,7 +17,9 @@ from molink.wire.messages.control import (
 )
 
 #: A peer that hasn't reported for this long, in seconds, is gone until it does again.
-SESSION_TIMEOUT = 5.0
+SESSION_TIMEOUT = 3.0
+#: A peer whose connection has broken has this long for another one, in seconds.
+RECONNECT_TIMEOUT = 0.5
 #: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
 MAX_ADDRESSES = 3
 
@@ -27,8 +30,11 @@ class PeerSession:
 
     report: PeerReport
     seen: float
+    #: When its connection broke; ``None`` once it has reported again.
+    cut: float | None = None
     members: dict[str, Member] = field(default_factory=dict)
     routes: dict[str, Route] = field(default_factory=dict)
+    notice: str = ""
 
 
 class Registry:
@@ -80,7 +86,7 @@ class Registry:
             self.sessions[peer] = PeerSession(report, now)
             decisions.append(SendMessage(peer, Welcome(swarm=self._swarm, peer=peer)))
         else:
-            session.report, session.seen = report, now
+            session.report, session.seen, session.cut = report, now, None
         member = self.members[peer]
         told = Member(
             peer=peer,
@@ -99,6 +105,21 @@ class Registry:
         """Peers whose session has timed out."""
         return [
             peer for peer, session in self.sessions.items() if now - session.seen > SESSION_TIMEOUT
+        ]
+
+    def disconnected(self, peer: str, now: float) -> None:
+        """The connection on which the peer reported is no more."""
+        session = self.sessions.get(peer)
+        if session is not None and session.cut is None:
+            session.cut = now
+
+    def cut_off(self, now: float, doubted: Callable[[str, PeerSession], bool]) -> list[str]:
+        """Peers that have not connected again in time; at once those that are ``doubted`` too."""
+        return [
+            peer
+            for peer, session in self.sessions.items()
+            if session.cut is not None
+            and (now - session.cut >= RECONNECT_TIMEOUT or doubted(peer, session))
         ]
 
     def forgive(self, seconds: float) -> None:
@@ -133,6 +154,14 @@ class Registry:
                 session.routes[route.pipeline] = route
                 decisions.append(SendMessage(peer, route))
         return decisions
+
+    def notify(self, peer: str, text: str) -> list[Decision]:
+        """Tell the person at a peer what they don't know yet; empty: that is over."""
+        session = self.sessions[peer]
+        if session.notice == text:
+            return []
+        session.notice = text
+        return [SendMessage(peer, Notice(text=text))]
 
     def end_route(self, pipeline: str) -> list[Decision]:
         """Tell everybody that a pipeline is no more."""

@@ -45,7 +45,7 @@ class Trio:
         self.started = [self.up]
         found = self.up.found()
         tools.wait_for(lambda: found.home.membership.exists(), self.up)
-        token = tools.run_molink(root / "up", "invite").stdout.strip()
+        token = tools.run_molink(root / "up", "invite", "--uses", "3").stdout.strip()
         assert token.startswith("molink-"), self.up.output
         self.token = token
         self.worker = tools.Process(
@@ -125,9 +125,12 @@ def test_secrets_are_for_their_owner_alone(trio: Trio) -> None:
         pytest.skip("POSIX modes")
     for path in trio.root.rglob("*.key"):
         assert path.stat().st_mode & 0o077 == 0
-    lines = [" ".join(process.cmdline()) for process in trio.up.family()]
+    family = [process for one in trio.started for process in one.family()]
+    lines = [" ".join(process.cmdline()) for process in family]
     secret = (trio.root / "up" / "peer.key").read_text(encoding="utf-8").strip()
-    assert not any(secret in line for line in lines)
+    assert any("join" in line for line in lines)
+    for hidden in (secret, trio.token):
+        assert not any(hidden in line for line in lines)
 
 
 def test_a_token_that_was_tampered_with(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
@@ -198,21 +201,39 @@ def test_leaving(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
 
 
 def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
-    home = tmp_path / "guest"
-    guest = tools.Process(
-        home, ["join", trio.token, "--name", "fifth", *tools.local_options("--stage", "none")]
-    )
+    home, first = tmp_path / "guest", trio.root / "up"
+    token = tools.run_molink(first, "invite").stdout.strip()
+    options = ["--name", "fifth", *tools.local_options("--stage", "none")]
+    guest = tools.Process(home, ["join", token, *options])
+    again = None
     try:
         guest.found()
         tools.wait_for(lambda: "fifth" in _names(trio), guest)
         done = tools.run_molink(home, "revoke", "second")
         assert (done.returncode, "only the PC that runs the swarm" in done.stderr) == (7, True)
-        done = tools.run_molink(trio.root / "up", "revoke", "fifth")
+        assert "fifth" in tools.run_molink(first, "invite", "--list").stdout
+        done = tools.run_molink(first, "revoke", "fifth")
         assert done.returncode == 0, done.stderr
         assert "fifth" not in _names(trio)
-        assert tools.run_molink(trio.root / "up", "revoke", "fifth").returncode == 2
+        assert tools.run_molink(first, "revoke", "fifth").returncode == 2
+        # It is told so, ends, and gets in neither by its own key nor by a new one.
+        assert guest.process.wait(30) == 9, guest.output
+        assert "was shut out of swarm" in guest.output
+        done = tools.run_molink(tmp_path / "new", "join", token, *options)
+        assert (done.returncode, "was ended" in done.stderr) == (3, True), done.stderr
+        assert "fifth" not in tools.run_molink(first, "invite", "--list").stdout
+        done = tools.run_molink(first, "un-revoke", "fifth")
+        assert done.returncode == 0, done.stderr
+        again = tools.Process(home, ["join", *options])
+        tools.wait_for(lambda: "here" in _states(trio, "fifth"), again)
     finally:
         guest.stop()
+        if again is not None:
+            again.stop()
+
+
+def _states(trio: Trio, name: str) -> list[str]:
+    return [peer["state"] for peer in trio.up.status()["peers"] if peer["name"] == name]
 
 
 def _names(trio: Trio) -> list[str]:

@@ -21,6 +21,11 @@ class Options:
 
     ``port`` ``None`` is the port of the last run, else the first free one from 5466 on; 0 is that
     of the last run, else any. ``members`` (public key, name) are trusted from the start.
+    ``max_peers`` ``None`` is that of the last run.
+
+    ``term``, ``leader`` (the peer whose daemon runs it), ``replica`` (a file with a copy of the
+    state, taken if it is newer than the state) and ``lost`` (a peer that is known not to be there)
+    are what the daemon knows; ``swarm`` is the one whose state has to be there.
     """
 
     state: Path
@@ -30,6 +35,12 @@ class Options:
     addresses: tuple[str, ...] = ()
     members: tuple[tuple[str, str], ...] = ()
     standalone: bool = False
+    term: int = 0
+    leader: str = ""
+    replica: Path | None = None
+    lost: str = ""
+    swarm: str = ""
+    max_peers: int | None = None
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -47,7 +58,13 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--member", action="append", default=[], type=_member, help="KEY:NAME of a trusted peer"
     )
+    parser.add_argument("--max-peers", type=_peers, help="how many PCs may be members at once")
     parser.add_argument("--standalone", action="store_true", help="run on when standard input ends")
+    parser.add_argument("--term", type=int, default=0, help="the term in which to lead")
+    parser.add_argument("--leader", default="", help="id of the peer whose daemon runs this")
+    parser.add_argument("--replica", type=Path, help="copy of the state, taken if it is newer")
+    parser.add_argument("--lost", default="", help="id of a peer that is known not to be there")
+    parser.add_argument("--swarm", default="", help="id of the swarm whose state has to be there")
     given = parser.parse_args(_bind_members(arguments))
     return Options(
         state=given.state,
@@ -56,14 +73,20 @@ def parse_options(arguments: Sequence[str]) -> Options:
         name=given.name,
         addresses=tuple(given.address),
         members=tuple(given.member),
+        max_peers=given.max_peers,
         standalone=given.standalone,
+        term=given.term,
+        leader=given.leader,
+        replica=given.replica,
+        lost=given.lost,
+        swarm=given.swarm,
     )
 
 
 def reachable_at(options: Options, port: int) -> tuple[str, ...]:
     """``host:port`` addresses to put into tokens. An ``--address`` may name another port."""
     hosts = options.addresses or _own_addresses(options.host)
-    return tuple(_with_port(host, port) for host in hosts[:_MAX_ADDRESSES])
+    return tuple(host_port(host, port) for host in hosts[:_MAX_ADDRESSES])
 
 
 def _bind_members(arguments: Sequence[str]) -> list[str]:
@@ -82,6 +105,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port")
     return port
+
+
+def _peers(text: str) -> int:
+    peers = int(text)
+    if peers < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of PCs")
+    return peers
 
 
 def _member(text: str) -> tuple[str, str]:
@@ -103,7 +133,8 @@ def _own_addresses(host: str) -> tuple[str, ...]:
     return tuple(found) or ("127.0.0.1",)
 
 
-def _with_port(host: str, port: int) -> str:
+def host_port(host: str, port: int) -> str:
+    """``host:port``; an IPv6 address in brackets. A host that names a port keeps it."""
     if host.count(":") > 1 and not host.startswith("["):
         host = f"[{host}]"  # IPv6 without a port
     has_port = ":" in host.rpartition("]")[2]

@@ -11,32 +11,44 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from dataclasses import asdict
 
 import zmq.asyncio
 
-from molink.errors import InvariantError, NotAuthorized, PortInUse, RequestError, StateError
+from molink.errors import (
+    InvariantError,
+    NotAuthorized,
+    PortInUse,
+    RequestError,
+    ShutOut,
+    StateError,
+)
 from molink.swarm.events import (
     Announce,
     Commit,
     Departed,
+    Disconnected,
     Event,
     MemberAdded,
     MemberRemoved,
     Reported,
+    Reserve,
     SendMessage,
     Serve,
     StageSaid,
+    TermRaised,
     Tick,
+    Tried,
 )
 from molink.swarm.hygiene import (
     clean_failed,
-    clean_name,
     clean_report,
     is_model_name,
 )
+from molink.swarm.invitations import encode_invitations
 from molink.swarm.reconciler import Reconciler
-from molink.swarm.records import Desired, Standing, SwarmRecord
+from molink.swarm.records import Desired, MemberRecord, Standing
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.token import JoinToken
 from molink.wire.messages.base import Payload
@@ -45,12 +57,18 @@ from molink.wire.messages.control import (
     ControlMessage,
     Done,
     Goodbye,
+    InvitationsReply,
+    InvitationsRequest,
     Invite,
     InviteRequest,
     Joined,
     JoinRequest,
+    Knock,
     LeaveRequest,
     PeerReport,
+    Reached,
+    Revoked,
+    RevokeReply,
     RevokeRequest,
     ServeModel,
     StageFailed,
@@ -58,12 +76,16 @@ from molink.wire.messages.control import (
     StageReady,
     StatusReply,
     StatusRequest,
+    UnrevokeRequest,
 )
+from molink.wire.messages.leading import Noted, SharedState
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reachable_at
-from molinkd.coordinator.door import Door, is_invitation
+from molinkd.coordinator.door import Door, guides, is_invitation, is_revoked
+from molinkd.coordinator.restore import swarm_of
+from molinkd.coordinator.sharing import Sharing
 from molinkd.coordinator.state import State
 
 log = logging.getLogger(__name__)
@@ -72,21 +94,29 @@ TICK = 0.25
 #: What members may send; an invitation's key may send ``JoinRequest`` and nothing else.
 FROM_MEMBERS = (
     PeerReport
+    | SharedState
+    | Reached
     | StageLoaded
     | StageReady
     | StageFailed
     | ServeModel
     | InviteRequest
+    | InvitationsRequest
     | LeaveRequest
     | Goodbye
     | RevokeRequest
+    | UnrevokeRequest
     | StatusRequest
 )
 #: A restart waits this long, in seconds, for the port that members know: Windows keeps it from
 #: others while old connections linger.
 _PORT_PATIENCE = 120.0 if sys.platform == "win32" else 3.0
+#: From the end of a connection until its identity can't be sent to any more, in seconds.
+_CLOSING = 0.1
 #: Until an answer is out, before connections are cut.
 _CUT_DELAY = 0.2
+#: Revoked members that a status shows, and those that are named in an answer.
+_SHOWN, _NAMED = 64, 8
 #: What a person sets when no port is free.
 _OPTION = "--coordinator-port"
 
@@ -104,9 +134,14 @@ class Coordinator:
             RequestError: the key of a trusted member is none.
         """
         self._state, self._keys, self._options = state, keys, options
-        self.swarm = _swarm_of(state, keys, options)
+        self.swarm = swarm_of(state, keys, options)
+        state.begin_term(max(options.term, state.version()[0]))
+        self.term = state.version()[0]
         self._gatekeeper = Gatekeeper(context)
-        self.door = Door(state, self._gatekeeper, keys.public, options.members)
+        if options.max_peers is not None:
+            state.save_max_peers(options.max_peers)
+        max_peers = self.swarm.max_peers if options.max_peers is None else options.max_peers
+        self.door = Door(state, self._gatekeeper, keys.public, options.members, max_peers)
         self.reconciler = Reconciler(
             self.swarm.id,
             self.door.records.values(),
@@ -114,10 +149,20 @@ class Coordinator:
             desired=state.desired(),
             pipeline=state.pipeline(),
             last=state.last(),
+            term=self.term,
+            lost=options.lost,
         )
+        self._sharing = Sharing(state, self.door, self._tell)
         self._server: Server[ControlMessage] = Server(
-            context, keys, control_codec(), self._gatekeeper, self._handle, permits=self._permits
+            context,
+            keys,
+            control_codec(),
+            self._gatekeeper,
+            self._handle,
+            permits=self._permits,
+            on_disconnect=self._knock_soon,
         )
+        self._knocking: asyncio.TimerHandle | None = None
         #: The connection that each peer was last heard on.
         self._connections: dict[str, bytes] = {}
         self._ticking: asyncio.Task[None] | None = None
@@ -154,6 +199,8 @@ class Coordinator:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._knocking is not None:
+            self._knocking.cancel()
         await self._server.close()
         self._gatekeeper.close()
         if self._ended is not None:
@@ -163,6 +210,12 @@ class Coordinator:
     def addresses(self) -> tuple[str, ...]:
         """``host:port`` at which peers reach it."""
         return reachable_at(self._options, self._server.port)
+
+    def raise_term(self, term: int) -> None:
+        """Go on in a higher term; what stands is not touched."""
+        self._state.begin_term(term)
+        self.term = term
+        self._happened(TermRaised(term))
 
     async def _bind(self) -> int:
         host, asked, known = self._options.host, self._options.port, self.swarm.port
@@ -198,8 +251,10 @@ class Coordinator:
                 match decision:
                     case Commit():
                         self._state.commit(decision.pipeline)
+                    case Reserve():
+                        self._state.reserve(decision.pipeline, decision.epoch)
                     case Announce():
-                        self._state.save_announced(decision.member)
+                        self.door.announced(decision.member)
                     case SendMessage():
                         self._tell(decision.peer, decision.message)
         except (StateError, InvariantError) as error:
@@ -207,13 +262,26 @@ class Coordinator:
             self._ended.set_exception(error)
             raise
 
-    def _tell(self, peer: str, message: ControlMessage) -> None:
+    def _tell(self, peer: str, message: ControlMessage, payload: bytes | None = None) -> None:
         identity = self._connections.get(peer)
         try:
-            if identity is None or not self._server.send(identity, message):
+            if identity is None or not self._server.send(identity, message, payload):
                 log.info("%s was not told a %s", peer, type(message).__name__)
         except Exception:
             log.exception("can't tell %s a %s", peer, type(message).__name__)
+
+    def _knock_soon(self) -> None:
+        """A connection has ended: find out whose. Strangers' end too, so not for each at once."""
+        if self._knocking is None:
+            loop = asyncio.get_running_loop()
+            self._knocking = loop.call_later(_CLOSING, self._knock)
+
+    def _knock(self) -> None:
+        self._knocking = None
+        for peer, identity in list(self._connections.items()):
+            if not self._server.send(identity, Knock()):
+                del self._connections[peer]
+                self._happened(Disconnected(peer))
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -222,22 +290,26 @@ class Coordinator:
             return isinstance(message, JoinRequest)
         return isinstance(message, FROM_MEMBERS)
 
-    def _handle(self, sender: Sender, message: ControlMessage, _payload: memoryview | None) -> None:
+    def _handle(self, sender: Sender, message: ControlMessage, payload: memoryview | None) -> None:
         """Handle a message that :meth:`_permits` let through; errors become failures."""
         peer = sender.user_id
+        if is_revoked(peer):
+            self._turn_away(sender, message)
+            return
         match message:
             case JoinRequest():
                 self._join(sender, message)
             case PeerReport():
                 self._report(sender, message)
-            case StageFailed():
-                self._happened(StageSaid(peer, clean_failed(message)))
-            case StageLoaded() | StageReady():
-                self._happened(StageSaid(peer, message))
+            case SharedState():
+                deque(map(self._happened, self._sharing.merge(peer, payload)), maxlen=0)
+            case Reached():
+                self._happened(Tried(peer, message.peer, message.ok))
+            case StageFailed() | StageLoaded() | StageReady():
+                said = clean_failed(message) if isinstance(message, StageFailed) else message
+                self._happened(StageSaid(peer, said))
             case ServeModel():
                 self._serve(sender, message)
-            case InviteRequest():
-                self._invite(sender, message)
             case LeaveRequest():
                 self._reply(sender, Done(ref=message.ref))
                 self._dismiss(peer, "left")
@@ -245,8 +317,8 @@ class Coordinator:
                 self._reply(sender, Done(ref=message.ref))
                 self._connections.pop(peer, None)
                 self._happened(Departed(peer))
-            case RevokeRequest():
-                self._revoke(sender, message)
+            case InviteRequest() | InvitationsRequest() | RevokeRequest() | UnrevokeRequest():
+                self._administer(sender, message)
             case StatusRequest():
                 self._status(sender, message)
             case _:
@@ -265,7 +337,9 @@ class Coordinator:
         peer = sender.user_id
         fresh = self._connections.get(peer) != sender.identity
         self._connections[peer] = sender.identity
+        self._tell(peer, Noted(term=self.term, leader=self._options.leader))
         self._happened(Reported(peer, clean_report(message, peer), fresh))
+        self._sharing.reported(peer, message.replica, fresh=fresh)
 
     def _serve(self, sender: Sender, message: ServeModel) -> None:
         self._check_order(sender.user_id, message.model.name)
@@ -294,39 +368,82 @@ class Coordinator:
                 "another model (`molink up --model …` there)"
             )
 
+    def _administer(
+        self,
+        sender: Sender,
+        message: InviteRequest | InvitationsRequest | RevokeRequest | UnrevokeRequest,
+    ) -> None:
+        match message:
+            case InviteRequest():
+                self._invite(sender, message)
+            case InvitationsRequest():
+                text = encode_invitations(self.door.listed(sender.user_id), self._name)
+                reply = InvitationsReply(ref=message.ref, payload=Payload("u8", (len(text),)))
+                self._reply(sender, reply, text)
+            case RevokeRequest():
+                self._revoke(sender, message)
+            case UnrevokeRequest():
+                self._unrevoke(sender, message)
+
     def _invite(self, sender: Sender, message: InviteRequest) -> None:
-        secret, expires = self.door.invite(sender.user_id, message.ttl)
+        secret, invitation = self.door.invite(sender.user_id, message.ttl, message.uses)
         token = JoinToken(
             swarm=self.swarm.id,
             addresses=self.addresses,
             coordinator_key=self._keys.public,
             secret_key=secret,
-            expires=expires,
+            expires=invitation.expires,
+            guides=guides(self.reconciler.registry, self._options.leader),
         )
-        self._reply(sender, Invite(ref=message.ref, token=str(token)))
+        self._reply(sender, Invite(ref=message.ref, token=str(token), id=invitation.id))
 
     def _revoke(self, sender: Sender, message: RevokeRequest) -> None:
-        if not self.door.records[sender.user_id].owner:
-            raise NotAuthorized("only the PC that runs the swarm may revoke")
         target = message.target
         if is_invitation(target):
-            self.door.revoke_invitation(target)
-        elif target == sender.user_id or target not in self.reconciler.registry.members:
-            raise RequestError(f"{target} is no other member", param="target")
+            stayed = self.door.end_invitation(target, sender.user_id)
         else:
-            self._dismiss(target, "revoked")
+            self._check_owner(sender.user_id)
+            if target == sender.user_id or target not in self.reconciler.registry.members:
+                raise RequestError(f"{target} is no other member", param="target")
+            self._tell(target, Revoked(swarm=self.swarm.id))
+            stayed = self._dismiss(target, "revoked")
             # Nothing that it sends counts any more; its connection is cut once this is answered.
             asyncio.get_running_loop().call_later(_CUT_DELAY, self._cut, target)
+        names = tuple(self._name(one.peer) for one in stayed)
+        others = len(names[_NAMED:])
+        self._reply(sender, RevokeReply(ref=message.ref, stayed=names[:_NAMED], others=others))
+
+    def _unrevoke(self, sender: Sender, message: UnrevokeRequest) -> None:
+        self._check_owner(sender.user_id)
+        self._happened(MemberAdded(self.door.readmit(message.target)))
         self._reply(sender, Done(ref=message.ref))
+
+    def _check_owner(self, peer: str) -> None:
+        if not self.door.records[peer].owner:
+            raise NotAuthorized("only the PC that runs the swarm may revoke")
+
+    def _turn_away(self, sender: Sender, message: ControlMessage) -> None:
+        """Tell a revoked peer that it is revoked, and no more."""
+        self.door.told(sender.user_id)
+        if isinstance(message, PeerReport):
+            self._reply(sender, Revoked(swarm=self.swarm.id))
+            return
+        raise ShutOut(f"this PC was shut out of swarm {self.swarm.id}")
+
+    def _name(self, peer: str) -> str:
+        """What people call a peer that is a member, or was one."""
+        record = self.door.records.get(peer)
+        return peer if record is None else record.name
 
     def _cut(self, peer: str) -> None:
         if self.door.records[peer].standing != "member":
             self._server.deny(peer)
 
-    def _dismiss(self, peer: str, standing: Standing) -> None:
-        self.door.dismiss(peer, standing)
+    def _dismiss(self, peer: str, standing: Standing) -> list[MemberRecord]:
+        stayed = self.door.dismiss(peer, standing)
         self._connections.pop(peer, None)
         self._happened(MemberRemoved(peer, "left" if standing == "left" else "was revoked"))
+        return stayed
 
     def _status(self, sender: Sender, message: StatusRequest) -> None:
         status = build_status(
@@ -338,21 +455,18 @@ class Coordinator:
         )
         counters = self._server.counters
         shown = asdict(counters) | {"strangers": counters.strangers}
-        text = encode_status(status | {"name": self.swarm.name, "counters": shown})
+        revoked = [
+            {"id": one.peer, "name": one.name}
+            for one in self.door.records.values()
+            if one.standing == "revoked"
+        ]
+        more = {
+            "name": self.swarm.name,
+            "term": self.term,
+            "leader": self._options.leader,
+            "counters": shown,
+            "revoked": revoked[-_SHOWN:],
+        }
+        text = encode_status(status | more)
         payload = Payload("u8", (len(text),))
         self._reply(sender, StatusReply(ref=message.ref, payload=payload), text)
-
-
-def _swarm_of(state: State, keys: KeyPair, options: Options) -> SwarmRecord:
-    """The swarm that the state holds; a new one if it holds none."""
-    swarm = state.swarm()
-    if swarm is None:
-        name = clean_name(options.name, "molink")
-        swarm = SwarmRecord(os.urandom(8).hex(), name, keys.public)
-        state.create_swarm(swarm)
-    if swarm.public_key != keys.public:
-        raise StateError(
-            f"{state.path} belongs to a coordinator with another key: restore the key file beside "
-            "it, or delete both to begin a new swarm"
-        )
-    return swarm

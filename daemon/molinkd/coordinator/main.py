@@ -12,10 +12,10 @@ import zmq.asyncio
 from molink.errors import MolinkError
 from molink.plaintext import LogFormatter, printable
 from molink.wire.sockets.loop import EventLoop
-from molink.wire.sockets.secrets import load_keys
+from molink.wire.sockets.secrets import load_keys, private_folder
 from molinkd.coordinator.arguments import Options, parse_options
 from molinkd.coordinator.coordinator import Coordinator
-from molinkd.coordinator.state import State
+from molinkd.coordinator.restore import open_state
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.parent import watch_input
 
@@ -25,7 +25,8 @@ KEY_FILE = "coordinator.key"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a coordinator until its standard input ends; returns the exit code.
 
-    One JSON line on standard output says where it listens; the log goes to standard error.
+    One JSON line on standard output says where it listens; the log goes to standard error. A line
+    on standard input is a term to go on in.
     """
     options = parse_options(sys.argv[1:] if arguments is None else arguments)
     raise_descriptor_limit()
@@ -49,16 +50,23 @@ async def serve(options: Options) -> None:
     Raises:
         MolinkError: it can't start, or can't go on.
     """
-    state = State.open(options.state)
+    keys = load_keys(private_folder(options.state) / KEY_FILE)
+    state, restored = open_state(options, keys)
     context = zmq.asyncio.Context()
     with contextlib.ExitStack() as stack:
         stack.callback(context.destroy, linger=0)
         stack.callback(state.close)
-        keys = load_keys(options.state / KEY_FILE)
         coordinator = Coordinator(context, state, keys, options)
         try:
             port = await coordinator.start()
-            announcement = {"port": port, "public_key": keys.public, "swarm": coordinator.swarm.id}
+            announcement = {
+                "port": port,
+                "public_key": keys.public,
+                "swarm": coordinator.swarm.id,
+                "term": coordinator.term,
+                "addresses": coordinator.addresses,
+                "restored": restored,
+            }
             print(json.dumps(announcement), flush=True)
             await _until_the_end(coordinator, options.standalone)
         finally:
@@ -69,7 +77,11 @@ async def _until_the_end(coordinator: Coordinator, standalone: bool) -> None:
     ended = asyncio.Event()
     if not standalone:
         loop = asyncio.get_running_loop()
-        watch_input(lambda: loop.call_soon_threadsafe(ended.set))
+
+        def obey(line: bytes) -> None:
+            loop.call_soon_threadsafe(coordinator.raise_term, int(line))
+
+        watch_input(lambda: loop.call_soon_threadsafe(ended.set), obey)
     waits = [asyncio.ensure_future(coordinator.wait()), asyncio.ensure_future(ended.wait())]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -6,6 +6,7 @@ own, and of an invitation the public half alone is kept.
 
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,9 @@ from molink.swarm.records import (
     StageRecord,
     Standing,
     SwarmRecord,
+    Use,
 )
+from molink.swarm.replica import Replica, Version, next_lineage
 from molink.wire.messages.control import Member
 from molink.wire.sockets.secrets import private_folder
 from molinkd.coordinator.state_tables import explain, prepare
@@ -69,6 +72,7 @@ class State:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._db.execute("UPDATE swarm SET revision = revision + 1")
             except BaseException:
                 self._db.execute("ROLLBACK")
                 raise
@@ -84,30 +88,122 @@ class State:
 
     def swarm(self) -> SwarmRecord | None:
         """The swarm, if this folder holds one."""
-        row = self._db.execute("SELECT id, name, public_key, port FROM swarm").fetchone()
+        row = self._db.execute("SELECT id, name, public_key, port, max_peers FROM swarm").fetchone()
         return SwarmRecord(*row) if row else None
 
     def create_swarm(self, swarm: SwarmRecord) -> None:
         """Begin a swarm."""
         self._write(
-            "INSERT INTO swarm (id, name, public_key, port, created) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO swarm (id, name, public_key, port, max_peers, created) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
             swarm.id,
             swarm.name,
             swarm.public_key,
             swarm.port,
+            swarm.max_peers,
             time.time(),
         )
+
+    def version(self) -> Version:
+        """The term, and the revision in it."""
+        row = self._db.execute("SELECT term, revision FROM swarm").fetchone()
+        return (row[0], row[1]) if row else (0, 0)
+
+    def lineage(self) -> tuple[Version, ...]:
+        """Earlier terms, oldest first, with the last revision of each."""
+        row = self._db.execute("SELECT lineage FROM swarm").fetchone()
+        return msgspec.msgpack.decode(row[0], type=tuple[Version, ...]) if row else ()
+
+    def begin_term(self, term: int) -> None:
+        """From now on this is the state of another term.
+
+        Raises:
+            InvariantError: it is older than the present one.
+        """
+        before, revision = self.version()
+        if term < before:
+            raise InvariantError(f"term {term} after {before}")
+        if term > before:
+            lineage = next_lineage(self.lineage(), before, revision)
+            packed = msgspec.msgpack.encode(lineage)
+            self._write("UPDATE swarm SET term = ?, lineage = ?", term, packed)
+
+    def replica(self) -> Replica:
+        """All of it, for the peers to keep."""
+        swarm = self.swarm()
+        assert swarm is not None
+        term, revision = self.version()
+        return Replica(
+            swarm=swarm.id,
+            name=swarm.name,
+            max_peers=swarm.max_peers,
+            term=term,
+            revision=revision,
+            lineage=self.lineage(),
+            members=tuple(self.members()),
+            invitations=tuple(self.invitations()),
+            desired=self.desired(),
+            pipeline=self.pipeline(),
+            last=self.last(),
+        )
+
+    def restore(self, replica: Replica, public_key: str) -> None:
+        """Put a replica in the place of what there is; ``public_key`` is this coordinator's own."""
+        known = {member.peer for member in replica.members}
+        with self._transaction():
+            for table in ("invitation_uses", "stages", "pipelines", "models", "invitations"):
+                self._db.execute(f"DELETE FROM {table}")
+            self._db.execute("DELETE FROM members")
+            self._db.execute("DELETE FROM swarm")
+            self._db.execute(
+                "INSERT INTO swarm (id, name, public_key, max_peers, created, term, revision, "
+                "lineage, last_pipeline, last_epoch) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    replica.swarm,
+                    replica.name,
+                    public_key,
+                    replica.max_peers,
+                    time.time(),
+                    replica.term,
+                    replica.revision - 1,  # the end of a transaction counts it up
+                    msgspec.msgpack.encode(replica.lineage),
+                    *replica.last,
+                ),
+            )
+            for member in replica.members:
+                self._put_member(member)
+                if member.announced is not None:
+                    self._put_announced(member.announced)
+            for invitation in replica.invitations:
+                self._put_invitation(invitation, known)
+            if replica.desired is not None:
+                self._put_desired(replica.desired)
+            if replica.pipeline is not None:
+                self._put_pipeline(replica.pipeline)
+
+    def touch(self) -> None:
+        """Count the revision up, so that every peer gets the state anew."""
+        with self._transaction():
+            pass
+
+    def save_public_key(self, public_key: str) -> None:
+        """The coordinator has another key."""
+        self._write("UPDATE swarm SET public_key = ?", public_key)
 
     def save_port(self, port: int) -> None:
         """Remember where the coordinator listens: that is where its members look for it."""
         self._write("UPDATE swarm SET port = ?", port)
+
+    def save_max_peers(self, peers: int) -> None:
+        """Remember how many PCs may be members at once."""
+        self._write("UPDATE swarm SET max_peers = ?", peers)
 
     # --- members -----------------------------------------------------------------------------
 
     def members(self) -> list[MemberRecord]:
         """All that ever joined, in the order of joining."""
         rows = self._db.execute(
-            "SELECT peer, public_key, name, owner, standing, announced FROM members "
+            "SELECT peer, public_key, name, owner, standing, announced, invitation FROM members "
             "ORDER BY ordinal"
         )
         return [
@@ -118,56 +214,97 @@ class State:
                 bool(owner),
                 standing,
                 None if announced is None else msgspec.msgpack.decode(announced, type=Member),
+                invitation,
             )
-            for peer, public_key, name, owner, standing, announced in rows
+            for peer, public_key, name, owner, standing, announced, invitation in rows
         ]
 
     def save_member(self, member: MemberRecord) -> None:
         """Add a member, or let one in again; an owner stays one."""
-        self._write(
-            "INSERT INTO members (peer, public_key, name, owner, standing, joined) "
-            "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
-            "owner = max(owner, excluded.owner), standing = excluded.standing",
-            member.peer,
-            member.public_key,
-            member.name,
-            member.owner,
-            member.standing,
-            time.time(),
+        with self._transaction():
+            self._put_member(member)
+
+    def admit(self, member: MemberRecord, invitation: InvitationRecord) -> None:
+        """Add a member, or let one in again, and remember who has joined by the invitation."""
+        with self._transaction():
+            self._put_member(member)
+            self._db.executemany(
+                "INSERT OR IGNORE INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
+                [(invitation.id, use.peer, use.at) for use in invitation.used],
+            )
+
+    def _put_member(self, member: MemberRecord) -> None:
+        self._db.execute(
+            "INSERT INTO members (peer, public_key, name, owner, standing, invitation, joined) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
+            "owner = max(owner, excluded.owner), standing = excluded.standing, "
+            "invitation = coalesce(nullif(excluded.invitation, ''), invitation)",
+            (
+                member.peer,
+                member.public_key,
+                member.name,
+                member.owner,
+                member.standing,
+                member.invitation,
+                time.time(),
+            ),
         )
 
     def save_standing(self, peer: str, standing: Standing) -> None:
-        """A member left, or was revoked."""
+        """A member left or was revoked, or is one again."""
         self._write("UPDATE members SET standing = ? WHERE peer = ?", standing, peer)
 
     def save_announced(self, member: Member) -> None:
         """Remember what the others are told of a member."""
-        self._write(
+        with self._transaction():
+            self._put_announced(member)
+
+    def _put_announced(self, member: Member) -> None:
+        self._db.execute(
             "UPDATE members SET announced = ?, name = ? WHERE peer = ?",
-            msgspec.msgpack.encode(member),
-            member.name,
-            member.peer,
+            (msgspec.msgpack.encode(member), member.name, member.peer),
         )
 
     # --- invitations -------------------------------------------------------------------------
 
     def invitations(self) -> list[InvitationRecord]:
         """All that haven't been deleted, oldest first."""
+        used: defaultdict[str, list[Use]] = defaultdict(list)
+        for id, peer, at in self._db.execute(
+            "SELECT invitation, peer, used FROM invitation_uses ORDER BY used, peer"
+        ):
+            used[id].append(Use(peer, at))
         rows = self._db.execute(
-            "SELECT id, public_key, expires, creator FROM invitations ORDER BY created, id"
+            "SELECT id, public_key, expires, creator, created, uses FROM invitations "
+            "ORDER BY created, id"
         )
-        return [InvitationRecord(*row) for row in rows]
+        return [
+            InvitationRecord(id, public_key, expires, creator, created, uses, tuple(used[id]))
+            for id, public_key, expires, creator, created, uses in rows
+        ]
 
     def add_invitation(self, invitation: InvitationRecord) -> None:
         """Remember a new invitation."""
-        self._write(
-            "INSERT INTO invitations (id, public_key, expires, creator, created) "
-            "VALUES (?, ?, ?, ?, ?)",
-            invitation.id,
-            invitation.public_key,
-            invitation.expires,
-            invitation.creator,
-            time.time(),
+        with self._transaction():
+            self._put_invitation(invitation, set())
+
+    def _put_invitation(self, invitation: InvitationRecord, known: set[str]) -> None:
+        """``known``: those of its users who are in the list of members."""
+        self._db.execute(
+            "INSERT INTO invitations (id, public_key, expires, creator, created, uses) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                invitation.id,
+                invitation.public_key,
+                invitation.expires,
+                invitation.creator,
+                invitation.created,
+                invitation.uses,
+            ),
+        )
+        self._db.executemany(
+            "INSERT INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
+            [(invitation.id, use.peer, use.at) for use in invitation.used if use.peer in known],
         )
 
     def delete_invitation(self, id: str) -> None:
@@ -187,28 +324,30 @@ class State:
 
     def save_desired(self, desired: Desired) -> None:
         """Serve this model; a pipeline of another one, or with other weights, is forgotten."""
-        facts = msgspec.msgpack.encode(desired.facts)
         with self._transaction():
             self._db.execute(
                 "DELETE FROM models WHERE facts != ? OR dtype != ? OR quantize != ?",
-                (facts, desired.dtype, desired.quantize),
+                (msgspec.msgpack.encode(desired.facts), desired.dtype, desired.quantize),
             )
-            self._db.execute(
-                "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches, "
-                "quantize) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-                "facts = excluded.facts, source = excluded.source, "
-                "min_peers = excluded.min_peers, dtype = excluded.dtype, "
-                "micro_batches = excluded.micro_batches, quantize = excluded.quantize",
-                (
-                    desired.facts.name,
-                    facts,
-                    desired.source,
-                    desired.min_peers,
-                    desired.dtype,
-                    desired.micro_batches,
-                    desired.quantize,
-                ),
-            )
+            self._put_desired(desired)
+
+    def _put_desired(self, desired: Desired) -> None:
+        self._db.execute(
+            "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches, "
+            "quantize) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+            "facts = excluded.facts, source = excluded.source, "
+            "min_peers = excluded.min_peers, dtype = excluded.dtype, "
+            "micro_batches = excluded.micro_batches, quantize = excluded.quantize",
+            (
+                desired.facts.name,
+                msgspec.msgpack.encode(desired.facts),
+                desired.source,
+                desired.min_peers,
+                desired.dtype,
+                desired.micro_batches,
+                desired.quantize,
+            ),
+        )
 
     def last(self) -> tuple[int, int]:
         """The number of the newest pipeline and the newest epoch, whether they still are or not."""
@@ -244,31 +383,47 @@ class State:
             raise InvariantError(f"epoch {pipeline.epoch} after {epoch} was committed")
         with self._transaction():
             self._db.execute("DELETE FROM pipelines")
-            self._db.execute(
-                "INSERT INTO pipelines (id, model, epoch, formed, blocks, micro_batches, "
-                "block_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    pipeline.id,
-                    pipeline.model,
-                    pipeline.epoch,
-                    pipeline.formed,
-                    pipeline.blocks,
-                    pipeline.micro_batches,
-                    pipeline.block_size,
-                ),
-            )
-            self._db.executemany(
-                "INSERT INTO stages (pipeline, stage, peer, first, last, port, max_blocks, "
-                "profile) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, _packed(s.profile))
-                    for i, s in enumerate(pipeline.stages)
-                ],
-            )
+            self._put_pipeline(pipeline)
             self._db.execute(
                 "UPDATE swarm SET last_pipeline = ?, last_epoch = ?",
-                (max(number, int(pipeline.id.removeprefix("p"))), pipeline.epoch),
+                (max(number, _number(pipeline.id)), pipeline.epoch),
             )
+
+    def _put_pipeline(self, pipeline: PipelineRecord) -> None:
+        self._db.execute(
+            "INSERT INTO pipelines (id, model, epoch, formed, blocks, micro_batches, "
+            "block_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                pipeline.id,
+                pipeline.model,
+                pipeline.epoch,
+                pipeline.formed,
+                pipeline.blocks,
+                pipeline.micro_batches,
+                pipeline.block_size,
+            ),
+        )
+        self._db.executemany(
+            "INSERT INTO stages (pipeline, stage, peer, first, last, port, max_blocks, "
+            "profile) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, _packed(s.profile))
+                for i, s in enumerate(pipeline.stages)
+            ],
+        )
+
+    def reserve(self, pipeline: str, epoch: int) -> None:
+        """Remember that an epoch and a pipeline's name are taken; the committed one stays it."""
+        self._write(
+            "UPDATE swarm SET last_pipeline = max(last_pipeline, ?), "
+            "last_epoch = max(last_epoch, ?)",
+            _number(pipeline),
+            epoch,
+        )
+
+
+def _number(pipeline: str) -> int:
+    return int(pipeline.removeprefix("p"))
 
 
 def _packed(profile: Profile) -> bytes:

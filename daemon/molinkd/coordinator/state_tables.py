@@ -3,9 +3,9 @@
 import sqlite3
 from pathlib import Path
 
-from molink.errors import StateError
+from molink.errors import DamagedState, StateError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 4
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -15,22 +15,32 @@ _STAGES = """CREATE TABLE stages (
     PRIMARY KEY (pipeline, stage)
 )
 """
+#: Who has joined by which invitation.
+_USES = """CREATE TABLE invitation_uses (
+    invitation TEXT NOT NULL REFERENCES invitations (id) ON DELETE CASCADE,
+    peer TEXT NOT NULL REFERENCES members (peer), used REAL NOT NULL,
+    PRIMARY KEY (invitation, peer)
+)
+"""
 _SCHEMA = """
 CREATE TABLE schema (version INTEGER NOT NULL);
 CREATE TABLE swarm (
     id TEXT PRIMARY KEY, name TEXT NOT NULL, public_key TEXT NOT NULL, created REAL NOT NULL,
     port INTEGER NOT NULL DEFAULT 0,
-    last_pipeline INTEGER NOT NULL DEFAULT 0, last_epoch INTEGER NOT NULL DEFAULT 0
+    last_pipeline INTEGER NOT NULL DEFAULT 0, last_epoch INTEGER NOT NULL DEFAULT 0,
+    max_peers INTEGER NOT NULL DEFAULT 64, term INTEGER NOT NULL DEFAULT 0,
+    revision INTEGER NOT NULL DEFAULT 0, lineage BLOB NOT NULL DEFAULT X'90'
 );
 CREATE TABLE members (
     ordinal INTEGER PRIMARY KEY AUTOINCREMENT, peer TEXT NOT NULL UNIQUE,
     public_key TEXT NOT NULL UNIQUE, name TEXT NOT NULL, owner INTEGER NOT NULL,
     standing TEXT NOT NULL CHECK (standing IN ('member', 'left', 'revoked')),
-    joined REAL NOT NULL, announced BLOB
+    joined REAL NOT NULL, announced BLOB, invitation TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE invitations (
     id TEXT PRIMARY KEY, public_key TEXT NOT NULL UNIQUE, created REAL NOT NULL,
-    expires INTEGER NOT NULL, creator TEXT NOT NULL REFERENCES members (peer)
+    expires INTEGER NOT NULL, creator TEXT NOT NULL REFERENCES members (peer),
+    uses INTEGER NOT NULL DEFAULT 1
 );
 CREATE TABLE models (
     name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),
@@ -55,6 +65,18 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
         "DROP TABLE stages_1",
         "ALTER TABLE pipelines ADD COLUMN block_size INTEGER NOT NULL DEFAULT 16",
     ),
+    # Invitations were for any number of PCs; those that still hold are now for one more.
+    2: (
+        "ALTER TABLE swarm ADD COLUMN max_peers INTEGER NOT NULL DEFAULT 64",
+        "ALTER TABLE members ADD COLUMN invitation TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE invitations ADD COLUMN uses INTEGER NOT NULL DEFAULT 1",
+        _USES,
+    ),
+    3: (
+        "ALTER TABLE swarm ADD COLUMN term INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE swarm ADD COLUMN revision INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE swarm ADD COLUMN lineage BLOB NOT NULL DEFAULT X'90'",
+    ),
 }
 
 
@@ -62,7 +84,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Set the connection up, check the file and make the tables if it is new."""
     for pragma in (
         "locking_mode = EXCLUSIVE",
-        "journal_mode = WAL",
+        "journal_mode = DELETE",  # what is committed is in this one file: a copy of it is whole
         "synchronous = FULL",
         "foreign_keys = ON",
     ):
@@ -70,7 +92,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if tables == 0:
-        for statement in (*_SCHEMA.split(";"), _STAGES):
+        for statement in (*_SCHEMA.split(";"), _STAGES, _USES):
             connection.execute(statement)
         connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
     connection.execute("COMMIT")
@@ -111,7 +133,7 @@ def explain(error: Exception, path: Path) -> StateError:
         return StateError(f"another coordinator uses {path}: stop it first, or name another folder")
     if isinstance(error, sqlite3.OperationalError):
         return StateError(f"can't use {path}: {error}. Is the disk full or read-only?")
-    return StateError(
-        f"{path} is damaged ({error}): restore it from a copy, or delete it to begin a new swarm "
-        "(whose peers have to join again)"
+    return DamagedState(
+        f"{path} is damaged ({error}): put a copy of that file in its place, or move it away, and "
+        "molink goes on from the copy of the state that each PC keeps (`replica.msgpack`)"
     )

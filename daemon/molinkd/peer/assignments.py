@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from molink.checkpoint.folder import ModelFolder
-from molink.errors import MolinkError
+from molink.errors import MolinkError, UsageError
 from molink.facts.footprint import Load, StageSetup
+from molink.facts.identity import peer_id
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
@@ -22,27 +24,35 @@ from molink.swarm.keeper import (
     Tell,
     TellWorker,
 )
+from molink.swarm.recovery import Recovery
 from molink.wire.messages.control import (
     Assign,
     ControlMessage,
     Form,
     Prefetch,
     Prefetched,
+    StageAddress,
+    StageFailed,
     StageProfile,
     Unassign,
     WorkerState,
 )
-from molink.wire.messages.pipe import MemberBlocked, Start
+from molink.wire.messages.pipe import Formed, Loaded, MemberBlocked, Start
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.device_probe import Measured, worker_threads
 from molinkd.peer.home import Home
 from molinkd.peer.prefetcher import Prefetcher
+from molinkd.peer.progress import Progress
 from molinkd.peer.quantize import check_quantize
 from molinkd.peer.settings import Settings
-from molinkd.peer.store import FetchProgress, Store
+from molinkd.peer.store import Store
 from molinkd.peer.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
+
+
+class _NoRoomBesideError(UsageError):
+    """A stage would fit by itself, but not beside those that run already."""
 
 
 class Assignments:
@@ -58,10 +68,12 @@ class Assignments:
         tell: Callable[[ControlMessage], None],
         on_change: Callable[[], None],
         on_blocked: Callable[[str, str, str], None],
+        reaches: Callable[[StageAddress], Awaitable[bool]],
     ) -> None:
         """``on_change`` is called whenever :meth:`states` may have changed.
 
-        ``on_blocked`` is told where which member was cut off by a worker, and why.
+        ``on_blocked`` is told where which member was cut off by a worker, and why. ``reaches``
+        says whether a stage's port can be reached from here.
         """
         self._settings = settings
         self._keys = keys
@@ -71,10 +83,18 @@ class Assignments:
         self._tell = tell
         self._on_change = on_change
         self._on_blocked = on_blocked
+        self._reaches = reaches
+        self._me = peer_id(keys.public)
+        #: Rings that wait for their next stage to be reached, by pipeline.
+        self._forming: dict[str, tuple[Form, asyncio.Task[None]]] = {}
+        self._reaching: set[asyncio.Task[None]] = set()
         self._keeper = Keeper()
+        self.recovery = Recovery()
         self._prefetcher = Prefetcher(store, on_change)
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        self._progress: dict[int, FetchProgress] = {}
+        self._progress: dict[int, Progress] = {}
+        #: What the stage of each generation takes of the device.
+        self._plans: dict[int, MemoryPlan] = {}
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(home.logs, self._worker_said, self._worker_exited)
 
@@ -88,13 +108,16 @@ class Assignments:
             case Prefetch():
                 self._prefetcher.begin(message)
             case Assign():
+                self.recovery.ended("decided", self._now())
                 self._prefetcher.cancel()  # one transfer of a model at a time: now this one
                 self._carry_out(self._keeper.assign(message))
             case StageProfile():
                 self._keeper.profile(message)
             case Form():
-                self._carry_out(self._keeper.form(message))
+                self.recovery.ended("others", self._now())
+                self._form_soon(message)
             case Unassign():
+                self._form_no_more(message.pipeline)
                 self._carry_out(self._keeper.unassign(message.pipeline))
 
     def repeat(self) -> None:
@@ -107,7 +130,7 @@ class Assignments:
 
     def states(self) -> tuple[WorkerState, ...]:
         """All stages of this peer."""
-        return self._keeper.states()
+        return self._keeper.states({number: p.shown for number, p in self._progress.items()})
 
     @property
     def prefetched(self) -> Prefetched | None:
@@ -123,7 +146,7 @@ class Assignments:
     async def close(self) -> None:
         """End transfers and workers."""
         await self._prefetcher.close()
-        tasks = list(self._fetches.values())
+        tasks = [*self._fetches.values(), *self._reaching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,6 +155,9 @@ class Assignments:
 
     # --- carrying out ---
 
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
@@ -139,28 +165,71 @@ class Assignments:
                     task = asyncio.get_running_loop().create_task(self._fetch(decision))
                     self._fetches[decision.generation] = task
                 case StartWorker():
+                    self.recovery.ended("files", self._now())
                     self._start(decision)
                 case TellWorker(generation, message):
+                    if isinstance(message, Start):
+                        self.recovery.ended("files", self._now())
                     self.supervisor.tell(generation, message)
                 case StopWorker(generation):
+                    self._plans.pop(generation, None)
                     fetch = self._fetches.get(generation)
                     if fetch is not None:
                         fetch.cancel()
                     self.supervisor.stop(generation)
                 case Tell(message):
+                    if isinstance(message, StageFailed):
+                        self.recovery.noticed(self._now(), time.time())
                     self._tell(message)
         if decisions:
             self._on_change()
 
+    def _form_soon(self, order: Form) -> None:
+        """Form the ring once the next stage has answered."""
+        under_way = self._forming.get(order.pipeline)
+        if under_way is None or under_way[0] != order:
+            self._form_no_more(order.pipeline)
+            task = asyncio.get_running_loop().create_task(self._form(order))
+            self._forming[order.pipeline] = order, task
+            self._reaching.add(task)
+            task.add_done_callback(self._reaching.discard)
+
+    def _form_no_more(self, pipeline: str) -> None:
+        under_way = self._forming.pop(pipeline, None)
+        if under_way is not None:
+            under_way[1].cancel()
+
+    async def _form(self, order: Form) -> None:
+        places = [stage for stage, one in enumerate(order.ring) if one.peer == self._me]
+        after = order.ring[(places[0] + 1) % len(order.ring)] if places else None
+        if after is None or len(order.ring) == 1 or await self._reaches(after):
+            del self._forming[order.pipeline]
+            self._carry_out(self._keeper.form(order))
+            return
+        del self._forming[order.pipeline]
+        at = ", ".join(after.addresses)
+        self._tell(
+            StageFailed(
+                pipeline=order.pipeline,
+                epoch=order.epoch,
+                stage=places[0],
+                reason=f"can't connect to the next stage at {at} port {after.port}: is it open?",
+                next_lost=True,
+            )
+        )
+
     async def _fetch(self, decision: Fetch) -> None:
         generation, assign = decision.generation, decision.assign
-        progress = self._progress[generation] = FetchProgress()
+        progress = self._progress[generation] = Progress()
         try:
-            folder = await self._store.stage(assign.model, assign.layers, assign.sources, progress)
-            start = await self._prepare(assign, folder)
+            folder = await self._store.stage(
+                assign.model, assign.root, assign.layers, assign.sources, progress
+            )
+            start = await self._prepare(generation, assign, folder)
         except MolinkError as error:
             log.warning("stage %d of %s: %s", assign.stage, assign.model, error)
-            self._carry_out(self._keeper.failed(generation, str(error)))
+            no_room = isinstance(error, _NoRoomBesideError)
+            self._carry_out(self._keeper.failed(generation, str(error), no_room=no_room))
         except Exception as error:
             log.exception("stage %d of %s", assign.stage, assign.model)
             self._carry_out(self._keeper.failed(generation, f"internal error: {error!r}"))
@@ -169,12 +238,15 @@ class Assignments:
         finally:
             del self._fetches[generation], self._progress[generation]
 
-    async def _prepare(self, assign: Assign, folder: Path) -> Start:
+    async def _prepare(self, generation: int, assign: Assign, folder: Path) -> Start:
         opened = await asyncio.to_thread(ModelFolder.open, folder, assign.layers)
         measured = await asyncio.shield(self._measured)
         settings = self._settings
         check_quantize(assign.quantize, opened.config, measured.device.kind)
         plan = plan_stage(opened, assign, measured, settings.pipeline)
+        # What the same worker held before makes room.
+        self._plans.pop(generation, None)
+        plan = self._plans[generation] = self._beside(plan, opened, assign, measured)
         log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
         first, last = settings.worker_ports
         return Start(
@@ -197,7 +269,29 @@ class Assignments:
             profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
             memory=0 if measured.name == "cpu" else plan.budget,
+            hurry=self.recovery.under_way,
         )
+
+    def _beside(
+        self, alone: MemoryPlan, opened: ModelFolder, assign: Assign, measured: Measured
+    ) -> MemoryPlan:
+        """The plan of a stage beside those that run already.
+
+        A CPU takes memory for KV only as it is used, so the pool is that of a stage ``alone``: it
+        is that soon, and until then holds the same requests as the other one.
+
+        Raises:
+            _NoRoomBesideError: there is too little memory for both.
+        """
+        on_cpu = measured.device.kind == "cpu"
+        taken = sum(one.without_kv + one.kv * (not on_cpu) for one in self._plans.values())
+        if not taken:
+            return alone
+        try:
+            beside = plan_stage(opened, assign, measured, self._settings.pipeline, taken=taken)
+        except UsageError as error:
+            raise _NoRoomBesideError(f"beside another stage: {error}") from error
+        return alone if on_cpu else beside
 
     def _start(self, decision: StartWorker) -> None:
         generation = decision.generation
@@ -213,16 +307,25 @@ class Assignments:
         if isinstance(message, MemberBlocked):
             log.warning("a stage of this PC has cut off %s: %s", message.peer, message.reason)
             self._on_blocked("a stage of this PC", message.peer, message.reason)
+        if isinstance(message, Loaded):
+            self.recovery.loaded(message.weights_s, message.profile_s, self._now())
         self._carry_out(self._keeper.worker_said(generation, message))
+        if isinstance(message, Formed) and self._settings.spare_worker:
+            self.supervisor.keep_spare(generation)
 
     def _worker_exited(self, generation: int, reason: str) -> None:
         self._carry_out(self._keeper.failed(generation, reason))
 
 
 def plan_stage(
-    folder: ModelFolder, assign: Assign, measured: Measured, settings: PipelineSettings
+    folder: ModelFolder,
+    assign: Assign,
+    measured: Measured,
+    settings: PipelineSettings,
+    *,
+    taken: int = 0,
 ) -> MemoryPlan:
-    """How the device's memory is shared out for a stage.
+    """How the device's memory is shared out for a stage; ``taken`` bytes are others' already.
 
     Raises:
         UsageError: it isn't enough; says what would fit.
@@ -238,7 +341,7 @@ def plan_stage(
         folder.facts(assign.model),
         assign.layers,
         target,
-        measured.device.memory,
+        max(0, measured.device.memory - taken),
         requests=settings.max_running,
         block_size=assign.block_size,
     )

@@ -19,17 +19,25 @@ COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
 START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
 #: Pauses before a coordinator that died is started again, in seconds.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+#: So many ends in a row say that it can't run here: its disk is full, say.
+FAILING = 3
 #: A coordinator that ran for this long begins with the shortest pause again.
 _SETTLED_S = 60.0
 GRACE_S = 5.0
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that a coordinator prints once it listens."""
+    """The line that a coordinator prints once it listens.
+
+    ``restored``: how its state was got back, if it was lost; for a person.
+    """
 
     port: int
     public_key: str
     swarm: str
+    term: int = 0
+    addresses: tuple[str, ...] = ()
+    restored: str = ""
 
 
 class CoordinatorProcess:
@@ -41,8 +49,13 @@ class CoordinatorProcess:
         port: int,
         logs: Path,
         command: tuple[str, ...] = COMMAND,
+        on_failing: Callable[[], None] = lambda: None,
     ) -> None:
-        """``arguments(port)`` are those of ``python -m molinkd.coordinator``."""
+        """``arguments(port)`` are those of ``python -m molinkd.coordinator``.
+
+        ``on_failing`` is called when it ends again and again: it may be started elsewhere then.
+        """
+        self._on_failing = on_failing
         self._arguments = arguments
         self._port = port
         self._log_file = logs / "coordinator.log"
@@ -50,6 +63,8 @@ class CoordinatorProcess:
         self._child: Child | None = None
         self._announced: asyncio.Future[Announcement] | None = None
         self._exited = asyncio.Event()
+        #: The term that it was last told to go on in.
+        self._term = 0
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> Announcement:
@@ -71,6 +86,17 @@ class CoordinatorProcess:
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._child is not None:
             await self._child.stop(GRACE_S)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._port
+
+    def raise_term(self, term: int) -> None:
+        """Have it go on in a higher term, now or once it runs again."""
+        self._term = term
+        if self._child is not None:
+            self._child.send(b"%d\n" % term)
 
     @property
     def pid(self) -> int:
@@ -120,11 +146,15 @@ class CoordinatorProcess:
                 failures = 0
             pause = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             failures += 1
+            if failures == FAILING:
+                self._on_failing()
             log.warning("the coordinator has ended; starting it again in %.1f s", pause)
             await asyncio.sleep(pause)
             begun = loop.time()
             try:
-                await self._launch()
+                announced = await self._launch()
+                if announced.term < self._term:
+                    self.raise_term(self._term)
             except (UsageError, WorkerError, OSError) as error:
                 log.warning("%s", error)
                 self._exited.set()

@@ -6,27 +6,34 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import zmq.asyncio
 
-from molink.errors import Unavailable
+from molink.errors import ShutOut, TokenError, Unavailable
 from molink.facts.device import Device
 from molink.files import patiently
 from molink.swarm.offenders import Offenders
+from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.leading import LeaderReply, LeaderRequest
+from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.peer.addresses import from_here
 from molinkd.peer.device_probe import Measured, measure_device
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
+from molinkd.peer.hashing import Hasher
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.launch import Announce, Launch, Listening
+from molinkd.peer.launch import Announce, Launch, Listening, Trouble
+from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership, choose, join, read_membership
 from molinkd.peer.node import Node, Resources
+from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.runfile import RunFile
-from molinkd.peer.service import Service, UserCommands
+from molinkd.peer.service import AboutLeader, Service, UserCommands
 from molinkd.peer.settings import port_range
 
 #: Until the answer to an order to stop is out, in seconds.
@@ -43,7 +50,9 @@ class Daemon:
         self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
         self._leaving = False
+        self._shut_out: ShutOut | None = None
         self._node: Node | None = None
+        self._leadership: Leadership | None = None
 
     def stop(self) -> None:
         """End the run soon; from the daemon's own loop."""
@@ -54,6 +63,7 @@ class Daemon:
 
         Raises:
             MolinkError: it can't start.
+            ShutOut: this PC was revoked.
         """
         lock = HomeLock(self._home.create())
         lock.acquire()
@@ -65,30 +75,58 @@ class Daemon:
                 patiently(partial(self._home.membership.unlink, missing_ok=True))
         finally:
             lock.release()
+        if self._shut_out is not None:
+            raise self._shut_out
 
     async def _start(self, stack: AsyncExitStack) -> None:
         known = read_membership(self._home.membership)
         chosen = choose(known, self._launch.token) if self._launch.role == "join" else None
-        library = Library()
+        library = Library(Hasher(self._home.hashes))
         keys = self._home.keys()
         founder = Founder(self._launch, self._home, keys, library, self._announce)
         await founder.find_model()
         measuring = asyncio.create_task(self._measure())
         stack.push_async_callback(_cancel, measuring)
+        hashing = asyncio.create_task(founder.hash_model())
+        stack.push_async_callback(_cancel, hashing)
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
         resources = self._resources(stack, context, library)
         if chosen is None:
-            membership = await founder.start_coordinator(stack)
+            membership = known
         elif isinstance(chosen, Membership):
             membership = chosen
         else:
-            membership = await join(context, keys, chosen, self._settings.name)
-        membership.save(self._home.membership)
+            membership = await self._join(context, keys, chosen, known)
+        swarm = membership.swarm if membership is not None else None
+        replica = ReplicaFile(self._home.replica, swarm)
+        leadership = self._leadership = Leadership(resources, replica, membership)
+        stack.push_async_callback(leadership.close)
+        if leadership.founds:
+            await leadership.found()
+        leadership.serves(founder.model)
         measured = await measuring
-        node = await self._enter(stack, resources, membership, measured)
-        serving = asyncio.create_task(founder.serve(node.session))
-        stack.push_async_callback(_cancel, serving)
+        await hashing
+        node = await self._enter(stack, resources, leadership, measured)
+        for work in (founder.serve(node.session), founder.watch()):
+            stack.push_async_callback(_cancel, asyncio.create_task(work))
+
+    async def _join(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        token: JoinToken,
+        known: Membership | None,
+    ) -> Membership:
+        """Join by the token; a PC that was a member before goes on without it if need be."""
+        try:
+            return await join(context, keys, token, self._settings.name)
+        except (TokenError, Unavailable) as error:
+            if known is None:
+                raise
+            why = "this PC has joined the swarm before, so it goes on without the token"
+            self._announce(Trouble(text=f"{why}: {error}"))
+            return msgspec.structs.replace(known, addresses=token.addresses)
 
     async def _measure(self) -> Measured:
         if self._settings.stage == "none":
@@ -104,9 +142,9 @@ class Daemon:
         me = gatekeeper.allow(keys.public)
         gatekeeper.start()
         stack.callback(gatekeeper.close)
-        commands = UserCommands(self._status, self._invite, self._revoke, self._shutdown)
+        commands = UserCommands(self._status, self._relay, self._shutdown)
         offenders = Offenders()
-        service = Service(me, library, commands)
+        service = Service(me, library, commands, AboutLeader(self._answer, self._where))
         server: Server[ControlMessage] = Server(
             context,
             keys,
@@ -135,12 +173,12 @@ class Daemon:
         self,
         stack: AsyncExitStack,
         resources: Resources,
-        membership: Membership,
+        leadership: Leadership,
         measured: Measured,
     ) -> Node:
         """Open the endpoint and begin the session with the coordinator."""
-        url = ""
-        node = Node(resources, membership, lambda: url)
+        url, swarm = "", leadership.target.swarm
+        node = Node(resources, leadership, lambda: url, on_revoked=partial(self._revoked, swarm))
         stack.push_async_callback(node.close)
         endpoint = Endpoint(self._settings, node.requests)
         await endpoint.start()
@@ -156,7 +194,7 @@ class Daemon:
         self._announce(
             Listening(
                 name=self._settings.name,
-                swarm=membership.swarm,
+                swarm=swarm,
                 endpoint=url,
                 control_port=resources.server.port,
                 pid=os.getpid(),
@@ -164,22 +202,39 @@ class Daemon:
         )
         return node
 
+    # --- other peers ---------------------------------------------------------------------------
+
+    def _answer(self, peer: str, request: LeaderRequest) -> LeaderReply:
+        if self._leadership is None:
+            raise Unavailable("this daemon is still starting")
+        return self._leadership.answer(peer, request)
+
+    def _where(self) -> tuple[str, tuple[str, ...]]:
+        if self._leadership is None or self._leadership.membership is None:
+            raise Unavailable("this daemon is still starting")
+        return self._leadership.where()
+
     # --- the command line --------------------------------------------------------------------
 
     async def _status(self) -> bytes:
         return await self._running().status()
 
-    async def _invite(self, ttl: float) -> str:
-        return await self._running().invite(ttl)
-
-    async def _revoke(self, target: str) -> None:
-        await self._running().revoke(target)
+    async def _relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+        return await self._running().relay(message)
 
     async def _shutdown(self, leave: bool) -> None:
         if leave:
             await self._running().leave()
             self._leaving = True
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._stop.set)
+
+    def _revoked(self, swarm: str) -> None:
+        self._shut_out = ShutOut(
+            f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
+            "the PC that runs the swarm lets it in again, then start it with `molink join`; "
+            "`molink leave` here forgets the swarm"
+        )
+        self._stop.set()
 
     def _running(self) -> Node:
         if self._node is None:

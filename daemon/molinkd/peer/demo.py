@@ -135,6 +135,7 @@ class DemoSwarm:
             device="cpu",
             stages_here=self._count,
             min_peers=self._count,
+            token_uses=max(1, self._count - 1),
             dtype=self._dtype,
             quantize=self._quantize,
         )

@@ -5,6 +5,8 @@ import asyncio
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
+from molinkd.api.prompt_reader import PromptProcesses
+from molinkd.peer.platform import child_options
 from molinkd.peer.settings import Settings
 
 
@@ -20,7 +22,7 @@ class Endpoint:
             max_body_bytes=settings.max_body,
         )
         self._port = settings.endpoint_port
-        self._server = EndpointServer(backend, api)
+        self._server = EndpointServer(backend, api, PromptProcesses(child_options()))
 
     async def start(self) -> None:
         """Listen on the port of the settings, or the next free one.

@@ -2,68 +2,35 @@
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
 
 import msgspec
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import find_model
+from molink.checkpoint.source import ModelSource, find_model
 from molink.errors import MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
 from molink.wire.messages.control import ControlMessage, Invite, InviteRequest, ServeModel
 from molink.wire.sockets.curve import KeyPair
-from molinkd.peer.addresses import advertised, from_here
-from molinkd.peer.coordinator_child import CoordinatorProcess
+from molinkd.peer.hashing import in_thread
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Announce, Invitation, Launch, Serving, Trouble
-from molinkd.peer.library import Library
-from molinkd.peer.membership import Membership, read_membership
+from molinkd.peer.launch import Announce, Invitation, Launch, Serving, StageNow, Trouble
+from molinkd.peer.library import Library, watch
+from molinkd.peer.membership import read_membership
+from molinkd.peer.progress import Progress
 from molinkd.peer.quantize import check_files, check_quantize
 from molinkd.peer.session import CoordinatorSession
-from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-
-
-async def start_coordinator(
-    home: Home, keys: KeyPair, settings: Settings, stack: AsyncExitStack
-) -> Membership:
-    """Run the coordinator of ``home`` in a process that ends with ``stack``.
-
-    The holder of ``keys`` is a member from the start.
-
-    Raises:
-        UsageError: it can't start; says why.
-    """
-    known = read_membership(home.membership)
-    port = settings.coordinator_port
-    if known is not None and port:
-        # The members know the port of the last run.
-        port = int(known.addresses[0].rpartition(":")[2])
-
-    def arguments(port: int) -> list[str]:
-        options = ["--state", str(home.coordinator), "--host", settings.host]
-        options += ["--port", str(port), "--member", f"{keys.public}:{settings.name}"]
-        for address in advertised(settings.host, settings.advertise):
-            options += ["--address", address]
-        return options
-
-    process = CoordinatorProcess(arguments, port, home.logs)
-    stack.push_async_callback(process.close)
-    announcement = await process.start()
-    return Membership(
-        swarm=announcement.swarm,
-        coordinator_key=announcement.public_key,
-        addresses=(f"{from_here(settings.host)}:{announcement.port}",),
-        own=True,
-        model=known.model if known is not None else None,
-    )
+#: How often a person is told how far hashing is.
+_SHOW_S = 2.0
+#: How often the model's files are looked at: a stat of each.
+_WATCH_S = 10.0
 
 
 class Founder:
-    """The part of a daemon that brings a model, and for ``up`` the coordinator too."""
+    """The part of a daemon that brings a model, and for ``up`` asks for the first token too."""
 
     def __init__(
         self, launch: Launch, home: Home, keys: KeyPair, library: Library, announce: Announce
@@ -75,7 +42,9 @@ class Founder:
         self._library = library
         self._announce = announce
         self._facts: ModelFacts | None = None
-        self._model: str | None = None
+        #: What ``up`` is to serve again next time.
+        self.model: str | None = None
+        self._source: ModelSource | None = None
 
     async def find_model(self) -> None:
         """Find and check the model before anything is started.
@@ -84,7 +53,7 @@ class Founder:
             ModelError: it can't be found or served; says why.
             UsageError: this PC belongs to another swarm, or can't quantize as asked.
         """
-        self._model = self._launch.model
+        self.model = self._launch.model
         if self._launch.role == "up":
             known = read_membership(self._home.membership)
             if known is not None and not known.own:
@@ -92,25 +61,51 @@ class Founder:
                     f"this PC is a member of swarm {known.swarm}: start it with `molink join`, or "
                     "run `molink leave` first."
                 )
-            self._model = self._model or (known.model if known is not None else None)
-        elif self._model is None:
+            self.model = self.model or (known.model if known is not None else None)
+        elif self.model is None:
             return
-        source = await asyncio.to_thread(find_model, self._model)
+        source = await asyncio.to_thread(find_model, self.model)
         folder = await asyncio.to_thread(ModelFolder.open, source.path)
         check = check_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
         self._facts = folder.facts(source.name)
-        await asyncio.to_thread(self._library.add, source.name, source.path)
+        self._source = source
         self._announce(Serving(model=source.name, path=str(source.path)))
 
-    async def start_coordinator(self, stack: AsyncExitStack) -> Membership:
-        """Start the coordinator process; it ends with the daemon.
+    async def hash_model(self) -> None:
+        """Find out which bytes the model consists of, for those who fetch it.
 
         Raises:
-            UsageError: it can't start; says why.
+            BrokenModel: a file can't be read, or is a link that leads out of the model's folder.
         """
-        membership = await start_coordinator(self._home, self._keys, self._settings, stack)
-        return msgspec.structs.replace(membership, model=self._model)
+        source = self._source
+        if source is None or self._facts is None:
+            return
+        progress = Progress()
+        showing = asyncio.create_task(self._show(progress))
+        try:
+            holding = await in_thread(
+                lambda stop: self._library.add(source.name, source.path, progress, stop)
+            )
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+        made = holding.manifest
+        self._facts = msgspec.structs.replace(
+            self._facts, root=made.root, extra_bytes=made.extra_bytes
+        )
+
+    async def watch(self) -> None:
+        """Say so when files of the model change: those who fetch them are refused then."""
+        look = watch(self._library, lambda text: self._announce(Trouble(text=text)))
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            await asyncio.to_thread(look)
+
+    async def _show(self, progress: Progress) -> None:
+        while True:
+            await asyncio.sleep(_SHOW_S)
+            self._announce(StageNow(text=f"hashing the model's files, once: {progress}"))
 
     async def serve(self, session: CoordinatorSession) -> None:
         """Ask the coordinator to serve the model and, for ``up``, for a join token."""
@@ -127,7 +122,8 @@ class Founder:
         )
         requests: list[ControlMessage] = [order]
         if self._launch.role == "up":
-            requests.append(InviteRequest(ref=0, ttl=settings.token_ttl))
+            invite = InviteRequest(ref=0, ttl=settings.token_ttl, uses=settings.token_uses)
+            requests.append(invite)
         for request in requests:
             while True:
                 try:
@@ -140,4 +136,4 @@ class Founder:
                     self._announce(Trouble(text=str(error)))
                     return
             if isinstance(reply, Invite):
-                self._announce(Invitation(token=reply.token))
+                self._announce(Invitation(token=reply.token, uses=settings.token_uses))

@@ -53,13 +53,35 @@ class Heads:
         self._on_change = on_change
         self._on_message = on_message
         self._heads: dict[str, _HeadClient] = {}
+        #: Pipelines that the coordinator hasn't named since it welcomed us last.
+        self._unconfirmed: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def update(self, route: Route) -> None:
-        """Take in where a pipeline's requests go; an older epoch than known is ignored."""
+    def welcomed(self) -> None:
+        """A session begins: what is known is of another one, or of another coordinator."""
+        self._unconfirmed = set(self._heads)
+
+    def update(self, route: Route) -> list[str]:
+        """Take in where a pipeline's requests go; an older epoch than known is ignored.
+
+        Unless it is the first word on that pipeline of a session: then that is what holds.
+
+        Returns:
+            Pipelines that are found to have ended while there was no session: a coordinator names
+            one that is ready, and not them.
+        """
         head = self._heads.get(route.pipeline)
-        if head is not None and route.epoch < head.route.epoch:
-            return
+        known = route.pipeline not in self._unconfirmed
+        if head is not None and known and route.epoch < head.route.epoch:
+            return []
+        self._unconfirmed.discard(route.pipeline)
+        ended = [
+            pipeline
+            for pipeline in sorted(self._unconfirmed)
+            if route.ready and self._heads[pipeline].route.model == route.model
+        ]
+        for pipeline in ended:
+            self.remove(pipeline)
         if head is None:
             head = self._heads[route.pipeline] = _HeadClient(route)
         elif head.route.head != route.head or route.head is None:
@@ -68,9 +90,11 @@ class Heads:
         if head.client is None:
             self._connect(head)
         self._on_change(route.model)
+        return ended
 
     def remove(self, pipeline: str) -> None:
         """A pipeline is no more."""
+        self._unconfirmed.discard(pipeline)
         head = self._heads.pop(pipeline, None)
         if head is not None:
             self._disconnect(head)
@@ -88,6 +112,10 @@ class Heads:
         """Why the coordinator has no ready pipeline for ``model``; empty if it hasn't said."""
         routes = [head.route for head in self._heads.values() if head.route.model == model]
         return next((route.reason for route in routes if route.reason), "")
+
+    def forming(self, model: str) -> int:
+        """Another number than before while a pipeline for ``model`` gets on with being formed."""
+        return sum(head.route.forming for head in self._heads.values() if head.route.model == model)
 
     @property
     def routes(self) -> tuple[Route, ...]:

@@ -62,6 +62,11 @@ class Home:
         return self.root / "swarm.json"
 
     @property
+    def replica(self) -> Path:
+        """The copy of the coordinator's state that this PC keeps."""
+        return self.root / "replica.msgpack"
+
+    @property
     def run_file(self) -> Path:
         """How the command line finds the running daemon."""
         return self.root / "run.json"
@@ -75,6 +80,11 @@ class Home:
     def models(self) -> Path:
         """Files of models that came from other peers."""
         return self.root / "models"
+
+    @property
+    def hashes(self) -> Path:
+        """Hashes of the files of models that this PC brought."""
+        return self.root / "hashes"
 
     @property
     def logs(self) -> Path:

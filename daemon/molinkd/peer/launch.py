@@ -44,9 +44,10 @@ class Listening(LaunchEvent, frozen=True, kw_only=True, tag="listening"):
 
 
 class Invitation(LaunchEvent, frozen=True, kw_only=True, tag="invitation"):
-    """A join token for other PCs."""
+    """A join token for so many other PCs."""
 
     token: str
+    uses: int = 1
 
 
 class StageNow(LaunchEvent, frozen=True, kw_only=True, tag="stage"):

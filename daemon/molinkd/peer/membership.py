@@ -10,10 +10,19 @@ import msgspec
 import zmq.asyncio
 
 import molink
-from molink.errors import NotAuthorized, TokenError, Unavailable, UsageError, WireError
+from molink.errors import (
+    MolinkError,
+    NotAuthorized,
+    Overloaded,
+    ShutOut,
+    TokenError,
+    Unavailable,
+    UsageError,
+    WireError,
+)
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Joined, JoinRequest
+from molink.wire.messages.control import ControlMessage, Elsewhere, Joined, JoinRequest
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.secrets import write_secret
@@ -21,6 +30,10 @@ from molink.wire.sockets.secrets import write_secret
 log = logging.getLogger(__name__)
 
 _JOIN_S = 20.0
+#: The same for each place that may answer, where a token names several.
+_GUIDE_S = 6.0
+#: From being told that too many join at this moment to the next try, in seconds.
+_AGAIN_S = 1.0
 #: Failed handshakes after which a server at a token's address is taken for another one.
 _HANDSHAKES = 4
 
@@ -31,8 +44,11 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     swarm: str
     coordinator_key: str
     addresses: tuple[str, ...]
-    #: Whether the coordinator runs here, under this daemon.
+    #: Whether ``molink up`` has founded it here.
     own: bool = False
+    #: The peer that led last, as far as is known (see ``molink.swarm.succession``), and its term.
+    leader: str = ""
+    term: int = 0
     #: What ``molink up`` served last.
     model: str | None = None
 
@@ -74,28 +90,28 @@ def parse_token(text: str) -> JoinToken:
 def choose(known: Membership | None, text: str | None) -> Membership | JoinToken:
     """Return to the swarm that is ``known``, or join one by the token in ``text``.
 
+    A token of the known swarm counts: the coordinator may have forgotten this PC, or have moved.
+
     Raises:
         TokenError: the token is malformed or expired.
         UsageError: there is neither, or the PC is a member of another swarm.
     """
-    if text is not None:
-        token = parse_token(text)
-        if known is None:
-            return token
-        if known.coordinator_key == token.coordinator_key:
-            return msgspec.structs.replace(known, addresses=token.addresses)
+    token = None if text is None else parse_token(text)
+    if known is None and token is None:
+        raise UsageError(
+            "this PC is in no swarm: paste the token that `molink up` printed, as in "
+            "`molink join molink-…`, or run `molink join` in a terminal, which asks for it"
+        )
+    if known is not None and token is not None and known.swarm != token.swarm:
         raise UsageError(
             f"this PC is a member of swarm {known.swarm}. Run `molink leave` first, or give "
             "another state folder with --home."
         )
-    if known is None:
-        raise UsageError(
-            "this PC is in no swarm: paste the token that `molink up` printed, as in "
-            "`molink join molink-…`"
-        )
-    if known.own:
+    if known is not None and known.own:
         raise UsageError("this PC runs its own swarm: start it with `molink up`")
-    return known
+    chosen = token or known
+    assert chosen is not None
+    return chosen
 
 
 async def join(
@@ -105,57 +121,102 @@ async def join(
 
     Raises:
         TokenError: the coordinator doesn't accept the invitation (any more), or is another's.
-        Unavailable: it can't be reached.
+        ShutOut: this PC was revoked.
+        Unavailable: it can't be reached, or the swarm is full.
     """
-    membership = Membership(
-        swarm=token.swarm, coordinator_key=token.coordinator_key, addresses=token.addresses
-    )
+    targets = [(token.coordinator_key, token.addresses)]
+    targets += [(guide.public_key, guide.addresses) for guide in token.guides]
+    patience = _JOIN_S if len(targets) == 1 else _GUIDE_S
+    failure: MolinkError | None = None
+    request = JoinRequest(ref=0, public_key=keys.public, name=name, version=molink.__version__)
+    for key, addresses in targets:
+        try:
+            reply = await _join_at(context, token, request, key, addresses, patience)
+            if isinstance(reply, Elsewhere):
+                key, addresses = reply.coordinator_key, reply.addresses
+                reply = await _join_at(context, token, request, key, addresses, _JOIN_S)
+        except ShutOut:
+            raise
+        except (TokenError, Unavailable) as error:
+            failure = failure or error
+            continue
+        if not isinstance(reply, Joined):
+            raise WireError(f"the coordinator answered a join with a {type(reply).__name__}")
+        log.info("joined swarm %s", reply.swarm)
+        return Membership(swarm=reply.swarm, coordinator_key=key, addresses=addresses)
+    assert failure is not None
+    raise failure
+
+
+async def _join_at(
+    context: zmq.asyncio.Context,
+    token: JoinToken,
+    request: JoinRequest,
+    key: str,
+    addresses: tuple[str, ...],
+    patience: float,
+) -> ControlMessage:
+    """What the coordinator, or a member, at these addresses answers within ``patience`` seconds."""
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
         context,
         KeyPair.from_secret(token.secret_key),
         control_codec(),
-        token.coordinator_key,
-        membership.endpoints,
+        key,
+        tuple(f"tcp://{address}" for address in addresses),
         name="the swarm's coordinator",
         events=ClientEvents(on_refused=refusals.put_nowait),
     )
     client.start()
-    request = JoinRequest(ref=0, public_key=keys.public, name=name, version=molink.__version__)
     try:
-        reply = await _ask(client, request, _refused(refusals, len(token.addresses)))
+        return await _ask(client, request, _refused(refusals, len(addresses)), patience)
+    except ShutOut:
+        raise
     except NotAuthorized as error:
         raise TokenError(
-            "this join token was withdrawn, has expired, or is of another swarm than runs at "
-            f"{', '.join(token.addresses)}. Ask for a new one (`molink invite`)."
+            "this join token was ended or has expired, or another swarm runs at "
+            f"{', '.join(addresses)}. Ask for a new one, which `molink invite` prints on a "
+            "PC of the swarm."
         ) from error
-    except Unavailable as error:
+    except (Overloaded, Unavailable) as error:
         raise Unavailable(f"can't join: {error}") from error
     finally:
         await client.close()
-    if not isinstance(reply, Joined):
-        raise WireError(f"the coordinator answered a join with a {type(reply).__name__}")
-    log.info("joined swarm %s", reply.swarm)
-    return msgspec.structs.replace(membership, swarm=reply.swarm)
 
 
 async def _ask(
     client: Client[ControlMessage],
     request: JoinRequest,
     refused: Coroutine[None, None, NotAuthorized],
+    patience: float,
 ) -> ControlMessage:
     """The reply; raises what ``refused`` returns, should that come first."""
-    asking = asyncio.create_task(client.request(request, timeout=_JOIN_S))
+    asking = asyncio.create_task(_until_there_is_room(client, request, patience))
     refusing = asyncio.create_task(refused)
     try:
         await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
             raise refusing.result()
-        return asking.result()[0]
+        return asking.result()
     finally:
         for task in (asking, refusing):
             task.cancel()
         await asyncio.gather(asking, refusing, return_exceptions=True)
+
+
+async def _until_there_is_room(
+    client: Client[ControlMessage], request: JoinRequest, patience: float
+) -> ControlMessage:
+    """Ask again for a while if too many join at this moment."""
+    deadline = asyncio.get_running_loop().time() + patience
+    while True:
+        left = deadline - asyncio.get_running_loop().time()
+        try:
+            return (await client.request(request, timeout=max(0.1, left)))[0]
+        except Overloaded:
+            if left < _AGAIN_S:
+                raise
+            await asyncio.sleep(_AGAIN_S)
 
 
 async def _refused(refusals: "asyncio.Queue[str]", addresses: int) -> NotAuthorized:

@@ -4,10 +4,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from molink.errors import MolinkError
 from molink.swarm.hygiene import MAX_REASON
 from molink.wire.messages.control import Prefetch, Prefetched
-from molinkd.peer.store import FetchProgress, Store
+from molinkd.peer.progress import Progress
+from molinkd.peer.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +23,25 @@ class Prefetcher:
         self._on_change = on_change
         self._message: Prefetch | None = None
         self._task: asyncio.Task[None] | None = None
-        self._progress = FetchProgress()
-        #: What reports say of it.
-        self.state: Prefetched | None = None
+        self._progress = Progress()
+        self._state: Prefetched | None = None
+
+    @property
+    def state(self) -> Prefetched | None:
+        """What reports say of it."""
+        if self._state is None or self._state.state != "fetching":
+            return self._state
+        done, total = self._progress.shown
+        return msgspec.structs.replace(self._state, done=done, total=total)
 
     def begin(self, message: Prefetch) -> None:
         """Get the files; the same wish again changes nothing while it is carried out or done."""
-        if self._message == message and self.state is not None and self.state.state != "failed":
+        if self._message == message and self._state is not None and self._state.state != "failed":
             self._on_change()
             return
         self.cancel()
         self._message = message
-        self._progress = FetchProgress()
+        self._progress = Progress()
         self._say(Prefetched(number=message.number, state="fetching"))
         self._task = asyncio.get_running_loop().create_task(self._fetch(message))
 
@@ -39,7 +49,7 @@ class Prefetcher:
         """End the transfer; what is whole is kept."""
         if self._task is not None:
             self._task.cancel()
-        self._message = self._task = self.state = None
+        self._message = self._task = self._state = None
 
     async def close(self) -> None:
         """End the transfer and wait for it."""
@@ -51,14 +61,16 @@ class Prefetcher:
     @property
     def under_way(self) -> str:
         """How far it is, for a person; empty if nothing is fetched."""
-        if self.state is None or self.state.state != "fetching" or not self._progress.total:
+        if self._state is None or self._state.state != "fetching" or not self._progress.total:
             return ""
         return str(self._progress)
 
     async def _fetch(self, message: Prefetch) -> None:
         reason = ""
         try:
-            await self._store.stage(message.model, message.layers, message.sources, self._progress)
+            await self._store.stage(
+                message.model, message.root, message.layers, message.sources, self._progress
+            )
         except MolinkError as error:
             reason = str(error)
             log.warning("layers %d:%d of %s: %s", *message.layers, message.model, reason)
@@ -72,5 +84,5 @@ class Prefetcher:
             self._say(Prefetched(number=number, state="done"))
 
     def _say(self, said: Prefetched) -> None:
-        self.state = said
+        self._state = said
         self._on_change()

@@ -2,32 +2,46 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+
+from molink.checkpoint.manifest import CHUNK_BYTES
+from molink.swarm.invitations import PREFIX as INVITATION
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.control import (
     ControlMessage,
     Done,
-    Invite,
+    Elsewhere,
+    InvitationsRequest,
     InviteRequest,
+    JoinRequest,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
+    UnrevokeRequest,
 )
-from molink.wire.messages.transfer import FileEntry, FileList, FilesRequest, ReadReply, ReadRequest
+from molink.wire.messages.leading import LeaderReply, LeaderRequest
+from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
 from molink.wire.sockets.server import Sender
 from molinkd.peer.library import Library
 
 log = logging.getLogger(__name__)
 
-#: Entries per message: with the longest names they stay under the header's 4 KiB.
-FILES_PER_MESSAGE = 12
 #: What any member may send; the rest is for the user of this PC, who holds this peer's own key.
-FOR_MEMBERS = (FilesRequest, ReadRequest)
-FOR_USER = (StatusRequest, InviteRequest, RevokeRequest, ShutdownRequest)
+FOR_MEMBERS = (ManifestRequest, ReadRequest, LeaderRequest)
+FOR_USER = (
+    StatusRequest,
+    ShutdownRequest,
+    InviteRequest,
+    InvitationsRequest,
+    RevokeRequest,
+    UnrevokeRequest,
+)
 
 #: Sends on a connection: identity, message, payload.
 SendTo = Callable[[bytes, ControlMessage, Buffer | None], object]
@@ -39,25 +53,38 @@ class UserCommands:
 
     #: ``molink status --json`` as UTF-8.
     status: Callable[[], Awaitable[bytes]]
-    #: A new join token, valid for so many seconds.
-    invite: Callable[[float], Awaitable[str]]
-    #: Shut out the peer of that id, or end an invitation.
-    revoke: Callable[[str], Awaitable[None]]
+    #: Ask the coordinator: its reply, with the payload.
+    relay: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
     #: Stop, and leave the swarm for good if true. Returns once that is certain.
     shutdown: Callable[[bool], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class AboutLeader:
+    """What this peer says of the coordinator. Both may raise ``MolinkError``."""
+
+    #: Whom it follows; the peer that asks, and its question.
+    answer: Callable[[str, LeaderRequest], LeaderReply]
+    #: The coordinator's key and addresses.
+    where: Callable[[], tuple[str, tuple[str, ...]]]
 
 
 class Service:
     """Handles messages of the control socket."""
 
-    def __init__(self, me: str, library: Library, commands: UserCommands) -> None:
+    def __init__(
+        self, me: str, library: Library, commands: UserCommands, leader: AboutLeader
+    ) -> None:
         self._me = me
         self._library = library
         self._commands = commands
+        self._leader = leader
         self.send: SendTo = lambda *_: None
 
     def permits(self, user: str, message: ControlMessage) -> bool:
         """Whether ``user`` may send ``message``."""
+        if user.startswith(INVITATION):
+            return isinstance(message, JoinRequest)
         return isinstance(message, FOR_MEMBERS) or (
             user == self._me and isinstance(message, FOR_USER)
         )
@@ -67,27 +94,35 @@ class Service:
     ) -> None:
         """Answer one message; what is raised becomes a :class:`Failure`."""
         match message:
-            case FilesRequest():
-                for part in file_lists(message.ref, self._library.files(message.model)):
-                    self.send(sender.identity, part, None)
+            case ManifestRequest():
+                self._manifest(sender, message)
             case ReadRequest():
                 await self._read(sender, message)
+            case LeaderRequest():
+                self.send(sender.identity, self._leader.answer(sender.user_id, message), None)
+            case JoinRequest():
+                key, addresses = self._leader.where()
+                elsewhere = Elsewhere(ref=message.ref, coordinator_key=key, addresses=addresses)
+                self.send(sender.identity, elsewhere, None)
             case StatusRequest():
                 self._reply_status(sender, message.ref, await self._commands.status())
-            case InviteRequest():
-                token = await self._commands.invite(message.ttl)
-                self.send(sender.identity, Invite(ref=message.ref, token=token), None)
-            case RevokeRequest():
-                await self._commands.revoke(message.target)
-                self.send(sender.identity, Done(ref=message.ref), None)
+            case InviteRequest() | InvitationsRequest() | RevokeRequest() | UnrevokeRequest():
+                reply, payload = await self._commands.relay(message)
+                self.send(sender.identity, _with_ref(reply, message.ref), payload or None)
             case ShutdownRequest():
                 await self._commands.shutdown(message.leave)
                 self.send(sender.identity, Done(ref=message.ref), None)
 
+    def _manifest(self, sender: Sender, message: ManifestRequest) -> None:
+        raw = self._library.held(message.root).manifest.raw
+        data = raw[message.offset : message.offset + CHUNK_BYTES]
+        payload = Payload("u8", (len(data),))
+        reply = ManifestPart(ref=message.ref, size=len(raw), payload=payload)
+        self.send(sender.identity, reply, data)
+
     async def _read(self, sender: Sender, message: ReadRequest) -> None:
-        data = await asyncio.to_thread(
-            self._library.read, message.model, message.file, message.offset, message.length
-        )
+        holding = self._library.held(message.root)
+        data = await asyncio.to_thread(holding.read, message.part, message.index)
         reply = ReadReply(ref=message.ref, payload=Payload("u8", (len(data),)))
         self.send(sender.identity, reply, data)
 
@@ -95,8 +130,6 @@ class Service:
         self.send(sender.identity, StatusReply(ref=ref, payload=Payload("u8", (len(text),))), text)
 
 
-def file_lists(ref: int, files: Sequence[FileEntry]) -> Iterator[FileList]:
-    """A listing in messages that each fit a header; at least one."""
-    for first in range(0, max(1, len(files)), FILES_PER_MESSAGE):
-        part = tuple(files[first : first + FILES_PER_MESSAGE])
-        yield FileList(ref=ref, files=part, more=first + FILES_PER_MESSAGE < len(files))
+def _with_ref(reply: Any, ref: int) -> ControlMessage:
+    answer: ControlMessage = msgspec.structs.replace(reply, ref=ref)
+    return answer

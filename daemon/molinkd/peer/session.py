@@ -1,4 +1,4 @@
-"""The connection to the coordinator: a report first and then each second, announcements back.
+"""The connection to the coordinator: a report first and then two each second, announcements back.
 
 It reconnects for ever. What the coordinator has to know is in every report, so nothing is lost for
 good when the connection breaks.
@@ -12,14 +12,17 @@ import zmq.asyncio
 
 from molink.errors import MolinkError
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Goodbye, PeerReport, Welcome
+from molink.wire.messages.control import ControlMessage, Goodbye, Knock, PeerReport, Welcome
+from molink.wire.messages.leading import Noted
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.membership import Membership
 
 log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 0.5
+#: Refused handshakes in a row of which a person is told: one that starts or ends may refuse a few.
+LASTING = 4
 #: For how long the coordinator may take note of our end, in seconds.
 GOODBYE_S = 0.5
 
@@ -33,15 +36,41 @@ class CoordinatorSession:
         keys: KeyPair,
         membership: Membership,
         report: Callable[[], PeerReport],
-        on_message: Callable[[ControlMessage], None],
+        on_message: Callable[[ControlMessage, memoryview | None], None],
         on_welcome: Callable[[], None],
+        on_refused: Callable[[str], None],
+        on_noted: Callable[[int, str], bool] = lambda _term, _leader: True,
+        on_cut: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_refused(reason)`` is told once when the coordinator goes on refusing this peer.
+
+        ``on_noted(term, leader)`` hears that it lives, and says whether to obey it; ``on_cut`` that
+        the connection is lost.
+        """
+        self._context, self._keys = context, keys
         self._report = report
         self._on_message = on_message
         self._on_welcome = on_welcome
-        self._client: Client[ControlMessage] = Client(
-            context,
-            keys,
+        self._on_refused = on_refused
+        self._on_noted = on_noted
+        self._on_cut = on_cut
+        self._client = self._connection(membership)
+        self._left: set[asyncio.Task[None]] = set()
+        self._beat: asyncio.Task[None] | None = None
+        self._last_refusal = ""
+        #: Handshakes that were refused since the last that was not.
+        self._refusals = 0
+        self._ending = False
+        #: Whether the coordinator has answered the first report of this connection.
+        self.welcome = False
+        #: Whether the coordinator at the other end is the one to obey.
+        self._obeys = False
+
+    def _connection(self, membership: Membership) -> Client[ControlMessage]:
+        self._target = (membership.coordinator_key, membership.endpoints)
+        return Client(
+            self._context,
+            self._keys,
             control_codec(),
             membership.coordinator_key,
             membership.endpoints,
@@ -53,11 +82,19 @@ class CoordinatorSession:
                 on_refused=self._refused,
             ),
         )
-        self._beat: asyncio.Task[None] | None = None
-        self._last_refusal = ""
-        self._ending = False
-        #: Whether the coordinator has answered the first report of this connection.
-        self.welcome = False
+
+    def follow(self, membership: Membership) -> None:
+        """Connect to where the coordinator is now."""
+        if (membership.coordinator_key, membership.endpoints) == self._target:
+            return
+        before, self._client = self._client, self._connection(membership)
+        self.welcome, self._refusals, self._last_refusal = False, 0, ""
+        if self._beat is None:
+            return  # not begun yet
+        leaving = asyncio.get_running_loop().create_task(before.close())
+        self._left.add(leaving)
+        leaving.add_done_callback(self._left.discard)
+        self._client.start()
 
     def start(self) -> None:
         """Begin to connect."""
@@ -80,6 +117,7 @@ class CoordinatorSession:
             self._beat.cancel()
             await asyncio.gather(self._beat, return_exceptions=True)
         await self._client.close()
+        await asyncio.gather(*self._left)
 
     @property
     def failure(self) -> str:
@@ -88,12 +126,12 @@ class CoordinatorSession:
             return ""
         return self._last_refusal or "the coordinator doesn't answer"
 
-    def tell(self, message: ControlMessage) -> None:
+    def tell(self, message: ControlMessage, payload: bytes | None = None) -> None:
         """Send, if there is a session; else the next session's first reports tell it."""
         if not self.welcome or self._ending:
             return
         try:
-            self._client.send(message)
+            self._client.send(message, payload)
         except MolinkError as error:
             log.info("not told to the coordinator: %s", error)
 
@@ -110,23 +148,36 @@ class CoordinatorSession:
 
     def _connected(self) -> None:
         self._last_refusal = ""
+        self._refusals = 0
+        self._obeys = False
         self.report_now()
 
     def _disconnected(self) -> None:
         self.welcome = False
         log.warning("the connection to the coordinator is lost; trying again")
+        self._on_cut()
 
     def _refused(self, reason: str) -> None:
         if reason != self._last_refusal:
             log.warning("%s", reason)
             self._last_refusal = reason
+        self._refusals += 1
+        if self._refusals == LASTING:
+            self._on_refused(reason)
 
-    def _take(self, message: ControlMessage, _payload: memoryview | None) -> None:
-        if isinstance(message, Welcome):
-            self.welcome = True
-            self._on_welcome()
-        else:
-            self._on_message(message)
+    def _take(self, message: ControlMessage, payload: memoryview | None) -> None:
+        match message:
+            case Noted(term=term, leader=leader):
+                self._obeys = self._on_noted(term, leader)
+            case Knock():
+                pass
+            case Welcome() if self._obeys:
+                self.welcome = True
+                self._on_welcome()
+            case _ if self.welcome:
+                self._on_message(message, payload)
+            case _:
+                log.debug("a %s before the welcome", type(message).__name__)
 
     def report_now(self) -> None:
         """Report at once: something has changed."""

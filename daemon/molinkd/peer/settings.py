@@ -67,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     #: Stages of all daemons on this PC: they share its memory and its cores.
     stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    #: Whether a process that has torch imported waits to take the place of a worker that is lost.
+    spare_worker: bool = True
     dtype: DTypeChoice = "auto"
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
@@ -79,6 +81,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
     token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
+    #: For how many PCs a join token of ``molink up`` is.
+    token_uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
+    #: How many PCs may be members of the swarm at once.
+    max_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 64
     #: Largest body that the endpoint takes, in bytes.
     max_body: Annotated[int, msgspec.Meta(ge=1024)] = 2 << 20
     log_level: Literal["debug", "info", "warning", "error"] = "info"

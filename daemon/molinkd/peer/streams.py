@@ -76,6 +76,9 @@ class Requests:
         self._models: tuple[ServedModel, ...] = ()
         self._ready: frozenset[str] = frozenset()
         self._counters: Counter[str] = Counter()
+        #: Requests that waited for a pipeline which is ready again, and whom to tell of them.
+        self._replaying: set[str] = set()
+        self._on_replayed: Callable[[], None] | None = None
 
     # --- Backend: called on the endpoint's loop ---
 
@@ -135,6 +138,26 @@ class Requests:
             if active.stream.request.model == model:
                 self._choose(active, targets)
 
+    def until_replayed(self, model: str, call: Callable[[], None]) -> None:
+        """Call once every request for ``model`` that waits now has a token, or is over."""
+        self._on_replayed = call
+        self._replaying = {
+            key
+            for key, active in self._active.items()
+            if active.stream.request.model == model and active.stream.waits
+        }
+        self._look_for_replayed()
+
+    def _look_for_replayed(self) -> None:
+        if self._on_replayed is None:
+            return
+        self._replaying = {
+            key for key in self._replaying if key in self._active and self._active[key].stream.waits
+        }
+        if not self._replaying:
+            call, self._on_replayed = self._on_replayed, None
+            call()
+
     def message(self, pipeline: str, message: DataMessage) -> None:
         """A head sends."""
         now = self._loop.time()
@@ -143,6 +166,7 @@ class Requests:
                 active = self._served_by(pipeline, token.key)
                 if active is not None:
                     self._carry_out(active, active.stream.token(token, now))
+            self._look_for_replayed()
         elif isinstance(message, Rejected):
             active = self._served_by(pipeline, message.key)
             if active is not None:
@@ -181,6 +205,7 @@ class Requests:
         if active.stream.state != "done":
             self._counters["cancelled"] += 1
         self._carry_out(active, active.stream.cancel())
+        self._look_for_replayed()
 
     def _choose(self, active: _Active, targets: Sequence[HeadEpoch]) -> None:
         """Stay with the pipeline that serves the request, else take the least busy one."""
@@ -190,7 +215,9 @@ class Requests:
         reason = "" if targets else self._heads.reason(active.stream.request.model)
         if reason:
             active.stream.unserved(reason)
-        self._carry_out(active, active.stream.head(active.target, self._loop.time()))
+        now = self._loop.time()
+        active.stream.forming(self._heads.forming(active.stream.request.model), now)
+        self._carry_out(active, active.stream.head(active.target, now))
 
     def _wake(self, active: _Active) -> None:
         self._carry_out(active, active.stream.wake(self._loop.time()))

@@ -11,13 +11,19 @@ import msgspec
 
 from molink.facts.device import Device
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
+from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize, Root
 from molink.facts.profile import UNKNOWN, Profile
-from molink.facts.scalars import Count, Index, Sentence, Text
+from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Payload
-from molink.wire.messages.transfer import FileList, FilesRequest, ReadReply, ReadRequest
+from molink.wire.messages.leading import (
+    LeaderReply,
+    LeaderRequest,
+    Noted,
+    SendState,
+    SharedState,
+)
+from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
 
-Addresses = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 #: A CURVE key in Z85.
 PublicKey = Annotated[str, msgspec.Meta(max_length=40, pattern=r"^[!-~]{40}$")]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -49,6 +55,14 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
     version: Text
 
 
+class Elsewhere(Message, frozen=True, kw_only=True, tag="elsewhere"):
+    """A member's answer to :class:`JoinRequest`: the coordinator that takes it."""
+
+    ref: Count
+    coordinator_key: PublicKey
+    addresses: Addresses
+
+
 class Joined(Message, frozen=True, kw_only=True, tag="joined"):
     """The coordinator has made the sender of :class:`JoinRequest` a member."""
 
@@ -65,6 +79,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
     ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or Form (``ready``) that the
     worker has carried out: a restarted coordinator adopts a running pipeline by it.
+    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked.
     """
 
     pid: Index
@@ -73,18 +88,25 @@ class WorkerState(Message, frozen=True, kw_only=True):
     layers: LayerRange
     state: Literal["fetching", "loading", "loaded", "ready", "failed"]
     epoch: Count = 0
+    done: Count = 0
+    total: Count = 0
 
 
 class Prefetched(Message, frozen=True, kw_only=True):
-    """How far a peer is with the newest :class:`Prefetch`; ``reason`` says why it failed."""
+    """How far a peer is with the newest :class:`Prefetch`; ``reason`` says why it failed.
+
+    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked.
+    """
 
     number: Count
     state: Literal["fetching", "done", "failed"]
     reason: Sentence = ""
+    done: Count = 0
+    total: Count = 0
 
 
 class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
-    """What a peer is and has; the first message of a session, then each second (heartbeat)."""
+    """What a peer is and has; the first message of a session, then twice a second (heartbeat)."""
 
     name: Text
     version: Text
@@ -99,6 +121,21 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     models: tuple[Text, ...]
     workers: Annotated[tuple[WorkerState, ...], msgspec.Meta(max_length=8)] = ()
     prefetched: Prefetched | None = None
+    #: How far the copy of the coordinator's state is that this peer holds: term and revision.
+    replica: tuple[Count, Count] = (0, 0)
+    #: As ``sys.platform`` has it; and the first and the last port of stages (0 = any).
+    system: Text = ""
+    worker_ports: tuple[Port, Port] = (0, 0)
+
+
+class Reached(Message, frozen=True, kw_only=True, tag="reached"):
+    """The sender has tried to connect to another member's control port, and whether it could.
+
+    Told whenever that is news, and of all members when a session begins.
+    """
+
+    peer: Text
+    ok: bool
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
@@ -129,6 +166,7 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
 
     ``next_lost`` says that it was the latter: the next stage is to blame, not this one.
     ``previous_blocked`` says that this stage had to cut off the previous one, which is to blame.
+    ``no_room`` says that the device has too little memory for it beside another pipeline's stage.
     """
 
     pipeline: Text
@@ -137,11 +175,13 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     reason: Sentence
     next_lost: bool = False
     previous_blocked: bool = False
+    no_room: bool = False
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     """Desired state, from a member that holds the model: serve it.
 
+    ``model.root`` says which bytes that model is.
     ``min_peers`` is how many peers with a stage have to be there before the first placement.
     ``micro_batches`` 0 leaves the number to molink.
     """
@@ -155,17 +195,32 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
 
 
 class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
-    """Ask for a join token that is valid for ``ttl`` seconds (0 = for ever)."""
+    """Ask for a join token that is valid for ``ttl`` seconds (0 = for ever), for ``uses`` PCs."""
 
     ref: Count
     ttl: float = 86400.0
+    uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
 
 
 class Invite(Message, frozen=True, kw_only=True, tag="invitation"):
-    """A join token to paste."""
+    """A join token to paste, and the id of its invitation (``invite:…``)."""
 
     ref: Count
     token: Annotated[str, msgspec.Meta(max_length=2048)]
+    id: Text = ""
+
+
+class InvitationsRequest(Message, frozen=True, kw_only=True, tag="invitations"):
+    """Ask which invitations there are: an owner for all, another member for its own."""
+
+    ref: Count
+
+
+class InvitationsReply(Message, frozen=True, kw_only=True, tag="invitations-reply"):
+    """``molink invite --list --json`` as UTF-8 (payload ``u8 [n]``)."""
+
+    ref: Count
+    payload: Payload
 
 
 class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave"):
@@ -181,7 +236,29 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
 
 
 class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
-    """Shut a peer out for good, or end an invitation (``invite:…``); only an owner may."""
+    """Shut a peer out for good, or end an invitation (``invite:…``).
+
+    Only an owner may; whoever made an invitation may end that one too.
+    """
+
+    ref: Count
+    target: Text
+
+
+class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
+    """The answer to :class:`RevokeRequest`.
+
+    ``stayed`` are the names of members that came by an invitation which ended with it, ``others``
+    how many more there are.
+    """
+
+    ref: Count
+    stayed: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
+    others: Count = 0
+
+
+class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="un-revoke"):
+    """Make a peer that was revoked a member again; only an owner may. Answered by Done."""
 
     ref: Count
     target: Text
@@ -197,6 +274,10 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     peer: Text
 
 
+class Knock(Message, frozen=True, kw_only=True, tag="knock"):
+    """Nothing to do: that it can be sent shows that the connection is there."""
+
+
 class Member(Message, frozen=True, kw_only=True, tag="member"):
     """A peer of the swarm, announced to all others one by one; also when its addresses change."""
 
@@ -208,6 +289,18 @@ class Member(Message, frozen=True, kw_only=True, tag="member"):
     models: tuple[Text, ...] = ()
 
 
+class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
+    """The receiver is no member any more, whatever it sends; the last that it is told."""
+
+    swarm: Text
+
+
+class Notice(Message, frozen=True, kw_only=True, tag="notice"):
+    """Something that a person at the receiver has to see to; empty once that is over."""
+
+    text: Sentence
+
+
 class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
     """A peer left or was revoked: drop what it sends from now on."""
 
@@ -217,7 +310,8 @@ class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
-    ``sources`` are peers that hold the model's files. A worker of the same pipeline with the same
+    ``sources`` are peers that hold the model's files, of which only those of ``root`` are to be
+    believed. A worker of the same pipeline with the same
     layers keeps its weights and only changes epoch.
     """
 
@@ -231,6 +325,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     dtype: DTypeChoice
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
     quantize: Quantize = "none"
+    root: Root = ""
 
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
@@ -244,6 +339,7 @@ class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
     layers: LayerRange
     model: Text
     sources: tuple[Text, ...]
+    root: Root = ""
 
 
 class StageAddress(Message, frozen=True, kw_only=True):
@@ -295,8 +391,11 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     context: Count
     #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
     sources: tuple[Text, ...] = ()
+    root: Root = ""
     #: Why it isn't ready, for a person; empty where that is only a matter of moments.
     reason: Sentence = ""
+    #: Rises as long as an epoch is being formed and gets on, 0 otherwise: who waits, waits on.
+    forming: Count = 0
 
 
 class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
@@ -331,6 +430,12 @@ class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):
 #: What the coordinator tells a peer unasked.
 Instruction = (
     Welcome
+    | Noted
+    | SharedState
+    | SendState
+    | Revoked
+    | Notice
+    | Knock
     | Member
     | MemberGone
     | Prefetch
@@ -346,20 +451,28 @@ ControlMessage = (
     Failure
     | Done
     | JoinRequest
+    | Elsewhere
     | Joined
     | PeerReport
+    | Reached
     | StageLoaded
     | StageReady
     | StageFailed
     | ServeModel
     | InviteRequest
     | Invite
+    | InvitationsRequest
+    | InvitationsReply
     | LeaveRequest
     | Goodbye
     | RevokeRequest
+    | RevokeReply
+    | UnrevokeRequest
     | Instruction
-    | FilesRequest
-    | FileList
+    | LeaderRequest
+    | LeaderReply
+    | ManifestRequest
+    | ManifestPart
     | ReadRequest
     | ReadReply
     | StatusRequest

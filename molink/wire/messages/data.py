@@ -19,6 +19,10 @@ MAX_GROUPS = 128
 MAX_MICRO_BATCHES = 64
 #: Entries of a logit bias, bounded for the same reason.
 MAX_LOGIT_BIAS = 256
+#: What a repetition penalty may be: float32 divides logits by it.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+#: Above this a temperature draws among all tokens alike.
+MAX_TEMPERATURE = 100.0
 #: Alternatives to a token, as many as OpenAI's API allows.
 MAX_TOP_LOGPROBS = 20
 #: Token ids that end an answer; models have a few of their own.
@@ -27,6 +31,11 @@ MAX_STOP_IDS = 64
 Epoch = Count
 Tick = Count
 RequestId = Index
+RepetitionPenalty = Annotated[
+    float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+]
+#: What is added to a token's logit; as OpenAI's API has it.
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 class Lane(IntEnum):
@@ -44,17 +53,17 @@ class Sampling(LeanMessage, frozen=True, tag=False):
     ``logprobs`` is -1 for none, else how many alternatives to report beside the sampled token.
     """
 
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Index = 0
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     seed: Count = 0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     logprobs: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     logit_bias: Annotated[
-        tuple[tuple[Index, float], ...], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
+        tuple[tuple[Index, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
     ] = ()
 
     @property

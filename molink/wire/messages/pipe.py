@@ -1,8 +1,8 @@
 """Messages on the pipe between a daemon and one of its workers (stdin and stdout of the worker).
 
-Each is a 4-byte little-endian length and a msgpack body of at most 1 MiB. The worker's log goes to
-stderr. The pipe's end is the worker's end: a worker that reads EOF exits at once, so that no orphan
-keeps a GPU's memory.
+Each is a 4-byte little-endian length and a msgpack body of at most 1 MiB, unless both ends
+name another bound. The worker's log goes to stderr. The pipe's end is the worker's end: a worker
+that reads EOF exits at once, so that no orphan keeps a GPU's memory.
 """
 
 import struct
@@ -21,11 +21,32 @@ from molink.wire.messages.control import Port, PublicKey, StageAddress
 
 #: Bytes: nothing that goes over the pipe comes near, so a longer one is garbage.
 MAX_PIPE_MESSAGE = 1 << 20
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _LENGTH = struct.Struct("<I")
 
 
+class Warm(Message, frozen=True, kw_only=True, tag="warm"):
+    """The first message to a spare: be ready for a :class:`Start` that resembles this.
+
+    ``layers`` are in ``model_dir``; the rest is as in :class:`Start`. The spare takes no memory of
+    a GPU, and gives way to all other processes until it has said :class:`Warmed`.
+    """
+
+    layers: LayerRange
+    model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
+    dtype: DTypeChoice
+    device: Text
+    threads: Index
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    quantize: Quantize = "none"
+
+
+class Warmed(Message, frozen=True, kw_only=True, tag="warmed"):
+    """A spare has imported and compiled what it can; a :class:`Start` now takes it least time."""
+
+
 class Start(Message, frozen=True, kw_only=True, tag="start"):
-    """The first message: everything a worker has to know to load its stage.
+    """The first message, or the first after :class:`Warm`: all a worker needs to load its stage.
 
     ``secret_key`` is the peer's CURVE key (it never appears in argv or the environment).
     ``kv_bytes`` bounds the KV pool; ``ports`` is the range to bind the
@@ -55,6 +76,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     quantize: Quantize = "none"
     #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
     memory: Count = 0
+    #: Whether requests may be waiting: what takes seconds and can be done later is left.
+    hurry: bool = False
 
 
 class MemberKey(Message, frozen=True, kw_only=True):
@@ -84,12 +107,17 @@ class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
 
 
 class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
-    """Weights are loaded and the data socket is bound to ``port``."""
+    """Weights are loaded and the data socket is bound to ``port``.
+
+    ``weights_s`` and ``profile_s`` are the seconds that loading and measuring took.
+    """
 
     port: Port
     max_blocks: Index
     profile: Profile = UNKNOWN
     weight_bytes: Count
+    weights_s: Seconds = 0.0
+    profile_s: Seconds = 0.0
 
 
 class Formed(Message, frozen=True, kw_only=True, tag="formed"):
@@ -134,33 +162,39 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     gauges: dict[Text, float]
 
 
-ToWorker = Start | Members | FormRing
-FromWorker = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked | Stats
+ToWorker = Warm | Start | Members | FormRing
+FromWorker = Warmed | Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked | Stats
 
 T = TypeVar("T")
 
 
-def write_pipe(stream: BinaryIO, message: Message) -> None:
-    """Write one message and flush it."""
+def write_pipe(stream: BinaryIO, message: Message, limit: int = MAX_PIPE_MESSAGE) -> None:
+    """Write one message and flush it.
+
+    Raises:
+        WireError: it is longer than ``limit`` bytes.
+    """
     body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_PIPE_MESSAGE:
+    if len(body) > limit:
         raise WireError(f"a {type(message).__name__} of {len(body)} bytes is too long for the pipe")
     stream.write(_LENGTH.pack(len(body)) + body)
     stream.flush()
 
 
-def read_pipe(stream: BinaryIO, decoder: "msgspec.msgpack.Decoder[T]") -> T | None:
+def read_pipe(
+    stream: BinaryIO, decoder: "msgspec.msgpack.Decoder[T]", limit: int = MAX_PIPE_MESSAGE
+) -> T | None:
     """Read one message; ``None`` at the end of the pipe.
 
     Raises:
-        WireError: the bytes are no message of the decoder's type.
+        WireError: the bytes are no message of the decoder's type, or over ``limit``.
     """
     prefix = stream.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_PIPE_MESSAGE:
-        raise WireError(f"a pipe message of {length} bytes is over {MAX_PIPE_MESSAGE}")
+    if length > limit:
+        raise WireError(f"a pipe message of {length} bytes is over {limit}")
     body = stream.read(length)
     if len(body) < length:
         return None

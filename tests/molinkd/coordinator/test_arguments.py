@@ -23,17 +23,34 @@ def test_everything(tmp_path: Path) -> None:
         "--address",
         "b:9",
         "--standalone",
+        "--max-peers",
+        "5",
         "--name",
         "x",
     ]
-    arguments += ["--state", str(tmp_path)]
+    arguments += ["--term", "7", "--leader", "p", "--lost", "q", "--swarm", "s"]
+    arguments += ["--state", str(tmp_path), "--replica", "copy"]
     options = parse_options([*arguments, "--member", f"{KEY}:a:b", f"--member={KEY}:c"])
     assert options == Options(
-        tmp_path, "1.2.3.4", 0, "x", ("a", "b:9"), ((KEY, "a:b"), (KEY, "c")), True
+        tmp_path,
+        "1.2.3.4",
+        0,
+        "x",
+        ("a", "b:9"),
+        ((KEY, "a:b"), (KEY, "c")),
+        standalone=True,
+        max_peers=5,
+        term=7,
+        leader="p",
+        replica=Path("copy"),
+        lost="q",
+        swarm="s",
     )
 
 
-@pytest.mark.parametrize("wrong", ["--port 70000", "--member short:name", f"--member {KEY}"])
+@pytest.mark.parametrize(
+    "wrong", ["--port 70000", "--max-peers 0", "--member short:name", f"--member {KEY}"]
+)
 def test_mistakes_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(["--state", "x", *wrong.split()])

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never, Self
 
@@ -19,23 +20,32 @@ from molink.errors import (
     InvariantError,
     MolinkError,
     NotAuthorized,
+    Overloaded,
     PortInUse,
     RequestError,
+    ShutOut,
     StateError,
+    TokenError,
     Unavailable,
     UsageError,
 )
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
+from molink.swarm import registry
 from molink.swarm.invitations import MAX_INVITATIONS
-from molink.swarm.records import PipelineRecord
+from molink.swarm.join_rate import JoinRate, Rate
+from molink.swarm.records import MemberRecord, PipelineRecord
+from molink.swarm.replica import Replica, decode_replica
+from molink.swarm.terms import next_term
 from molink.swarm.token import JoinToken
+from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import (
     Assign,
-    Done,
     Form,
     Goodbye,
+    InvitationsReply,
+    InvitationsRequest,
     Invite,
     InviteRequest,
     Joined,
@@ -43,6 +53,8 @@ from molink.wire.messages.control import (
     LeaveRequest,
     Member,
     MemberGone,
+    Revoked,
+    RevokeReply,
     RevokeRequest,
     Route,
     ServeModel,
@@ -51,8 +63,10 @@ from molink.wire.messages.control import (
     StageLoaded,
     StageReady,
     StatusRequest,
+    UnrevokeRequest,
     Welcome,
 )
+from molink.wire.messages.leading import Noted, SendState, SharedState
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import coordinator as module
@@ -73,6 +87,7 @@ class Peer:
         self.obeys = True
         self.workers = {}
         self.stage, self.models = "auto", ()
+        self.replica, self.shared = (0, 0), None
         self.client = Client(
             context,
             keys,
@@ -91,10 +106,12 @@ class Peer:
         report = self.kit.report(
             "a", *self.workers.values(), stage=self.stage, models=self.models or ("toy",)
         )
-        self.client.send(report)
+        self.client.send(msgspec.structs.replace(report, replica=self.replica))
 
-    def take(self, message: Any, _payload: memoryview | None) -> None:
+    def take(self, message: Any, payload: memoryview | None) -> None:
         self.told.append(message)
+        if isinstance(message, SharedState) and payload is not None:
+            self.shared = decode_replica(payload)
         if not self.obeys:
             return
         if isinstance(message, Assign):
@@ -121,7 +138,7 @@ class Peer:
     def last(self, kind: Any) -> Any:
         return next((m for m in reversed(self.told) if isinstance(m, kind)), None)
 
-    async def ask(self, message: Any) -> Done | Invite:
+    async def ask(self, message: Any) -> Any:
         return (await self.client.request(message, timeout=30))[0]
 
 
@@ -165,12 +182,14 @@ class Scene:
         self.stack.push_async_callback(peer.client.close)
         return await peer.connect()
 
-    async def token(self, owner: Peer, ttl: float = 3600.0) -> JoinToken:
-        reply = await owner.ask(InviteRequest(ref=0, ttl=ttl))
+    async def token(self, owner: Peer, ttl: float = 3600.0, **more: int) -> JoinToken:
+        reply = await owner.ask(InviteRequest(ref=0, ttl=ttl, **more))
         assert isinstance(reply, Invite)
         return JoinToken.parse(reply.token, time.time())
 
-    async def join(self, token: JoinToken, keys: KeyPair | None = None) -> Peer:
+    @contextlib.asynccontextmanager
+    async def guest(self, token: JoinToken) -> AsyncIterator[Client]:
+        """A connection under the invitation's key."""
         guest = Client(
             self.context,
             KeyPair.from_secret(token.secret_key),
@@ -179,12 +198,15 @@ class Scene:
             [f"tcp://{address}" for address in token.addresses],
         )
         guest.start()
-        keys = keys or KeyPair.generate()
-        request = JoinRequest(ref=0, public_key=keys.public, name="guest\x1b", version="1")
         try:
-            reply, _ = await guest.request(request, timeout=30)
+            yield guest
         finally:
             await guest.close()
+
+    async def join(self, token: JoinToken, keys: KeyPair | None = None) -> Peer:
+        keys = keys or KeyPair.generate()
+        async with self.guest(token) as guest:
+            reply, _ = await guest.request(wish(keys), timeout=30)
         assert reply == Joined(
             ref=reply.ref, swarm=self.coordinator.swarm.id, peer=peer_id(keys.public)
         )
@@ -202,6 +224,10 @@ class Scene:
                     with contextlib.suppress(MolinkError):
                         peer.report()
                 await asyncio.sleep(0.02)
+
+
+def wish(keys: KeyPair) -> JoinRequest:
+    return JoinRequest(ref=0, public_key=keys.public, name="guest\x1b", version="1")
 
 
 @pytest.fixture
@@ -224,7 +250,7 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     await scene.until(
         lambda: all(p.last(Route) and p.last(Route).ready for p in (owner, guest)), owner, guest
     )
-    assert isinstance(owner.told[0], Welcome)
+    assert list(map(type, owner.told[:2])) == [Noted, Welcome]
     assert owner.last(Member).peer == guest.id
     head = owner.last(Route).head
     assert (head.peer, head.port) == (owner.id, 5468)
@@ -265,20 +291,81 @@ async def test_a_restart_adopts_what_runs(scene: Scene, kit: Kit) -> None:
     assert scene.coordinator.reconciler.ready
 
 
-async def test_an_invitation_is_good_for_many_until_it_is_revoked(scene: Scene) -> None:
+async def test_one_token_lets_one_of_250_invented_peers_in(scene: Scene) -> None:
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    async with scene.guest(token) as guest:
+        asked = [guest.request(wish(KeyPair.generate()), timeout=60) for _ in range(250)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [one for one in answers if isinstance(one, BaseException)]
+    assert len(scene.state.members()) == 2
+    assert Counter(type(one) for one in refused) == {TokenError: 249}
+    assert {str(one) for one in refused} == {
+        "this join token was for one PC, which has joined by it. `molink invite` on a PC of the "
+        "swarm prints another"
+    }
+
+
+async def test_a_pc_that_vanishes_is_lost_with_its_connection(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "SESSION_TIMEOUT", 1000.0)
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    guest.report()
+    live = scene.coordinator.reconciler.registry.live
+    await scene.until(lambda: live(guest.id), owner)
+    await guest.client.close()
+    await scene.until(lambda: not live(guest.id), owner)
+    assert live(owner.id)
+    assert "is not connected any more" in scene.coordinator.reconciler.story[-1]
+
+
+async def test_a_lost_answer_burns_no_token(scene: Scene) -> None:
+    """Whoever has joined may do so again by the token, whatever became of the coordinator."""
     owner = await scene.peer()
     token = await scene.token(owner)
     first = await scene.join(token)
-    again = await scene.join(token, first.keys)
-    assert again.id == first.id
-    (invitation,) = scene.coordinator.door.invitations
-    with pytest.raises(NotAuthorized, match="only the PC that runs the swarm"):
-        await first.ask(RevokeRequest(ref=0, target=invitation.id))
-    await owner.ask(RevokeRequest(ref=0, target=invitation.id))
+    assert (await scene.join(token, first.keys)).id == first.id
+    await scene.stop()
+    await scene.start(port=None)
+    assert (await scene.join(token, first.keys)).id == first.id
+    async with scene.guest(token) as guest:
+        with pytest.raises(TokenError, match="was for one PC"):
+            await guest.request(wish(KeyPair.generate()), timeout=30)
+
+
+async def test_invitations_are_listed_and_ended(scene: Scene) -> None:
+    owner = await scene.peer()
+    token = await scene.token(owner, uses=2)
+    first = await scene.join(token)
+    await scene.token(first)
+
+    async def listed(peer: Peer) -> list[dict[str, Any]]:
+        reply, payload = await peer.client.request(InvitationsRequest(ref=0), timeout=30)
+        assert isinstance(reply, InvitationsReply)
+        return json.loads(bytes(payload))
+
+    owners, theirs = await listed(owner)
+    assert (owners["uses"], owners["left"]) == (2, 1)
+    assert [use["peer"] for use in owners["used"]] == [first.id]
+    assert theirs["creator"]["peer"] == first.id
+    assert await listed(first) == [theirs]
+
+    ids = [f"invite:{one['id']}" for one in (owners, theirs)]
+    with pytest.raises(NotAuthorized, match="another one has made"):
+        await first.ask(RevokeRequest(ref=0, target=ids[0]))
+    ended = await first.ask(RevokeRequest(ref=0, target=ids[1]))
+    assert ended == RevokeReply(ref=ended.ref)
+    ended = await owner.ask(RevokeRequest(ref=0, target=ids[0]))
+    (name,) = ended.stayed
+    assert name == scene.coordinator.door.records[first.id].name
+    assert await listed(owner) == []
     with pytest.raises(NotAuthorized):
         await scene.join(token)
     with pytest.raises(RequestError, match="no invitation"):
-        await owner.ask(RevokeRequest(ref=0, target=invitation.id))
+        await owner.ask(RevokeRequest(ref=0, target=ids[0]))
+    assert (await scene.status(first))["swarm"], "who came by it stays"
 
 
 async def test_an_expired_invitation_opens_nothing(
@@ -366,18 +453,117 @@ async def test_a_goodbye_ends_the_session_but_no_membership(scene: Scene) -> Non
 
 async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
     owner = await scene.peer()
-    token = await scene.token(owner)
-    guest = await scene.join(token)
-    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    token = await scene.token(owner, uses=3)
+    guest, other = await scene.join(token), await scene.join(token)
+    await scene.until(lambda: other.last(Member), owner, guest, other)
+    ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
+    await scene.until(lambda: guest.last(Revoked))
     await scene.until(lambda: not guest.client.connected)
     await scene.until(lambda: owner.client.connected)
+    # Neither its own key nor a new one gets in by the token that it has.
     with pytest.raises(NotAuthorized):
-        await guest.client.wait_connected(5)
-    with pytest.raises(NotAuthorized, match="shut out"):
         await scene.join(token, guest.keys)
+    with pytest.raises(NotAuthorized):
+        await scene.join(token)
+    with pytest.raises(ShutOut, match="un-revoke"):
+        await scene.join(await scene.token(owner), guest.keys)
     for target in (owner.id, guest.id, "nobody"):
         with pytest.raises(RequestError, match="is no other member"):
             await owner.ask(RevokeRequest(ref=0, target=target))
+    assert other.id in scene.coordinator.reconciler.registry.members
+
+
+async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    await guest.client.close()
+    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await scene.stop()
+    await scene.start(port=None)
+    back = await scene.peer(guest.keys)
+    await scene.until(lambda: back.last(Revoked))
+    assert back.told == [Revoked(swarm=scene.coordinator.swarm.id)]
+    with pytest.raises(Unavailable):
+        await back.client.request(StatusRequest(ref=0), timeout=0.3)
+    # One answer: a handshake is refused again, for a while.
+    again = Peer(scene.kit, scene.context, guest.keys, scene.keys.public, scene.port)
+    scene.stack.push_async_callback(again.client.close)
+    with pytest.raises(NotAuthorized):
+        await again.connect()
+    scene.coordinator.door._tell_at[guest.id] = time.monotonic()
+    await scene.until(lambda: again.last(Revoked))
+    assert guest.id not in scene.coordinator.reconciler.registry.members
+
+
+async def test_what_a_revoked_pc_asks_is_answered_so(scene: Scene) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    await guest.client.close()
+    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    client = Client(
+        scene.context,
+        guest.keys,
+        control_codec(),
+        scene.keys.public,
+        [f"tcp://127.0.0.1:{scene.port}"],
+    )
+    scene.stack.push_async_callback(client.close)
+    client.start()
+    with pytest.raises(ShutOut):
+        await client.request(LeaveRequest(ref=0), timeout=30)
+
+
+async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    await scene.until(lambda: owner.last(Member), owner, guest)
+    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await guest.client.close()
+    (shown,) = (await scene.status(owner))["revoked"]
+    assert shown["id"] == guest.id
+    member = await scene.join(await scene.token(owner))
+    with pytest.raises(NotAuthorized, match="only the PC that runs the swarm"):
+        await member.ask(UnrevokeRequest(ref=0, target=guest.id))
+    await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
+    back = await scene.peer(guest.keys)
+    await scene.until(lambda: back.last(Welcome), back)
+    assert (await scene.status(back))["revoked"] == []
+    with pytest.raises(RequestError, match="was not revoked"):
+        await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
+    await scene.stop()
+    await scene.start(port=None)
+    await scene.until(lambda: scene.coordinator.reconciler.registry.live(guest.id), back)
+
+
+async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
+    await scene.stop()
+    await scene.start(max_peers=2)
+    owner = await scene.peer()
+    token = await scene.token(owner, uses=2)
+    guest = await scene.join(token)
+    await scene.stop()
+    await scene.start(port=None)
+    async with scene.guest(token) as client:
+        with pytest.raises(Unavailable, match=r"has 2 PCs, .*molink revoke.*max_peers"):
+            await client.request(wish(KeyPair.generate()), timeout=30)
+    await owner.ask(RevokeRequest(ref=0, target=guest.id))
+    await scene.join(await scene.token(owner))
+    with pytest.raises(Unavailable, match="has 2 PCs"):
+        await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
+
+
+async def test_too_many_at_once_come_later(scene: Scene) -> None:
+    owner = await scene.peer()
+    token = await scene.token(owner, uses=5)
+    scene.coordinator.door._rate = JoinRate(time.monotonic(), Rate(2, 1e-6), Rate(9, 9.0))
+    async with scene.guest(token) as guest:
+        asked = [guest.request(wish(KeyPair.generate()), timeout=60) for _ in range(5)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    refused = Counter(type(one) for one in answers if isinstance(one, BaseException))
+    assert refused == {Overloaded: 3}
+    (invitation,) = scene.state.invitations()
+    assert invitation.left == 3, "what was refused has used nothing"
 
 
 @pytest.mark.parametrize("kind", [StateError, InvariantError])
@@ -450,15 +636,17 @@ async def test_invitations_end_with_their_maker(scene: Scene, how: str) -> None:
         await owner.ask(RevokeRequest(ref=0, target=guest.id))
     else:
         await guest.ask(LeaveRequest(ref=0))
-    assert [one.creator for one in scene.coordinator.door.invitations] == [owner.id]
-    assert [one.creator for one in scene.state.invitations()] == [owner.id]
+    # The one by which a revoked peer came has ended too.
+    left = [] if how == "revoked" else [owner.id]
+    assert [one.creator for one in scene.coordinator.door.invitations] == left
+    assert [one.creator for one in scene.state.invitations()] == left
     with pytest.raises(NotAuthorized):
         await scene.join(token)
 
 
 async def test_a_flood_of_invitations_leaves_the_owners(scene: Scene) -> None:
     owner = await scene.peer()
-    token = await scene.token(owner)
+    token = await scene.token(owner, uses=2)
     guest = await scene.join(token)
     for _ in range(MAX_INVITATIONS + 4):
         await scene.token(guest)
@@ -472,7 +660,8 @@ async def test_nobody_else_renames_a_member(scene: Scene) -> None:
     token = await scene.token(owner)
     assert (await scene.join(token, owner.keys)).id == owner.id
     record = scene.coordinator.door.records[owner.id]
-    assert (record.name, record.owner) == ("owner", True)
+    assert record.owner
+    assert record.name in ("owner", "A")
     assert scene.state.members()[0].name in ("owner", "A")
     assert not any("guest" in line for line in scene.coordinator.reconciler.story)
 
@@ -487,3 +676,95 @@ async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
         lambda: any("PWNED" in line for line in scene.coordinator.reconciler.story), owner
     )
     assert all(map(str.isprintable, scene.coordinator.reconciler.story))
+
+
+# --- who leads -------------------------------------------------------------------------------
+
+
+async def test_its_first_word_is_the_term_and_every_report_is_answered(scene: Scene) -> None:
+    await scene.stop()
+    term = next_term(0, "x")
+    await scene.start(term=term, leader="x")
+    owner = await scene.peer()
+    await scene.until(lambda: owner.last(Welcome))
+    assert owner.told[0] == Noted(term=term, leader="x")
+    count = owner.told.count(Noted(term=term, leader="x"))
+    owner.report()
+    await scene.until(lambda: owner.told.count(owner.told[0]) > count)
+    scene.coordinator.raise_term(next_term(term, "x"))
+    await scene.until(lambda: Noted(term=next_term(term, "x"), leader="x") in owner.told, owner)
+
+
+async def test_peers_get_the_state_once(scene: Scene) -> None:
+    owner = await scene.peer()
+    await scene.until(lambda: owner.shared is not None, owner)
+    owner.replica = owner.shared.version
+    guest = await scene.join(await scene.token(owner))
+    await scene.until(lambda: owner.shared.order == (owner.id, guest.id), owner)
+    owner.replica = owner.shared.version
+    told = sum(isinstance(one, SharedState) for one in owner.told)
+    for _ in range(3):
+        noted = sum(isinstance(one, Noted) for one in owner.told)
+        owner.report()
+        await scene.until(
+            lambda: sum(isinstance(one, Noted) for one in owner.told) > noted  # noqa: B023
+        )
+    assert scene.state.version() == owner.replica
+    assert sum(isinstance(one, SharedState) for one in owner.told) == told
+
+
+def other_part(scene: Scene, *members: MemberRecord) -> Replica:
+    """The state of a part of the swarm that another peer has led."""
+    ours = scene.state.replica()
+    return replace(ours, term=7, revision=99, members=(*ours.members, *members))
+
+
+async def send_state(scene: Scene, peer: Peer, state: Replica) -> None:
+    """Report another part's state, and send it when asked."""
+    peer.replica = state.version
+    await scene.until(lambda: peer.last(SendState), peer)
+    data = state.encode()
+    peer.client.send(SharedState(payload=Payload("u8", (len(data),))), data)
+    version = scene.state.version()
+    await scene.until(lambda: scene.state.version() > version)
+
+
+async def test_members_of_another_part_are_taken_over(scene: Scene) -> None:
+    owner = await scene.peer()
+    await scene.until(lambda: owner.last(Welcome))
+    keys = KeyPair.generate()
+    new = MemberRecord(peer_id(keys.public), keys.public, "new")
+    await send_state(scene, owner, other_part(scene, new))
+    guest = await scene.peer(keys)
+    await scene.until(lambda: guest.last(Welcome))
+    assert not scene.coordinator.door.records[guest.id].owner
+
+
+@pytest.mark.parametrize("owner_says_so", [True, False])
+async def test_only_an_owner_is_believed_in_who_was_revoked(
+    scene: Scene, *, owner_says_so: bool
+) -> None:
+    owner = await scene.peer()
+    first = await scene.join(await scene.token(owner))
+    second = await scene.join(await scene.token(owner))
+    await scene.until(lambda: second.last(Welcome))
+    state = scene.state.replica()
+    out = tuple(
+        replace(one, standing="revoked") if one.peer in (first.id, owner.id) else one
+        for one in state.members
+    )
+    teller = owner if owner_says_so else second
+    await send_state(scene, teller, replace(state, term=7, revision=99, members=out))
+    standing = {one.peer: one.standing for one in scene.state.members()}
+    assert standing[owner.id] == "member"
+    assert standing[first.id] == ("revoked" if owner_says_so else "member")
+
+
+async def test_a_state_that_nobody_asked_for_is_refused(scene: Scene) -> None:
+    owner = await scene.peer()
+    await scene.until(lambda: owner.last(Welcome))
+    keys = KeyPair.generate()
+    data = other_part(scene, MemberRecord(peer_id(keys.public), keys.public, "new")).encode()
+    owner.client.send(SharedState(payload=Payload("u8", (len(data),))), data)
+    assert await scene.status(owner)
+    assert len(scene.state.members()) == 1

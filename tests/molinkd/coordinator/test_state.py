@@ -1,6 +1,7 @@
 import contextlib
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from molink.swarm.records import (
     PipelineRecord,
     StageRecord,
     SwarmRecord,
+    Use,
 )
+from molink.swarm.replica import decode_replica
 from molink.wire.messages.control import Member
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import state as module
@@ -57,19 +60,27 @@ def test_a_restart_finds_everything(state: State) -> None:
     )
     state.save_port(5466)
     state.save_announced(announced)
+    state.save_max_peers(3)
+    used = InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2, (Use(B, 2.5), Use(A, 3.5)))
     state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 99, A))
-    state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0, B))
+    state.add_invitation(replace(used, used=()))
+    bob = MemberRecord(B, KEYS[1].public, "bob", invitation="invite:2")
+    state.admit(bob, replace(used, used=used.used[:1]))
+    state.admit(MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"), used)
+    state.save_member(MemberRecord(A, KEYS[0].public, A[:3]))
     state.delete_invitation("invite:1")
     state.save_desired(Desired(FACTS, A, 3, "f32", 2))
     state.commit(pipeline())
     state.commit(pipeline(epoch=2, formed=True, blocks=10, micro_batches=2))
     with reopened(state) as again:
-        assert again.swarm() == SwarmRecord("s1", "home", KEYS[0].public, 5466)
+        assert again.swarm() == SwarmRecord("s1", "home", KEYS[0].public, 5466, 3)
         assert again.members() == [
-            MemberRecord(A, KEYS[0].public, A[:3]),
-            MemberRecord(B, KEYS[1].public, "bob", announced=announced),
+            MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"),
+            replace(bob, announced=announced),
         ]
-        assert again.invitations() == [InvitationRecord("invite:2", KEYS[1].public, 0, B)]
+        assert again.invitations() == [used]
+        again.delete_invitation("invite:2")
+        assert again.invitations() == []
         assert again.desired() == Desired(FACTS, A, 3, "f32", 2)
         assert again.pipeline() == pipeline(epoch=2, formed=True, blocks=10, micro_batches=2)
         assert again.last() == (1, 2)
@@ -97,6 +108,13 @@ def test_a_file_of_the_first_format_goes_on(state: State) -> None:
             max_blocks INTEGER NOT NULL, decode_s REAL NOT NULL, PRIMARY KEY (pipeline, stage)
         );
         ALTER TABLE models DROP COLUMN quantize;
+        ALTER TABLE swarm DROP COLUMN max_peers;
+        ALTER TABLE swarm DROP COLUMN term;
+        ALTER TABLE swarm DROP COLUMN revision;
+        ALTER TABLE swarm DROP COLUMN lineage;
+        ALTER TABLE members DROP COLUMN invitation;
+        ALTER TABLE invitations DROP COLUMN uses;
+        DROP TABLE invitation_uses;
         ALTER TABLE pipelines DROP COLUMN block_size;
         UPDATE schema SET version = 1;
         """
@@ -111,6 +129,47 @@ def test_a_file_of_the_first_format_goes_on(state: State) -> None:
         assert again.desired() == Desired(FACTS, A)
         again.save_desired(Desired(FACTS, A, dtype="f32"))
         assert again.pipeline() is None, "stages go with their pipeline"
+
+
+def test_a_file_of_the_second_format_goes_on(state: State) -> None:
+    """Its invitations were for any number of PCs; each that still holds is for one more."""
+    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0, uses=9))
+    state._db.executescript(
+        """
+        ALTER TABLE swarm DROP COLUMN max_peers;
+        ALTER TABLE swarm DROP COLUMN term;
+        ALTER TABLE swarm DROP COLUMN revision;
+        ALTER TABLE swarm DROP COLUMN lineage;
+        ALTER TABLE members DROP COLUMN invitation;
+        ALTER TABLE invitations DROP COLUMN uses;
+        DROP TABLE invitation_uses;
+        UPDATE schema SET version = 2;
+        """
+    )
+    with reopened(state) as again:
+        invitation = InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0)
+        assert again.invitations() == [invitation]
+        assert again.swarm() == SwarmRecord("s1", "home", KEYS[0].public)
+        assert [member.invitation for member in again.members()] == ["", ""]
+        used = replace(invitation, used=(Use(B, 2.0),))
+        again.admit(MemberRecord(B, KEYS[1].public, "b", invitation="invite:1"), used)
+        assert again.invitations() == [used]
+
+
+def test_a_file_of_the_third_format_goes_on(state: State) -> None:
+    """Before it, nobody but its own PC had the state: it begins with the founder's term."""
+    state._db.executescript(
+        """
+        ALTER TABLE swarm DROP COLUMN term;
+        ALTER TABLE swarm DROP COLUMN revision;
+        ALTER TABLE swarm DROP COLUMN lineage;
+        UPDATE schema SET version = 3;
+        """
+    )
+    with reopened(state) as again:
+        assert (again.version(), again.lineage()) == ((0, 0), ())
+        again.save_port(1)
+        assert again.version() == (0, 1)
 
 
 def test_an_epoch_never_goes_back(state: State) -> None:
@@ -188,3 +247,58 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
             other.execute("CREATE TABLE songs (title TEXT)")
     with pytest.raises(StateError, match=r"swarm\.sqlite"):
         State.open(tmp_path)
+
+
+def test_what_is_made_beside_only_takes_its_number(state: State) -> None:
+    state.save_desired(Desired(FACTS, A))
+    state.commit(pipeline(epoch=5, formed=True))
+    state.reserve("p2", 6)
+    assert state.pipeline() == pipeline(epoch=5, formed=True)
+    assert state.last() == (2, 6)
+    with pytest.raises(InvariantError):
+        state.commit(pipeline(epoch=5, formed=True))
+
+
+def test_a_replica_makes_the_same_state_elsewhere(state: State, tmp_path: Path) -> None:
+    announced = Member(
+        peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
+    )
+    state.save_announced(announced)
+    state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2))
+    used = InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2, (Use(A, 3.5),))
+    state.admit(MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"), used)
+    state.save_desired(Desired(FACTS, A, 3, "f32", 2))
+    state.commit(pipeline(epoch=4, formed=True, blocks=10, micro_batches=2))
+    state.save_standing(B, "revoked")
+    replica = decode_replica(state.replica().encode())
+    with contextlib.closing(State.open(tmp_path / "other")) as other:
+        other.restore(replica, KEYS[1].public)
+        assert other.replica() == replica
+        assert other.swarm() == SwarmRecord("s1", "home", KEYS[1].public)
+        other.restore(replica, KEYS[1].public)  # over what there is, too
+        assert other.replica() == replica
+
+
+def test_each_change_has_a_revision_and_each_leader_a_term(state: State) -> None:
+    term, revision = state.version()
+    state.save_port(1)
+    assert state.version() == (term, revision + 1)
+    state.begin_term(0)
+    assert state.version() == (0, revision + 1)
+    state.begin_term(70000)
+    assert state.lineage() == ((0, revision + 1),)
+    assert state.version() == (70000, revision + 2)
+    with pytest.raises(InvariantError, match="term 5 after 70000"):
+        state.begin_term(5)
+    with reopened(state) as again:
+        assert again.version() == (70000, revision + 2)
+
+
+def test_a_copy_of_the_file_is_whole(state: State, tmp_path: Path) -> None:
+    """What is committed is in the one file that the error text names."""
+    state.save_standing(B, "left")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / module.FILE).write_bytes(state.path.read_bytes())
+    with contextlib.closing(State.open(copy)) as other:
+        assert other.replica() == state.replica()

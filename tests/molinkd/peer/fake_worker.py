@@ -1,7 +1,7 @@
 """A worker that speaks the pipe and does nothing else: ``python fake_worker.py [how]``.
 
 ``how``: ``good``, ``crash`` (after it has loaded), ``deaf`` (ignores everything, even the end of
-its input), ``garbage``.
+its input), ``garbage``, ``cold`` (as a spare, it is never ready).
 """
 
 import sys
@@ -17,6 +17,8 @@ from molink.wire.messages.pipe import (
     Start,
     Stats,
     ToWorker,
+    Warm,
+    Warmed,
     read_pipe,
     write_pipe,
 )
@@ -32,7 +34,9 @@ def main() -> None:
     while how == "deaf":
         time.sleep(3600)
     while (message := read_pipe(source, decoder)) is not None:
-        if isinstance(message, Start):
+        if isinstance(message, Warm) and how != "cold":
+            write_pipe(sink, Warmed())
+        elif isinstance(message, Start):
             write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
             if how == "crash":
                 print("RuntimeError: out of luck", file=sys.stderr, flush=True)

@@ -12,8 +12,8 @@ import pytest
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.device import Device
 from molink.facts.settings import PipelineSettings
-from molink.wire.messages.control import Assign, StageFailed
-from molink.wire.messages.pipe import Start
+from molink.wire.messages.control import Assign, Form, StageAddress, StageFailed, Unassign
+from molink.wire.messages.pipe import Formed, FormRing, Loaded, Start
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import quantize as module
 from molinkd.peer.assignments import Assignments
@@ -46,10 +46,18 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.started: list[Start] = []
+        self.spares: list[int] = []
+        self.told: list[Any] = []
+
+    def tell(self, generation: int, message: Any) -> None:
+        self.told.append(message)
 
     def start(self, generation: int, start: Start, keys: Any) -> int:
         self.started.append(start)
         return 1
+
+    def keep_spare(self, generation: int) -> None:
+        self.spares.append(generation)
 
     def stop(self, generation: int) -> None:
         pass
@@ -63,6 +71,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.told: list[Any] = []
+        self.tried: list[int] = []
         store: Any = FakeStore(folder)
         book: Any = FakeAddressBook()
         self.done = asyncio.Event()
@@ -75,9 +84,14 @@ class Bench:
             self._tell,
             lambda: None,
             lambda *_: None,
+            self._reaches,
         )
         self.supervisor = FakeSupervisor()
         self.assignments.supervisor = self.supervisor  # type: ignore[assignment]
+
+    async def _reaches(self, stage: StageAddress) -> bool:
+        self.tried.append(stage.port)
+        return stage.port != 1
 
     def _tell(self, message: Any) -> None:
         self.told.append(message)
@@ -133,6 +147,71 @@ async def test_too_small_a_budget_is_refused_with_the_numbers(bench: Bench) -> N
     assert "the budget is 600.0 kB: " in reason
 
 
+async def test_two_stages_share_the_memory_while_both_are_there(bench: Bench) -> None:
+    first = await bench.assign(1 << 30)
+    assert isinstance(first, Start)
+    bench.assignments.handle(msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2))
+    await asyncio.wait([*bench.assignments._fetches.values()])
+    assert [start.pipeline for start in bench.supervisor.started] == ["p1", "p2"]
+    assert bench.supervisor.started[1].kv_bytes == first.kv_bytes
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str) -> None:
+    first = await bench.assign(1_200_000 if kind == "cpu" else 8_000_000, kind)
+    assert isinstance(first, Start), first
+    other = msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2)
+    bench.assignments.handle(other)
+    await asyncio.wait([*bench.assignments._fetches.values()])
+    (failed,) = bench.told
+    assert failed.no_room
+    assert "beside another stage: layers 0:3 of m need at least" in failed.reason
+    # Once the first is gone there is room.
+    bench.assignments.handle(Unassign(pipeline="p1"))
+    bench.assignments.handle(msgspec.structs.replace(other, epoch=3))
+    await asyncio.wait([*bench.assignments._fetches.values()])
+    assert [start.pipeline for start in bench.supervisor.started] == ["p1", "p2"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+async def test_a_worker_that_changes_its_layers_is_not_beside_itself(
+    bench: Bench, kind: str
+) -> None:
+    first = await bench.assign(1_200_000 if kind == "cpu" else 8_000_000, kind, stages=2)
+    assert isinstance(first, Start), first
+    bench.assignments._worker_said(1, Loaded(port=9, max_blocks=10, weight_bytes=1))
+    bench.told.clear()
+    bench.assignments.handle(msgspec.structs.replace(ASSIGN, epoch=2, layers=(0, 2), stages=2))
+    await asyncio.wait([*bench.assignments._fetches.values()])
+    assert bench.told == []
+    assert [type(message) for message in bench.supervisor.told] == [Start]
+
+
+@pytest.mark.parametrize("port", [1, 2])
+async def test_a_ring_is_formed_once_the_next_stage_has_answered(bench: Bench, port: int) -> None:
+    start = await bench.assign(1 << 30, stages=2)
+    assert isinstance(start, Start)
+    loaded = Loaded(port=9, max_blocks=10, weight_bytes=1)
+    bench.assignments._worker_said(1, loaded)
+    me = bench.assignments._me
+    ring = tuple(
+        StageAddress(peer=peer, public_key="x" * 40, addresses=("10.0.0.9",), port=at)
+        for peer, at in ((me, 9), ("other", port))
+    )
+    order = Form(pipeline="p1", epoch=1, ring=ring, blocks=10, micro_batches=0)
+    bench.assignments.handle(order)
+    bench.assignments.handle(order)
+    await asyncio.wait(bench.assignments._reaching)
+    assert bench.tried == [port]
+    if port == 2:
+        assert [type(message) for message in bench.supervisor.told] == [FormRing]
+        return
+    assert bench.supervisor.told == []
+    failed = bench.told[-1]
+    assert (failed.stage, failed.next_lost) == (0, True)
+    assert "can't connect to the next stage at 10.0.0.9 port 1" in failed.reason
+
+
 async def test_quantize_reaches_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: object())
     start = await bench.assign(1 << 30, quantize="nf4")
@@ -148,3 +227,24 @@ async def test_without_bitsandbytes_it_says_what_to_install(
     assert isinstance(reason, str)
     assert "int8 weights need bitsandbytes" in reason
     assert "pip install bitsandbytes" in reason
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_stage_in_a_ring_has_a_spare(bench: Bench, wanted: bool) -> None:
+    settings = msgspec.structs.replace(SETTINGS, spare_worker=wanted)
+    bench.assignments._settings = settings
+    await bench.assign(1 << 30)
+    bench.assignments._worker_said(1, Loaded(port=1, max_blocks=1, weight_bytes=1))
+    assert bench.supervisor.spares == []
+    bench.assignments._worker_said(1, Formed(epoch=1))
+    assert bench.supervisor.spares == ([1] if wanted else [])
+
+
+async def test_only_who_serves_no_more_is_in_a_hurry(bench: Bench) -> None:
+    start = await bench.assign(1 << 30)
+    assert isinstance(start, Start)
+    assert not start.hurry
+    bench.assignments._worker_exited(1, "it was killed")
+    bench.assignments.handle(msgspec.structs.replace(ASSIGN, epoch=2))
+    await asyncio.wait([*bench.assignments._fetches.values()])
+    assert bench.supervisor.started[1].hurry

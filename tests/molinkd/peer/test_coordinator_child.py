@@ -46,6 +46,34 @@ async def test_it_is_started_again_on_the_same_port(
     assert process.pid == 0
 
 
+NOTING = """
+import json, pathlib, sys
+print(json.dumps({"port": 4321, "public_key": "k", "swarm": "s", "term": 3}), flush=True)
+for line in sys.stdin:
+    pathlib.Path(sys.argv[-1]).write_text(line)
+"""
+
+
+async def test_a_term_that_was_raised_holds_after_a_restart(
+    tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
+    told = tmp_path / "told"
+    process = CoordinatorProcess(
+        lambda port: ["--port", str(port), str(told)],
+        0,
+        tmp_path,
+        (sys.executable, "-u", "-c", NOTING),
+    )
+    await process.start()
+    first = process.pid
+    psutil.Process(first).kill()
+    process.raise_term(7)
+    await net.until(lambda: told.exists() and told.read_text(encoding="utf-8") == "7\n")
+    assert process.pid != first
+    await process.close()
+
+
 async def test_why_it_cannot_start(tmp_path: Path) -> None:
     process = make(tmp_path, BAD)
     with pytest.raises(UsageError, match="the state is damaged"):

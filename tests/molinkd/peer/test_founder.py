@@ -1,5 +1,8 @@
 """What the PC that brings a model asks of the coordinator, and what it refuses before."""
 
+import asyncio
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +10,11 @@ import pytest
 
 from molink.errors import UsageError
 from molink.wire.messages.control import Done, Invite, InviteRequest, ServeModel
+from molinkd.peer import founder as founder_module
 from molinkd.peer import quantize as module
 from molinkd.peer.founder import Founder
 from molinkd.peer.home import Home
-from molinkd.peer.launch import Launch
+from molinkd.peer.launch import Announce, AnyEvent, Launch, Serving, StageNow, Trouble
 from molinkd.peer.library import Library
 from molinkd.peer.settings import Settings
 
@@ -30,7 +34,9 @@ def model(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def founder(home: Path, model: Path, **settings: Any) -> Founder:
+def founder(
+    home: Path, model: Path, announce: Announce = lambda _: None, **settings: Any
+) -> Founder:
     place = Home(home).create()
     launch = Launch(
         home=str(home),
@@ -39,7 +45,7 @@ def founder(home: Path, model: Path, **settings: Any) -> Founder:
         model=str(model),
         token=None,
     )
-    return Founder(launch, place, place.keys(), Library(), lambda _: None)
+    return Founder(launch, place, place.keys(), Library(), announce)
 
 
 async def test_it_asks_for_the_model_as_the_user_wants_it(
@@ -48,11 +54,13 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
     monkeypatch.setattr(module, "find_spec", lambda _: object())
     made = founder(tmp_path, model, quantize="nf4", dtype="f32", min_peers=2)
     await made.find_model()
+    await made.hash_model()
     session: Any = FakeSession()
     await made.serve(session)
     order = session.asked[0]
     assert isinstance(order, ServeModel)
     assert (order.quantize, order.dtype, order.min_peers) == ("nf4", "f32", 2)
+    assert order.model.root == Library().add("m", model).manifest.root
     assert 0 < order.model.nf4_bytes < order.model.int8_bytes < order.model.projection_bytes
 
 
@@ -64,3 +72,55 @@ async def test_without_bitsandbytes_nothing_is_started(
         await founder(tmp_path, model, quantize="nf4").find_model()
     # A PC without a stage of its own need not have it.
     await founder(tmp_path, model, quantize="nf4", stage="none").find_model()
+
+
+async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: Path) -> None:
+    made = founder(tmp_path, model)
+    await made.hash_model()
+    session: Any = FakeSession()
+    await made.serve(session)
+    assert session.asked == []
+
+
+async def test_whoever_started_it_is_told_of_files_that_change(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    told: asyncio.Queue[AnyEvent] = asyncio.Queue()
+    made = founder(tmp_path / "home", copy, announce=told.put_nowait)
+    await made.find_model()
+    assert isinstance(await told.get(), Serving)
+    await made.hash_model()
+    monkeypatch.setattr(founder_module, "_WATCH_S", 0.001)
+    watching = asyncio.create_task(made.watch())
+    (copy / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    said = await told.get()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert isinstance(said, Trouble)
+    assert "tokenizer_config.json has changed since molink read it" in said.text
+
+
+async def test_how_far_hashing_is_is_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: asyncio.Queue[AnyEvent] = asyncio.Queue()
+    shown = threading.Event()
+    made = founder(tmp_path, model, announce=told.put_nowait)
+    await made.find_model()
+    await told.get()
+    hashed = Library.add
+
+    def slow(*arguments: Any) -> Any:
+        shown.wait(60)
+        return hashed(*arguments)
+
+    monkeypatch.setattr(Library, "add", slow)
+    monkeypatch.setattr(founder_module, "_SHOW_S", 0.001)
+    hashing = asyncio.create_task(made.hash_model())
+    said = await told.get()
+    shown.set()
+    await hashing
+    assert isinstance(said, StageNow)
+    assert said.text.startswith("hashing the model's files, once: 0 of")

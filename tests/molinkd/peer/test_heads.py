@@ -69,6 +69,21 @@ async def test_a_head_is_usable_once_it_is_connected(net: Net) -> None:
     await heads.close()
 
 
+async def test_a_session_tells_what_has_ended_while_there_was_none(net: Net) -> None:
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
+    heads.update(route(net, 0, 9))
+    heads.update(msgspec.structs.replace(route(net, 0, 3), pipeline="p2"))
+    heads.welcomed()
+    # Another coordinator's word on a pipeline holds, even if its epoch is older.
+    assert heads.update(route(net, 0, 8, ready=False)) == []
+    assert [(known.pipeline, known.epoch) for known in heads.routes] == [("p1", 8), ("p2", 3)]
+    assert heads.update(route(net, 0, 8)) == ["p2"]
+    assert [(known.pipeline, known.epoch) for known in heads.routes] == [("p1", 8)]
+    assert heads.update(route(net, 0, 7)) == []
+    assert heads.routes[0].epoch == 8
+    await heads.close()
+
+
 async def test_a_broken_connection_is_a_change(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
@@ -99,7 +114,7 @@ class FakeStore:
         self.folder = folder
         self.failures = failures
 
-    async def metadata(self, model: str, sources: object) -> Path:
+    async def metadata(self, model: str, root: str, sources: object) -> Path:
         self.failures -= 1
         if self.failures >= 0:
             raise Unavailable("not yet")

@@ -6,10 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from molink.errors import TokenError, Unavailable, UsageError
-from molink.swarm.token import JoinToken
+from molink.errors import (
+    MolinkError,
+    Overloaded,
+    ShutOut,
+    TokenError,
+    Unavailable,
+    UsageError,
+)
+from molink.swarm.token import Guide, JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Joined, JoinRequest
+from molink.wire.messages.control import Elsewhere, Joined, JoinRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender
 from molinkd.peer.membership import Membership, choose, join, read_membership
@@ -49,15 +56,19 @@ def test_a_member_returns_without_one() -> None:
         choose(msgspec.structs.replace(KNOWN, own=True), None)
 
 
-def test_a_token_of_the_same_swarm_brings_new_addresses() -> None:
-    moved = choose(KNOWN, str(make_token()))
-    assert isinstance(moved, Membership)
-    assert moved.addresses == ("10.0.0.9:5466",)
+def test_a_token_of_the_same_swarm_counts() -> None:
+    """The coordinator may have forgotten this PC."""
+    assert choose(KNOWN, str(make_token())) == make_token()
+    with pytest.raises(UsageError, match="molink up"):
+        choose(msgspec.structs.replace(KNOWN, own=True), str(make_token()))
 
 
 def test_a_member_does_not_change_swarms_by_accident() -> None:
     with pytest.raises(UsageError, match="molink leave"):
-        choose(KNOWN, str(make_token(key=KeyPair.generate().public)))
+        choose(KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
+    # Another PC may lead the same swarm by now, with a key of its own.
+    moved = make_token(key=KeyPair.generate().public)
+    assert choose(KNOWN, str(moved)) == moved
 
 
 def test_an_expired_token() -> None:
@@ -86,8 +97,52 @@ async def test_joining(net: Net) -> None:
 async def test_an_invitation_that_is_not_known(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
-    with pytest.raises(TokenError, match="withdrawn"):
+    with pytest.raises(TokenError, match="was ended or has expired"):
         await join(net.context, KeyPair.generate(), token, "pc")
+
+
+class Refusing:
+    """A coordinator that answers with these errors first, and then lets everybody in."""
+
+    def __init__(self, net: Net, *errors: MolinkError) -> None:
+        self.errors = list(errors)
+        net.gatekeeper.allow(INVITATION.public, "invite:1")
+        self.server = net.server(control_codec(), self._handle)
+        self.token = make_token(f"127.0.0.1:{self.server.port}", net.keys.public)
+
+    def _handle(self, sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.server.send(sender.identity, Joined(ref=message.ref, swarm="s2", peer="p"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TokenError("was for one PC"), TokenError),
+        (ShutOut("was for one PC"), ShutOut),
+        (Unavailable("was for one PC"), Unavailable),
+    ],
+)
+async def test_what_the_coordinator_says_is_passed_on(
+    net: Net, error: MolinkError, kind: type[MolinkError]
+) -> None:
+    refusing = Refusing(net, error)
+    with pytest.raises(kind, match="was for one PC"):
+        await join(net.context, KeyPair.generate(), refusing.token, "pc")
+
+
+async def test_one_of_too_many_at_once_tries_again(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molinkd.peer.membership._AGAIN_S", 0.01)
+    refusing = Refusing(net, Overloaded("too many"), Overloaded("too many"))
+    assert (await join(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s2"
+    assert refusing.errors == []
+    monkeypatch.setattr("molinkd.peer.membership._JOIN_S", 0.0)
+    refusing.errors = [Overloaded("too many")] * 9
+    with pytest.raises(Unavailable, match="can't join"):
+        await join(net.context, KeyPair.generate(), refusing.token, "pc")
 
 
 async def test_a_coordinator_with_another_key(net: Net) -> None:
@@ -101,3 +156,27 @@ async def test_nobody_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.membership._JOIN_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
         await join(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
+
+
+async def test_a_member_sends_a_guest_on_to_the_coordinator(net: Net) -> None:
+    """The one that the token names is gone, and another PC leads."""
+
+    def admit(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+        coordinator.send(sender.identity, Joined(ref=message.ref, swarm="s", peer="me"))
+
+    def send_on(sender: Sender, message: JoinRequest, _payload: memoryview | None) -> None:
+        where = (f"127.0.0.1:{coordinator.port}",)
+        member.send(
+            sender.identity,
+            Elsewhere(ref=message.ref, coordinator_key=net.keys.public, addresses=where),
+        )
+
+    coordinator = net.server(control_codec(), admit)
+    member = net.server(control_codec(), send_on)
+    net.gatekeeper.allow(INVITATION.public, "invite:1")
+    token = msgspec.structs.replace(
+        make_token("127.0.0.1:1"),
+        guides=(Guide(net.keys.public, (f"127.0.0.1:{member.port}",)),),
+    )
+    joined = await join(net.context, KeyPair.generate(), token, "pc")
+    assert joined.addresses == (f"127.0.0.1:{coordinator.port}",)

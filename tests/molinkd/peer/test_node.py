@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -14,27 +15,35 @@ from molink.swarm.offenders import Offenders
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import (
+    ControlMessage,
     Done,
     Member,
     MemberGone,
+    Notice,
     PeerReport,
+    Revoked,
     RevokeRequest,
     Route,
     StatusReply,
     StatusRequest,
     Welcome,
 )
+from molink.wire.messages.leading import Noted
 from molink.wire.messages.pipe import MemberBlocked
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.server import Sender
+from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import node as module
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyEvent, NotServed
-from molinkd.peer.library import Library
+from molinkd.peer.launch import AnyEvent, NotServed, Trouble
+from molinkd.peer.leadership import Leadership
+from molinkd.peer.library import Holding, Library
 from molinkd.peer.membership import Membership
 from molinkd.peer.node import Node, Resources
+from molinkd.peer.replica_file import ReplicaFile
+from molinkd.peer.service import Service
 from molinkd.peer.settings import Settings
+from tests.support.models import MakeModel
 from tests.support.net import Net
 
 OTHER = KeyPair.generate()
@@ -63,9 +72,15 @@ class Scene:
         )
         address = f"127.0.0.1:{self.coordinator.port}"
         membership = Membership(swarm="s", coordinator_key=net.keys.public, addresses=(address,))
-        self.node = Node(resources, membership, lambda: "http://e")
+        self.shut_out = 0
+        replica = ReplicaFile(resources.home.replica, "s")
+        self.leadership = Leadership(resources, replica, membership)
+        self.node = Node(resources, self.leadership, lambda: "http://e", self._revoked)
         self.node.start(Measured(Device(kind="cpu", name="x", memory=0), bf16=False))
         self.identity = b""
+
+    def _revoked(self) -> None:
+        self.shut_out += 1
 
     def _handle(
         self,
@@ -77,6 +92,7 @@ class Scene:
         match message:
             case PeerReport() if sender.identity != self.identity:
                 self.identity = sender.identity
+                send(sender.identity, Noted(term=0, leader="first"))
                 send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
             case StatusRequest():
                 text = json.dumps(STATUS).encode()
@@ -94,6 +110,7 @@ async def scene(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
     await net.until(lambda: scene.node.session.welcome)
     yield scene
     await scene.node.close()
+    await scene.leadership.close()
 
 
 async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net: Net) -> None:
@@ -125,9 +142,27 @@ async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net)
     assert scene.node._heads.reason("m") == "two"
 
 
+async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
+    scene: Scene, net: Net
+) -> None:
+    """A coordinator that was started anew doesn't know what ended meanwhile."""
+
+    def pipelines() -> set[str]:
+        return {route.pipeline for route in scene.node._heads.routes}
+
+    for pipeline in ("p1", "p2"):
+        route = Route(pipeline=pipeline, epoch=1, model="m", ready=False, head=None, context=0)
+        scene.coordinator.send(scene.identity, route)
+    await net.until(lambda: pipelines() == {"p1", "p2"})
+    scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
+    scene.coordinator.send(scene.identity, structs.replace(route, ready=True))
+    await net.until(lambda: pipelines() == {"p2"})
+
+
 async def test_revoking_leaves_time_for_the_answer(scene: Scene, net: Net) -> None:
     """The one who is shut out counts for nothing at once; connections are cut a little later."""
-    await scene.node.revoke("x")
+    reply, _ = await scene.node.relay(RevokeRequest(ref=0, target="x"))
+    assert isinstance(reply, Done)
     assert scene.revoked == ["x"]
     peer = peer_id(OTHER.public)
     member = Member(peer=peer, name="tv", public_key=OTHER.public, addresses=(), control_port=0)
@@ -139,9 +174,89 @@ async def test_revoking_leaves_time_for_the_answer(scene: Scene, net: Net) -> No
     await net.until(lambda: scene.control.counters.rebuilds == 1)
 
 
+async def test_what_the_coordinator_wants_a_person_to_know(scene: Scene, net: Net) -> None:
+    for text in ("--stage 6:99 is odd", ""):
+        scene.coordinator.send(scene.identity, Notice(text=text))
+    scene.coordinator.send(scene.identity, Revoked(swarm="s"))
+    await net.until(lambda: scene.shut_out == 1)
+    told = [event.text for event in scene.events if isinstance(event, Trouble)]
+    assert told == ["--stage 6:99 is odd"]
+
+
 async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net: Net) -> None:
     first = scene.node._sweep
     assert first is not None
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
     await net.until(lambda: scene.node._sweep is not first)
     assert first.cancelled()
+
+
+class AlteredHolding(Holding):
+    """Has the right manifest, and says something else than the chat template."""
+
+    def read(self, name: str, index: int) -> bytes:
+        data = super().read(name, index)
+        return data.replace(b"im_start", b"im_evil_")
+
+
+def serve_files(net: Net, folder: Path, kind: type[Holding]) -> tuple[Member, Holding]:
+    """A peer with the model in ``folder``, on a control socket of its own."""
+    library = Library()
+    made = library.add("m", folder)
+    held = kind(made.folder, made.manifest, made.places, made.stamps)
+    library.held = lambda root: held  # type: ignore[method-assign]
+    keys = net.member()
+    me = peer_id(keys.public)
+    commands: Any = None
+    leader: Any = None
+    service = Service(me, library, commands, leader)
+    server: Server[ControlMessage] = Server(
+        net.context,
+        keys,
+        control_codec(),
+        net.gatekeeper,
+        service.handle,
+        permits=service.permits,
+    )
+    service.send = server.send
+    net.at_end(server.close)
+    server.bind("127.0.0.1", (0, 1))
+    member = Member(
+        peer=me,
+        name=kind.__name__,
+        public_key=keys.public,
+        addresses=("127.0.0.1",),
+        control_port=server.port,
+    )
+    return member, held
+
+
+async def test_a_source_that_alters_the_chat_template_is_named_and_left(
+    scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
+) -> None:
+    folder = make_model(tmp_path / "model")
+    liar, held = serve_files(net, folder, AlteredHolding)
+    honest, _ = serve_files(net, folder, Holding)
+    for member in (liar, honest):
+        scene.coordinator.send(scene.identity, member)
+    route = Route(
+        pipeline="p1",
+        epoch=1,
+        model="m",
+        root=held.manifest.root,
+        sources=(liar.peer, honest.peer),
+        ready=False,
+        head=None,
+        context=0,
+    )
+    scene.coordinator.send(scene.identity, route)
+    await net.until(lambda: scene.node.requests.models())
+    (model,) = scene.node.requests.models()
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        assert (model.folder / name).read_bytes() == (folder / name).read_bytes()
+    (shown,) = json.loads(await scene.node.status())["cut_off"]
+    assert (shown["peer"], shown["by"]) == (liar.peer, "this PC, as a source of models")
+    assert "is not what the model's owner has there" in shown["reason"]
+    scene.coordinator.send(scene.identity, MemberGone(peer=liar.peer))
+    await net.until(lambda: scene.node._book.get(liar.peer) is None)
+    assert "cut_off" not in json.loads(await scene.node.status())

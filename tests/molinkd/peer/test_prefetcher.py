@@ -9,19 +9,26 @@ import pytest
 from molink.errors import Unavailable
 from molink.wire.messages.control import Prefetch, Prefetched
 from molinkd.peer.prefetcher import Prefetcher
-from molinkd.peer.store import FetchProgress
+from molinkd.peer.progress import Progress
 
 
 class FakeStore:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
+        self.asked = asyncio.Event()
         self.answers: asyncio.Queue[Exception | None] = asyncio.Queue()
 
     async def stage(
-        self, model: str, layers: tuple[int, int], sources: Sequence[str], progress: FetchProgress
+        self,
+        model: str,
+        root: str,
+        layers: tuple[int, int],
+        sources: Sequence[str],
+        progress: Progress,
     ) -> Path:
         self.calls.append(layers)
-        progress.total = 4_000_000
+        progress.done, progress.total = 1_000_000, 4_000_000
+        self.asked.set()
         answer = await self.answers.get()
         if answer is not None:
             raise answer
@@ -56,6 +63,10 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     scene.prefetcher.begin(wish())
     await scene.said.get()
     assert scene.prefetcher.under_way == "" or "MB" in scene.prefetcher.under_way
+    await scene.store.asked.wait()
+    state = scene.prefetcher.state
+    assert state is not None
+    assert (state.done, state.total) == (1_000_000, 4_000_000)
     scene.store.answers.put_nowait(None)
     assert await scene.said.get() == Prefetched(number=1, state="done")
     scene.prefetcher.begin(wish())

@@ -2,27 +2,38 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from molink.checkpoint.manifest import root_of
 from molink.errors import ModelNotFound, NotAuthorized, RequestError
 from molink.facts.identity import peer_id
 from molink.swarm.address_book import AddressBook
-from molink.swarm.fetch_plan import FilePiece
+from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import (
+    ControlMessage,
+    Done,
+    InvitationsReply,
+    InvitationsRequest,
     Invite,
     InviteRequest,
+    JoinRequest,
     Member,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
+    UnrevokeRequest,
 )
+from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.pipe import MemberKey
+from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molinkd.peer.library import Library
-from molinkd.peer.service import Service, UserCommands
+from molinkd.peer.service import AboutLeader, Service, UserCommands
 from molinkd.peer.sources import PeerSource, Sources
+from tests.support.models import write_tensors
 from tests.support.net import Net
 
 
@@ -35,13 +46,16 @@ class Commands:
     async def status(self) -> bytes:
         return b'{"swarm": "s"}'
 
-    async def invite(self, ttl: float) -> str:
-        if ttl < 0:
-            raise NotAuthorized("not you")
-        return f"token {ttl:g}"
-
-    async def revoke(self, target: str) -> None:
-        self.asked.append(target)
+    async def relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+        match message:
+            case InviteRequest(ttl=ttl) if ttl < 0:
+                raise NotAuthorized("not you")
+            case InviteRequest(ttl=ttl, uses=uses):
+                return Invite(ref=99, token=f"token {ttl:g} {uses}"), b""
+            case InvitationsRequest():
+                return InvitationsReply(ref=99, payload=Payload("u8", (2,))), b"[]"
+        self.asked.append(message)
+        return Done(ref=99), b""
 
     async def shutdown(self, leave: bool) -> None:
         self.asked.append(leave)
@@ -50,12 +64,16 @@ class Commands:
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "model.safetensors").write_bytes(b"0123456789")
-    for number in range(20):
-        (tmp_path / f"model-{number:05d}-of-00020.safetensors").write_bytes(b"x")
+    write_tensors(tmp_path / "model.safetensors", {"t": bytes(range(256)) * 1000})
     library = Library()
     library.add("m", tmp_path)
     return library
+
+
+def root(library: Library) -> str:
+    holding = library.get("m")
+    assert holding is not None
+    return holding.manifest.root
 
 
 def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
@@ -63,7 +81,13 @@ def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
     service = Service(
         me,
         library,
-        UserCommands(commands.status, commands.invite, commands.revoke, commands.shutdown),
+        UserCommands(commands.status, commands.relay, commands.shutdown),
+        AboutLeader(
+            lambda peer, request: LeaderReply(
+                ref=request.ref, view=msgspec.structs.replace(request.view, leader=peer)
+            ),
+            lambda: ("k" * 40, ("h:1",)),
+        ),
     )
     server = net.server(control_codec(), service.handle, permits=service.permits)
     service.send = server.send
@@ -73,13 +97,18 @@ def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
 async def test_members_read_files(net: Net, library: Library) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
-    files = await source.files("m")
-    assert len(files) == 22
-    assert await source.read("m", FilePiece("model.safetensors", 3, 4, 0)) == b"3456"
-    with pytest.raises(RequestError, match="no file"):
-        await source.read("m", FilePiece("../x", 0, 1, 0))
+    size, raw = await source.manifest(root(library), 0)
+    assert size == len(raw)
+    assert root_of(raw) == root(library)
+    assert await source.manifest(root(library), size - 3) == (size, raw[-3:])
+    assert await source.read(root(library), "config.json", 0) == b"{}"
+    whole = await source.read(root(library), "t", 0) + await source.read(root(library), "t", 1)
+    assert whole == bytes(range(256)) * 1000
+    for part, index, why in (("../x", 0, "no part"), ("t", 2, "has 2 chunks")):
+        with pytest.raises(RequestError, match=why):
+            await source.read(root(library), part, index)
     with pytest.raises(ModelNotFound):
-        await source.files("other")
+        await source.manifest(f"{0:064}:1", 0)
 
 
 async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
@@ -98,7 +127,7 @@ async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
     )
     sources = Sources(net.context, mine, book)
     async with sources.connect(me) as source:
-        assert len(await source.files("m")) == 22
+        assert (await source.manifest(root(library), 0))[0] > 0
 
 
 async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> None:
@@ -109,14 +138,22 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
     assert isinstance(reply, StatusReply)
     assert payload is not None
     assert bytes(payload) == b'{"swarm": "s"}'
-    reply, _ = await client.request(InviteRequest(ref=0, ttl=5.0))
+    reply, _ = await client.request(InviteRequest(ref=0, ttl=5.0, uses=3))
     assert isinstance(reply, Invite)
-    assert reply.token == "token 5"
+    assert reply.token == "token 5 3"
+    reply, payload = await client.request(InvitationsRequest(ref=0))
+    assert isinstance(reply, InvitationsReply)
+    assert payload is not None
+    assert bytes(payload) == b"[]"
     with pytest.raises(NotAuthorized, match="not you"):
         await client.request(InviteRequest(ref=0, ttl=-1.0))
     await client.request(RevokeRequest(ref=0, target="p"))
+    await client.request(UnrevokeRequest(ref=0, target="p"))
     await client.request(ShutdownRequest(ref=0, leave=True))
-    assert commands.asked == ["p", True]
+    revoke, unrevoke, leave = commands.asked
+    assert isinstance(revoke, RevokeRequest)
+    assert isinstance(unrevoke, UnrevokeRequest)
+    assert leave is True
 
 
 async def test_others_may_not(net: Net, library: Library) -> None:
@@ -127,5 +164,32 @@ async def test_others_may_not(net: Net, library: Library) -> None:
     client.send(StatusRequest(ref=2))
     client.send(InviteRequest(ref=3))
     client.send(RevokeRequest(ref=4, target="p"))
-    await net.until(lambda: server.counters.forbidden == 4)
+    client.send(InvitationsRequest(ref=5))
+    client.send(UnrevokeRequest(ref=6, target="p"))
+    await net.until(lambda: server.counters.forbidden == 6)
     assert commands.asked == []
+
+
+async def test_members_ask_who_leads(net: Net, library: Library) -> None:
+    server, _ = start(net, library, "me")
+    keys = net.member()
+    view = LeaderView(term=3, leader="", leads=False, hears=True, fit=True, replica=(0, 1))
+    reply, _ = await net.client(control_codec(), keys, server.port).request(
+        LeaderRequest(ref=0, swarm="s", view=view)
+    )
+    assert reply.view == msgspec.structs.replace(view, leader=peer_id(keys.public))
+
+
+async def test_a_guest_is_told_where_the_coordinator_is_and_nothing_else(
+    net: Net, library: Library
+) -> None:
+    server, _ = start(net, library, "me")
+    keys = KeyPair.generate()
+    net.gatekeeper.allow(keys.public, "invite:1")
+    guest = net.client(control_codec(), keys, server.port)
+    wish = JoinRequest(ref=0, public_key=keys.public, name="x", version="1")
+    reply, _ = await guest.request(wish)
+    assert (reply.coordinator_key, reply.addresses) == ("k" * 40, ("h:1",))
+    assert server._permits("invite:1", wish)
+    assert not server._permits("invite:1", StatusRequest(ref=0))
+    assert not server._permits("some peer", wish)

@@ -17,6 +17,7 @@ from molink.wire.messages.control import (
     StageReady,
     Welcome,
 )
+from molink.wire.messages.leading import Noted
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import session as session_module
@@ -43,13 +44,14 @@ class FakeCoordinator:
 
     def __init__(self, net: Net) -> None:
         self.got: list[object] = []
-        self.identity = b""
+        self.identity, self.term = b"", 0
         self.server = net.server(control_codec(), self._handle)
 
     def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
         self.got.append(message)
         if isinstance(message, PeerReport) and sender.identity != self.identity:
             self.identity = sender.identity
+            self.server.send(sender.identity, Noted(term=self.term, leader="first"))
             self.server.send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
         elif isinstance(message, Goodbye):
             self.server.send(sender.identity, Done(ref=message.ref))
@@ -59,7 +61,10 @@ class FakeCoordinator:
             self.server.send(sender.identity, Invite(ref=message.ref, token="t"))
 
 
-def make_session(net: Net, keys: KeyPair, port: int, heard: list[object]) -> CoordinatorSession:
+def make_session(
+    net: Net, keys: KeyPair, port: int, heard: list[object], term: int = 0
+) -> CoordinatorSession:
+    """A session that obeys no coordinator of a term before ``term``."""
     membership = Membership(
         swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
     )
@@ -68,8 +73,11 @@ def make_session(net: Net, keys: KeyPair, port: int, heard: list[object]) -> Coo
         keys,
         membership,
         lambda: REPORT,
-        heard.append,
+        lambda message, _: heard.append(message),
         lambda: heard.append("welcome"),
+        heard.append,
+        lambda said, _: said >= term,
+        lambda: heard.append("cut"),
     )
 
 
@@ -132,10 +140,10 @@ async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     await net.until(lambda: not session.welcome)
     assert session.failure
     again = FakeCoordinator.__new__(FakeCoordinator)
-    again.got, again.identity = [], b""
+    again.got, again.identity, again.term = [], b"", 0
     again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
     await _bind(net, again.server, port)
-    await net.until(lambda: heard == ["welcome", "welcome"])
+    await net.until(lambda: heard == ["welcome", "cut", "welcome"])
     await session.close()
     await again.server.close()
 
@@ -152,8 +160,40 @@ async def _bind(net: Net, server: Server, port: int) -> None:
 
 
 async def test_a_stranger_is_told_so(net: Net) -> None:
-    coordinator = FakeCoordinator(net)
-    session = make_session(net, KeyPair.generate(), coordinator.server.port, [])
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, KeyPair.generate(), coordinator.server.port, heard)
+    for number in range(session_module.LASTING):
+        assert heard == []
+        session._refused(f"{number}")
+    session._refused("more")
+    assert heard == ["3"], "once, when it lasts"
     session.start()
     await net.until(lambda: "doesn't know this PC" in session.failure)
+    await session.close()
+
+
+async def test_a_coordinator_of_an_earlier_term_is_not_obeyed(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard, term=5)
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 2)
+    assert (heard, session.welcome) == ([], False)
+    await session.close()
+
+
+async def test_it_follows_the_coordinator_to_another_place(net: Net) -> None:
+    first, second, heard = FakeCoordinator(net), FakeCoordinator(net), []
+    session = make_session(net, net.member(), first.server.port, heard)
+    session.start()
+    await net.until(lambda: session.welcome)
+    place = Membership(
+        swarm="s",
+        coordinator_key=net.keys.public,
+        addresses=(f"127.0.0.1:{second.server.port}",),
+    )
+    session.follow(place)
+    await net.until(lambda: session.welcome)
+    assert REPORT in second.got
+    session.follow(place)  # there it is already
+    assert session.welcome
     await session.close()

@@ -37,6 +37,10 @@ class FakeHeads:
         self.sent: list[DataMessage] = []
         self.on_send: Callable[[DataMessage], None] = lambda _: None
         self.error: MolinkError | None = None
+        self.sign = 0
+
+    def forming(self, model: str) -> int:
+        return self.sign
 
     def reason(self, model: str) -> str:
         return ""
@@ -98,6 +102,26 @@ async def test_an_answer(requests: Requests, heads: FakeHeads) -> None:
     assert counters["daemon_requests_started"] == 1.0
     assert counters["a"] == 1.0
     assert gauges["daemon_requests_active"] == 0
+
+
+async def test_who_waits_waits_on_while_a_pipeline_is_being_formed(
+    requests: Requests, heads: FakeHeads
+) -> None:
+    heads.on_send = answering(requests, heads, 4)
+    heads.usable = []
+    asked = asyncio.create_task(collect(requests, ask()))
+    for _ in range(3):  # it begins, and is handed to this loop
+        await asyncio.sleep(0)
+    (active,) = requests._active.values()
+    before = active.stream.next_wake
+    heads.sign = 1
+    requests.heads_changed("m")
+    assert before is not None
+    assert active.stream.next_wake is not None
+    assert active.stream.next_wake > before
+    heads.usable = [HeadEpoch("p1", 2)]
+    requests.heads_changed("m")
+    assert await asked == [100, 101, 102, 103]
 
 
 async def test_from_another_thread(requests: Requests, heads: FakeHeads) -> None:

@@ -14,7 +14,7 @@ from molink.wire.messages.control import StageAddress
 from molink.wire.messages.pipe import Formed, FormRing, Loaded, MemberKey, Members, Start
 from molinkd.api.backend import Figures
 from molinkd.peer import supervisor as supervisor_module
-from molinkd.peer.child import BoundedLog, Child
+from molinkd.peer.child import BoundedLog, Child, how_it_ended
 from molinkd.peer.supervisor import Supervisor, exit_reason
 from tests.support.net import until
 
@@ -108,10 +108,65 @@ async def test_metrics_never_fall(heard: Heard) -> None:
     heard.supervisor.start(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
     figures = heard.supervisor.metrics()
-    assert figures.gauges == {"workers": 2.0}
+    assert figures.gauges == {"workers": 2.0, "spare_workers": 0.0}
     assert figures.stages == {"0:4": {"members": 1.0}, "4:6": {"members": 1.0}}
     await heard.supervisor.close()
-    assert heard.supervisor.metrics() == Figures({"steps": 4.0}, {"workers": 0.0})
+    assert heard.supervisor.metrics() == Figures(
+        {"steps": 4.0}, {"workers": 0.0, "spare_workers": 0.0}
+    )
+
+
+async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+    """Start worker 1 and a spare beside it."""
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
+    first = heard.supervisor.start(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    heard.supervisor.keep_spare(1)
+
+    def others() -> list[psutil.Process]:
+        children = psutil.Process().children()  # those of other tests of this process too
+        return [each for each in children if each.pid != first and FAKE.name in _line(each)]
+
+    await until(others)
+    (spare,) = others()
+    return spare
+
+
+async def test_a_spare_is_the_next_worker(
+    heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = await _spare(heard, monkeypatch)
+    await until(lambda: heard.supervisor.metrics().gauges["spare_workers"] == 1.0)
+    heard.supervisor.keep_spare(1)  # one is enough
+    other = msgspec.structs.replace(START, pipeline="p2", stage=3)
+    assert heard.supervisor.start(2, other, MEMBERS) == spare.pid
+    await heard.until(lambda: len(heard.messages) == 2)
+    generation, loaded = heard.messages[1]
+    assert (generation, type(loaded)) == (2, Loaded)
+    assert heard.supervisor.metrics().gauges == {"workers": 2.0, "spare_workers": 0.0}
+    spare.kill()
+    await heard.until(lambda: bool(heard.exits))
+    assert [generation for generation, _ in heard.exits] == [2]
+
+
+@pytest.mark.parametrize("heard", ["cold"], indirect=True)
+async def test_a_spare_that_is_not_ready_is_not_waited_for(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = await _spare(heard, monkeypatch)
+    assert heard.supervisor.start(2, START, MEMBERS) != spare.pid
+    await heard.until(lambda: len(heard.messages) == 2)
+
+
+async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = await _spare(heard, monkeypatch)
+    await until(lambda: heard.supervisor.metrics().gauges["spare_workers"] == 1.0)
+    spare.kill()
+    await until(lambda: heard.supervisor.metrics().gauges["spare_workers"] == 0.0)
+    assert heard.exits == []
+    assert heard.supervisor.start(2, START, MEMBERS) != spare.pid
 
 
 async def _until_steps(heard: Heard, steps: float) -> None:
@@ -154,6 +209,17 @@ def test_exit_reasons() -> None:
     assert exit_reason(-9, "") == "the worker was ended by signal 9"
     assert exit_reason(0xC0000005, "") == "the worker exited with code 0xC0000005"
     assert exit_reason(1, "a\nb\n\n") == "the worker exited with code 1: b"
+
+
+@pytest.mark.parametrize("code", [-9, 1, 0, 0xC0000005])
+def test_no_line_of_the_log_gets_to_clients(code: int) -> None:
+    line = "2026-11-22 05:14:52,123 INFO molinkd.worker: connected to 192.168.1.7"
+    assert exit_reason(code, line) == f"the worker {how_it_ended(code)}"
+
+
+def test_an_error_that_ended_a_worker_is_told_without_its_place_in_the_log() -> None:
+    line = "2026-11-22 05:14:52,123 ERROR molinkd.worker: WorkerError: out of memory"
+    assert exit_reason(1, line) == "the worker exited with code 1: WorkerError: out of memory"
 
 
 def test_logs_are_bounded(tmp_path: Path) -> None:

@@ -1,0 +1,430 @@
+"""Whom this peer follows, and the coordinator that runs here while it leads.
+
+The shell of :mod:`molink.swarm.succession`: it asks other daemons over their control sockets,
+starts and ends the coordinator's process, and tells its owner where to connect.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq.asyncio
+
+from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError, WireError
+from molink.facts.identity import peer_id
+from molink.swarm.succession import (
+    Answered,
+    Ask,
+    Cut,
+    Event,
+    Follow,
+    Heard,
+    Known,
+    Lead,
+    Led,
+    NotLed,
+    Raise,
+    Resigned,
+    Silent,
+    StepDown,
+    Succession,
+    Tick,
+)
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import ControlMessage, Member
+from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
+from molink.wire.sockets.client import Client
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.refusal import is_refused
+from molinkd.peer.addresses import advertised, from_here
+from molinkd.peer.coordinator_child import Announcement, CoordinatorProcess
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Announce, Trouble
+from molinkd.peer.membership import Membership
+from molinkd.peer.replica_file import ReplicaFile
+from molinkd.peer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+#: How long a peer has to answer whom it follows, in seconds.
+ANSWER_S = 1.0
+
+
+class Place(Protocol):
+    """What running a coordinator takes of its PC."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def home(self) -> Home: ...
+    @property
+    def keys(self) -> KeyPair: ...
+
+
+class DaemonPlace(Place, Protocol):
+    """What leading takes of a daemon."""
+
+    @property
+    def context(self) -> zmq.asyncio.Context: ...
+    @property
+    def announce(self) -> Announce: ...
+
+
+class Leadership:
+    """One daemon's part in who leads the swarm."""
+
+    def __init__(
+        self,
+        place: DaemonPlace,
+        replica: ReplicaFile,
+        membership: Membership | None,
+        on_follow: Callable[[Membership], None] = lambda _: None,
+    ) -> None:
+        """``membership`` is ``None`` to found a swarm.
+
+        ``on_follow`` is told where the coordinator is, whenever that is another place.
+        """
+        self._place = place
+        self.replica = replica
+        self.membership = membership
+        self.on_follow = on_follow
+        self._me = peer_id(place.keys.public)
+        self._process: CoordinatorProcess | None = None
+        #: Addresses of the coordinator here, as others reach it.
+        self._announced: tuple[str, ...] = ()
+        self._deeds: asyncio.Queue[Lead | StepDown | None] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        #: Done once this peer leads what it founds, or can't.
+        self._begun: asyncio.Future[None] = self._loop.create_future()
+        #: ``None`` until :meth:`start`.
+        self._succession: Succession | None = None
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def found(self) -> None:
+        """Lead a new swarm, or one whose state nobody else has; returns once this peer does.
+
+        Raises:
+            UsageError: it can't; says why.
+        """
+        self.start()
+        self._happened(Tick())
+        await self._begun
+
+    def serves(self, model: str | None) -> None:
+        """Remember the swarm, and what ``up`` serves here, if it does."""
+        if model is not None:
+            self.membership = msgspec.structs.replace(self.target, model=model)
+        self.target.save(self._place.home.membership)
+
+    @property
+    def founds(self) -> bool:
+        """Whether nobody else can lead, or is known to."""
+        return self.membership is None or (self.membership.own and self.replica.held is None)
+
+    def start(self) -> None:
+        """Begin to look for the leader, if that hasn't begun; the session is about to."""
+        if self._succession is not None:
+            return
+        membership = self.membership
+        known = Known(self.replica.order or (self._me,), self.replica.version)
+        self._succession = Succession(
+            self._me,
+            self._loop.time(),
+            known=known,
+            term=0 if membership is None else max(membership.term, known.replica[0]),
+            leader=self._me if self.founds or membership is None else membership.leader,
+        )
+        self._spawn(self._act(), "molink-lead")
+        self._spawn(self._ticks(), "molink-succession")
+
+    def resign(self) -> None:
+        """This daemon ends: others need not wait for it."""
+        self._happened(Resigned())
+
+    async def close(self) -> None:
+        """End the coordinator, if it runs here."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._begun.cancel()
+        await self._end_process()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the coordinator runs here."""
+        return self._process is not None
+
+    @property
+    def target(self) -> Membership:
+        """The swarm, and where its coordinator is as far as is known."""
+        assert self.membership is not None
+        return self.membership
+
+    def where(self) -> tuple[str, tuple[str, ...]]:
+        """The key of the coordinator, and the addresses at which others reach it."""
+        target = self.target
+        return target.coordinator_key, self._announced if self.leads else target.addresses
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def noted(self, term: int, leader: str) -> bool:
+        """The coordinator has spoken; whether it is one to follow."""
+        found = self._happened(Heard(term, leader))
+        if found is None or term < found.term:
+            return False
+        self._remember(term=found.term, leader=found.leader)
+        return True
+
+    def cut(self) -> None:
+        """The connection to the coordinator is lost."""
+        self._happened(Cut())
+
+    def shared(self, data: memoryview) -> None:
+        """The coordinator shares its state."""
+        assert self.membership is not None
+        if self.replica.take(data, self.membership.swarm):
+            self._happened(Known(self.replica.order, self.replica.version))
+
+    def answer(self, peer: str, request: LeaderRequest) -> LeaderReply:
+        """A peer asks whom this one follows, and says whom it follows itself.
+
+        Raises:
+            Unavailable: this daemon is still starting.
+            NotAuthorized: the peer is of another swarm.
+        """
+        if request.swarm != self.target.swarm:
+            raise NotAuthorized(f"this PC is not of swarm {request.swarm}")
+        found = self._happened(Answered(peer, request.view))
+        if found is None:
+            raise Unavailable("this daemon is still starting")
+        return LeaderReply(ref=request.ref, view=found.view(self._loop.time()))
+
+    def _happened(self, event: Event) -> Succession | None:
+        """Decide, and begin to carry it out; nothing happens before :meth:`start`."""
+        succession = self._succession
+        if succession is None:
+            return None
+        role = succession.role
+        for decision in succession.handle(event, self._loop.time()):
+            match decision:
+                case Ask(peer):
+                    self._spawn(self._ask(peer, succession), f"molink-ask-{peer}")
+                case Follow():
+                    self._follow(decision)
+                case Raise(term):
+                    if self._process is not None:
+                        self._process.raise_term(term)
+                    self._remember(term=term)
+                case Lead() | StepDown():
+                    self._deeds.put_nowait(decision)
+        if succession.role != role:
+            log.info("%s", succession.story[-1])
+        return succession
+
+    def _follow(self, decision: Follow) -> None:
+        addresses = decision.addresses
+        if decision.leader == self._me and self._process is not None:
+            addresses = (f"{from_here(self._place.settings.host)}:{self._process.port}",)
+        self._remember(
+            term=decision.term,
+            leader=decision.leader,
+            coordinator_key=decision.coordinator_key,
+            addresses=addresses,
+        )
+        if self.membership is not None:
+            self.on_follow(self.membership)
+
+    def _remember(self, **changes: object) -> None:
+        if self.membership is None:
+            return
+        changed = msgspec.structs.replace(self.membership, **changes)
+        if changed != self.membership:
+            self.membership = changed
+            try:
+                changed.save(self._place.home.membership)
+            except OSError as error:
+                log.warning("can't remember where the coordinator is: %s", error)
+
+    # --- asking ------------------------------------------------------------------------------
+
+    async def _ask(self, peer: str, succession: Succession) -> None:
+        member = self._member(peer)
+        if member is None or self.membership is None:
+            self._happened(Silent(peer))
+            return
+        view = succession.view(self._loop.time())
+        request = LeaderRequest(ref=0, swarm=self.membership.swarm, view=view)
+        found = endpoints(member.addresses, member.control_port)
+        asking = [asyncio.ensure_future(self._ask_at(member, one, request)) for one in found]
+        answer: LeaderView | None = None
+        try:
+            for done in asyncio.as_completed(asking):
+                answer = await done
+                if answer is not None:
+                    break
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        self._happened(Silent(peer) if answer is None else Answered(peer, answer))
+
+    async def _ask_at(
+        self, member: Member, address: str, request: LeaderRequest
+    ) -> LeaderView | None:
+        """The answer of a peer at one of its addresses; ``None`` if there is none."""
+        client: Client[ControlMessage] = Client(
+            self._place.context,
+            self._place.keys,
+            control_codec(),
+            member.public_key,
+            (address,),
+            name=member.name,
+        )
+        try:
+            client.start()
+            asking = asyncio.ensure_future(client.request(request, timeout=ANSWER_S))
+            refusing = asyncio.ensure_future(is_refused(address))
+            try:
+                await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done() and refusing.result():
+                    return None  # nobody is there: no need to wait
+                reply, _ = await asking
+            finally:
+                for task in (asking, refusing):
+                    task.cancel()
+                await asyncio.gather(asking, refusing, return_exceptions=True)
+            if not isinstance(reply, LeaderReply):
+                raise WireError(f"a {type(reply).__name__} says nothing of a leader")
+        except MolinkError as error:
+            log.debug("%s at %s: %s", member.name, address, error)
+            return None
+        else:
+            return reply.view
+        finally:
+            await client.close()
+
+    def _member(self, peer: str) -> Member | None:
+        held = self.replica.held
+        for one in () if held is None else held.members:
+            if one.peer == peer and one.announced is not None and one.announced.addresses:
+                return one.announced
+        return None
+
+    # --- leading -----------------------------------------------------------------------------
+
+    async def _act(self) -> None:
+        """Start and end the coordinator as decided, one after the other."""
+        while True:
+            deed = await self._deeds.get()
+            await self._end_process()
+            if isinstance(deed, Lead):
+                await self._lead(deed)
+
+    async def _lead(self, deed: Lead) -> None:
+        held = self.replica.path if self.replica.held is not None else None
+        process = coordinator_process(
+            self._place, self.membership, held, deed, self._me, self._failing
+        )
+        try:
+            announcement = await process.start()
+        except MolinkError as error:
+            await process.close()
+            if self.founds and not self._begun.done():
+                self._begun.set_exception(UsageError(str(error)))
+                return
+            self._place.announce(Trouble(text=str(error)))
+            self._happened(NotLed())
+            return
+        self._process, self._announced = process, announcement.addresses
+        if announcement.restored:
+            self._place.announce(Trouble(text=announcement.restored))
+        if self.membership is None:
+            self.membership = self._founded(announcement)
+        self._happened(
+            Led(announcement.term, announcement.public_key, tuple(announcement.addresses))
+        )
+        if not self._begun.done():
+            self._begun.set_result(None)
+
+    def _founded(self, announcement: Announcement) -> Membership:
+        return Membership(
+            swarm=announcement.swarm,
+            coordinator_key=announcement.public_key,
+            addresses=tuple(announcement.addresses),
+            own=True,
+            leader=self._me,
+        )
+
+    def _failing(self) -> None:
+        self._place.announce(
+            Trouble(text="the coordinator ends again and again here: another PC is to run it")
+        )
+        self._happened(NotLed())
+
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._happened(Tick())
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+
+def coordinator_process(
+    place: Place,
+    membership: Membership | None,
+    replica: Path | None,
+    deed: Lead,
+    leader: str,
+    on_failing: Callable[[], None] = lambda: None,
+) -> CoordinatorProcess:
+    """The coordinator of this PC, to be started as decided.
+
+    ``leader`` is this peer; empty where no daemon stands beside it.
+    """
+    settings, home = place.settings, place.home
+    lost = [deed.lost] if deed.lost else []
+
+    def arguments(port: int) -> list[str]:
+        options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
+        options += ["--term", str(deed.term), "--leader", leader]
+        if replica is not None:
+            options += ["--replica", str(replica)]
+        if membership is None or membership.own:
+            options += ["--member", f"{place.keys.public}:{settings.name}"]
+            options += ["--max-peers", str(settings.max_peers)]
+        if membership is not None:
+            options += ["--swarm", membership.swarm]
+        if lost:
+            options += ["--lost", lost.pop()]  # only the first run knows
+        for address in advertised(settings.host, settings.advertise):
+            options += ["--address", address]
+        return options
+
+    port = settings.coordinator_port
+    led = membership is not None and (
+        membership.leader == leader or (membership.own and not membership.leader)
+    )
+    if membership is not None and led and port:
+        # The members know the port of the last run.
+        port = int(membership.addresses[0].rpartition(":")[2])
+    return CoordinatorProcess(arguments, port, home.logs, on_failing=on_failing)

@@ -1,0 +1,33 @@
+"""Numbers that say who led when: a term is one leader's, an epoch is made in a term.
+
+``term = round << 16 | the leader's own bits``, and ``epoch >= term << 16``: epochs of a later round
+are larger than all before, wherever they were made. The founder's first term is 0, so its epochs
+are 1, 2, 3 …; 21 bits are left for rounds in a number that JSON can carry.
+"""
+
+import zlib
+
+_SHARE = 16
+_OWN = (1 << _SHARE) - 1
+#: Rounds end here: a message can't carry an epoch of a later one.
+MAX_ROUND = (1 << 21) - 1
+
+
+def next_term(above: int, leader: str) -> int:
+    """The term of ``leader`` in the round after that of ``above``."""
+    return (round_of(above) + 1) << _SHARE | zlib.crc32(leader.encode()) & _OWN
+
+
+def round_of(term: int) -> int:
+    """How many changes of the leader a term is away from the swarm's beginning."""
+    return term >> _SHARE
+
+
+def term_of(epoch: int) -> int:
+    """The term in which an epoch was made."""
+    return epoch >> _SHARE
+
+
+def next_epoch(last: int, term: int) -> int:
+    """The epoch after ``last``, in ``term``."""
+    return max(last + 1, term << _SHARE)

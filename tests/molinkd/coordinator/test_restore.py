@@ -1,0 +1,111 @@
+"""Where the coordinator's state comes from when it starts."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from molink.errors import DamagedState, StateError
+from molink.facts.identity import peer_id
+from molink.swarm.records import MemberRecord, SwarmRecord
+from molink.swarm.replica import Replica
+from molink.wire.sockets.curve import KeyPair
+from molinkd.coordinator.arguments import Options
+from molinkd.coordinator.restore import open_state, read_replica
+from molinkd.coordinator.state import FILE, State
+
+KEYS = KeyPair.generate()
+OTHER = KeyPair.generate()
+ME = MemberRecord(peer_id(KEYS.public), KEYS.public, "me", owner=True)
+
+
+def make_state(folder: Path, swarm: str = "s1") -> Replica:
+    """A state with one member, and what peers were told of it."""
+    with contextlib.closing(State.open(folder)) as state:
+        state.create_swarm(SwarmRecord(swarm, "home", KEYS.public))
+        state.save_member(ME)
+        return state.replica()
+
+
+def options(root: Path, **more: object) -> Options:
+    values = {"swarm": "s1", "leader": ME.peer, "members": ((KEYS.public, "me"),), **more}
+    return Options(root / "state", replica=root / "replica.msgpack", **values)  # type: ignore[arg-type]
+
+
+def opened(options: Options) -> tuple[Replica, str]:
+    state, said = open_state(options, KEYS)
+    with contextlib.closing(state):
+        return state.replica(), said
+
+
+def test_without_a_copy_it_is_this_pcs_own(tmp_path: Path) -> None:
+    made = make_state(tmp_path / "state")
+    assert opened(options(tmp_path)) == (made, "")
+
+
+def test_a_lost_state_without_a_copy_is_no_new_swarm(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"the state of swarm s1 is gone: .*replica\.msgpack"):
+        open_state(options(tmp_path), KEYS)
+    assert not list((tmp_path / "state").glob("*.damaged*"))
+
+
+def test_a_lost_state_goes_on_from_the_copy_and_says_so(tmp_path: Path) -> None:
+    made = make_state(tmp_path / "elsewhere")
+    (tmp_path / "replica.msgpack").write_bytes(made.encode())
+    found, said = opened(options(tmp_path))
+    assert found == made
+    assert said.endswith(
+        f"{FILE} was not there. The swarm goes on from the copy that this PC kept (term 0, "
+        f"revision {made.revision})."
+    )
+
+
+def test_a_damaged_state_is_moved_aside(tmp_path: Path) -> None:
+    made = make_state(tmp_path / "state")
+    (tmp_path / "replica.msgpack").write_bytes(made.encode())
+    file = tmp_path / "state" / FILE
+    file.write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
+    found, said = opened(options(tmp_path))
+    assert found == made
+    (aside,) = file.parent.glob(f"{FILE}.damaged-*")
+    assert aside.name in said
+    assert "goes on from the copy" in said
+
+
+def test_a_damaged_state_without_a_copy_is_an_error(tmp_path: Path) -> None:
+    make_state(tmp_path / "state")
+    (tmp_path / "state" / FILE).write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
+    with pytest.raises(DamagedState, match=r"replica\.msgpack"):
+        open_state(options(tmp_path), KEYS)
+
+
+@pytest.mark.parametrize("newer", ["state", "copy"])
+def test_the_newer_one_counts(tmp_path: Path, newer: str) -> None:
+    made = make_state(tmp_path / "state")
+    with contextlib.closing(State.open(tmp_path / "state")) as state:
+        if newer == "copy":
+            state.begin_term(1 << 16)
+        later = state.replica()
+        if newer == "state":
+            state.save_standing(ME.peer, "left")
+            made = state.replica()
+    (tmp_path / "replica.msgpack").write_bytes(later.encode())
+    if newer == "copy":
+        (tmp_path / "state" / FILE).unlink()
+        make_state(tmp_path / "state")
+    assert opened(options(tmp_path)) == (made if newer == "state" else later, "")
+
+
+def test_a_copy_of_another_swarm_is_none(tmp_path: Path) -> None:
+    made = make_state(tmp_path / "elsewhere", "s2")
+    (tmp_path / "replica.msgpack").write_bytes(made.encode())
+    with pytest.raises(StateError, match="is gone"):
+        open_state(options(tmp_path), KEYS)
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", bytes(1 << 20)])
+def test_what_is_no_copy_is_not_read(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "replica.msgpack"
+    assert read_replica(path) is None
+    path.write_bytes(data)
+    assert read_replica(path) is None

@@ -1,0 +1,57 @@
+"""What a daemon does about a token, beyond what belonging to a swarm says."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.errors import MolinkError, ShutOut, TokenError, Unavailable
+from molink.swarm.token import JoinToken
+from molink.wire.sockets.curve import KeyPair
+from molinkd.peer import daemon as module
+from molinkd.peer.daemon import Daemon
+from molinkd.peer.launch import AnyEvent, Launch, Trouble
+from molinkd.peer.membership import Membership
+from molinkd.peer.settings import Settings
+
+KEYS = KeyPair.generate()
+KNOWN = Membership(swarm="s", coordinator_key=KEYS.public, addresses=("10.0.0.1:5466",))
+TOKEN = JoinToken("s", ("10.0.0.9:5466",), KEYS.public, KEYS.secret, int(time.time()) + 60)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, error: MolinkError
+) -> tuple[Daemon, list[AnyEvent]]:
+    async def join(*_: Any) -> Membership:
+        raise error
+
+    monkeypatch.setattr(module, "join", join)
+    events: list[AnyEvent] = []
+    launch = Launch(home=str(folder), settings=Settings(name="pc"), role="join")
+    return Daemon(launch, events.append), events
+
+
+@pytest.mark.parametrize("error", [TokenError("used up"), Unavailable("nobody there")])
+async def test_a_member_goes_on_without_a_token_that_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: MolinkError
+) -> None:
+    daemon, events = failing(monkeypatch, tmp_path, error)
+    context: Any = None
+    membership = await daemon._join(context, KEYS, TOKEN, KNOWN)
+    assert (membership.swarm, membership.addresses) == ("s", TOKEN.addresses)
+    (told,) = events
+    assert isinstance(told, Trouble)
+    assert str(error) in told.text
+    with pytest.raises(type(error)):
+        await daemon._join(context, KEYS, TOKEN, None)
+
+
+async def test_one_that_was_revoked_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    daemon, events = failing(monkeypatch, tmp_path, ShutOut("revoked"))
+    context: Any = None
+    with pytest.raises(ShutOut):
+        await daemon._join(context, KEYS, TOKEN, KNOWN)
+    assert events == []

@@ -1,0 +1,64 @@
+"""Whether others' ports can be reached: tried on real sockets."""
+
+import asyncio
+import socket
+
+import pytest
+
+from molink.facts.identity import peer_id
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control import Member
+from molink.wire.sockets.curve import KeyPair
+from molinkd.peer import probe as module
+from molinkd.peer.probe import Prober
+from tests.support.net import Net
+
+
+def member(public_key: str, port: int, *addresses: str) -> Member:
+    return Member(
+        peer=peer_id(public_key),
+        name="x",
+        public_key=public_key,
+        addresses=addresses or ("127.0.0.1",),
+        control_port=port,
+    )
+
+
+async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+    prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        target = member(net.keys.public, closed.getsockname()[1])
+        prober.member(target)
+        assert await told.get() == (target.peer, False)
+        assert await told.get() == (target.peer, False)
+    monkeypatch.setattr(module, "PATIENCE_S", 10.0)
+    server = net.server(control_codec(), lambda *_: None)
+    # It listens elsewhere now; one of its addresses is enough.
+    prober.member(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
+    while not (said := await told.get())[1]:
+        pass
+    assert said == (target.peer, True)
+    prober.repeat()
+    assert told.get_nowait() == said
+    prober.forget(target.peer)
+    prober.repeat()
+    assert told.empty()
+    await prober.close()
+
+
+async def test_who_does_not_know_us_has_answered_and_another_has_not(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = net.server(control_codec(), lambda *_: None)
+    target = [f"tcp://127.0.0.1:{server.port}"]
+    codec, stranger = control_codec(), KeyPair.generate()
+    key = net.keys.public
+    assert await module.can_connect(net.context, stranger, codec, key, target)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+    other = KeyPair.generate().public
+    assert not await module.can_connect(net.context, net.member(), codec, other, target)
+    assert not await module.can_connect(net.context, net.member(), codec, key, [])
