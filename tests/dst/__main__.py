@@ -1,0 +1,13 @@
+"""``python -m tests.dst SEED``: one seed again, with all that happened."""
+
+import sys
+
+from tests.dst.world import World
+
+if __name__ == "__main__":
+    world = World(int(sys.argv[1]), verbose=True)
+    try:
+        print(world.run())
+    except Exception:
+        print("\n".join(world.story))
+        raise

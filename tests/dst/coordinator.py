@@ -1,0 +1,250 @@
+"""The coordinator's process, and the disk that outlives it."""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from molink.swarm.audit import audit
+from molink.swarm.events import (
+    Announce,
+    Commit,
+    Departed,
+    Disconnected,
+    Event,
+    MemberAdded,
+    MemberRemoved,
+    Reported,
+    Reserve,
+    SendMessage,
+    StageSaid,
+    TermRaised,
+    Tick,
+    Tried,
+)
+from molink.swarm.reconciler import Reconciler
+from molink.swarm.records import Desired, MemberRecord, PipelineRecord
+from molink.swarm.replica import (
+    Replica,
+    Replication,
+    Version,
+    decode_replica,
+    merge,
+    next_lineage,
+)
+from molink.wire.messages.base import Payload
+from molink.wire.messages.control import (
+    Goodbye,
+    Knock,
+    PeerReport,
+    Reached,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
+from molink.wire.messages.leading import Noted, SendState, SharedState
+from tests.dst.network import Listener, Sender
+from tests.dst.process import Failure, Pc, Process
+
+if TYPE_CHECKING:
+    from tests.dst.world import World
+
+PORT = 5466
+TICK = 0.5
+#: From the end of a connection until somebody looks whose it was, in seconds.
+_CLOSING = 0.1
+
+
+def _number(pipeline: str) -> int:
+    return int(pipeline.removeprefix("p"))
+
+
+@dataclass
+class Disk:
+    """What has been committed, as :mod:`molinkd.coordinator.state` keeps it."""
+
+    members: dict[str, MemberRecord] = field(default_factory=dict)
+    desired: Desired | None = None
+    pipeline: PipelineRecord | None = None
+    last: tuple[int, int] = (0, 0)
+    version: Version = (0, 1)
+    lineage: tuple[Version, ...] = ()
+
+    @classmethod
+    def restored(cls, found: Replica) -> "Disk":
+        """What a copy holds."""
+        members = {one.peer: one for one in found.members}
+        return cls(members, found.desired, found.pipeline, found.last, found.version, found.lineage)
+
+    def replica(self) -> Replica:
+        """A copy."""
+        return Replica(
+            swarm="swarm",
+            name="",
+            max_peers=64,
+            term=self.version[0],
+            revision=self.version[1],
+            lineage=self.lineage,
+            members=tuple(self.members.values()),
+            invitations=(),
+            desired=self.desired,
+            pipeline=self.pipeline,
+            last=self.last,
+        )
+
+    def touch(self) -> None:
+        """Something has changed."""
+        self.version = self.version[0], self.version[1] + 1
+
+    def begin_term(self, term: int) -> None:
+        before, revision = self.version
+        if term < before:
+            raise Failure(f"term {term} after {before}")
+        if term > before:
+            self.lineage = next_lineage(self.lineage, before, revision)
+            self.version = term, revision + 1
+
+    def put(self, member: MemberRecord) -> None:
+        self.members[member.peer] = member
+        self.touch()
+
+    def commit(self, record: PipelineRecord) -> None:
+        self.reserve(record.id, record.epoch)
+        self.pipeline = record
+
+    def reserve(self, pipeline: str, epoch: int) -> None:
+        number, newest = self.last
+        self.last = max(number, _number(pipeline)), max(epoch, newest)
+        self.touch()
+
+
+class Coordinator(Process):
+    """One run of it on a PC."""
+
+    def __init__(
+        self, world: "World", pc: Pc, leader: str, disk: Disk, term: int, lost: str
+    ) -> None:
+        super().__init__(pc, "coordinator")
+        self.world = world
+        self.disk = disk
+        self.key = f"coordinator of {leader}"
+        self._leader = leader
+        disk.begin_term(max(term, disk.version[0]))
+        self.term = disk.version[0]
+        world.note(f"{self} begins in term {self.term}")
+        self.reconciler = Reconciler(
+            "swarm",
+            disk.members.values(),
+            self.time(),
+            desired=disk.desired,
+            pipeline=disk.pipeline,
+            last=disk.last,
+            term=self.term,
+            lost=lost,
+        )
+        self._replication = Replication()
+        self._shared: tuple[Version, bytes] = ((-1, -1), b"")
+        self._connections: dict[str, bytes] = {}
+        self.listener = Listener(world.network, self, PORT, self.key, self._handle, self._admits)
+        self.listener.on_disconnect = self._knock_soon
+        self.on_death.append(lambda: world.network.died(self))
+        self.later(TICK, self._tick)
+
+    def raise_term(self, term: int) -> None:
+        """Go on in a higher term."""
+        self.disk.begin_term(term)
+        self.term = term
+        self._happened(TermRaised(term))
+
+    def _admits(self, user: str) -> bool:
+        member = self.disk.members.get(user)
+        return member is not None and member.standing == "member"
+
+    # --- what people do --------------------------------------------------------------------------
+
+    def remove(self, peer: str, why: str) -> None:
+        """A peer leaves, or is shut out."""
+        member = self.disk.members[peer]
+        self.disk.put(replace(member, standing="left" if why == "left" else "revoked"))
+        self._connections.pop(peer, None)
+        self._happened(MemberRemoved(peer, why))
+        self.listener.expel(peer)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._happened(Tick())
+        self.later(TICK, self._tick)
+
+    def _knock_soon(self) -> None:
+        self.later(_CLOSING, self._knock)
+
+    def _knock(self) -> None:
+        for peer, identity in list(self._connections.items()):
+            if not self.listener.send(identity, Knock()):
+                del self._connections[peer]
+                self._happened(Disconnected(peer))
+
+    def _handle(self, sender: Sender, message: Any, payload: Any) -> None:
+        peer = sender.user_id
+        match message:
+            case PeerReport():
+                fresh = self._connections.get(peer) != sender.identity
+                self._connections[peer] = sender.identity
+                if fresh:
+                    self._replication.forget(peer)
+                self._tell(peer, Noted(term=self.term, leader=self._leader))
+                self._happened(Reported(peer, message, fresh))
+                self._share(peer, message.replica)
+            case SharedState():
+                self._merge(peer, decode_replica(payload))
+            case Reached():
+                self._happened(Tried(peer, message.peer, message.ok))
+            case StageLoaded() | StageReady() | StageFailed():
+                self._happened(StageSaid(peer, message))
+            case Goodbye():
+                self._connections.pop(peer, None)
+                self._happened(Departed(peer))
+
+    def _tell(self, peer: str, message: Any, payload: Any = None) -> None:
+        identity = self._connections.get(peer)
+        if identity is not None:
+            self.listener.send(identity, message, payload)
+
+    def _share(self, peer: str, held: Version) -> None:
+        ours = self.disk.version
+        due = self._replication.due(peer, held, ours, self.disk.lineage, self.time())
+        if due == "ask":
+            self._tell(peer, SendState())
+        elif due == "send":
+            if self._shared[0] != ours:
+                self._shared = ours, self.disk.replica().encode()
+            data = self._shared[1]
+            self._tell(peer, SharedState(payload=Payload("u8", (len(data),))), data)
+
+    def _merge(self, peer: str, theirs: Replica) -> None:
+        """What a peer knows of the time in which another one led its part."""
+        by_owner = self.disk.members[peer].owner
+        for member in merge(self.disk.replica(), theirs, by_owner=by_owner):
+            self.disk.put(member)
+            if member.standing == "member":
+                self._happened(MemberAdded(member))
+            else:
+                self._connections.pop(member.peer, None)
+                self._happened(MemberRemoved(member.peer, "was revoked in another part"))
+                self.listener.expel(member.peer)
+        self.disk.touch()
+
+    def _happened(self, event: Event) -> None:
+        for decision in self.reconciler.handle(event, self.time()):
+            match decision:
+                case Commit(record):
+                    self.disk.commit(record)
+                    self.world.monitor.committed(self, record)
+                case Reserve(pipeline, epoch):
+                    self.disk.reserve(pipeline, epoch)
+                case Announce(member):
+                    known = self.disk.members[member.peer]
+                    self.disk.put(replace(known, announced=member, name=member.name))
+                case SendMessage(peer, message):
+                    self._tell(peer, message)
+        if not isinstance(event, Reported):
+            audit(self.reconciler)

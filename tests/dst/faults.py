@@ -1,0 +1,237 @@
+"""What goes wrong in a seed: three faults or more, some of them at once."""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.dst.coordinator import Coordinator
+from tests.dst.process import Pc, Process
+from tests.dst.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.dst.world import World
+
+#: Seconds of the swarm's life in which faults begin.
+BEGIN = (0.3, 10.0)
+#: A fault that lasts longer, in seconds, may cost a request: it waits for a pipeline for 30 s.
+LONG = 12.0
+
+
+class Faults:
+    """Drawn and entered in the agenda when it is made; ``until`` is when the last one is over."""
+
+    def __init__(self, world: "World", rng: Random) -> None:
+        self._world = world
+        self._rng = rng
+        self.until = 0.0
+        #: Whether one lasts so long that a request may end for want of a pipeline.
+        self.long = False
+        #: What happened, for a person.
+        self.said: list[str] = []
+        kinds: list[tuple[int, Callable[[], None]]] = [
+            (3, self._kill_worker),
+            (2, self._kill_daemon),
+            (2, self._kill_coordinator),
+            (2, self._kill_pc),
+            (3, self._freeze_worker),
+            (2, self._freeze_daemon),
+            (2, self._freeze_coordinator),
+            (2, self._suspend_pc),
+            (3, self._cut),
+            (3, self._cut_one_way),
+            (3, self._reset),
+            (2, self._echo),
+            (2, self._slow_link),
+            (1, self._leave),
+        ]
+        weights, actions = zip(*kinds, strict=True)
+        for action in rng.choices(actions, weights, k=rng.choice((3, 3, 3, 4, 5))):
+            at = rng.uniform(*BEGIN)
+            self.until = max(self.until, at)
+            world.agenda.at(at, action)
+
+    # --- helpers ---------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        line = f"{self._world.agenda.now:.2f} {text}"
+        self.said.append(line)
+        self._world.note(f"FAULT {text}")
+
+    def _for(self, seconds: float, undo: Callable[[], None]) -> None:
+        at = self._world.agenda.now + seconds
+        self.until = max(self.until, at)
+        self.long |= seconds > LONG
+        self._world.agenda.at(at, undo)
+
+    def _pcs(self) -> list[Pc]:
+        return [pc for pc in self._world.pcs if pc.up]
+
+    def _pair(self) -> tuple[Pc, Pc]:
+        one, other = self._rng.sample(self._world.pcs, 2)
+        return one, other
+
+    def _a_while(self) -> float:
+        """How long something stands still: 1 to 30 s, rarely long."""
+        longest = self._rng.choice((2.0, 4.0, 6.0, 6.0, 8.0, 8.0, 12.0, 30.0))
+        return self._rng.uniform(max(1.0, longest / 2), longest)
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def _worker(self) -> Worker | None:
+        workers = list(self._world.workers())
+        return self._rng.choice(workers) if workers else None
+
+    def _kill_worker(self) -> None:
+        worker = self._worker()
+        if worker is not None:
+            self._say(f"kill {worker}")
+            worker.die()
+
+    def _kill_daemon(self) -> None:
+        daemons = list(self._world.daemons.values())
+        if daemons:
+            daemon = self._rng.choice(daemons)
+            self._say(f"kill {daemon}")
+            daemon.die()
+            self._for(self._rng.uniform(0.5, 6.0), lambda: self._world.start_daemon(daemon.pc))
+
+    def _kill_coordinator(self) -> None:
+        coordinator = self._coordinator()
+        if coordinator is not None:
+            self._say(f"kill {coordinator}")
+            coordinator.die()
+
+    def _coordinator(self) -> Coordinator | None:
+        found = list(self._world.coordinators())
+        return self._rng.choice(found) if found else None
+
+    def _freeze(self, process: Process | None) -> None:
+        if process is None or process.frozen:
+            return
+        seconds = self._a_while()
+        self._say(f"freeze {process} for {seconds:.1f} s")
+        process.freeze()
+        self._world.network.froze(process)
+        self._for(seconds, process.thaw)
+
+    def _freeze_worker(self) -> None:
+        self._freeze(self._worker())
+
+    def _freeze_daemon(self) -> None:
+        daemons = list(self._world.daemons.values())
+        self._freeze(self._rng.choice(daemons) if daemons else None)
+
+    def _freeze_coordinator(self) -> None:
+        self._freeze(self._coordinator())
+
+    # --- PCs -------------------------------------------------------------------------------------
+
+    def _kill_pc(self) -> None:
+        world = self._world
+        pcs = self._pcs()
+        if not pcs:
+            return
+        pc = self._rng.choice(pcs)
+        for_good = not world.lost and self._rng.random() < 0.4
+        self._say(f"{pc} loses its power{' for good' if for_good else ''}")
+        world.kill_pc(pc)
+        if for_good:
+            world.lost.add(pc)
+        else:
+            self._for(self._rng.uniform(2.0, 15.0), lambda: world.boot(pc))
+
+    def _suspend_pc(self) -> None:
+        pcs = self._pcs()
+        if not pcs:
+            return
+        pc, seconds = self._rng.choice(pcs), self._a_while()
+        self._say(f"{pc} sleeps for {seconds:.1f} s")
+        pairs = self._around([pc])
+        asleep = [process for process in pc.processes if not process.frozen]
+        for process in asleep:
+            process.freeze()
+        self._world.network.cut(pairs)
+
+        def wake() -> None:
+            self._world.network.heal(pairs)
+            for process in asleep:
+                process.thaw()
+
+        self._for(seconds, wake)
+
+    def _leave(self) -> None:
+        """A member leaves, or is shut out by the owner."""
+        world = self._world
+        coordinator = self._coordinator()
+        if coordinator is None or coordinator.frozen:
+            return
+        known = coordinator.disk.members
+        members = [
+            peer
+            for peer in world.peers
+            if known[peer.id].standing == "member"
+            and peer.pc in world.daemons
+            and peer.pc is not coordinator.pc
+        ]
+        if len(members) < 3:
+            return
+        peer = self._rng.choice(members)
+        why = self._rng.choice(("left", "was revoked"))
+        self._say(f"{peer.pc} {why}")
+        coordinator.remove(peer.id, why)
+        world.lost.add(peer.pc)
+        world.daemons[peer.pc].later(0.5, world.daemons[peer.pc].die)
+
+    # --- the network -----------------------------------------------------------------------------
+
+    def _around(self, part: list[Pc]) -> list[tuple[Pc, Pc]]:
+        """Both directions between these PCs and the others."""
+        rest = [pc for pc in self._world.pcs if pc not in part]
+        return [pair for one in part for other in rest for pair in ((one, other), (other, one))]
+
+    def _cut_for(self, pairs: list[tuple[Pc, Pc]], what: str) -> None:
+        seconds = self._rng.choice((0.5, 1.5, 3.0, 5.0, 8.0, 15.0)) * self._rng.uniform(0.6, 1.0)
+        self._say(f"{what} for {seconds:.1f} s")
+        self._world.network.cut(pairs)
+        self._for(seconds, lambda: self._world.network.heal(pairs))
+
+    def _cut(self) -> None:
+        pcs = self._world.pcs
+        part = self._rng.sample(pcs, self._rng.randrange(1, len(pcs) // 2 + 1))
+        self._cut_for(self._around(part), f"{part} cut off")
+
+    def _cut_one_way(self) -> None:
+        one, other = self._pair()
+        if self._rng.random() < 0.5:
+            self._cut_for([(one, other)], f"nothing gets from {one} to {other}")
+        else:
+            self._cut_for([(one, other), (other, one)], f"{one} and {other} apart")
+
+    def _neighbours(self) -> tuple[str, list[tuple[Pc, Pc]]]:
+        """Two PCs, or one and all others."""
+        one, other = self._pair()
+        if self._rng.random() < 0.5:
+            return f"between {one} and {other}", [(one, other)]
+        return f"of {one}", [(one, pc) for pc in self._world.pcs]
+
+    def _reset(self) -> None:
+        where, pairs = self._neighbours()
+        self._say(f"connections {where} break")
+        for turn in range(self._rng.choice((1, 2, 4))):
+            for pair in pairs:
+                self._for(0.7 * turn, partial(self._world.network.reset, *pair))
+
+    def _echo(self) -> None:
+        where, pairs = self._neighbours()
+        self._say(f"connections {where} repeat themselves")
+        for turn in range(8):
+            for pair in pairs:
+                self._for(0.4 * turn, partial(self._world.network.echo, *pair))
+
+    def _slow_link(self) -> None:
+        one, other = self._pair()
+        factor = self._rng.choice((5.0, 20.0))
+        self._say(f"{one} and {other} are {factor:g} times as slow")
+        self._world.network.slow(one, other, factor)
+        self._for(self._rng.uniform(1.0, 8.0), lambda: self._world.network.slow(one, other, 1.0))

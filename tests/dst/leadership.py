@@ -1,0 +1,219 @@
+"""Whom a daemon follows, and the coordinator that runs beside it, as ``molinkd`` carries it out."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from molink.swarm.replica import decode_replica
+from molink.swarm.succession import (
+    Answered,
+    Ask,
+    Cut,
+    Event,
+    Follow,
+    Heard,
+    Known,
+    Lead,
+    Led,
+    Raise,
+    Silent,
+    StepDown,
+    Succession,
+    Tick,
+)
+from molink.wire.messages.leading import LeaderView
+from tests.dst.coordinator import Coordinator, Disk
+from tests.dst.network import Listener
+
+if TYPE_CHECKING:
+    from tests.dst.daemon import Daemon
+
+#: Where daemons listen for each other.
+CONTROL = 5467
+TICK = 0.5
+#: Seconds that a peer has to answer, and that a coordinator has to end.
+ANSWER, GRACE = 1.0, 5.0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Where the coordinator is, as a peer knows."""
+
+    term: int
+    leader: str
+    key: str
+    #: The PC's name.
+    address: str
+
+
+class Leadership:
+    """One daemon's part in who leads the swarm."""
+
+    def __init__(self, daemon: "Daemon") -> None:
+        self._daemon = daemon
+        self._peer = peer = daemon.peer
+        self._rng = Random(daemon.world.seed * 7001 + daemon.pid)
+        self.coordinator: Coordinator | None = None
+        self._deeds: deque[Lead | StepDown] = deque()
+        self._busy = False
+        self._raised = 0
+        #: Numbers what was last decided about the process here.
+        self._deed = 0
+        known = Known(peer.replica.order or (peer.id,), peer.replica.version)
+        member = peer.membership
+        self.succession = Succession(
+            peer.id,
+            daemon.time(),
+            known=known,
+            term=max(member.term, known.replica[0]),
+            leader=member.leader,
+        )
+        network = daemon.world.network
+        self._listener = Listener(network, daemon, CONTROL, peer.id, lambda *_: None, self.admits)
+
+    def start(self) -> None:
+        """Look for the leader."""
+        self._tick()
+
+    def _tick(self) -> None:
+        self._happened(Tick())
+        self._daemon.later(TICK, self._tick)
+
+    def orphan(self) -> None:
+        """The daemon is dead: its coordinator reads the end of its pipe."""
+        if self.coordinator is not None:
+            self.coordinator.later(0.01, self.coordinator.die)
+
+    # --- what happens ------------------------------------------------------------------------
+
+    def noted(self, term: int, leader: str) -> bool:
+        """The coordinator has spoken; whether it is one to follow."""
+        self._happened(Heard(term, leader))
+        if term < self.succession.term:
+            return False
+        self._remember(term=self.succession.term, leader=self.succession.leader)
+        return True
+
+    def cut(self) -> None:
+        """The connection to the coordinator is lost."""
+        self._happened(Cut())
+
+    def shared(self, data: Any) -> None:
+        """The coordinator shares its state."""
+        self._peer.replica = found = decode_replica(data)
+        self._happened(Known(found.order, found.version))
+
+    def admits(self, user: str) -> bool:
+        """Whether a peer may ask."""
+        return user in self._daemon.book.peers
+
+    def _happened(self, event: Event) -> None:
+        role, daemon = self.succession.role, self._daemon
+        for decision in self.succession.handle(event, daemon.time()):
+            match decision:
+                case Ask(peer):
+                    self._ask(peer)
+                case Follow():
+                    self._remember(
+                        term=decision.term,
+                        leader=decision.leader,
+                        key=decision.coordinator_key,
+                        address=decision.addresses[0],
+                    )
+                    daemon.session.follow()
+                case Raise(term):
+                    self._raised = term
+                    if self.coordinator is not None:
+                        self.coordinator.later(0.001, self.coordinator.raise_term, term)
+                    self._remember(term=term)
+                case Lead() | StepDown():
+                    self._deeds.append(decision)
+                    self._act()
+        if self.succession.role != role:
+            daemon.world.note(f"{daemon} {self.succession.story[-1]}")
+
+    def _remember(self, **changes: Any) -> None:
+        self._peer.membership = replace(self._peer.membership, **changes)
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def _ask(self, peer: str) -> None:
+        """One question over a connection of its own, which is given up after a while."""
+        daemon, network = self._daemon, self._daemon.world.network
+        pc = daemon.world.pc_of(peer)
+        view = self.succession.view(daemon.time())
+        open_ = [True]
+
+        def end(event: Event) -> None:
+            if open_:
+                open_.clear()
+                self._happened(event)
+
+        def arrive() -> None:
+            other = daemon.world.daemons.get(pc)
+            if not open_ or other is None or not network.reaches(daemon, (pc.name, CONTROL)):
+                if pc.up and other is None and not network.broken(daemon.pc, pc):
+                    daemon.later(network.latency, end, Silent(peer))
+                return
+            if other.leadership.admits(self._peer.id):
+                other.run(answer, other)
+
+        def answer(other: "Daemon") -> None:
+            other.leadership._happened(Answered(self._peer.id, view))
+            said: LeaderView = other.leadership.succession.view(other.time())
+            if not network.broken(pc, daemon.pc):
+                delay = network.delay(pc, daemon.pc, self._rng)
+                daemon.later(delay, end, Answered(peer, said))
+
+        delay = 5.0 * network.delay(daemon.pc, pc, self._rng)
+        network.agenda.at(network.agenda.now + delay, arrive)
+        daemon.later(ANSWER, end, Silent(peer))
+
+    # --- leading -----------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        """Start and end the coordinator as decided, one after the other."""
+        if self._busy or not self._deeds:
+            return
+        self._busy = True
+        self._deed += 1
+        deed, before = self._deeds.popleft(), self.coordinator
+        self.coordinator = None
+        if before is None or not before.alive:
+            self._daemon.later(0.0, self._ended, deed)
+            return
+        before.later(0.05, before.die)
+        self._daemon.later(GRACE if before.frozen else 0.1, self._ended, deed, before)
+
+    def _ended(self, deed: Lead | StepDown, before: Coordinator | None = None) -> None:
+        if before is not None:
+            before.die()
+        if isinstance(deed, Lead):
+            seconds = self._rng.uniform(0.2, 0.8)
+            self._daemon.later(seconds, self._led, deed)
+        else:
+            self._busy = False
+            self._act()
+
+    def _led(self, deed: Lead) -> None:
+        coordinator = self._start(deed.term, deed.lost)
+        self._busy = False
+        self._happened(Led(coordinator.term, coordinator.key, (self._daemon.pc.name,)))
+        self._act()
+
+    def _start(self, term: int, lost: str) -> Coordinator:
+        peer = self._peer
+        if peer.disk is None or peer.disk.version < peer.replica.version:
+            peer.disk = Disk.restored(peer.replica)
+        daemon = self._daemon
+        coordinator = Coordinator(daemon.world, daemon.pc, peer.id, peer.disk, term, lost)
+        self.coordinator = coordinator
+        deed = self._deed
+        coordinator.on_death.append(lambda: daemon.later(0.3, self._again, term, deed))
+        return coordinator
+
+    def _again(self, term: int, deed: int) -> None:
+        """It has ended though nobody asked it to."""
+        if deed == self._deed and not self._busy and self.coordinator is not None:
+            self._start(max(term, self._raised), "")

@@ -1,0 +1,180 @@
+"""A model whose every token depends on all tokens before it, through the ring's own rows and KV.
+
+A layer's value at a position is a hash of what came in there and of all that is in its KV blocks
+before: a row that is lost, doubled or out of order, or a block that holds something else, changes
+every later token. Which stage has which layers changes none.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from random import Random
+
+from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.wire.messages.data import Admit, Choice, Rows, Sampled, Sampling
+from tests.dst.process import Process
+
+VOCABULARY = 5000
+#: Bytes of a row.
+HIDDEN = 8
+#: Tokens of a KV block: few, so that blocks are many.
+BLOCK = 4
+_MASK = (1 << 63) - 1
+
+
+def layer_value(layer: int, kv: Sequence[int]) -> int:
+    """What a layer makes of the last of ``kv`` after all others."""
+    return hash((layer, *kv)) & _MASK
+
+
+def draw(value: int, sampling: Sampling, position: int, history: Sequence[int] | None) -> int:
+    """The token at ``position``."""
+    seen = hash(tuple(history)) if history is not None else 0
+    return (hash((value, sampling.seed, position, seen)) & _MASK) % VOCABULARY
+
+
+def reference(
+    layers: int, prompt: Sequence[int], count: int, stop: Sequence[int], sampling: Sampling
+) -> list[int]:
+    """The answer."""
+    kv: list[list[int]] = [[] for _ in range(layers)]
+    tokens = list(prompt)
+    done = 0
+    while len(tokens) < len(prompt) + count:
+        value = 0
+        for token in tokens[done:]:
+            value = token
+            for layer, seen in enumerate(kv):
+                seen.append(value)
+                value = layer_value(layer, seen)
+        done = len(tokens)
+        history = tokens if sampling.needs_history else None
+        tokens.append(draw(value, sampling, done, history))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class State:
+    """One request at one stage."""
+
+    __slots__ = ("blocks", "history", "sampling")
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.blocks: list[int] = []
+        self.history: list[int] = []
+
+
+class Requests:
+    """All of one stage and epoch, as :class:`molink.ring.stage.StageRequests` says."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+
+    def admit(self, message: Admit) -> None:
+        self._states[message.request] = State(message.sampling)
+
+    def history(self, request: int, first: int, ids: memoryview) -> None:
+        assert first == len(self._states[request].history)
+        self._states[request].history.extend(ids)
+
+    def table(self, request: int, blocks: Sequence[int]) -> None:
+        self._states[request].blocks.extend(blocks)
+
+    def release(self, request: int) -> None:
+        self._states.pop(request, None)
+
+    def __getitem__(self, request: int) -> State:
+        return self._states[request]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+class Executor:
+    """Runs the steps of a stage with ``layers``; KV begins as nonsense, like real memory."""
+
+    def __init__(
+        self,
+        process: Process,
+        layers: tuple[int, int],
+        last: bool,
+        blocks: int,
+        requests: Requests,
+        rng: Random,
+    ) -> None:
+        self._process = process
+        self._layers = range(*layers)
+        self._first, self._last = layers[0] == 0, last
+        self._kv = {layer: [-1 - layer] * (blocks * BLOCK) for layer in self._layers}
+        self._requests = requests
+        self._rng = rng
+        #: Steps take so much longer.
+        self.slow = 1.0
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        seconds = self._rng.uniform(0.03, 0.15) * self.slow
+        self._process.later(seconds, self._end, segments, done, seconds)
+
+    def _end(
+        self, segments: Sequence[Segment], done: Callable[[StepDone], None], seconds: float
+    ) -> None:
+        groups = [rows for segment in segments for rows in segment.volume.rows]
+        for rows in groups:
+            self._requests[rows.request].blocks.extend(rows.blocks)
+        for rows in groups:
+            if rows.source >= 0:
+                self._copy(rows)
+        done(StepDone([self._run(segment) for segment in segments], seconds, None))
+
+    def _copy(self, rows: Rows) -> None:
+        """The positions before the first row in its block come from another block."""
+        count = rows.start % BLOCK
+        there = rows.source * BLOCK
+        here = self._requests[rows.request].blocks[rows.start // BLOCK] * BLOCK
+        for kv in self._kv.values():
+            kv[here : here + count] = kv[there : there + count]
+
+    def _run(self, segment: Segment) -> SegmentResult:
+        values = self._input(segment)
+        volume, out, at = segment.volume, array("Q"), 0
+        choices = []
+        for rows in volume.rows:
+            part = values[at : at + rows.count]
+            at += rows.count
+            state = self._requests[rows.request]
+            for layer in self._layers:
+                part = self._layer(layer, part, rows.start, state.blocks)
+            out.extend(part)
+            if rows.sample and self._last:
+                position = rows.start + rows.count
+                history = state.history if state.sampling.needs_history else None
+                token = draw(part[-1], state.sampling, position, history)
+                if history is not None:
+                    history.append(token)
+                choices.append(Choice(rows.request, position, token))
+        if self._last:
+            return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices)))
+        return SegmentResult(volume, memoryview(out.tobytes()), None)
+
+    def _input(self, segment: Segment) -> Sequence[int]:
+        data = segment.data
+        values = list(data) if self._first else memoryview(data).cast("B").cast("Q").tolist()
+        if segment.kept is None:
+            return values
+        return [values[index] for index in segment.kept]
+
+    def _layer(
+        self, layer: int, values: Sequence[int], start: int, blocks: Sequence[int]
+    ) -> list[int]:
+        kv = self._kv[layer]
+        seen: list[int] = []
+        for block in blocks[: -(-start // BLOCK)]:
+            seen += kv[block * BLOCK : block * BLOCK + BLOCK]
+        del seen[start:]
+        out = []
+        for position, value in enumerate(values, start):
+            kv[blocks[position // BLOCK] * BLOCK + position % BLOCK] = value
+            seen.append(value)
+            out.append(layer_value(layer, seen))
+        return out

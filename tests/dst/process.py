@@ -1,0 +1,103 @@
+"""PCs and processes in virtual time: they die, stand still, go on, and never share a clock."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from molink.sim.agenda import Agenda, Appointment
+
+
+class Failure(AssertionError):
+    """Something did not hold."""
+
+
+class Pc:
+    """A computer: its processes, its clock, and the ports that they listen on."""
+
+    def __init__(self, agenda: Agenda, name: str, number: int) -> None:
+        self.agenda = agenda
+        self.name = name
+        self.number = number
+        #: Monotonic clocks of different PCs have nothing to do with each other, in seconds.
+        self.offset = 1000.0 * (number + 1)
+        self.up = True
+        self.processes: list[Process] = []
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Process:
+    """One process: the timers of what lives in it, as an event loop has them.
+
+    What happens to a process that stands still (SIGSTOP) waits until it goes on; what happens to a
+    dead one is lost.
+    """
+
+    def __init__(self, pc: Pc, name: str) -> None:
+        self.pc = pc
+        self.name = f"{pc.name}/{name}"
+        self.alive = True
+        self.frozen = False
+        self._agenda = pc.agenda
+        self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        #: Called once when it has died.
+        self.on_death: list[Callable[[], None]] = []
+        pc.processes.append(self)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    # --- timers --------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Seconds of this PC's monotonic clock."""
+        return self._agenda.now + self.pc.offset
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Appointment:
+        """As :class:`molink.link.ends.Timers` says."""
+        appointment = Appointment(callback)
+        self._agenda.at(when - self.pc.offset, self.run, appointment.run)
+        return appointment
+
+    def call_soon(self, callback: Callable[[], object], /) -> Appointment:
+        """As :class:`molink.link.ends.Timers` says."""
+        appointment = Appointment(callback)
+        self._agenda.soon(self.run, appointment.run)
+        return appointment
+
+    def later(self, seconds: float, action: Callable[..., object], *arguments: Any) -> None:
+        """Do it then."""
+        self._agenda.at(self._agenda.now + seconds, self.run, action, *arguments)
+
+    def run(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Something happens to this process."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append((action, arguments))
+        else:
+            action(*arguments)
+
+    # --- what becomes of it --------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Stand still."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Go on: what has come meanwhile comes now, in its order."""
+        self.frozen = False
+        while self._backlog and self.alive and not self.frozen:
+            action, arguments = self._backlog.popleft()
+            action(*arguments)
+
+    def die(self) -> None:
+        """End at once."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._backlog.clear()
+        self.pc.processes.remove(self)
+        for callback in self.on_death:
+            callback()

@@ -1,0 +1,39 @@
+"""Swarms in virtual time, a seed each: whatever fails, every answer is whole and right.
+
+A seed that fails is seen again with ``python -m tests.dst SEED``.
+"""
+
+import pytest
+
+from tests.dst.world import REQUESTS, run, run_all
+
+#: Seeds of CI and all seeds; how many a test runs.
+SEEDS, ALL_SEEDS, SHARE = 2_000, 10_000, 50
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+def test_nothing_is_lost(first: int) -> None:
+    outcomes = run_all(range(first, first + SHARE))
+    assert all(len(outcome.faults) <= 5 for outcome in outcomes)
+    whole = sum(outcome.ends.count("whole") for outcome in outcomes)
+    assert whole > 0.8 * SHARE * REQUESTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(SEEDS, ALL_SEEDS, SHARE))
+def test_nothing_is_lost_in_many_more(first: int) -> None:
+    run_all(range(first, first + SHARE))
+
+
+def test_a_seed_is_the_same_again() -> None:
+    assert run(7) == run(7)
+
+
+def test_faults_matter() -> None:
+    """What the product has against them is needed."""
+    counts: dict[str, int] = {}
+    for outcome in run_all(range(60)):
+        for name, count in outcome.counts.items():
+            counts[name] = counts.get(name, 0) + count
+    for name in ("epochs", "stale", "strangers", "duplicates", "resent", "unbound"):
+        assert counts[name] > 10, counts

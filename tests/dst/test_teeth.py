@@ -1,0 +1,115 @@
+"""The simulation has teeth: without one of the product's rules it fails within 200 seeds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from molink.link.incoming import InLink
+from molink.link.receiver import LinkReceiver
+from molink.link.window import SendWindow
+from molink.ring.volumes import Volumes
+from molink.swarm.stream import Stream
+from molink.swarm.succession import Heard, Succession
+from molink.wire.messages.data import Frame, LinkHello
+from tests.dst.process import Failure
+from tests.dst.world import run_all
+
+#: Seeds that are tried at most, and those that CI begins with: one near to them fails each time.
+SEEDS = 200
+
+
+def without_epochs_of_links(patch: pytest.MonkeyPatch) -> None:
+    """A stage takes what a link of any epoch says."""
+    hello, frame = InLink._hello, LinkReceiver.frame
+
+    def any_hello(self: InLink, sender: Any, message: LinkHello) -> None:
+        here = self._receiver.epoch
+        hello(self, sender, LinkHello(message.pipeline, here, message.from_stage, message.lane))
+
+    def any_frame(self: LinkReceiver, message: Frame, payload: Any, now: float) -> Any:
+        return frame(self, Frame(self.epoch, message.lane, message.seq, message.body), payload, now)
+
+    patch.setattr(InLink, "_hello", any_hello)
+    patch.setattr(LinkReceiver, "frame", any_frame)
+
+
+def without_numbers(patch: pytest.MonkeyPatch) -> None:
+    """A stage takes frames as they come, whatever their numbers are."""
+    frame = LinkReceiver.frame
+
+    def any_number(self: LinkReceiver, message: Frame, payload: Any, now: float) -> Any:
+        self._lanes[message.lane].next = message.seq
+        return frame(self, message, payload, now)
+
+    patch.setattr(LinkReceiver, "frame", any_number)
+
+
+def without_resending(patch: pytest.MonkeyPatch) -> None:
+    """What was lost with a connection is not sent again."""
+    patch.setattr(SendWindow, "rewind", lambda self: None)
+
+
+def without_after(patch: pytest.MonkeyPatch) -> None:
+    """A volume runs before what it comes after, and nobody looks."""
+    patch.setattr(Volumes, "is_ready", lambda self, waiting: True)
+    patch.setattr(Volumes, "problems", lambda self: iter(()))
+
+
+def without_positions(patch: pytest.MonkeyPatch) -> None:
+    """A daemon lets out every token that comes, at the position that is due."""
+    token = Stream.token
+
+    def any_position(self: Stream, message: Any, now: float) -> Any:
+        expected = len(self._prompt) + len(self._emitted)
+        values = {name: getattr(message, name) for name in message.__struct_fields__}
+        return token(self, type(message)(**{**values, "position": expected}), now)
+
+    patch.setattr(Stream, "token", any_position)
+
+
+def without_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
+    """A daemon asks the next head to begin from the prompt, and counts on from there."""
+    submit = Stream._submit
+
+    def from_the_prompt(self: Stream, target: Any, now: float) -> Any:
+        emitted, self._emitted = self._emitted, []
+        try:
+            return submit(self, target, now)
+        finally:
+            self._emitted = emitted
+
+    patch.setattr(Stream, "_submit", from_the_prompt)
+    without_positions(patch)
+
+
+def without_terms(patch: pytest.MonkeyPatch) -> None:
+    """A daemon follows whoever speaks, though the term of it is over."""
+    hears = Succession._hears
+
+    def any_term(self: Succession, event: Heard, now: float) -> None:
+        if event.term < self.term:
+            self.term = event.term
+        hears(self, event, now)
+
+    patch.setattr(Succession, "_hears", any_term)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        without_terms,
+        without_epochs_of_links,
+        without_numbers,
+        without_resending,
+        without_after,
+        without_positions,
+        without_what_was_emitted,
+    ],
+)
+def test_it_fails_without(
+    without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch)
+    with pytest.raises(Failure, match=r"again: python -m tests\.dst"):
+        run_all(range(SEEDS))

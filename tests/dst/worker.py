@@ -1,0 +1,268 @@
+"""A worker process: the product's ring, head, desk and links, around a model that isn't one."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from molink.facts.profile import UNKNOWN
+from molink.facts.ringtimes import LinkFacts
+from molink.head.head import Head
+from molink.head.limits import HeadLimits
+from molink.link.ends import ChannelEvents
+from molink.ring.build import LinkSurroundings, RingPlan, Seat, Surroundings, build_ring
+from molink.ring.stage import StageShape
+from molink.wire.messages.data import (
+    Cancel,
+    Credit,
+    Frame,
+    Lane,
+    LinkHello,
+    Prompt,
+    Rejected,
+    Submit,
+)
+from molink.wire.messages.pipe import Formed, FormRing, Loaded, Members, NextStageLost, Start
+from molinkd.worker.desk import Desk
+from tests.dst.model import BLOCK, HIDDEN, VOCABULARY, Executor, Requests
+from tests.dst.network import Dial, Listener, Sender
+from tests.dst.process import Failure, Pc, Process
+
+if TYPE_CHECKING:
+    from tests.dst.world import World
+
+#: Known beforehand, so that no link spends time on finding out.
+KNOWN = LinkFacts(0.01, 10e6)
+SWEEP_INTERVAL = 2.0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How all stages of a swarm work; tests have each in some seeds."""
+
+    policy: str = "fifo"
+    cut_through: bool = True
+    #: Rows of a piece of a prefill volume; 0: whole volumes.
+    piece: int = 0
+    chunk: int = 6
+    micro_batches: int = 0
+    blocks: int = 40
+    unpaired: bool = True
+
+
+@dataclass
+class Pieces:
+    """Prefill volumes run in pieces of so many rows."""
+
+    size: int
+
+    def rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+        return min(here, self.size)
+
+
+@dataclass
+class Place:
+    """A stage's part in the ring of one epoch."""
+
+    epoch: int
+    stages: int
+    previous: str
+    seat: Seat
+    requests: Requests
+    dials: list[Dial] = field(default_factory=list)
+    desk: Desk | None = None
+
+
+class Worker(Process):
+    """One stage of one peer, until its daemon ends it or has ended."""
+
+    def __init__(
+        self,
+        world: "World",
+        pc: Pc,
+        peer: str,
+        generation: int,
+        start: Start,
+        say: Callable[[int, Any], None],
+    ) -> None:
+        """``say`` takes its generation and what it says to its daemon."""
+        super().__init__(pc, f"worker{generation}")
+        self.world = world
+        self.peer = peer
+        self.generation = generation
+        self.start = start
+        self.say = say
+        self.place: Place | None = None
+        self.listener: Listener | None = None
+        self._members: frozenset[str] = frozenset((peer,))
+        self._orders: deque[FormRing | Start] = deque()
+        self._busy = True
+        self._rng = Random(world.seed * 7919 + world.network.next_number())
+        self.later(self._rng.uniform(*world.load_s), self._loaded)
+
+    # --- its daemon's orders ---------------------------------------------------------------------
+
+    def order(self, message: Members | FormRing | Start) -> None:
+        """Something came on the pipe."""
+        if not isinstance(message, Members):
+            self._orders.append(message)
+            self._obey()
+            return
+        before, self._members = self._members, frozenset(one.peer for one in message.members)
+        for gone in before - self._members:
+            if self.listener is not None:
+                self.listener.expel(gone)
+            if self.place is not None and self.place.desk is not None:
+                self.place.desk.forget_owner(gone, self.time())
+                self.place.seat.ring.pump()
+
+    def _loaded(self) -> None:
+        if self.listener is None:
+            port = 5468
+            while (self.pc.name, port) in self.world.network.listeners:
+                port += 1
+            network = self.world.network
+            self.listener = Listener(network, self, port, self.peer, self._handle, self._admits)
+            self.later(SWEEP_INTERVAL, self._sweep)
+        blocks, port = self.world.mode.blocks, self.listener.port
+        self._busy = False
+        self.say(self.generation, Loaded(port=port, max_blocks=blocks, weight_bytes=1))
+        self._obey()
+
+    def _admits(self, user: str) -> bool:
+        return user in self._members
+
+    def _obey(self) -> None:
+        while self._orders and not self._busy:
+            order, place = self._orders.popleft(), self.place
+            if isinstance(order, Start):
+                self._leave()
+                self.start, self._busy = order, True
+                self.later(self._rng.uniform(*self.world.load_s), self._loaded)
+            elif place is None or order.epoch > place.epoch:
+                self._leave()
+                self._busy = True
+                self.later(0.05, self._form, order)
+            elif order.epoch == place.epoch:
+                self.say(self.generation, Formed(epoch=order.epoch))
+
+    def _form(self, order: FormRing) -> None:
+        self._busy = False
+        self.world.monitor.place_begins(self, order.epoch)
+        self.place = self._make_place(order)
+        self.place.seat.start()
+        self.say(self.generation, Formed(epoch=order.epoch))
+        self._obey()
+
+    def _leave(self) -> None:
+        place, self.place = self.place, None
+        if place is not None:
+            self.world.monitor.place_ends(self, place)
+            place.seat.close()
+            for dial in place.dials:
+                dial.close()
+
+    def stop(self) -> None:
+        """End in good order."""
+        self._leave()
+        self.die()
+
+    # --- a place ---------------------------------------------------------------------------------
+
+    def _make_place(self, order: FormRing) -> Place:
+        start, count = self.start, len(order.ring)
+        shape = StageShape(start.stage, count, HIDDEN, VOCABULARY, "u8")
+        requests = Requests()
+        last = start.stage == count - 1
+        executor = Executor(self, start.layers, last, order.blocks, requests, self._rng)
+        previous = order.ring[start.stage - 1].peer if count > 1 else ""
+        dials: list[Dial] = []
+        desks: list[Desk] = []
+
+        def desk(head: Head) -> Desk:
+            assert self.listener is not None
+            desks.append(Desk(head, start.pipeline, VOCABULARY, self.listener.send))
+            return desks[0]
+
+        link = self._link(order, dials) if count > 1 else None
+        around = Surroundings(self, requests, executor, desk, self._broken, link)
+        seat = build_ring(self._plan(order, shape, previous), around)
+        place = Place(order.epoch, count, previous, seat, requests, dials)
+        place.desk = desks[0] if desks else None
+        return place
+
+    def _plan(self, order: FormRing, shape: StageShape, previous: str) -> RingPlan:
+        mode = self.world.mode
+        limits = HeadLimits(
+            blocks=order.blocks,
+            block_size=BLOCK,
+            micro_batches=order.micro_batches or mode.micro_batches,
+            chunk_tokens=mode.chunk,
+            max_context=self.world.context,
+            stages=shape.stages,
+            row_bytes=shape.row_bytes,
+            unpaired=mode.unpaired,
+        )
+        return RingPlan(
+            order.epoch,
+            self.start.pipeline,
+            shape,
+            limits,
+            self.world.context,
+            UNKNOWN,
+            mode.policy,
+            mode.cut_through,
+            previous,
+            Pieces(mode.piece) if mode.piece else None,
+        )
+
+    def _link(self, order: FormRing, dials: list[Dial]) -> LinkSurroundings:
+        after = order.ring[(self.start.stage + 1) % len(order.ring)]
+        assert self.listener is not None
+
+        def connect(lane: Lane, events: ChannelEvents) -> Dial:
+            where = self.world.where(after)
+            network = self.world.network
+            key, twice = after.peer, "up down"
+            dials.append(Dial(network, self, self.peer, lambda: where, key, events, echoes=twice))
+            return dials[-1]
+
+        def dead(reason: str) -> None:
+            self.say(self.generation, NextStageLost(epoch=order.epoch, reason=reason))
+
+        return LinkSurroundings(connect, self.listener, dead, known=KNOWN)
+
+    def _broken(self, reason: str) -> None:
+        raise Failure(f"{self}: {reason}")
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _handle(self, sender: Sender, message: Any, payload: Any) -> None:
+        place = self.place
+        if place is None:
+            if isinstance(message, Submit):
+                assert self.listener is not None
+                why = "the ring is being formed"
+                rejected = Rejected(message.epoch, message.key, "epoch", why)
+                self.listener.send(sender.identity, rejected)
+            return
+        if isinstance(message, Frame | LinkHello) and message.epoch != place.epoch:
+            self.world.monitor.stale(self, place, sender, message, payload)
+            return
+        incoming = place.seat.incoming
+        data = None if payload is None else memoryview(payload).cast("B")
+        if incoming is not None and incoming.handle(sender, message, data):
+            return
+        if place.desk is not None and isinstance(message, Submit | Prompt | Cancel | Credit):
+            place.desk.handle(sender, message, data, self.time())
+            if isinstance(message, Submit):
+                self.world.monitor.submitted(self, place, message)
+            place.seat.ring.pump()
+
+    def _sweep(self) -> None:
+        place = self.place
+        if place is not None and place.desk is not None:
+            place.desk.sweep(self.time())
+            place.seat.ring.pump()
+        self.later(SWEEP_INTERVAL, self._sweep)

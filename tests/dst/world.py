@@ -1,0 +1,427 @@
+"""A whole swarm in virtual time, from one seed: PCs, what goes wrong with them, and clients."""
+
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from unittest.mock import patch
+
+from molink.errors import MolinkError
+from molink.facts.identity import peer_id
+from molink.facts.model import ModelFacts
+from molink.link import heartbeat
+from molink.ring import linkround
+from molink.sim.agenda import Agenda
+from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.swarm.records import Desired, MemberRecord
+from molink.swarm.stream import StreamLimits
+from molink.wire.messages.control import Member, StageAddress
+from molink.wire.messages.data import Sampling, Token
+from tests.dst.coordinator import Coordinator, Disk
+from tests.dst.daemon import Daemon, Peer
+from tests.dst.faults import Faults
+from tests.dst.leadership import CONTROL, Membership
+from tests.dst.model import VOCABULARY, reference
+from tests.dst.monitor import Monitor
+from tests.dst.network import Network
+from tests.dst.process import Failure, Pc
+from tests.dst.worker import Mode, Worker
+
+#: Requests of a seed.
+REQUESTS = 8
+#: Seconds between two looks at everything.
+_LOOK = 1.0
+#: What is said for its own sake is said less often than in the product, in seconds, for the time
+#: that a seed takes: beats while requests live, and what a link is measured to be. Patience is the
+#: same.
+_BEAT, _REPORT = 1.0, 100.0
+#: Once all faults are over, requests have so long to end, and the swarm to be well again.
+_END_WITHIN = 90.0
+_SETTLE_WITHIN = 60.0
+#: After this time without a fault there is one epoch at most.
+_CALM = 20.0
+
+
+@dataclass
+class Client:
+    """Asks once, and knows the answer."""
+
+    number: int
+    prompt: tuple[int, ...]
+    count: int
+    sampling: Sampling
+    stop: tuple[int, ...]
+    window: int
+    slow: bool
+    at: float
+    expected: list[int]
+    daemon: Daemon | None = None
+    got: list[int] = field(default_factory=list)
+    #: How it ended; empty while it goes on.
+    end: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a seed."""
+
+    seed: int
+    ends: tuple[str, ...]
+    counts: dict[str, int]
+    faults: tuple[str, ...]
+    #: Virtual seconds.
+    seconds: float
+    #: Everything that was noted, as one number.
+    trace: int
+
+
+class World:
+    """Everything there is for one seed."""
+
+    def __init__(self, seed: int, *, verbose: bool = False) -> None:
+        self.seed = seed
+        self.rng = rng = Random(seed)
+        self.agenda = Agenda()
+        self.network = Network(self.agenda, seed, rng)
+        self.monitor = Monitor(self)
+        self.story: deque[str] = deque(maxlen=100_000 if verbose else 40)
+        self._trace = 0
+        self.layers = rng.choice((3, 3, 3, 4))
+        self.load_s = rng.choice(((0.1, 0.4), (0.2, 1.5)))
+        self.mode = _mode(rng)
+        self.context = 64
+        self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
+        self.network.pcs = {pc.name: pc for pc in self.pcs}
+        self.peers = self._swarm()
+        self.daemons: dict[Pc, Daemon] = {}
+        #: PCs that will not come back.
+        self.lost: set[Pc] = set()
+        for pc in self.pcs:
+            self.start_daemon(pc)
+        self.clients = [self._client(number) for number in range(REQUESTS)]
+        for client in self.clients:
+            self.agenda.at(client.at, self._ask, client)
+        self.faults = Faults(self, rng)
+
+    # --- who is there ----------------------------------------------------------------------------
+
+    def pc_of(self, peer: str) -> Pc:
+        """Where a peer lives."""
+        return next(one.pc for one in self.peers if one.id == peer)
+
+    def coordinators(self) -> Iterator[Coordinator]:
+        """All that live."""
+        for pc in self.pcs:
+            yield from (one for one in pc.processes if isinstance(one, Coordinator))
+
+    def where(self, address: StageAddress) -> tuple[str, int]:
+        """Name of the PC, and port."""
+        return address.addresses[0], address.port
+
+    def workers(self) -> Iterator[Worker]:
+        """All that live."""
+        for pc in self.pcs:
+            yield from (one for one in pc.processes if isinstance(one, Worker))
+
+    def start_daemon(self, pc: Pc) -> None:
+        """A PC starts its daemon."""
+        if not pc.up or pc in self.daemons or pc in self.lost:
+            return
+        daemon = self.daemons[pc] = Daemon(self, self.peers[pc.number])
+        daemon.on_death.append(lambda: self._daemon_died(daemon))
+
+    def _daemon_died(self, daemon: Daemon) -> None:
+        del self.daemons[daemon.pc]
+        self.network.died(daemon)
+        for client in self.clients:
+            if client.daemon is daemon and not client.end:
+                self._ended(client, "its endpoint died")
+
+    def kill_pc(self, pc: Pc) -> None:
+        """Its power is gone."""
+        pc.up = False
+        for process in list(pc.processes):
+            process.die()
+        self.network.pc_down()
+
+    def boot(self, pc: Pc) -> None:
+        """Its power is back."""
+        pc.up = True
+        self.agenda.at(self.agenda.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc)
+
+    # --- the beginning ---------------------------------------------------------------------------
+
+    def _swarm(self) -> list[Peer]:
+        """All are members, and know the founder's coordinator and its state."""
+        keys = {pc: (pc.name * 40)[:40] for pc in self.pcs}
+        ids = {pc: peer_id(key) for pc, key in keys.items()}
+        members = {
+            ids[pc]: MemberRecord(
+                ids[pc],
+                keys[pc],
+                pc.name,
+                owner=pc is self.pcs[0],
+                announced=Member(
+                    peer=ids[pc],
+                    name=pc.name,
+                    public_key=keys[pc],
+                    addresses=(pc.name,),
+                    control_port=CONTROL,
+                    models=("toy",),
+                ),
+            )
+            for pc in self.pcs
+        }
+        founder = ids[self.pcs[0]]
+        disk = Disk(members, self._desired(founder))
+        follows = Membership(0, founder, f"coordinator of {founder}", self.pcs[0].name)
+        return [
+            Peer(pc, keys[pc], ids[pc], follows, disk.replica(), None if pc.number else disk)
+            for pc in self.pcs
+        ]
+
+    def _desired(self, source: str) -> Desired:
+        facts = ModelFacts(
+            name="toy",
+            layers=self.layers,
+            layer_bytes=1 << 20,
+            first_bytes=0,
+            last_bytes=0,
+            kv_bytes=0,
+            context=self.context,
+            element_bytes=4,
+        )
+        return Desired(facts, source, min_peers=self.rng.choice((1, self.layers)))
+
+    def _client(self, number: int) -> Client:
+        rng = self.rng
+        shared = [hash((self.seed, rng.randrange(2), i)) % VOCABULARY for i in range(12)]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5))]
+        prompt = tuple(shared[: rng.choice((0, 4, 6, 9))] + own)
+        count = rng.randrange(3, 9)
+        penalty = 1.1 if rng.random() < 0.25 else 1.0
+        sampling = Sampling(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
+        expected = reference(self.layers, prompt, count, (), sampling)
+        stop: tuple[int, ...] = ()
+        if rng.random() < 0.15:
+            stop = (expected[-2],)
+            expected = reference(self.layers, prompt, count, stop, sampling)
+        window = rng.choice((2, 256, 256))
+        at = rng.uniform(1.0, 7.0)
+        return Client(
+            number, prompt, count, sampling, stop, window, rng.random() < 0.2, at, expected
+        )
+
+    # --- clients ---------------------------------------------------------------------------------
+
+    def _ask(self, client: Client) -> None:
+        daemons = [self.daemons[pc] for pc in self.pcs if pc in self.daemons]
+        if not daemons:
+            self.agenda.at(self.agenda.now + 1.0, self._ask, client)
+            return
+        client.daemon = self.rng.choice(daemons)
+        client.daemon.run(self._asked, client)
+
+    def _asked(self, client: Client) -> None:
+        assert client.daemon is not None
+        request = GenerationRequest(
+            "toy", client.prompt, client.count, client.sampling, client.stop
+        )
+        self.note(f"client {client.number} asks {client.daemon}")
+        key = ""
+
+        def on_token(generated: GeneratedToken, token: Token) -> None:
+            self._token(client, key, generated, token)
+
+        def on_error(error: MolinkError) -> None:
+            self._ended(client, f"{type(error).__name__}: {error}")
+
+        limits = StreamLimits(window=client.window)
+        key = client.daemon.ask(request, limits, on_token, on_error)
+
+    def _token(self, client: Client, key: str, generated: GeneratedToken, token: Token) -> None:
+        if client.end:
+            raise Failure(f"client {client.number} gets more after the end")
+        assert client.daemon is not None
+        at = len(client.got)
+        if generated.position != len(client.prompt) + at:
+            raise Failure(f"client {client.number} gets position {generated.position}, not {at}")
+        if at >= len(client.expected) or generated.token != client.expected[at]:
+            raise Failure(
+                f"client {client.number} gets {generated.token} as answer's token {at}, not "
+                f"{client.expected[at : at + 1]}, in epoch {token.epoch}"
+            )
+        stream = client.daemon.active[key].stream
+        submitted = stream._submitted
+        if submitted is None or token.epoch != submitted.epoch:
+            raise Failure(f"client {client.number} takes a token of epoch {token.epoch}")
+        client.got.append(generated.token)
+        whole = len(client.got) == len(client.expected)
+        if (generated.finish is not None) != whole:
+            raise Failure(f"client {client.number} ends after {len(client.got)} tokens")
+        if whole:
+            client.daemon.call_soon(lambda: self._finished(client, key))
+        elif client.slow:
+            client.daemon.later(0.3, client.daemon.taken, key, 1)
+        else:
+            client.daemon.taken(key, 1)
+
+    def _finished(self, client: Client, key: str) -> None:
+        self._ended(client, "whole")
+        assert client.daemon is not None
+        client.daemon.close(key)
+
+    def _ended(self, client: Client, how: str) -> None:
+        client.end = client.end or how
+        if client.end in ("whole", "its endpoint died"):
+            return
+        self.monitor.counts["lost"] += 1
+        # Connections that break again and again before a single token comes may cost it as well.
+        if not (self.faults.long or "gave up after" in how):
+            raise Failure(f"client {client.number} ends: {how}")
+        self.note(f"client {client.number}: {how}")
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Until all is over and well.
+
+        Raises:
+            Failure: something did not hold.
+        """
+        with (
+            patch.object(heartbeat, "BUSY_INTERVAL", _BEAT),
+            patch.object(linkround, "INTERVAL", _REPORT),
+            patch.object(linkround, "HASTE", _REPORT),
+        ):
+            return self._run()
+
+    def _run(self) -> Outcome:
+        time = 0.0
+        while not (self._over and time >= self.faults.until):
+            time += _LOOK
+            self.agenda.run(time)
+            self._check(time)
+            if time > self.faults.until + _END_WITHIN:
+                late = [client.number for client in self.clients if not client.end]
+                raise Failure(f"requests {late} never end")
+        deadline = time + _SETTLE_WITHIN
+        while why := self._unsettled():
+            time += _LOOK
+            self.agenda.run(time)
+            self._check(time)
+            if time > deadline:
+                raise Failure(f"not well again {_SETTLE_WITHIN:g} s after the last fault: {why}")
+        for worker in self.workers():
+            if worker.place is not None:
+                self.monitor.place_ends(worker, worker.place)
+        return Outcome(
+            self.seed,
+            tuple(client.end for client in self.clients),
+            dict(self.monitor.counts),
+            tuple(self.faults.said),
+            time,
+            self._trace,
+        )
+
+    @property
+    def _over(self) -> bool:
+        return all(client.end for client in self.clients)
+
+    def _check(self, time: float) -> None:
+        for worker in self.workers():
+            if worker.place is not None:
+                self.monitor.check_place(worker, worker.place)
+        if time > self.faults.until + _CALM:
+            pipelines = [pipeline for pipeline, _ in self.monitor.standing()]
+            if len(set(pipelines)) < len(pipelines):
+                raise Failure(f"{self.monitor.standing()} stand at once")
+
+    def _unsettled(self) -> str:
+        """Why the swarm isn't well yet; empty if it is."""
+        coordinators = list(self.coordinators())
+        if len(coordinators) != 1:
+            return f"{coordinators} lead"
+        coordinator = coordinators[0]
+        reconciler = coordinator.reconciler
+        formation = reconciler.formation
+        if formation is None or not reconciler.ready:
+            return "no pipeline is ready"
+        if reconciler.move is not None or reconciler.next is not None or reconciler.retiring:
+            return "the pipeline is about to move"
+        epoch = formation.record.epoch
+        if self.monitor.standing() != [(formation.record.id, epoch)]:
+            return f"{self.monitor.standing()} stand"
+        for worker in self.workers():
+            if worker.place is None or worker.place.epoch != epoch:
+                return f"{worker} is none of epoch {epoch}"
+            if why := self.monitor.unsettled(worker, worker.place):
+                return why
+        return self._unknown(coordinator, epoch)
+
+    def _unknown(self, coordinator: Coordinator, epoch: int) -> str:
+        """Which daemon doesn't know who is a member, who leads, or where requests go."""
+        members = frozenset(coordinator.reconciler.registry.members)
+        for daemon in self.daemons.values():
+            if daemon.peer.id not in members:
+                continue  # it has left, and is about to end
+            if daemon.peer.membership.term != coordinator.term:
+                return f"{daemon} follows another term"
+            if daemon.book.peers != members:
+                return f"{daemon} knows other members"
+            if [target.epoch for target in daemon.heads.targets()] != [epoch]:
+                return f"{daemon} has no way to the head"
+        return ""
+
+    def note(self, text: str) -> None:
+        """For who reads what happened."""
+        line = f"{self.agenda.now:9.4f} {text}"
+        self._trace = hash((self._trace, *line.encode()))
+        self.story.append(line)
+
+
+def _mode(rng: Random) -> Mode:
+    return Mode(
+        policy=rng.choice(("fifo", "fifo", "concurrent", "adaptive")),
+        cut_through=rng.random() < 0.5,
+        piece=rng.choice((0, 2, 3)),
+        chunk=rng.choice((4, 8)),
+        micro_batches=rng.choice((0, 1, 2)),
+        blocks=rng.choice((8, 14, 30)),
+        unpaired=rng.random() < 0.5,
+    )
+
+
+def run(seed: int, *, verbose: bool = False) -> Outcome:
+    """Run a seed.
+
+    Raises:
+        Failure: something did not hold; says how to see it again.
+    """
+    world = World(seed, verbose=verbose)
+    gc.disable()  # a sixth of the time
+    try:
+        return world.run()
+    except Exception as error:
+        story = "\n".join(world.story)
+        raise Failure(
+            f"seed {seed}: {type(error).__name__}: {error}\n{story}\n"
+            f"again: python -m tests.dst {seed}"
+        ) from error
+    finally:
+        gc.enable()
+
+
+def run_all(seeds: Iterable[int]) -> list[Outcome]:
+    """Run them until one fails.
+
+    Raises:
+        Failure: as :func:`run` says.
+    """
+    outcomes = []
+    for seed in seeds:
+        outcomes.append(run(seed))
+        if seed % 20 == 0:
+            gc.collect()
+    return outcomes
