@@ -1,18 +1,28 @@
-"""Whether memory grows: sends requests to a running swarm and compares each process's RSS.
+"""Whether memory or descriptors grow in a swarm that serves for long.
 
     .venv/bin/molink demo                      # in another terminal
     .venv/bin/python -m tools.soak --requests 500
+    .venv/bin/python -m tools.soak --minutes 30
 
-Processes come from ``molink status --json`` of this PC: every daemon, its workers and their other
-descendants. RSS is taken once the first ``--settle`` requests have completed, and at the end.
+With ``--requests``, requests go to the swarm that runs on this PC (``molink status --json`` names
+its processes: every daemon, its workers and their other descendants). What each process has is
+taken once the first ``--settle`` requests have completed, and at the end.
+
+With ``--minutes``, it starts three PCs of its own (:mod:`tools.chaos`) under a steady load, and
+each minute a fourth one joins and leaves. What the three have is taken each time before it comes;
+the first that counts is that after a fifth of the time. Texts have to stay what they were, too.
 """
 
 import argparse
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,30 +33,22 @@ from molink.bench.planned import PlannedRequest, plan_sizes
 from molink.bench.report import summarize
 from molink.bench.runner import run_plan
 from molink.bench.sample import Sample
+from tools.chaos.churn import churn
+from tools.chaos.usage import Usage, usage_of
 from tools.swarm_processes import swarm_processes
 
-#: RSS at the end by RSS after the first requests, at most.
+#: What a process has at the end by what it had at first, at most.
 TARGET = 1.05
 
 
 def main() -> int:
     """Run the soak and print its result as JSON; exit code 1 if it misses the target."""
     options = _options()
-    processes, endpoints = swarm_processes()
-    urls = options.url or endpoints
-    samples, first = asyncio.run(_soak(urls, processes, options))
-    report = summarize(samples, 0.0, policy="soak")
-    rows = _compare(processes, first, _rss(processes))
-    worst = max(row["ratio"] for row in rows)
-    result = {
-        "requests": len(samples),
-        "failed": report.failed,
-        "first_error": report.first_error,
-        "worst_ratio": worst,
-        "processes": rows,
-    }
+    # However it is told to end, it ends what it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = _churned(options) if options.minutes else _loaded(options)
     print(json.dumps(result, indent=2))
-    return 0 if worst <= TARGET and not report.failed else 1
+    return 0 if result["worst_ratio"] <= TARGET and not result["failed"] else 1
 
 
 def _options() -> argparse.Namespace:
@@ -59,20 +61,56 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--minutes", type=float, help="start a swarm; a PC comes and goes in each")
+    parser.add_argument("--keep", type=Path, help="folder for that swarm's homes, which stays")
     options = parser.parse_args()
     if options.requests <= options.settle:
         parser.error("--requests has to be more than --settle")
     return options
 
 
-def _rss(processes: dict[psutil.Process, str]) -> dict[psutil.Process, int]:
-    return {process: process.memory_info().rss for process in processes}
+def _loaded(options: argparse.Namespace) -> dict[str, Any]:
+    """Requests to the swarm that runs."""
+    processes, endpoints = swarm_processes()
+    urls = options.url or endpoints
+    samples, first = asyncio.run(_soak(urls, processes, options))
+    report = summarize(samples, 0.0, policy="soak")
+    rows = compare(first, _usage(processes))
+    return {
+        "requests": len(samples),
+        "failed": report.failed,
+        "first_error": report.first_error,
+        "worst_ratio": worst(rows),
+        "processes": rows,
+    }
+
+
+def _churned(options: argparse.Namespace) -> dict[str, Any]:
+    """A swarm of three, with a fourth PC that comes and goes."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        root = options.keep or Path(folder)
+        found = asyncio.run(churn(root, options.minutes * 60.0, streams=options.concurrency))
+    rows = compare(found.settled, found.last)
+    return {
+        "seconds": round(time.monotonic() - begun),
+        "joins": found.joins,
+        "requests": found.requests,
+        "failed": len(found.troubles),
+        "first_error": found.troubles[0] if found.troubles else None,
+        "worst_ratio": worst(rows),
+        "processes": rows,
+    }
+
+
+def _usage(processes: Mapping[psutil.Process, str]) -> dict[str, Usage]:
+    return {f"{role} ({process.pid})": usage_of([process]) for process, role in processes.items()}
 
 
 async def _soak(
     urls: Sequence[str], processes: dict[psutil.Process, str], options: argparse.Namespace
-) -> tuple[list[Sample], dict[psutil.Process, int]]:
-    """All samples, and the RSS of each process after the first requests."""
+) -> tuple[list[Sample], dict[str, Usage]]:
+    """All samples, and what each process had after the first requests."""
     clock = MonotonicClock()
     plan = plan_sizes(
         options.input_tokens, options.output_tokens, float("inf"), options.requests, seed=0
@@ -88,30 +126,34 @@ async def _soak(
             return await clients[request.index % len(clients)].send(request)
 
         samples: list[Sample] = []
-        looks: list[dict[psutil.Process, int]] = []
+        looks: list[dict[str, Usage]] = []
         for part in (plan[: options.settle], plan[options.settle :]):
             run = await run_plan(part, send, concurrency=options.concurrency, clock=clock)
             samples += run.samples
-            looks.append(_rss(processes))
+            looks.append(_usage(processes))
             print(f"{len(samples)} requests done", file=sys.stderr)
         return samples, looks[0]
 
 
-def _compare(
-    processes: dict[psutil.Process, str],
-    first: dict[psutil.Process, int],
-    last: dict[psutil.Process, int],
-) -> list[dict[str, Any]]:
+def compare(first: Mapping[str, Usage], last: Mapping[str, Usage]) -> list[dict[str, Any]]:
+    """A row for each role that was there at both times."""
     return [
         {
-            "pid": process.pid,
             "role": role,
-            "rss_first": first[process],
-            "rss_last": last[process],
-            "ratio": round(last[process] / first[process], 4),
+            "rss_first": first[role].rss,
+            "rss_last": last[role].rss,
+            "rss_ratio": round(last[role].rss / first[role].rss, 4),
+            "descriptors_first": first[role].descriptors,
+            "descriptors_last": last[role].descriptors,
+            "descriptors_ratio": round(last[role].descriptors / first[role].descriptors, 4),
         }
-        for process, role in processes.items()
+        for role in first.keys() & last.keys()
     ]
+
+
+def worst(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The largest ratio of all."""
+    return max(float(row[key]) for row in rows for key in ("rss_ratio", "descriptors_ratio"))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.data import Sampling
 from molinkd.api.backend import Figures, ServedModel
 
 TEMPLATE = (
@@ -38,6 +40,11 @@ def build_model(folder: Path) -> Path:
     config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def _check(request: GenerationRequest) -> None:
+    """Fail on parameters that no head would take."""
+    msgspec.msgpack.decode(msgspec.msgpack.encode(request.sampling), type=Sampling)
 
 
 @dataclass
@@ -76,6 +83,7 @@ class FakeBackend:
         return Figures({"link_bytes_total": 5.0}, {"odd name": 1.0}, stages)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        _check(request)
         self.requests.append(request)
         self.running += 1
         self.changed.set()

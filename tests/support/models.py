@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
 }
+
+
+def write_tensors(path: Path, tensors: dict[str, bytes]) -> None:
+    """A safetensors file of byte tensors."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, data in tensors.items():
+        offsets = [end, end + len(data)]
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": offsets}
+        end += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
 
 
 def _write_tokenizer(folder: Path) -> None:

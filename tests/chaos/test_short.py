@@ -1,0 +1,25 @@
+"""The short form: one fault of each important kind, each until all streams go on."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.chaos.drill import drill
+from tools.chaos.faults import Fault
+from tools.chaos.report import markdown
+from tools.chaos.streams import Load
+from tools.chaos.swarm import Swarm
+
+pytestmark = pytest.mark.timeout(400)
+
+
+KINDS = ["kill-coordinator", "kill-worker", "kill-other", "kill-leader"]
+
+
+async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
+    faults = [Fault(kind, 0.0) for kind in KINDS]
+    async with Swarm(tmp_path, 3) as swarm, Load(swarm, 16, tokens=60) as load:
+        verdict = await drill(swarm, load, faults, whole_s=0.0)
+    verdict.troubles += swarm.left_behind
+    assert verdict.good, markdown(verdict)
+    assert [result.fault.kind for result in verdict.results if result.pauses] == KINDS

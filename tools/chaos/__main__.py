@@ -1,0 +1,95 @@
+"""Harm a swarm of real processes while streams run, and print what became of them.
+
+    .venv/bin/python -m tools.chaos --seconds 300 --seed 1
+    .venv/bin/python -m tools.chaos --kinds kill-worker,freeze-leader --faults 4
+    .venv/bin/python -m tools.chaos --list
+
+It starts PCs of its own on loopback, each with its own home and ports, and ends them. Every stream
+is greedy in f32, and its text has to be that of the same question before anything was harmed. The
+exit code is 1 if a request was lost or changed, a process aborted, or something was left behind.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tools.chaos.drill import Result, Verdict, drill
+from tools.chaos.faults import KINDS, plan
+from tools.chaos.report import markdown
+from tools.chaos.streams import Load
+from tools.chaos.swarm import Swarm
+
+
+def main() -> int:
+    """Run a drill; the exit code."""
+    options = _options()
+    if options.list:
+        print("\n".join(KINDS))
+        return 0
+    # However it is told to end, it ends what it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        root = options.keep or Path(folder)
+        verdict = asyncio.run(run(root, options))
+    print(markdown(verdict))
+    return 0 if verdict.good else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.chaos", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--list", action="store_true", help="print the kinds of faults")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--seconds", type=float, default=300.0, help="begin no fault after that")
+    parser.add_argument("--faults", type=int, default=1000, help="at most so many")
+    parser.add_argument("--shortest", type=float, default=1.0, help="of a fault, in seconds")
+    parser.add_argument("--longest", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pcs", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--keep", type=Path, help="folder for the homes, which stays")
+    options = parser.parse_args()
+    unknown = set(options.kinds) - KINDS.keys()
+    if unknown:
+        parser.error(f"no such kinds: {', '.join(sorted(unknown))}; --list shows them")
+    return options
+
+
+async def run(root: Path, options: argparse.Namespace) -> Verdict:
+    """The drill of the command line."""
+    network = any(KINDS[kind].network for kind in options.kinds)
+    rng = random.Random(options.seed)
+    faults = plan(options.kinds, rng, options.shortest, options.longest)
+    async with (
+        Swarm(root, options.pcs, seed=options.seed, network=network) as swarm,
+        Load(swarm, options.streams, options.tokens) as load,
+    ):
+        until = time.monotonic() + options.seconds
+        chosen = itertools.islice(faults, options.faults)
+        timely = itertools.takewhile(lambda _: time.monotonic() < until, chosen)
+        verdict = await drill(swarm, load, timely, options.seed, tell=_tell)
+    verdict.troubles += swarm.left_behind
+    return verdict
+
+
+def _tell(result: Result) -> None:
+    """Show that a fault is over."""
+    if result.skipped:
+        text = f"skipped: {result.target}"
+    elif result.recovered is None:
+        text = f"{result.target}: NOT ALL STREAMS WENT ON"
+    else:
+        text = f"{result.target}: {max(result.pauses, default=0.0):.1f} s at most"
+    print(f"{result.fault.kind} for {result.fault.seconds:.1f} s: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

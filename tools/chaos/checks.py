@@ -1,0 +1,108 @@
+"""What must be true of a swarm that was harmed and is left alone again."""
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+
+import aiohttp
+
+from molinkd.peer.child import how_it_ended
+from tools.chaos.pc import Pc
+from tools.chaos.swarm import Swarm
+from tools.chaos.usage import Usage, usage_by_role
+
+#: For a daemon to learn that its last requests are over, and a head to free their blocks.
+QUIET_S = 20.0
+#: For a better placement to be loaded beside the one that serves, and the old workers to go.
+SETTLE_S = 90.0
+_LOOK_S = 0.2
+#: Gauges that are 0 where nothing is asked.
+IDLE = (
+    "molink_head_blocks_used",
+    "molink_head_blocks_releasing",
+    "molink_head_running",
+    "molink_head_waiting",
+    "molink_daemon_requests_active",
+)
+#: What a process that ends by an error in its native code leaves in a log. 9 and 15 are a kill
+#: and a termination.
+_ABORT = re.compile(
+    r"Assertion failed|Fatal Python error|corruption|free\(\): invalid|0xC000[0-9A-F]{4}"
+    r"|(?:ended by signal |exited with -)(?!9\b|15\b)\d+"
+)
+
+
+async def gauges(url: str) -> dict[str, float]:
+    """``/metrics`` of an endpoint by name, whatever the labels: the largest of each."""
+    limit = aiohttp.ClientTimeout(total=10)
+    found: dict[str, float] = {}
+    async with (
+        aiohttp.ClientSession(timeout=limit) as session,
+        session.get(f"{url}/metrics") as answer,
+    ):
+        for line in (await answer.text()).splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = max(found.get(name, float("-inf")), float(value))
+    return found
+
+
+async def busy(swarm: Swarm) -> list[str]:
+    """Gauges that should come to 0 once nothing is asked, and don't, or that nobody shows."""
+    deadline = time.monotonic() + QUIET_S
+    while True:
+        shown = {pc.name: await gauges(pc.url) for pc in swarm.pcs if pc.running}
+        known = {name for figures in shown.values() for name in figures}
+        left = [f"no PC shows {name}" for name in IDLE if name not in known]
+        for pc, figures in shown.items():
+            left += [f"{pc}: {name} = {figures[name]:g}" for name in IDLE if figures.get(name)]
+        if not left or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(_LOOK_S)
+
+
+def strays(swarm: Swarm) -> list[str]:
+    """Processes that no PC should have: second coordinators, workers without a daemon."""
+    found = []
+    for pc in swarm.pcs:
+        processes = pc.processes()
+        roles = [pc.role(process) for process in processes]
+        if not pc.running:
+            found += [f"{pc.name}: {p} runs without its daemon" for p in processes]
+        if roles.count("coordinator") > 1:
+            found.append(f"{pc.name} has {roles.count('coordinator')} coordinators")
+    return found
+
+
+def aborts(pc: Pc) -> Iterator[str]:
+    """Processes of a PC that ended by themselves, from what is left of them."""
+    for code in pc.strange_exits:
+        yield f"{pc.name}: its daemon {how_it_ended(code)}"
+    for log in (pc.home / "terminal.log", *sorted((pc.home / "logs").glob("*.log*"))):
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if _ABORT.search(line):
+                yield f"{pc.name}: {log.name}: {line.strip()}"
+
+
+async def settled(swarm: Swarm, before: dict[str, Usage], slack: int) -> list[str]:
+    """What :func:`grown` tells once layers may no longer be on the move."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        told = grown(before, usage_by_role(swarm.pcs), slack)
+        if not told or time.monotonic() > deadline:
+            return told
+        await asyncio.sleep(_LOOK_S)
+
+
+def grown(before: dict[str, Usage], after: dict[str, Usage], slack: int) -> list[str]:
+    """Who has more processes than before, or more than ``slack`` more descriptors."""
+    told = []
+    for key, now in after.items():
+        then = before.get(key, Usage(0, 0, 0) if key.endswith("other") else now)
+        if now.processes > then.processes:
+            told.append(f"{key}: {then.processes} processes before, {now.processes} after")
+        elif now.descriptors > then.descriptors + slack:
+            told.append(f"{key}: {then.descriptors} descriptors before, {now.descriptors} after")
+    return told

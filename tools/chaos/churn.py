@@ -1,0 +1,86 @@
+"""A swarm under steady load to which a PC comes, and from which it goes, again and again."""
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from molinkd.cli import local_daemon
+from tools.chaos import checks
+from tools.chaos.pc import Pc
+from tools.chaos.streams import Load
+from tools.chaos.swarm import START_S, Swarm
+from tools.chaos.usage import Usage, usage_by_role
+
+#: How often a PC comes, in seconds.
+PERIOD_S = 60.0
+#: The part of the time after which memory counts as settled.
+SETTLED = 0.2
+#: Tokens of an answer.
+_TOKENS = 100
+#: Pieces that every stream has to get after each coming and going.
+_AGAIN = 5
+
+
+@dataclass(slots=True)
+class Churn:
+    """What came of it."""
+
+    settled: dict[str, Usage] = field(default_factory=dict)
+    last: dict[str, Usage] = field(default_factory=dict)
+    joins: int = 0
+    requests: int = 0
+    troubles: list[str] = field(default_factory=list)
+
+
+async def churn(root: Path, seconds: float, *, streams: int, period: float = PERIOD_S) -> Churn:
+    """Three PCs for ``seconds``; each ``period`` a fourth joins and leaves.
+
+    What the three have is taken when the fourth isn't there and all streams go on.
+    """
+    found = Churn()
+    async with (
+        Swarm(root, 4, absent=1) as swarm,
+        Load(swarm, streams, _TOKENS, pcs=swarm.pcs[:3]) as load,
+    ):
+        *stayers, guest = swarm.pcs
+        begun = time.monotonic()
+        while (now := time.monotonic()) < begun + seconds:
+            await _round(swarm, load, guest, found)
+            look = usage_by_role(stayers)
+            if not found.settled and time.monotonic() >= begun + SETTLED * seconds:
+                found.settled = look
+            found.last = look
+            print(f"{found.joins} joins, {len(load.answers)} answers", file=sys.stderr)
+            await asyncio.sleep(max(0.0, now + period - time.monotonic()))
+        await load.finish()
+        found.troubles += await checks.busy(swarm)
+        for pc in swarm.pcs:
+            found.troubles += checks.aborts(pc)
+    found.requests = len(load.answers)
+    bad = [answer for answer in load.answers if answer.end != "same"]
+    found.troubles += [f"a stream of {a.pc} was {a.end}: {a.trouble}" for a in bad]
+    found.troubles += swarm.left_behind
+    return found
+
+
+async def _round(swarm: Swarm, load: Load, guest: Pc, found: Churn) -> None:
+    """The guest comes, holds layers, and goes for good."""
+    await swarm.admit(guest)
+    try:
+        await swarm.serves(guest, START_S)
+        found.joins += 1
+        await _advance(load, found, "came")
+        at = local_daemon.need_daemon(guest.home)
+        await asyncio.to_thread(local_daemon.shut_down, at, leave=True)
+        await asyncio.to_thread(guest.ended)
+    except Exception:
+        guest.kill()
+        raise
+    await _advance(load, found, "went")
+
+
+async def _advance(load: Load, found: Churn, what: str) -> None:
+    if not await load.advance(_AGAIN, START_S):
+        found.troubles.append(f"streams stood still for {START_S:.0f} s after a PC {what}")

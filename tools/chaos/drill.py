@@ -1,0 +1,170 @@
+"""Faults one after another under streams, and what came of them."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+
+from tools.chaos import checks, phases
+from tools.chaos.faults import KINDS, CannotHarm, Fault, Scene
+from tools.chaos.streams import Answer, Load
+from tools.chaos.swarm import Swarm
+from tools.chaos.usage import usage_by_role
+
+#: Pieces that every stream has to get before a fault, and after it is over.
+CALM, AGAIN = 10, 5
+#: Longest wait for all streams to go on after a fault, in seconds.
+RECOVERY_S = 120.0
+#: Longest wait for all PCs to be used again, in seconds. The next fault comes then.
+WHOLE_S = 20.0
+#: Descriptors that a process may have more after all faults than before them.
+SLACK = 12
+
+
+@dataclass(slots=True)
+class Result:
+    """One fault. Times by the monotonic clock, in seconds."""
+
+    fault: Fault
+    #: What was harmed, or why nothing was.
+    target: str
+    skipped: bool = False
+    begun: float = 0.0
+    #: When it was over.
+    mended: float = 0.0
+    #: When all streams went on; ``None`` if one didn't.
+    recovered: float | None = None
+    #: When all PCs held layers again; ``None`` if not all did within :data:`WHOLE_S`.
+    whole: float | None = None
+    #: Of each stream whose endpoint lived, in seconds.
+    pauses: list[float] = field(default_factory=list)
+    #: Seconds of each phase of the recovery, of each PC that tells.
+    phases: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """All that was seen."""
+
+    results: list[Result]
+    answers: list[Answer]
+    #: Longest pause of each stream before the first fault, in seconds.
+    calm: list[float]
+    #: Everything that must not be, in words.
+    troubles: list[str]
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing went wrong."""
+        return not self.troubles
+
+
+async def drill(
+    swarm: Swarm,
+    load: Load,
+    faults: Iterable[Fault],
+    seed: int = 0,
+    *,
+    tell: Callable[[Result], None] = lambda _: None,
+    whole_s: float = WHOLE_S,
+) -> Verdict:
+    """Do ``faults`` to a swarm that serves ``load``; end the load and look at what is left.
+
+    ``tell`` hears of each fault that is over. ``whole_s``: see :data:`WHOLE_S`.
+    """
+    scene = Scene(swarm, random.Random(seed))
+    begun = time.monotonic()
+    troubles: list[str] = []
+    if not await load.advance(CALM, RECOVERY_S):
+        troubles.append("streams stand still before any fault")
+    calm = [slot.pause(begun, time.monotonic()) for slot in load.slots]
+    before = usage_by_role(swarm.pcs)
+    results: list[Result] = []
+    for fault in faults:
+        results.append(await _suffer(scene, load, fault))
+        if not results[-1].skipped and results[-1].recovered is None:
+            troubles.append(f"{fault.kind}: not all streams went on within {RECOVERY_S:.0f} s")
+            break
+        if not results[-1].skipped:
+            await _back(swarm, fault, troubles)
+            results[-1].whole = await _whole(swarm, whole_s)
+        tell(results[-1])
+        await load.advance(CALM, RECOVERY_S)
+    await load.finish()
+    troubles += _told(load.answers, results)
+    troubles += await checks.busy(swarm)
+    troubles += checks.strays(swarm)
+    troubles += await checks.settled(swarm, before, SLACK)
+    for pc in swarm.pcs:
+        troubles += checks.aborts(pc)
+    return Verdict(results, load.answers, calm, troubles)
+
+
+async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
+    """One fault, until all streams go on again."""
+    kind = KINDS[fault.kind]
+    deaths = [slot.pc.deaths for slot in load.slots]
+    asked = [slot.pc for slot in load.slots]
+    shown = await phases.look(scene.swarm)
+    begun, wall = time.monotonic(), time.time()
+    try:
+        async with _aside(kind.harm(scene)) as target:
+            result = Result(fault, target, begun=begun)
+            await asyncio.sleep(fault.seconds)
+            if kind.over == "streams":
+                await load.advance(AGAIN, RECOVERY_S)
+    except CannotHarm as error:
+        return Result(fault, str(error), skipped=True)
+    result.mended = time.monotonic()
+    scene.swarm.start_all()  # whoever aborted: that is told at the end
+    if await load.advance(AGAIN, RECOVERY_S):
+        result.recovered = time.monotonic()
+        result.phases = phases.between(shown, await phases.look(scene.swarm), wall)
+    result.pauses = [
+        slot.pause(begun, time.monotonic())
+        for slot, pc, count in zip(load.slots, asked, deaths, strict=True)
+        if pc.deaths == count
+    ]
+    return result
+
+
+async def _back(swarm: Swarm, fault: Fault, troubles: list[str]) -> None:
+    """Wait until all PCs run again and can serve: the next fault is to come alone."""
+    try:
+        await swarm.ready(RECOVERY_S)
+    except TimeoutError as error:
+        troubles.append(f"after {fault.kind}: {error}")
+
+
+async def _whole(swarm: Swarm, timeout: float) -> float | None:
+    """When all PCs hold layers; ``None`` if they don't for so long."""
+    deadline = time.monotonic() + timeout
+    while len(await asyncio.to_thread(swarm.stages)) < len(swarm.pcs):
+        if time.monotonic() > deadline:
+            return None
+        await asyncio.sleep(0.2)
+    return time.monotonic()
+
+
+@asynccontextmanager
+async def _aside(harm: AbstractContextManager[str]) -> AsyncIterator[str]:
+    """Begin and end a fault in a thread, so that streams are read meanwhile."""
+    target = await asyncio.to_thread(harm.__enter__)
+    try:
+        yield target
+    finally:
+        await asyncio.to_thread(harm.__exit__, None, None, None)
+
+
+def _told(answers: Sequence[Answer], results: Sequence[Result]) -> list[str]:
+    """Answers that were lost or changed, beside the fault during or after which it was seen."""
+    told: Counter[str] = Counter()
+    for answer in answers:
+        if answer.end in ("lost", "changed"):
+            earlier = [r for r in results if not r.skipped and r.begun <= answer.ended]
+            when = f"{earlier[-1].fault.kind} ({earlier[-1].target})" if earlier else "no fault"
+            told[f"{when}: at {answer.pc}, {answer.end}: {answer.trouble}"] += 1
+    return [f"{text} ({count} times)" for text, count in told.items()]

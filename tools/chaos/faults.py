@@ -1,0 +1,332 @@
+"""What can happen to a PC, each as a context: entered it begins, left it is over.
+
+A fault that is over by itself (a process is killed, and its PC starts it again) does nothing when
+it is left. All give the name of what they harmed. They may block for a moment.
+"""
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from tools.chaos.hang import CannotHang, hung
+from tools.chaos.network import Network
+from tools.chaos.pc import Pc, Role
+from tools.chaos.swarm import Swarm
+
+#: A link that is slow: seconds each way, and bytes/s.
+SLOW_S, SLOW_RATE = 0.1, 1.25e6
+#: By how much a clock jumps, in seconds.
+CLOCK_JUMP_S = 3 * 3600.0
+#: For how long threads are watched to see which one computes, in seconds.
+_LOOK_S = 0.5
+
+
+class CannotHarm(Exception):
+    """This fault isn't possible here; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Who may be harmed, and the chance that chooses."""
+
+    swarm: Swarm
+    rng: random.Random
+
+    def leader(self) -> Pc:
+        """The PC with the coordinator."""
+        leader = self.swarm.leader()
+        if not leader.running:
+            raise CannotHarm("no PC has a coordinator")
+        return leader
+
+    def other(self) -> Pc:
+        """A PC without one."""
+        leader = self.swarm.leader()
+        found = [pc for pc in self.swarm.pcs if pc.running and pc is not leader]
+        if not found:
+            raise CannotHarm("no other PC runs")
+        return self.rng.choice(found)
+
+    def anyone(self) -> Pc:
+        """Any PC."""
+        return self.rng.choice([pc for pc in self.swarm.pcs if pc.running])
+
+    def process(self, role: Role) -> tuple[Pc, psutil.Process]:
+        """A process of that role, of any PC; a worker that serves, if one does."""
+        found = [(pc, p) for pc in self.swarm.pcs if pc.running for p in pc.processes(role)]
+        if role == "worker":
+            serving = set(self.swarm.stages().values())
+            found = [pair for pair in found if pair[1].pid in serving] or found
+        if not found:
+            raise CannotHarm(f"no {role} runs")
+        return self.rng.choice(found)
+
+    @property
+    def network(self) -> Network:
+        """The network between PCs."""
+        if self.swarm.network is None:
+            raise CannotHarm("this swarm has no network that can be harmed")
+        return self.swarm.network
+
+
+#: A fault as a context that gives the name of what it harms.
+Harm = Callable[[Scene], AbstractContextManager[str]]
+
+
+def kill_process(role: Role) -> Harm:
+    """Kill a process; its daemon starts another one."""
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        pc, process = scene.process(role)
+        process.kill()
+        yield f"{role} of {pc.name}"
+
+    return harm
+
+
+def kill_pc(choose: Callable[[Scene], Pc], *, at_once: bool = False) -> Harm:
+    """Kill a daemon, and with it all of its PC; ``at_once``: it is started again at once."""
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        pc = choose(scene)
+        pc.kill()
+        if at_once:
+            scene.swarm.start(pc)
+        yield pc.name
+        if not pc.running:
+            scene.swarm.start(pc)
+
+    return harm
+
+
+def freeze_process(role: Role) -> Harm:
+    """Stop all threads of a process (``SIGSTOP``), and let them go on later."""
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        pc, process = scene.process(role)
+        with _frozen([process]):
+            yield f"{role} of {pc.name}"
+
+    return harm
+
+
+def freeze_daemon(choose: Callable[[Scene], Pc]) -> Harm:
+    """Stop a daemon alone: its worker and coordinator go on."""
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        pc = choose(scene)
+        with _frozen(pc.processes("daemon")):
+            yield f"daemon of {pc.name}"
+
+    return harm
+
+
+def freeze_pc(choose: Callable[[Scene], Pc]) -> Harm:
+    """Stop all processes of a PC, as a suspend does."""
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        pc = choose(scene)
+        with _frozen(pc.processes()):
+            yield pc.name
+
+    return harm
+
+
+def hang(role: Role, *, computing: bool = False) -> Harm:
+    """Stop a process's event loop alone, or the thread that computes."""
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        pc, process = scene.process(role)
+        thread = _busiest_thread(process) if computing else process.pid
+        what = "computing thread" if computing else "loop"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(hung(thread))
+            except CannotHang as error:
+                raise CannotHarm(str(error)) from None
+            yield f"{what} of {pc.name}'s {role}"
+
+    return harm
+
+
+@contextmanager
+def cut(scene: Scene) -> Iterator[str]:
+    """Let nothing pass between a PC and the others."""
+    pc, network = scene.anyone(), scene.network
+    network.cut(pc.name)
+    try:
+        yield pc.name
+    finally:
+        network.mend(pc.name)
+
+
+@contextmanager
+def reset(scene: Scene) -> Iterator[str]:
+    """Break all connections between a PC and the others, once."""
+    pc = scene.anyone()
+    scene.network.reset(pc.name)
+    yield pc.name
+
+
+@contextmanager
+def slow(scene: Scene) -> Iterator[str]:
+    """Make a PC's network slow."""
+    pc, network = scene.anyone(), scene.network
+    network.slow(pc.name, SLOW_S, SLOW_RATE)
+    try:
+        yield pc.name
+    finally:
+        network.mend(pc.name)
+
+
+def full_disk(choose: Callable[[Scene], Pc]) -> Harm:
+    """Let no file of a PC grow, and kill a worker: the PC has to do something about it.
+
+    Linux only, by the limit on files' sizes, so what programs get is ``EFBIG``.
+    """
+
+    @contextmanager
+    def harm(scene: Scene) -> Iterator[str]:
+        if not sys.platform.startswith("linux"):
+            raise CannotHarm("files' sizes can be limited from outside on Linux only")
+        pc = choose(scene)
+        _limit_files(pc, 0)
+        try:
+            owner, worker = scene.process("worker")
+            worker.kill()
+            yield f"{pc.name}, and a worker of {owner.name}"
+        finally:
+            _limit_files(pc, None)
+
+    return harm
+
+
+@contextmanager
+def clock_jump(scene: Scene) -> Iterator[str]:
+    """Set a PC's clock wrong, and right again later."""
+    pc = scene.anyone()
+    jump = scene.rng.choice((CLOCK_JUMP_S, -CLOCK_JUMP_S))
+    pc.set_clock(jump)
+    try:
+        yield f"{pc.name} by {jump:+.0f} s"
+    finally:
+        pc.set_clock(0)
+
+
+@contextmanager
+def power_cut(scene: Scene) -> Iterator[str]:
+    """Kill everything at once, then start it again."""
+    for pc in scene.swarm.pcs:
+        pc.kill()
+    yield "all"
+    scene.swarm.start_all()
+
+
+#: ``itself``: it is over once it has begun. ``time``: it lasts for 1 to 30 s. ``streams``: it lasts
+#: until all streams go on in spite of it.
+Over = Literal["itself", "time", "streams"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A sort of fault, and when it is over."""
+
+    harm: Harm
+    over: Over = "time"
+    #: Needs a network that can be harmed.
+    network: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "kill-worker": Kind(kill_process("worker"), "itself"),
+    "kill-coordinator": Kind(kill_process("coordinator"), "itself"),
+    "kill-leader": Kind(kill_pc(Scene.leader), "streams"),
+    "kill-other": Kind(kill_pc(Scene.other), "streams"),
+    "restart-leader": Kind(kill_pc(Scene.leader, at_once=True), "itself"),
+    "restart-other": Kind(kill_pc(Scene.other, at_once=True), "itself"),
+    "freeze-worker": Kind(freeze_process("worker")),
+    "freeze-coordinator": Kind(freeze_process("coordinator")),
+    "freeze-leader-daemon": Kind(freeze_daemon(Scene.leader)),
+    "freeze-other-daemon": Kind(freeze_daemon(Scene.other)),
+    "freeze-leader": Kind(freeze_pc(Scene.leader)),
+    "freeze-other": Kind(freeze_pc(Scene.other)),
+    "hang-worker-loop": Kind(hang("worker")),
+    "hang-worker-compute": Kind(hang("worker", computing=True)),
+    "hang-daemon": Kind(hang("daemon")),
+    "hang-coordinator": Kind(hang("coordinator")),
+    "disk-full-leader": Kind(full_disk(Scene.leader), "streams"),
+    "disk-full-other": Kind(full_disk(Scene.other), "streams"),
+    "clock-jump": Kind(clock_jump),
+    "cut": Kind(cut, network=True),
+    "reset": Kind(reset, "itself", network=True),
+    "slow": Kind(slow, network=True),
+    "power-cut": Kind(power_cut),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of a plan, and for how long at least."""
+
+    kind: str
+    seconds: float
+
+
+def plan(
+    kinds: Sequence[str], rng: random.Random, shortest: float, longest: float
+) -> Iterator[Fault]:
+    """Faults without end, in an order of chance: all kinds once before one comes again.
+
+    Short ones are as frequent as long ones: it is the logarithm of their time that is even.
+    """
+    while True:
+        for kind in rng.sample(kinds, len(kinds)):
+            seconds = shortest * (longest / shortest) ** rng.random()
+            yield Fault(kind, seconds if KINDS[kind].over == "time" else 0.0)
+
+
+@contextmanager
+def _frozen(processes: list[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def _busiest_thread(process: psutil.Process) -> int:
+    """The thread that has most of the processor now, the main one aside."""
+
+    def used() -> dict[int, float]:
+        return {t.id: t.user_time + t.system_time for t in process.threads()}
+
+    before = used()
+    time.sleep(_LOOK_S)
+    others = {id: now - before.get(id, now) for id, now in used().items() if id != process.pid}
+    if not others:
+        raise CannotHarm(f"process {process.pid} has one thread")
+    return max(others, key=lambda id: others[id])
+
+
+def _limit_files(pc: Pc, limit: int | None) -> None:
+    for process in pc.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+            process.rlimit(psutil.RLIMIT_FSIZE, (hard if limit is None else limit, hard))

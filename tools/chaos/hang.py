@@ -1,0 +1,69 @@
+"""Stopping one thread of a process while its others run (Linux), by ``ptrace``.
+
+The operating system's own stop is of whole processes. A program whose one thread is stuck answers
+on the network as ever where other threads do that, so it is another fault.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+_WAIT_ALL = 0x40000000
+
+
+class CannotHang(Exception):
+    """A thread can't be stopped here; says why."""
+
+
+@contextlib.contextmanager
+def hung(thread: int) -> Iterator[None]:
+    """Meanwhile the thread with that system-wide id (the process's, for its main one) is stopped.
+
+    Raises:
+        CannotHang: there is no such thread, no permission, or this isn't Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise CannotHang("one thread alone can be stopped on Linux only")
+    # Only the thread that took hold of another may let go of it.
+    over, begun = threading.Event(), threading.Event()
+    errors: list[OSError] = []
+
+    def hold() -> None:
+        try:
+            _trace(_SEIZE, thread)
+            try:
+                _trace(_INTERRUPT, thread)
+                os.waitpid(thread, _WAIT_ALL)
+                begun.set()
+                over.wait()
+            finally:
+                with contextlib.suppress(OSError):  # it was killed meanwhile
+                    _trace(_DETACH, thread)
+        except OSError as error:
+            errors.append(error)
+        finally:
+            begun.set()
+
+    holder = threading.Thread(target=hold, name="chaos-hang", daemon=True)
+    holder.start()
+    begun.wait()
+    try:
+        if errors:
+            raise CannotHang(f"thread {thread} can't be stopped: {errors[0]}")
+        yield
+    finally:
+        over.set()
+        holder.join()
+
+
+def _trace(request: int, thread: int) -> None:
+    call = ctypes.CDLL(None, use_errno=True).ptrace
+    call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    call.restype = ctypes.c_long
+    if call(request, thread, None, None) == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,260 @@
+"""The network between the PCs of a chaos run: it can be cut, reset and slowed, per PC.
+
+Each PC listens on a loopback address of its own and is known to the others by a second one, where
+this forwards. Whose connection it is follows from the process that holds its other end, so that a
+PC can be cut off from the others while it still reaches itself. Connections are ended here, so a
+port that nobody listens on shows as a reset rather than as a refusal.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from tools.chaos.pc import Pc, home_of
+
+_CHUNK = 65536
+#: Bytes that are read at once where the rate is limited, and how many reads may be on their way.
+_SLOW_CHUNK = 4096
+_QUEUED = 64
+_START_S = 10.0
+#: ``struct linger``: end a connection with a reset.
+_RESET = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """The state of one PC's network, for both directions."""
+
+    #: Bytes pass while it is set.
+    whole: asyncio.Event = field(default_factory=asyncio.Event)
+    delay_s: float = 0.0
+    #: Bytes/s; 0 = without limit.
+    rate: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """One that is forwarded to ``target``, from a socket with the address ``source``."""
+
+    source: tuple[str, int]
+    target: str
+    writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+    #: The PCs' ways that its bytes go through: none, where a PC reaches itself.
+    ways: list[_Way]
+    #: The PCs at its ends. That of the source isn't known at once.
+    ends: frozenset[str]
+
+
+class Network:
+    """Forwards between PCs, in a thread of its own, for the life of a ``with`` block."""
+
+    def __init__(self, pcs: Sequence[Pc]) -> None:
+        self._pcs = {pc.name: pc for pc in pcs}
+        self._connections: set[_Connection] = set()
+        #: Those of which it isn't known who opened them.
+        self._strangers: list[_Connection] = []
+        self._accepted: asyncio.Event
+        self._seen = self._sought = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ways: dict[str, _Way] = {}
+        self._loop = asyncio.new_event_loop()
+        self._ready: Future[None] = Future()
+        self._over: asyncio.Event
+        self._thread = threading.Thread(target=self._serve_all, name="chaos-net", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.result(_START_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._call(lambda: self._over.set())
+        self._thread.join()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the openers of all connections there have been are known, or can't be."""
+        return self._seen == self._sought
+
+    def cut(self, name: str) -> None:
+        """Let no byte pass between that PC and the others; connections stay open."""
+        self._call(self._ways[name].whole.clear)
+
+    def slow(self, name: str, delay_s: float, rate: float) -> None:
+        """Delay what that PC and the others send, and limit it to ``rate`` bytes/s."""
+
+        def change() -> None:
+            self._ways[name].delay_s, self._ways[name].rate = delay_s, rate
+
+        self._call(change)
+
+    def reset(self, name: str) -> None:
+        """Break all connections between that PC and the others, once."""
+
+        def change() -> None:
+            for connection in self._connections:
+                if name in connection.ends and connection.ways:
+                    for writer in connection.writers:
+                        _abort(writer)
+
+        self._call(change)
+
+    def mend(self, name: str) -> None:
+        """End what :meth:`cut` and :meth:`slow` did."""
+        self.slow(name, 0.0, 0.0)
+        self._call(self._ways[name].whole.set)
+
+    def _call(self, work: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(work)
+
+    def _serve_all(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._serve())
+            except OSError as error:
+                self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._over, self._accepted = asyncio.Event(), asyncio.Event()
+        for name in self._pcs:
+            self._ways[name] = _Way()
+            self._ways[name].whole.set()
+        async with contextlib.AsyncExitStack() as stack:
+            for pc in self._pcs.values():
+                for port in pc.place.for_others:
+                    await self._listen(stack, pc, port)
+            knowing = asyncio.create_task(self._know())
+            self._tasks.add(knowing)
+            self._ready.set_result(None)
+            await self._over.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _listen(self, stack: contextlib.AsyncExitStack, pc: Pc, port: int) -> None:
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.ensure_future(self._join(pc, port, reader, writer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        server = await asyncio.start_server(accept, pc.place.advertised, port)
+        stack.callback(server.close)
+
+    async def _join(
+        self, target: Pc, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(target.place.host, port)
+        except OSError:
+            _abort(writer)
+            return
+        connection = _Connection(
+            source=tuple(writer.get_extra_info("peername")[:2]),
+            target=target.name,
+            writers=(writer, far_writer),
+            ways=[self._ways[target.name]],
+            ends=frozenset((target.name,)),
+        )
+        self._connections.add(connection)
+        self._strangers.append(connection)
+        self._seen += 1
+        self._accepted.set()
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pump(reader, far_writer, connection.ways))
+                both.create_task(_pump(far_reader, writer, connection.ways))
+        except* OSError:
+            pass  # one side is gone: so is the other now
+        finally:
+            self._connections.discard(connection)
+            _abort(writer)
+            _abort(far_writer)
+
+    async def _know(self) -> None:
+        """Find out who opened connections. They don't wait for it: that takes a while."""
+        while True:
+            await self._accepted.wait()
+            self._accepted.clear()
+            strangers, self._strangers = self._strangers, []
+            owners = await asyncio.to_thread(self._owners)
+            for connection in strangers:
+                source = owners.get(connection.source)
+                if source == connection.target:
+                    connection.ways.clear()
+                elif source is not None:
+                    connection.ways.append(self._ways[source])
+                    connection.ends |= {source}
+            self._sought += len(strangers)
+
+    def _owners(self) -> dict[tuple[str, int], str]:
+        """The PCs whose processes hold connections, by their local addresses."""
+        names = {str(pc.home): name for name, pc in self._pcs.items()}
+        pids: dict[int, str | None] = {}
+        found = {}
+        for connection in psutil.net_connections("tcp4"):
+            if connection.pid is None or not connection.raddr:
+                continue
+            if connection.pid not in pids:
+                pids[connection.pid] = names.get(home_of(connection.pid) or "")
+            name = pids[connection.pid]
+            if name is not None:
+                found[(connection.laddr.ip, connection.laddr.port)] = name
+        return found
+
+
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ways: Sequence[_Way]
+) -> None:
+    """Copy the bytes of one direction. Its end, clean or not, ends the other one too."""
+    queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
+    async with asyncio.TaskGroup() as both:
+        delivery = both.create_task(_deliver(queue, writer, ways))
+        free = 0.0
+        while data := await reader.read(_SLOW_CHUNK if any(way.rate for way in ways) else _CHUNK):
+            rate = min((way.rate for way in ways if way.rate), default=float("inf"))
+            free = max(free, time.monotonic()) + len(data) / rate
+            await queue.put((free + sum(way.delay_s for way in ways), data))
+        await queue.put((free, b""))
+        await delivery
+        raise ConnectionResetError("closed by its other end")
+
+
+async def _deliver(
+    queue: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter, ways: Sequence[_Way]
+) -> None:
+    while True:
+        at, data = await queue.get()
+        if not data:
+            return
+        pause = at - time.monotonic()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        for way in ways:
+            await way.whole.wait()
+        writer.write(data)
+        await writer.drain()
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """Close with a reset."""
+    sock: Any = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    writer.transport.abort()

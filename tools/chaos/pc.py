@@ -1,0 +1,215 @@
+"""One PC of a chaos run: its home, its ports, and the processes that run there."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+Role = Literal["daemon", "coordinator", "worker", "other"]
+
+ROOT = Path(__file__).resolve().parents[2]
+#: How many ports a PC has for workers: a dying one may still hold its own.
+WORKER_PORTS = 8
+#: Below what systems give to outgoing connections, which could take a port between two starts.
+_PORTS = range(20_000, 32_000)
+#: Longest wait for a process to end in good order, in seconds.
+_END_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a PC listens. Others reach it at ``advertised``, on the same ports."""
+
+    host: str
+    advertised: str
+    endpoint: int
+    coordinator: int
+    control: int
+    workers: tuple[int, int]
+
+    @classmethod
+    def free(cls, host: str, advertised: str, rng: random.Random) -> "Place":
+        """One whose ports are free now."""
+        count = 3 + WORKER_PORTS
+        while True:
+            first = rng.randrange(_PORTS.start, _PORTS.stop - count)
+            ports = range(first, first + count)
+            if all(_is_free(address, p) for p in ports for address in (host, advertised)):
+                return cls(host, advertised, first, first + 1, first + 2, (first + 3, ports[-1]))
+
+    @property
+    def for_others(self) -> tuple[int, ...]:
+        """The ports that other PCs connect to."""
+        return (self.coordinator, self.control, *range(self.workers[0], self.workers[1] + 1))
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+class Pc:
+    """A home and what runs for it. Started again, it has the same home and the same ports."""
+
+    def __init__(self, name: str, home: Path, place: Place, options: Sequence[str]) -> None:
+        """``options`` are further ones of ``molink up`` and ``molink join``."""
+        self.name = name
+        self.home = home
+        self.place = place
+        self._options = list(options)
+        self.process: subprocess.Popen[bytes] | None = None
+        #: How often its daemon was killed: a stream that it served is over then.
+        self.deaths = 0
+        #: Exit codes of daemons that ended though nobody killed them.
+        self.strange_exits: list[int] = []
+        home.mkdir(parents=True, exist_ok=True)
+        self._clock = home / "clock"
+
+    @property
+    def url(self) -> str:
+        """The root of its endpoint."""
+        return f"http://127.0.0.1:{self.place.endpoint}"
+
+    @property
+    def output(self) -> str:
+        """All that its daemons have printed."""
+        return (self.home / "terminal.log").read_text(encoding="utf-8", errors="replace")
+
+    def start(self, *command: str) -> None:
+        """Run ``molink COMMAND`` with the PC's options."""
+        assert self.process is None
+        arguments = [*command, *self._addresses(), *self._options]
+        with (self.home / "terminal.log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "molinkd", *arguments],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+            )
+
+    def _addresses(self) -> list[str]:
+        place = self.place
+        first, last = place.workers
+        options = ["--name", self.name, "--host", place.host, "--advertise", place.advertised]
+        options += ["--endpoint-port", str(place.endpoint), "--control-port", str(place.control)]
+        return [*options, "--worker-ports", f"{first}-{last}", "--threads", "1", "--device", "cpu"]
+
+    def environment(self) -> dict[str, str]:
+        """Of its processes."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MOLINK_")}
+        return {
+            **kept,
+            "MOLINK_HOME": str(self.home),
+            # A setting of every PC, though only that of `up` has an option for it.
+            "MOLINK_COORDINATOR_PORT": str(self.place.coordinator),
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "tools" / "chaos" / "clock"), str(ROOT))),
+            "PYTHONIOENCODING": "utf-8",
+            "CHAOS_CLOCK": str(self._clock),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def set_clock(self, seconds: float) -> None:
+        """Have its wall clock be wrong by ``seconds``."""
+        self._clock.write_text(str(seconds), encoding="ascii")
+
+    @property
+    def running(self) -> bool:
+        """Whether its daemon runs. One that ended by itself is noted."""
+        if self.process is None:
+            return False
+        code = self.process.poll()
+        if code is None:
+            return True
+        self.strange_exits.append(code)
+        self.deaths += 1
+        self.process = None
+        return False
+
+    def kill(self) -> None:
+        """End its daemon at once; what it started notices by itself."""
+        if self.running:
+            assert self.process is not None
+            self.deaths += 1
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def stop(self) -> None:
+        """End it as a person would.
+
+        Raises:
+            TimeoutError: it didn't end, and was killed.
+        """
+        if not self.running:
+            return
+        assert self.process is not None
+        stop = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM)
+        self.process.send_signal(stop)
+        self.ended()
+
+    def ended(self) -> None:
+        """Wait for the end of a daemon that was told to end.
+
+        Raises:
+            TimeoutError: it didn't end, and was killed.
+        """
+        assert self.process is not None
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise TimeoutError(f"{self.name} did not end within {_END_S:.0f} s") from None
+        finally:
+            self.process = None
+
+    def processes(self, role: Role | None = None) -> list[psutil.Process]:
+        """Those that run for this PC, its daemon first, or those of a role."""
+        found = processes_of(self.home)
+        daemon = 0 if self.process is None else self.process.pid
+        found.sort(key=lambda process: process.pid != daemon)
+        return [p for p in found if role is None or self.role(p) == role]
+
+    def role(self, process: psutil.Process) -> Role:
+        """What a process of this PC is."""
+        if self.process is not None and process.pid == self.process.pid:
+            return "daemon"
+        roles: Mapping[str, Role]
+        roles = {"molinkd.worker": "worker", "molinkd.coordinator": "coordinator"}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return next((roles[word] for word in process.cmdline() if word in roles), "other")
+        return "other"
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """All processes with that home, whoever started them; dying ones aside."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if home_of(process.pid) == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def home_of(pid: int) -> str | None:
+    """The home that a process was told to use; ``None`` if there was none, or it can't be seen."""
+    try:
+        home: str | None = psutil.Process(pid).environ().get("MOLINK_HOME")
+    except (psutil.Error, OSError):
+        return None
+    return home

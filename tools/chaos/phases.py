@@ -1,0 +1,51 @@
+"""The phases of recoveries, as PCs show them in ``/metrics``, where they do."""
+
+import asyncio
+import re
+from collections.abc import Mapping
+
+import aiohttp
+
+from tools.chaos.checks import gauges
+from tools.chaos.pc import Pc
+from tools.chaos.swarm import Swarm
+
+#: What a daemon shows, by name.
+Figures = Mapping[str, float]
+#: That of all PCs, by their names and how often each has died.
+Shown = Mapping[tuple[str, int], Figures]
+
+_COUNT = "molink_recoveries_total"
+_NOTICED = "molink_recovery_noticed_timestamp_seconds"
+_PHASE = re.compile(r"molink_recovery_(?!last_)(\w+)_seconds_total")
+
+
+async def look(swarm: Swarm) -> Shown:
+    """What every PC shows that can be asked now."""
+
+    async def ask(pc: Pc) -> Figures:
+        try:
+            return await gauges(pc.url) if pc.running else {}
+        except (aiohttp.ClientError, TimeoutError):
+            return {}
+
+    keys = [(pc.name, pc.deaths) for pc in swarm.pcs]
+    return dict(zip(keys, await asyncio.gather(*map(ask, swarm.pcs)), strict=True))
+
+
+def between(before: Shown, after: Shown, begun: float) -> dict[str, list[float]]:
+    """Seconds of each phase at each PC that recovered once since a fault.
+
+    ``begun`` is when that began, in seconds since 1970; ``noticed`` is the phase until a PC knew.
+    """
+    found: dict[str, list[float]] = {}
+    for key, figures in after.items():
+        earlier = before.get(key, {})
+        if _COUNT not in earlier or figures.get(_COUNT, 0.0) - earlier[_COUNT] != 1:
+            continue
+        if _NOTICED in figures:
+            found.setdefault("noticed", []).append(figures[_NOTICED] - begun)
+        for name, seconds in figures.items():
+            if phase := _PHASE.fullmatch(name):
+                found.setdefault(phase[1], []).append(seconds - earlier.get(name, 0.0))
+    return found

@@ -1,0 +1,98 @@
+"""The table of a drill, as Markdown."""
+
+import statistics
+from collections.abc import Sequence
+
+from molink.swarm.recovery import PHASES
+from tools.chaos.drill import WHOLE_S, Result, Verdict
+
+
+def markdown(verdict: Verdict) -> str:
+    """A row for each kind of fault, then what went wrong."""
+    lines = [
+        "| fault | times | same text | lost | changed | pause: median (s) | p99 (s) "
+        "| all go on (s) | all PCs used (s) |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| none | | | | | {_median(verdict.calm)} | {_p99(verdict.calm)} | | |",
+    ]
+    for kind in dict.fromkeys(result.fault.kind for result in verdict.results):
+        of_kind = [result for result in verdict.results if result.fault.kind == kind]
+        done = [result for result in of_kind if not result.skipped]
+        lines.append(
+            _row(kind, done, [end for result in done for end in _harmed(verdict, result)])
+            if done
+            else f"| {kind} | skipped: {of_kind[0].target} | | | | | | | |"
+        )
+    ends = [answer.end for answer in verdict.answers]
+    exempt = ends.count("endpoint")
+    lines += [
+        "",
+        "A pause is the longest silence of a stream whose own endpoint lived, from the fault until "
+        "all streams went on. The last two columns are medians: from the fault until then, and "
+        "from its end until every PC held layers again.",
+        "",
+        f"{len(ends)} requests, {exempt} of them at endpoints that were killed.",
+        *_phases(verdict),
+        "",
+        *(f"- {trouble}" for trouble in verdict.troubles or ["Nothing went wrong."]),
+    ]
+    return "\n".join(lines)
+
+
+def _phases(verdict: Verdict) -> list[str]:
+    """Median and 99th percentile of each phase of a recovery by kind, if PCs tell."""
+    seen = {name for result in verdict.results for name in result.phases}
+    names = [name for name in ("noticed", *PHASES) if name in seen]
+    if not names:
+        return []
+    lines = [
+        "",
+        "Phases of the recoveries at each PC, median and 99th percentile in seconds:",
+        "",
+        f"| fault | {' | '.join(names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for kind in dict.fromkeys(r.fault.kind for r in verdict.results if r.phases):
+        of_kind = [result.phases for result in verdict.results if result.fault.kind == kind]
+        taken = [[s for phases in of_kind for s in phases.get(name, [])] for name in names]
+        cells = [f"{_median(seconds)}, {_p99(seconds)}" if seconds else "" for seconds in taken]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+def _harmed(verdict: Verdict, result: Result) -> list[str]:
+    """How the answers ended that were under way during a fault or the recovery from it."""
+    until = float("inf") if result.recovered is None else result.recovered
+    return [
+        answer.end
+        for answer in verdict.answers
+        if answer.begun < until and answer.ended > result.begun and answer.end != "endpoint"
+    ]
+
+
+def _row(kind: str, done: Sequence[Result], ends: Sequence[str]) -> str:
+    pauses = [pause for result in done for pause in result.pauses]
+    again = [r.recovered - r.begun for r in done if r.recovered is not None]
+    used = [r.whole - r.mended for r in done if r.whole is not None]
+    cells = [
+        kind,
+        str(len(done)),
+        f"{ends.count('same')} of {len(ends)}",
+        str(ends.count("lost")),
+        str(ends.count("changed")),
+        _median(pauses),
+        _p99(pauses),
+        _median(again),
+        _median(used) if len(used) == len(done) else f"> {WHOLE_S:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else ""
+
+
+def _p99(values: Sequence[float]) -> str:
+    """The 99th percentile, which of fewer than 100 values is the largest."""
+    ordered = sorted(values)
+    return f"{ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]:.2f}" if ordered else ""

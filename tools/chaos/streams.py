@@ -1,0 +1,264 @@
+"""Streams that never stop, whose texts are known beforehand."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import aiohttp
+
+from tools.chaos.pc import Pc
+from tools.chaos.swarm import Swarm
+
+#: A stream without a token for so long is given up as lost, in seconds.
+SILENCE_S = 180.0
+#: Before a slot asks again whose request failed, in seconds.
+_AGAIN_S = 0.2
+
+_QUESTIONS = (
+    "What is molink?",
+    "How do I add a PC?",
+    "Who are you?",
+    "What is the capital of France?",
+    "What is 7 plus 5?",
+    "Count from 1 to 30.",
+    "Tell me a story about a swarm.",
+    "Explain how molink works in detail.",
+    "What is a stage?",
+    "What does the head do?",
+    "What happens when a PC dies?",
+    "How many legs does a spider have?",
+    "What is the opposite of hot?",
+    "Name the days of the week.",
+    "Is molink private?",
+    "Why does decode go first?",
+)
+
+#: ``same``: the expected text, whole. ``endpoint``: the PC that was asked was killed.
+End = Literal["same", "changed", "lost", "endpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request and what came of it. Times by the monotonic clock, in seconds."""
+
+    slot: int
+    pc: str
+    begun: float
+    ended: float
+    end: End
+    tokens: int
+    #: What went wrong, in words.
+    trouble: str = ""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One of the streams that are always there: when it got its pieces."""
+
+    index: int
+    pc: Pc
+    #: One series for each request: when it was sent, then when its pieces came.
+    series: list[list[float]] = field(default_factory=list)
+    pieces: int = 0
+
+    def pause(self, begun: float, ended: float) -> float:
+        """The longest time without a piece, of those that touch ``begun`` to ``ended``."""
+        ending = (pair for times in self.series for pair in itertools.pairwise(times))
+        return max((b - a for a, b in ending if b > begun and a < ended), default=0.0)
+
+
+class StreamFailed(Exception):
+    """An answer didn't come whole."""
+
+
+class Load:
+    """``count`` streams over all PCs, for the life of an ``async with`` block.
+
+    Greedy in f32, so an answer's text is the same whatever else happens.
+    """
+
+    def __init__(
+        self, swarm: Swarm, count: int, tokens: int, *, pcs: Sequence[Pc] | None = None
+    ) -> None:
+        """``tokens`` of each answer; ``pcs``: who is asked, if not all."""
+        self._swarm = swarm
+        self._pcs = list(pcs or swarm.pcs)
+        self._tokens = tokens
+        self._expected: dict[str, str] = {}
+        self.slots = [Slot(n, self._pcs[n % len(self._pcs)]) for n in range(count)]
+        self.answers: list[Answer] = []
+        #: How often each PC had died when it was last seen to be able to serve.
+        self._ready = dict.fromkeys((pc.name for pc in self._pcs), 0)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def __aenter__(self) -> Self:
+        limits = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(timeout=limits, connector=connector)
+        await self._learn()
+        self._tasks = [asyncio.create_task(self._keep_asking(slot)) for slot in self.slots]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+
+    async def finish(self) -> None:
+        """Let all answers come to their end, and ask for no more."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    async def _learn(self) -> None:
+        """What each prompt's answer is while nothing is harmed."""
+        prompts = [self._prompt(slot.index) for slot in self.slots]
+
+        async def whole(slot: Slot, prompt: str) -> str:
+            return "".join([piece async for piece in self._ask(slot.pc, prompt)])
+
+        texts = [whole(slot, p) for slot, p in zip(self.slots, prompts, strict=True)]
+        self._expected = dict(zip(prompts, await asyncio.gather(*texts), strict=True))
+
+    @staticmethod
+    def _prompt(index: int) -> str:
+        question = _QUESTIONS[index % len(_QUESTIONS)]
+        return question if index < len(_QUESTIONS) else f"{question} ({index})"
+
+    def progress(self) -> list[int]:
+        """How many pieces each slot has had."""
+        return [slot.pieces for slot in self.slots]
+
+    async def advance(self, pieces: int, timeout: float) -> bool:
+        """Wait until every slot has had so many more; whether it came to that."""
+        wanted = [count + pieces for count in self.progress()]
+        deadline = time.monotonic() + timeout
+        while any(now < then for now, then in zip(self.progress(), wanted, strict=True)):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def _keep_asking(self, slot: Slot) -> None:
+        while not self._stopping:
+            slot.pc = await self._askable(slot.index)
+            answer = await self._answer(slot)
+            self.answers.append(answer)
+            if answer.end in ("lost", "endpoint"):
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _askable(self, index: int) -> Pc:
+        """A PC to ask: the slot's own, or the next one if that was killed and isn't back yet."""
+        pcs = self._pcs
+        order = [pcs[(index + step) % len(pcs)] for step in range(len(pcs))]
+        while True:
+            for pc in order:
+                if pc.running and (pc.deaths == self._ready[pc.name] or await self._is_back(pc)):
+                    return pc
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _is_back(self, pc: Pc) -> bool:
+        """Whether a PC that was killed can serve again."""
+        deaths = pc.deaths
+        try:
+            async with self._session.get(f"{pc.url}/readyz") as answer:
+                ready = answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        if ready:
+            self._ready[pc.name] = deaths
+        return ready
+
+    async def _answer(self, slot: Slot) -> Answer:
+        pc, deaths = slot.pc, slot.pc.deaths
+        expected, text = self._expected[self._prompt(slot.index)], ""
+        begun = time.monotonic()
+        times = [begun]
+        slot.series.append(times)
+        end: End = "same"
+        trouble = ""
+        try:
+            async for piece in self._ask(pc, self._prompt(slot.index)):
+                text += piece
+                times.append(time.monotonic())
+                slot.pieces += 1
+        except (aiohttp.ClientError, StreamFailed, TimeoutError) as error:
+            end, trouble = "lost", f"{type(error).__name__}: {error}"
+        if end == "lost" and (pc.deaths > deaths or not pc.running):
+            end = "endpoint"
+        if not expected.startswith(text) or (end == "same" and text != expected):
+            end, trouble = "changed", _difference(expected, text)
+        ended = time.monotonic()
+        answer = Answer(slot.index, pc.name, begun, ended, end, len(times) - 1, trouble)
+        if end == "lost":
+            times.append(ended)  # it was silent until then
+        return answer
+
+    async def _ask(self, pc: Pc, prompt: str) -> AsyncIterator[str]:
+        """The pieces of one answer.
+
+        Raises:
+            StreamFailed: it was refused, ended with an error, or has another length.
+        """
+        body: dict[str, Any] = {
+            "model": self._swarm.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": self._tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        count = done = None
+        async with self._session.post(f"{pc.url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise StreamFailed(f"HTTP {response.status}: {(await response.text())[:300]}")
+            async for event in _events(response):
+                if event is None:
+                    done = True
+                    break
+                if "error" in event:
+                    raise StreamFailed(str(event["error"]))
+                count = (event.get("usage") or {}).get("completion_tokens", count)
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        yield piece
+        if not done or count != self._tokens:
+            raise StreamFailed(f"it ended after {count} of {self._tokens} tokens")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
+    """What the server sends; ``None`` for its last word.
+
+    Raises:
+        StreamFailed: it can't be read.
+    """
+    async for line in response.content:
+        if line.startswith(b"data: [DONE]"):
+            yield None
+        elif line.startswith(b"data: "):
+            try:
+                yield json.loads(line[6:])
+            except ValueError as error:
+                raise StreamFailed(f"what came is no event: {error}: {line[:200]!r}") from None
+
+
+def _difference(expected: str, text: str) -> str:
+    """Where two texts part."""
+    at = next(
+        (n for n, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b),
+        min(len(expected), len(text)),
+    )
+    shown = slice(max(0, at - 20), at + 40)
+    return f"at character {at} {text[shown]!r} rather than {expected[shown]!r}"

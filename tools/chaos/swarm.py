@@ -1,0 +1,207 @@
+"""A swarm of PCs on loopback, each with a home and ports of its own."""
+
+import asyncio
+import contextlib
+import random
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import psutil
+
+from molink.errors import MolinkError
+from molinkd.cli import local_daemon
+from molinkd.peer.home import Home
+from tools.chaos.network import Network
+from tools.chaos.pc import Pc, Place, processes_of
+
+#: Longest wait for a swarm to be ready that was just started, in seconds.
+START_S = 180.0
+#: How long a process may take to notice that its daemon is gone, in seconds.
+ORPHAN_S = 20.0
+_LOOK_S = 0.1
+
+
+class Swarm:
+    """PCs that serve a model together, for the life of an ``async with`` block."""
+
+    def __init__(
+        self,
+        root: Path,
+        count: int,
+        *,
+        model: str = "molink-demo",
+        seed: int = 0,
+        network: bool = False,
+        absent: int = 0,
+    ) -> None:
+        """The first of ``count`` PCs founds the swarm, the last ``absent`` ones don't join yet.
+
+        With ``network`` it can be harmed too.
+        """
+        rng = random.Random(seed)
+        self.root = root
+        self.model = model
+        self._present = count - absent
+        self.pcs: list[Pc] = []
+        for number in range(1, count + 1):
+            host = f"127.0.0.{number}"
+            advertised = f"127.0.1.{number}" if network else host
+            place = Place.free(host, advertised, rng)
+            self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, []))
+        self.network = Network(self.pcs) if network else None
+        self._stack = ExitStack()
+        #: What was not as it should be when it ended.
+        self.left_behind: list[str] = []
+
+    @property
+    def founder(self) -> Pc:
+        """The PC that began."""
+        return self.pcs[0]
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self.network is not None:
+                self._stack.enter_context(self.network)
+            await self._found()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _found(self) -> None:
+        self.start(self.founder)
+        home = Home(self.founder.home)
+        await self.until(lambda: home.membership.exists(), START_S)
+        await self.until(lambda: home.device.exists(), START_S)
+        for pc in self.pcs[1 : self._present]:
+            await self.admit(pc)
+        await self.ready(START_S)
+
+    async def admit(self, pc: Pc) -> None:
+        """Have a PC join by a token of the founder's."""
+        # All have the same device: one measurement does.
+        shutil.copyfile(Home(self.founder.home).device, Home(pc.home).device)
+        founder = Home(self.founder.home)
+        invite = await asyncio.to_thread(local_daemon.fetch_invite, founder, ttl=3600.0, uses=1)
+        pc.start("join", invite.token)
+
+    def start(self, pc: Pc) -> None:
+        """Start a PC's daemon, at first or again."""
+        if pc is self.founder:
+            stages = str(self._present)
+            pc.start("up", "--model", self.model, "--dtype", "f32", "--min-peers", stages)
+        else:
+            pc.start("join")
+
+    def start_all(self) -> None:
+        """Start all that don't run."""
+        for pc in self.pcs:
+            if not pc.running:
+                self.start(pc)
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until every running PC's endpoint can serve.
+
+        Raises:
+            TimeoutError: one of them couldn't for so long.
+        """
+        limit = aiohttp.ClientTimeout(total=5)
+        deadline = time.monotonic() + timeout
+        async with aiohttp.ClientSession(timeout=limit) as session:
+            for pc in self.pcs:
+                while pc.running and not await _ready(session, pc.url):
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"{pc.name} isn't ready:\n{pc.output[-2000:]}")
+                    await asyncio.sleep(_LOOK_S)
+
+    async def serves(self, pc: Pc, timeout: float) -> None:
+        """Wait until a PC's stage is one of those that serve.
+
+        Raises:
+            TimeoutError: it wasn't for so long.
+        """
+        deadline = time.monotonic() + timeout
+        while pc.name not in await asyncio.to_thread(self.stages):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{pc.name} doesn't serve:\n{pc.output[-2000:]}")
+            await asyncio.sleep(_LOOK_S)
+
+    async def until(self, condition: Callable[[], object], timeout: float) -> None:
+        """Wait until ``condition()`` holds.
+
+        Raises:
+            TimeoutError: it didn't for so long, or the founder's daemon ended.
+        """
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if not self.founder.running or time.monotonic() > deadline:
+                raise TimeoutError(f"the swarm doesn't get ready:\n{self.founder.output[-2000:]}")
+            await asyncio.sleep(_LOOK_S)
+
+    def status(self) -> dict[str, Any] | None:
+        """``molink status --json`` of the PC with the coordinator; ``None`` if there is none.
+
+        It blocks for as long as that PC takes to answer.
+        """
+        found = local_daemon.find_daemon(Home(self.leader().home))
+        with contextlib.suppress(MolinkError):
+            if found is not None:
+                status = local_daemon.fetch_status(found)
+                if status["coordinator"]["state"] == "running":
+                    return status
+        return None
+
+    def stages(self) -> dict[str, int]:
+        """The workers' process ids of the stages that serve now, by the names of their PCs."""
+        status = self.status()
+        if status is None or not any(pipeline["ready"] for pipeline in status["pipelines"]):
+            return {}
+        ids = {s["peer"] for pipeline in status["pipelines"] for s in pipeline["stages"]}
+        workers = ((p["name"], w) for p in status["peers"] if p["id"] in ids for w in p["workers"])
+        return {name: worker["pid"] for name, worker in workers if worker["state"] == "ready"}
+
+    def leader(self) -> Pc:
+        """The PC that the coordinator runs on; the founder while there is none."""
+        return next((pc for pc in self.pcs if pc.processes("coordinator")), self.founder)
+
+    async def close(self) -> None:
+        """End all; :attr:`left_behind` then says what didn't end in order."""
+        for pc in self.pcs:
+            for process in pc.processes():
+                with contextlib.suppress(psutil.Error):
+                    process.resume()
+        # All at once: whoever is left doesn't start on the layers of those that have gone.
+        ends = [asyncio.to_thread(pc.stop) for pc in self.pcs]
+        errors = await asyncio.gather(*ends, return_exceptions=True)
+        self.left_behind += [str(error) for error in errors if error is not None]
+        await asyncio.to_thread(self._sweep)
+        self._stack.close()
+
+    def _sweep(self) -> None:
+        for pc in self.pcs:
+            _, left = psutil.wait_procs(processes_of(pc.home), ORPHAN_S)
+            for process in left:
+                self.left_behind.append(f"{pc.name} left {process}")
+                process.kill()
+
+
+async def _ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/readyz") as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
