@@ -30,6 +30,7 @@ settings.load_profile("molink")
 
 #: Tests that start processes, by folder or file.
 STARTING_PROCESSES = (
+    "tests/chaos/",
     "tests/e2e/",
     "tests/molinkd/coordinator/test_main.py",
     "tests/molinkd/peer/test_coordinator_child.py",
@@ -41,6 +42,9 @@ STARTING_PROCESSES = (
     "tests/test_repository.py",
     "tests/tools/test_wan.py",
 )
+
+#: Files whose tests share nothing, and may run on several workers.
+SPREAD = ("tests/dst/test_seeds.py", "tests/dst/test_teeth.py")
 
 #: Fixtures that several folders share.
 pytest_plugins = ["tests.support.swarm"]
@@ -57,6 +61,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
         """A file's tests stay on one worker, and so its fixtures are made once."""
 
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(SPREAD):
+                return nodeid
             is_apart = nodeid.startswith(STARTING_PROCESSES)
             return "processes" if is_apart else nodeid.partition("::")[0]
 
@@ -88,7 +94,7 @@ async def net() -> AsyncIterator[Net]:
         made = Net(stack)
         yield made
     made.gatekeeper.close()
-    made.context.term()
+    made.context.destroy(linger=0)  # a test that failed has sockets open: don't wait for them
     current = asyncio.current_task()
     assert asyncio.all_tasks() <= {*before, current}
 
