@@ -128,6 +128,14 @@ def duplicate(descriptor: int) -> Iterator[socket.socket]:
     Raises:
         OSError: the descriptor is no socket, or no more.
     """
+    if sys.platform == "win32":
+        # A duplicate would make both blocking there; so the descriptor itself is borrowed.
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+        try:
+            yield borrowed
+        finally:
+            borrowed.detach()
+        return
     # A socket's own dup() would make both blocking.
     number = socket.dup(descriptor)
     try:
