@@ -32,7 +32,6 @@ from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
 from molink.swarm.reach import Unreachable, how_to_open
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.wire.messages.control import (
-    Notice,
     PeerReport,
     StageFailed,
     StageLoaded,
@@ -69,8 +68,6 @@ class Reconciler(Pipelines):
             self.planner.not_waiting(placed=pipeline is not None)
         self._moves = 0
         self._ticked = now
-        #: What peers that can't be reached have been told.
-        self._notified: dict[str, str] = {}
         if desired is not None and pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now, desired.facts)
             expected = self.registry.members.keys() - {lost}
@@ -425,21 +422,20 @@ class Reconciler(Pipelines):
     # --- who gets no stage -------------------------------------------------------------------
 
     def _notify(self, now: float) -> None:
-        """Tell who gets no stage for want of an open port what to do about it, once."""
-        if self.desired is not None:
-            for peer in self.registry.sessions:
-                self._out += self.registry.notify(peer, self._misfit(peer))
-        unreachable = self.planner.unreachable
-        for peer in [peer for peer in self._notified if peer not in unreachable]:
-            del self._notified[peer]
-        for peer in unreachable:
+        """Tell the people at PCs that get no stage what they can do about it, once."""
+        if self.desired is None:
+            return
+        texts = {peer: self._misfit(peer) for peer in self.registry.sessions}
+        for peer, found in self.planner.unreachable.items():
             text = self.left_out(peer)
-            if text and self._notified.get(peer) != text:
-                self._notified[peer] = text
-                self._note(now, f"{self.registry.name(peer)} gets no stage: {text}")
-                self._send(peer, Notice(text=text))
-                if unreachable[peer].to != peer:
-                    self._send(unreachable[peer].to, Notice(text=text))
+            for told in (peer, found.to):
+                if told in texts:
+                    texts[told] = texts[told] or text
+        for peer, text in texts.items():
+            news = self.registry.notify(peer, text)
+            if news and text:
+                self._note(now, f"{self.registry.name(peer)} is told: {text}")
+            self._out += news
 
     def _closed(self, found: Unreachable) -> str:
         """Which connection can't be made, and the command that opens the port; for a person."""

@@ -109,11 +109,11 @@ class Resigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 
-Event = Heard | Cut | Known | Answered | Silent | Led | NotLed | Resigned | Tick
+Event = Heard | Cut | Known | Answered | Silent | Led | NotLed | Resigned | TimePassed
 
 
 # --- decisions ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Succession:
             case Resigned():
                 self._note(now, "ended")
                 self.role = "ended"
-            case Tick():
+            case TimePassed():
                 self._tick(now)
         self._conclude(now)
         decisions, self._out = self._out, []

@@ -20,7 +20,7 @@ from molink.swarm.succession import (
     Silent,
     StepDown,
     Succession,
-    Tick,
+    TimePassed,
 )
 from molink.wire.messages.leading import LeaderView
 from tests.dst.coordinator import Coordinator, Disk
@@ -77,7 +77,7 @@ class Leadership:
         self._tick()
 
     def _tick(self) -> None:
-        self._happened(Tick())
+        self._happened(TimePassed())
         self._daemon.later(TICK, self._tick)
 
     def orphan(self) -> None:

@@ -26,7 +26,7 @@ from molink.swarm.succession import (
     Silent,
     StepDown,
     Succession,
-    Tick,
+    TimePassed,
 )
 from molink.swarm.terms import next_term, round_of
 from molink.wire.messages.leading import LeaderView
@@ -65,7 +65,7 @@ def view(
 
 def leading(me: str = "a") -> Succession:
     one = Succession(me, 0.0, known=Known(ORDER, (0, 5)), leader=me)
-    one.handle(Tick(), 0.0)
+    one.handle(TimePassed(), 0.0)
     one.handle(Silent("b"), 0.1)
     one.handle(Silent("c"), 0.1)
     one.handle(Silent("a"), 0.1)
@@ -91,13 +91,13 @@ def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
 def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
     one = peer("b")
     for step in range(8):
-        assert one.handle(Tick(), step * 0.5) == []
+        assert one.handle(TimePassed(), step * 0.5) == []
         one.handle(Heard(0, "a"), step * 0.5)
     now = 3.5
     while now <= 3.5 + SILENCE:
-        assert one.handle(Tick(), now) == []
+        assert one.handle(TimePassed(), now) == []
         now += 0.5
-    assert one.handle(Tick(), now) == [Ask("a"), Ask("c")]
+    assert one.handle(TimePassed(), now) == [Ask("a"), Ask("c")]
 
 
 def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
@@ -126,7 +126,7 @@ def test_who_does_not_take_its_turn_is_passed_over() -> None:
     while now < 10.0 + CLAIM + 4 * AGAIN and not decisions:
         one.handle(Silent("a"), now)
         decisions = one.handle(Answered("b", view()), now)
-        one.handle(Tick(), now)
+        one.handle(TimePassed(), now)
         now += AGAIN
     assert decisions == [Lead(next_term(0, "c"), lost="a")]
 
@@ -158,7 +158,7 @@ def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
 
 def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
     one = Succession("b", 0.0, known=Known(ORDER, (0, 5)), leader="a")
-    assert one.handle(Tick(), 0.0) == [Ask("a"), Ask("c")]
+    assert one.handle(TimePassed(), 0.0) == [Ask("a"), Ask("c")]
     one.handle(Silent("c"), 0.1)
     assert one.handle(Silent("a"), 0.1) == []
     assert one.handle(Silent("a"), BOOT) == [Lead(next_term(0, "b"), lost="a")]
@@ -166,14 +166,14 @@ def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
 
 def test_the_last_leader_leads_again_at_once_and_in_its_term() -> None:
     one = Succession("a", 0.0, known=Known(ORDER, (0, 5)), leader="a")
-    one.handle(Tick(), 0.0)
+    one.handle(TimePassed(), 0.0)
     one.handle(Silent("b"), 0.1)
     assert one.handle(Silent("c"), 0.1) == [Lead(0)]
 
 
 def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
     one = Succession("a", 0.0, known=Known(ORDER, (0, 5)), leader="a")
-    one.handle(Tick(), 0.0)
+    one.handle(TimePassed(), 0.0)
     found = view("b", next_term(0, "b"), leads=True)
     assert one.handle(Answered("b", found), 0.1) == [Follow("b", found.term, KEY, ("h:1",))]
 
@@ -243,16 +243,16 @@ def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
     for step in range(1, 20):
         now = 0.2 + step * PROBE / 4
         one.handle(Heard(0, "a"), now)
-        asked += one.handle(Tick(), now)
+        asked += one.handle(TimePassed(), now)
     assert asked.count(Ask("b")) == asked.count(Ask("c")) == 5
-    assert one.handle(Tick(), 60.0) == [Ask("b"), Ask("c")]
+    assert one.handle(TimePassed(), 60.0) == [Ask("b"), Ask("c")]
 
 
 def test_a_coordinator_that_hangs_is_started_again() -> None:
     one = leading("a")
     decisions: list[Decision] = []
     for n in range(40):
-        decisions += one.handle(Tick(), 0.2 + n * 0.25)
+        decisions += one.handle(TimePassed(), 0.2 + n * 0.25)
     assert decisions.count(Lead(0)) == 1
 
 
@@ -280,7 +280,7 @@ def test_who_ends_is_not_waited_for() -> None:
     one = leading("a")
     one.handle(Resigned(), 5.0)
     assert (one.view(5.0).leads, one.view(5.0).fit) == (False, False)
-    assert one.handle(Tick(), 9.0) == []
+    assert one.handle(TimePassed(), 9.0) == []
 
 
 def test_strangers_views_are_nothing() -> None:
@@ -351,7 +351,7 @@ class Network:
             for who in self.order:
                 if who not in self.dead and who not in self.frozen:
                     self.listen(who)
-                    self.tell(who, Tick())
+                    self.tell(who, TimePassed())
 
     def listen(self, who: str) -> None:
         leader = self.session.get(who)

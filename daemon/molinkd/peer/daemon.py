@@ -1,6 +1,7 @@
 """The daemon of one PC: puts its parts together, runs them, and ends them in order."""
 
 import asyncio
+import contextlib
 import os
 from contextlib import AsyncExitStack
 from functools import partial
@@ -26,7 +27,7 @@ from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
 from molinkd.peer.hashing import Hasher
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.launch import Announce, Launch, Listening, Trouble
+from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership, choose, join, read_membership
@@ -45,7 +46,7 @@ class Daemon:
 
     def __init__(self, launch: Launch, announce: Announce) -> None:
         self._launch = launch
-        self._announce = announce
+        self._say = announce
         self._settings = launch.settings
         self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
@@ -53,6 +54,11 @@ class Daemon:
         self._shut_out: ShutOut | None = None
         self._node: Node | None = None
         self._leadership: Leadership | None = None
+
+    def _announce(self, event: AnyEvent) -> None:
+        """Tell whoever started this; that it can't be written (a full disk) ends nothing."""
+        with contextlib.suppress(OSError):
+            self._say(event)
 
     def stop(self) -> None:
         """End the run soon; from the daemon's own loop."""

@@ -31,7 +31,7 @@ from molink.swarm.succession import (
     Silent,
     StepDown,
     Succession,
-    Tick,
+    TimePassed,
 )
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Member
@@ -55,7 +55,7 @@ TICK_S = 0.25
 ANSWER_S = 1.0
 
 
-class Place(Protocol):
+class Host(Protocol):
     """What running a coordinator takes of its PC."""
 
     @property
@@ -66,7 +66,7 @@ class Place(Protocol):
     def keys(self) -> KeyPair: ...
 
 
-class DaemonPlace(Place, Protocol):
+class DaemonHost(Host, Protocol):
     """What leading takes of a daemon."""
 
     @property
@@ -80,7 +80,7 @@ class Leadership:
 
     def __init__(
         self,
-        place: DaemonPlace,
+        host: DaemonHost,
         replica: ReplicaFile,
         membership: Membership | None,
         on_follow: Callable[[Membership], None] = lambda _: None,
@@ -89,16 +89,18 @@ class Leadership:
 
         ``on_follow`` is told where the coordinator is, whenever that is another place.
         """
-        self._place = place
+        self._host = host
         self.replica = replica
         self.membership = membership
         self.on_follow = on_follow
-        self._me = peer_id(place.keys.public)
+        self._me = peer_id(host.keys.public)
         self._process: CoordinatorProcess | None = None
         #: Addresses of the coordinator here, as others reach it.
         self._announced: tuple[str, ...] = ()
         self._deeds: asyncio.Queue[Lead | StepDown | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Peers that are being asked.
+        self._asking: set[str] = set()
         self._loop = asyncio.get_running_loop()
         #: Done once this peer leads what it founds, or can't.
         self._begun: asyncio.Future[None] = self._loop.create_future()
@@ -114,14 +116,14 @@ class Leadership:
             UsageError: it can't; says why.
         """
         self.start()
-        self._happened(Tick())
+        self._happened(TimePassed())
         await self._begun
 
     def serves(self, model: str | None) -> None:
         """Remember the swarm, and what ``up`` serves here, if it does."""
         if model is not None:
             self.membership = msgspec.structs.replace(self.target, model=model)
-        self.target.save(self._place.home.membership)
+        self.target.save(self._host.home.membership)
 
     @property
     def founds(self) -> bool:
@@ -215,7 +217,7 @@ class Leadership:
         for decision in succession.handle(event, self._loop.time()):
             match decision:
                 case Ask(peer):
-                    self._spawn(self._ask(peer, succession), f"molink-ask-{peer}")
+                    self._ask_once(peer, succession)
                 case Follow():
                     self._follow(decision)
                 case Raise(term):
@@ -231,7 +233,7 @@ class Leadership:
     def _follow(self, decision: Follow) -> None:
         addresses = decision.addresses
         if decision.leader == self._me and self._process is not None:
-            addresses = (f"{from_here(self._place.settings.host)}:{self._process.port}",)
+            addresses = (f"{from_here(self._host.settings.host)}:{self._process.port}",)
         self._remember(
             term=decision.term,
             leader=decision.leader,
@@ -248,17 +250,27 @@ class Leadership:
         if changed != self.membership:
             self.membership = changed
             try:
-                changed.save(self._place.home.membership)
+                changed.save(self._host.home.membership)
             except OSError as error:
                 log.warning("can't remember where the coordinator is: %s", error)
 
     # --- asking ------------------------------------------------------------------------------
 
+    def _ask_once(self, peer: str, succession: Succession) -> None:
+        """Ask, unless that is under way: questions of others must not make ever more of ours."""
+        if peer not in self._asking:
+            self._asking.add(peer)
+            self._spawn(self._ask(peer, succession), f"molink-ask-{peer}")
+
     async def _ask(self, peer: str, succession: Succession) -> None:
+        answer = await self._answer_of(peer, succession)
+        self._asking.discard(peer)
+        self._happened(Silent(peer) if answer is None else Answered(peer, answer))
+
+    async def _answer_of(self, peer: str, succession: Succession) -> LeaderView | None:
         member = self._member(peer)
         if member is None or self.membership is None:
-            self._happened(Silent(peer))
-            return
+            return None
         view = succession.view(self._loop.time())
         request = LeaderRequest(ref=0, swarm=self.membership.swarm, view=view)
         found = endpoints(member.addresses, member.control_port)
@@ -273,15 +285,15 @@ class Leadership:
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-        self._happened(Silent(peer) if answer is None else Answered(peer, answer))
+        return answer
 
     async def _ask_at(
         self, member: Member, address: str, request: LeaderRequest
     ) -> LeaderView | None:
         """The answer of a peer at one of its addresses; ``None`` if there is none."""
         client: Client[ControlMessage] = Client(
-            self._place.context,
-            self._place.keys,
+            self._host.context,
+            self._host.keys,
             control_codec(),
             member.public_key,
             (address,),
@@ -330,7 +342,7 @@ class Leadership:
     async def _lead(self, deed: Lead) -> None:
         held = self.replica.path if self.replica.held is not None else None
         process = coordinator_process(
-            self._place, self.membership, held, deed, self._me, self._failing
+            self._host, self.membership, held, deed, self._me, self._failing
         )
         try:
             announcement = await process.start()
@@ -339,12 +351,12 @@ class Leadership:
             if self.founds and not self._begun.done():
                 self._begun.set_exception(UsageError(str(error)))
                 return
-            self._place.announce(Trouble(text=str(error)))
             self._happened(NotLed())
+            self._host.announce(Trouble(text=str(error)))
             return
         self._process, self._announced = process, announcement.addresses
         if announcement.restored:
-            self._place.announce(Trouble(text=announcement.restored))
+            self._host.announce(Trouble(text=announcement.restored))
         if self.membership is None:
             self.membership = self._founded(announcement)
         self._happened(
@@ -363,10 +375,10 @@ class Leadership:
         )
 
     def _failing(self) -> None:
-        self._place.announce(
+        self._happened(NotLed())
+        self._host.announce(
             Trouble(text="the coordinator ends again and again here: another PC is to run it")
         )
-        self._happened(NotLed())
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -376,7 +388,7 @@ class Leadership:
     async def _ticks(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._happened(Tick())
+            self._happened(TimePassed())
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = self._loop.create_task(work, name=name)
@@ -390,7 +402,7 @@ class Leadership:
 
 
 def coordinator_process(
-    place: Place,
+    host: Host,
     membership: Membership | None,
     replica: Path | None,
     deed: Lead,
@@ -401,7 +413,7 @@ def coordinator_process(
 
     ``leader`` is this peer; empty where no daemon stands beside it.
     """
-    settings, home = place.settings, place.home
+    settings, home = host.settings, host.home
     lost = [deed.lost] if deed.lost else []
 
     def arguments(port: int) -> list[str]:
@@ -410,7 +422,7 @@ def coordinator_process(
         if replica is not None:
             options += ["--replica", str(replica)]
         if membership is None or membership.own:
-            options += ["--member", f"{place.keys.public}:{settings.name}"]
+            options += ["--member", f"{host.keys.public}:{settings.name}"]
             options += ["--max-peers", str(settings.max_peers)]
         if membership is not None:
             options += ["--swarm", membership.swarm]

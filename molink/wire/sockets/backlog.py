@@ -43,7 +43,7 @@ class BacklogLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class OpenConnection:
     """A TCP connection of a socket."""
 
     descriptor: int
@@ -73,17 +73,17 @@ class Connection:
         return max(0, self.settled - self.delivered)
 
 
-class Backlog:
+class UnreadBytes:
     """What is unread of one socket's connections; for any thread."""
 
     def __init__(self, limits: BacklogLimits | None = None) -> None:
         self._limits = limits or BacklogLimits()
         self._lock = threading.Lock()
         #: By descriptor, oldest first. Numbers are used again, but not by two at once.
-        self._live: dict[int, Connection] = {}
+        self._live: dict[int, OpenConnection] = {}
         #: Ended, but something of theirs may still wait to be read.
-        self._ended: list[Connection] = []
-        self._named: dict[bytes, Connection] = {}
+        self._ended: list[OpenConnection] = []
+        self._named: dict[bytes, OpenConnection] = {}
         #: Whether no whole message waited since the last look.
         self._drained = False
 
@@ -91,7 +91,7 @@ class Backlog:
         """There is a new connection."""
         with self._lock:
             self._end(descriptor)
-            self._live[descriptor] = Connection(descriptor, remote)
+            self._live[descriptor] = OpenConnection(descriptor, remote)
 
     def ended(self, descriptor: int) -> None:
         """The connection with this descriptor is no more."""
@@ -126,7 +126,7 @@ class Backlog:
                 self._forget(connection)
             self._ended.clear()
 
-    def looked(self, counts: Iterable[tuple[Connection, int]]) -> bool:
+    def looked(self, counts: Iterable[tuple[OpenConnection, int]]) -> bool:
         """Connections were looked at, and so many bytes have been taken of each.
 
         Returns whether so much is unread that one should know whether it could be read: look for
@@ -143,12 +143,12 @@ class Backlog:
         return wanted
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[OpenConnection]:
         """Those that are open and shall be."""
         with self._lock:
             return [connection for connection in self._live.values() if not connection.cut]
 
-    def excess(self) -> Connection | None:
+    def excess(self) -> OpenConnection | None:
         """The connection to cut next, or ``None`` if all is within the bounds.
 
         It is one of the party that exceeds them: the one furthest ahead, or the oldest if there are
@@ -161,11 +161,11 @@ class Backlog:
                 found.cut = True
             return found
 
-    def _excess(self) -> Connection | None:
+    def _excess(self) -> OpenConnection | None:
         limits = self._limits
         ahead: dict[str, int] = defaultdict(int)
         unfinished: dict[str, int] = defaultdict(int)
-        open_ones: dict[str, list[Connection]] = defaultdict(list)
+        open_ones: dict[str, list[OpenConnection]] = defaultdict(list)
         for connection in self._live.values():
             if not connection.cut:
                 open_ones[connection.party].append(connection)
@@ -192,7 +192,7 @@ class Backlog:
                         return furthest
         return None
 
-    def _name(self, connection: Connection, identity: bytes) -> bool:
+    def _name(self, connection: OpenConnection, identity: bytes) -> bool:
         """Note the routing id of a connection; ``False`` if it is that of an earlier one.
 
         Routing ids rise. A message of an earlier connection may be read only after its descriptor
@@ -216,7 +216,7 @@ class Backlog:
         else:
             self._forget(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: OpenConnection) -> None:
         if connection.identity is not None:
             self._named.pop(connection.identity, None)
 

@@ -22,7 +22,7 @@ from molink.errors import (
 )
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
-from molink.wire.sockets.backlog import Backlog
+from molink.wire.sockets.backlog import UnreadBytes
 from molink.wire.sockets.create import connect, create_client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Outbox
@@ -124,7 +124,7 @@ class Client(Generic[M]):
         if not self._addresses:
             raise UsageError(f"{self._name} has no address")
         self._socket = create_client(self._context, self._keys, self._server_key)
-        backlog = Backlog()
+        backlog = UnreadBytes()
         self._monitor = Monitor(self._socket, backlog, self._heard, self._events.on_open)
         try:
             connect(self._socket, self._address)

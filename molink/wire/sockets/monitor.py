@@ -13,7 +13,7 @@ from enum import Enum
 import zmq
 import zmq.asyncio
 
-from molink.wire.sockets.backlog import SUSPECT, Backlog, Connection
+from molink.wire.sockets.backlog import SUSPECT, OpenConnection, UnreadBytes
 from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut, remote
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Monitor:
     def __init__(
         self,
         socket: zmq.asyncio.Socket,
-        backlog: Backlog,
+        backlog: UnreadBytes,
         on_change: Callable[[Change], None],
         on_open: Callable[[int], None] | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ class Monitor:
         elif self._on_open is not None:
             self._on_open(value)
 
-    def _look(self, watched: list[Connection]) -> float:
+    def _look(self, watched: list[OpenConnection]) -> float:
         """Look at the connections, and cut what has to be; when to look again, in seconds."""
         counts, came = [], 0
         for connection in watched:

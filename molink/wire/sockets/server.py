@@ -14,7 +14,7 @@ import zmq.asyncio
 from molink.errors import MolinkError, PortInUse, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
-from molink.wire.sockets.backlog import Backlog
+from molink.wire.sockets.backlog import UnreadBytes
 from molink.wire.sockets.create import bind, create_server
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.inbox import Inbox, Outbox
@@ -147,7 +147,7 @@ class Server(Generic[M]):
         socket = create_server(self._context, self._keys, ipv6=":" in host)
         monitor: Monitor | None = None
         try:
-            backlog = Backlog()
+            backlog = UnreadBytes()
             monitor = Monitor(socket, backlog, self._changed)
             self.port = bind(socket, host, ports, option)
         except (MolinkError, zmq.ZMQError):

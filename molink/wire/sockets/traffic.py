@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from molink.wire.sockets.backlog import Backlog, wire_size
+from molink.wire.sockets.backlog import UnreadBytes, wire_size
 
 #: Messages read, or frames of one that is too long, before others on the event loop get their
 #: turn: 16 messages of 256 KB take some ms, 256 empty frames less.
@@ -40,7 +40,7 @@ class Traffic:
         take: Callable[[list[zmq.Frame], int], None],
         on_room: Callable[[], None],
         on_failed: Callable[[Exception], None],
-        backlog: Backlog | None = None,
+        backlog: UnreadBytes | None = None,
     ) -> None:
         """``take`` is given the first ``max_frames`` of a message, and how many it had in all.
 
@@ -150,7 +150,7 @@ class Traffic:
                 self._take(frames, parts)
                 return
 
-    def _count(self, backlog: Backlog, first: zmq.Frame, last: zmq.Frame, nbytes: int) -> None:
+    def _count(self, backlog: UnreadBytes, first: zmq.Frame, last: zmq.Frame, nbytes: int) -> None:
         """A whole message was read."""
         try:
             descriptor, user = int(last.get("__fd")), str(last.get("User-Id"))

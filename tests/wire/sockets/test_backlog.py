@@ -3,9 +3,9 @@ import random
 from molink.wire.sockets.backlog import (
     HANDSHAKE,
     SUSPECT,
-    Backlog,
     BacklogLimits,
-    Connection,
+    OpenConnection,
+    UnreadBytes,
     wire_size,
 )
 
@@ -27,13 +27,15 @@ class Book:
     """A backlog whose connections are told by a letter."""
 
     def __init__(self) -> None:
-        self.backlog = Backlog(LIMITS)
+        self.backlog = UnreadBytes(LIMITS)
 
-    def open(self, descriptor: int, host: str = "10.0.0.1", port: int = 1) -> Connection:
+    def open(self, descriptor: int, host: str = "10.0.0.1", port: int = 1) -> OpenConnection:
         self.backlog.opened(descriptor, (host, port))
         return self.backlog.connections[-1]
 
-    def look(self, *counts: tuple[Connection, int], drained: bool = False) -> Connection | None:
+    def look(
+        self, *counts: tuple[OpenConnection, int], drained: bool = False
+    ) -> OpenConnection | None:
         """Connections have sent so many bytes beside their handshake."""
         if drained:
             self.backlog.drained()

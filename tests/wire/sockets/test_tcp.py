@@ -10,7 +10,7 @@ import pytest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.data import Prompt
-from molink.wire.sockets.backlog import HANDSHAKE, Backlog
+from molink.wire.sockets.backlog import HANDSHAKE, OpenConnection, UnreadBytes
 from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut, duplicate, remote
 
 Pair = tuple[socket.socket, socket.socket]
@@ -76,9 +76,10 @@ async def test_bytes_that_came_are_those_that_were_read(
     net: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handshakes aside, to the byte: or a long connection would drift beyond its bound."""
-    backlogs: list[Backlog] = []
+    backlogs: list[UnreadBytes] = []
     monkeypatch.setattr(
-        "molink.wire.sockets.server.Backlog", lambda: backlogs.append(Backlog()) or backlogs[-1]
+        "molink.wire.sockets.server.UnreadBytes",
+        lambda: backlogs.append(UnreadBytes()) or backlogs[-1],
     )
     seen = 0
 
@@ -107,18 +108,21 @@ async def test_a_host_that_vanishes_is_noticed_by_tcp(
     net: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On both sides of each connection: after about 5 s, whether or not something is under way."""
-    backlogs: list[Backlog] = []
+    backlogs: list[UnreadBytes] = []
     for module in ("server", "client"):
         monkeypatch.setattr(
-            f"molink.wire.sockets.{module}.Backlog",
-            lambda: backlogs.append(Backlog()) or backlogs[-1],
+            f"molink.wire.sockets.{module}.UnreadBytes",
+            lambda: backlogs.append(UnreadBytes()) or backlogs[-1],
         )
     server = net.server(control_codec(), lambda *_: None)
     client = net.client(control_codec(), net.member(), server.port)
     await client.wait_connected(5)
-    connections = [connection for backlog in backlogs for connection in backlog.connections]
-    assert len(connections) == 2
-    for connection in connections:
+
+    def connections() -> list[OpenConnection]:
+        return [connection for backlog in backlogs for connection in backlog.connections]
+
+    await net.until(lambda: len(connections()) == 2)
+    for connection in connections():
         with duplicate(connection.descriptor) as tcp:
             assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 2
