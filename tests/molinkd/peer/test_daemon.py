@@ -55,3 +55,13 @@ async def test_one_that_was_revoked_does_not(
     with pytest.raises(ShutOut):
         await daemon._join(context, KEYS, TOKEN, KNOWN)
     assert events == []
+
+
+def test_what_can_not_be_written_ends_nothing(tmp_path: Path) -> None:
+    """A terminal that is a file on a full disk, say: who leads must still be able to give way."""
+
+    def full(_: AnyEvent) -> None:
+        raise OSError(28, "No space left on device")
+
+    launch = Launch(home=str(tmp_path), settings=Settings(name="pc"), role="join")
+    Daemon(launch, full)._announce(Trouble(text="the coordinator ends again and again here"))
