@@ -39,7 +39,9 @@ class Swarm:
     def join(self, name: str, token: str) -> None:
         options = self.tools.local_options("--coordinator-port", "0")
         start = ["join", token, "--name", name, *options]
-        self.running[name] = self.tools.Process(self.root / name, start)
+        process = self.running[name] = self.tools.Process(self.root / name, start)
+        # Who joined first is the next to lead.
+        self.tools.wait_for(lambda: self._home(name).membership.exists(), process)
 
     def molink(self, name: str, *arguments: str) -> str:
         return self.tools.run_molink(self.root / name, *arguments).stdout.strip()
