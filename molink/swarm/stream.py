@@ -27,13 +27,16 @@ StreamState = Literal["waiting", "running", "done"]
 class StreamLimits:
     """How long and how often a stream tries, in seconds and counts."""
 
-    #: How long to wait for a pipeline while none is being formed, or none that gets on.
+    #: How long to wait for a pipeline while none is being formed, or none that gets on. It counts
+    #: on while a connection comes and goes.
     hold_s: float = 30.0
-    #: How long to wait at most while one is.
+    #: How long to wait at most while one is; and for a token, after the first loss, where heads
+    #: are lost again and again.
     max_wait_s: float = 600.0
     #: Tokens that a head may be ahead of the client.
     window: int = 256
-    #: Submissions without a token in between before giving up.
+    #: Epochs that may end with the request in them before it had a token there, and times that a
+    #: head may say that it failed: a request that kills whoever serves it must end.
     max_fruitless: int = 4
     #: Pause before the same head is asked again.
     retry_s: float = 0.25
@@ -116,6 +119,12 @@ class Stream:
         self._sign = 0
         self._sign_at = now
         self._fruitless = 0
+        #: Whether the last submission was the first one in its epoch.
+        self._fresh = True
+        #: Where it was lost before it had a token; ``None`` once it is known what became of that.
+        self._lost_in: HeadEpoch | None = None
+        #: When that happened for the first time since the last token.
+        self._lost_at: float | None = None
         self._last_reason = "no pipeline serves this model"
         self._story: deque[str] = deque(maxlen=32)
 
@@ -141,7 +150,13 @@ class Stream:
         since, limits = self._waiting_since, self._limits
         assert since is not None
         hopeful = max(since, self._sign_at) + limits.hold_s
-        return min(hopeful, since + max(limits.hold_s, limits.max_wait_s))
+        first = since if self._lost_at is None else self._lost_at
+        return min(hopeful, first + max(limits.hold_s, limits.max_wait_s))
+
+    @property
+    def _untroubled(self) -> bool:
+        """Whether nothing went wrong since the last token."""
+        return self._fruitless == 0 and self._lost_at is None
 
     def forming(self, sign: int, now: float) -> None:
         """A pipeline is being formed: another ``sign`` than before says that it gets on.
@@ -179,7 +194,7 @@ class Stream:
         if len(self._emitted) >= self._granted + self._limits.window:
             return self._end(Unavailable("the pipeline sends more than it was asked for"))
         self._fruitless = 0
-        self._waiting_since = None
+        self._waiting_since = self._lost_in = self._lost_at = None
         self._emitted.append(message.token)
         out_of_tokens = len(self._emitted) >= self.request.max_tokens
         finish = message.finish or ("length" if out_of_tokens else None)
@@ -197,7 +212,7 @@ class Stream:
         self._note(f"rejected: {message.reason}: {message.message}")
         text = message.message
         match message.reason:
-            case "overloaded" if not self._emitted and self._fruitless == 0:
+            case "overloaded" if not self._emitted and self._untroubled:
                 return self._end(Overloaded(text, message.retry_after or 1.0))
             case "too_long":
                 return self._end(ContextTooLong(text, "max_tokens"))
@@ -208,7 +223,8 @@ class Stream:
             case _:  # overloaded or of another epoch, in mid-stream: only a pause for the client
                 if now - self._submitted_at > self._limits.served_s:
                     self._interrupted(text, now)
-                self._wait(text, now)
+                else:
+                    self._wait(text, now)
                 self._retry_at = now + max(self._limits.retry_s, message.retry_after)
                 return self.wake(now)
 
@@ -234,6 +250,9 @@ class Stream:
         """Submit if there is a head and the pause is over; give up when the wait is too long."""
         if self.state != "waiting":
             return []
+        if self._lost_in is not None and self._available not in (None, self._lost_in):
+            self._lost_in = None
+            self._fruitless += 1  # that epoch has ended; a connection that broke costs only time
         if self._fruitless > self._limits.max_fruitless:
             return self._end(
                 Unavailable(f"gave up after {self._fruitless} attempts: {self._last_reason}")
@@ -267,6 +286,7 @@ class Stream:
             acts.append(SendToHead(target, Cancel(self._abandoned[1])))
         self._abandoned = None
         self._attempt += 1
+        self._fresh = target != self._submitted
         self._submitted, self._submitted_at = target, now
         # What the client hasn't taken yet counts: a slow one doesn't get a whole window each time.
         unread = len(self._emitted) - self._taken
@@ -297,11 +317,18 @@ class Stream:
         return [*acts, *self.wake(now)]
 
     def _interrupted(self, reason: str, now: float) -> None:
-        """The head was serving the request until now: the whole hold time begins again."""
+        """The head is lost. If it was serving the request, the whole hold time begins again.
+
+        It begins again in each new epoch, of which there may be only so many; not each time that a
+        connection breaks.
+        """
         assert self._submitted is not None
-        self._fruitless += 1
         self._abandoned = (self._submitted, self.attempt_key)
-        self._waiting_since = None
+        if self._waiting_since is not None:  # no token came
+            self._lost_in = self._submitted
+            self._lost_at = now if self._lost_at is None else self._lost_at
+        if self._fresh or now - self._submitted_at > self._limits.served_s:
+            self._waiting_since = None
         self._wait(reason, now)
 
     def _wait(self, reason: str, now: float) -> None:

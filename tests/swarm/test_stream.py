@@ -232,6 +232,39 @@ def test_a_request_that_takes_every_head_down_is_given_up() -> None:
     assert epoch <= LIMITS.max_fruitless + 2
 
 
+def flapping(stream: Stream, seconds: float, served: float) -> tuple[float, list[Act]]:
+    """A connection that breaks ``served`` seconds after each submission, and is back at once."""
+    now, acts = 0.0, stream.head(ONE, 0.0)
+    while stream.state != "done" and now < seconds:
+        now += served
+        acts = [*stream.head(None, now), *stream.head(ONE, now + 0.1)]
+        now += 0.1
+    return now, acts
+
+
+def test_a_connection_may_break_as_often_as_it_likes_within_the_hold_time() -> None:
+    stream = make()
+    flapping(stream, seconds=29.0, served=0.5)
+    assert stream.state == "running"
+    assert emitted(stream.token(token(stream, 3, 50), 29.5)) == [50]
+    # The next wait is a new one.
+    stream.head(None, 40.0)
+    assert stream.next_wake == 70.0
+
+
+def test_a_connection_that_breaks_at_each_submission_ends_with_the_hold_time() -> None:
+    now, acts = flapping(make(), seconds=1000.0, served=0.5)
+    assert "for 30 s" in str(failure(acts))
+    assert now == pytest.approx(30.0, abs=1.0)
+
+
+def test_a_head_that_had_it_for_a_while_begins_a_new_wait_for_ten_minutes() -> None:
+    now, acts = flapping(make(), seconds=1000.0, served=40.0)
+    assert isinstance(failure(acts), Unavailable)
+    # From the first loss on.
+    assert now == pytest.approx(640.0, abs=41.0)
+
+
 def test_credit_goes_out_in_quarters_of_the_window() -> None:
     stream = make(max_tokens=100)
     stream.head(ONE, 0.0)
