@@ -101,8 +101,7 @@ class Reconciler(Pipelines):
                 self._term_raised(event.term, now)
             case Tick():
                 self._tick(now)
-        for peer in self.registry.cut_off(now, self.planner.doubted):
-            self._lost(peer, "is not connected any more", now)
+        self._lose(self.registry.cut_off(now, self.planner.doubted), "is not connected any more", now)
         self._advance(now)
         self._notify(now)
         self._publish()
@@ -129,8 +128,7 @@ class Reconciler(Pipelines):
         if now - self._ticked > STANDSTILL:
             self.registry.forgive(now - self._ticked)
         self._ticked = now
-        for peer in self.registry.silent(now):
-            self._lost(peer, "has not reported any more", now)
+        self._lose(self.registry.silent(now), "has not reported any more", now)
 
     def _removed(self, peer: str, why: str, now: float) -> None:
         if peer not in self.registry.members:
@@ -142,6 +140,13 @@ class Reconciler(Pipelines):
         if self.formation is not None and peer in self.formation.peers:
             self._break(f"{name} {why}", None, now)
         self._stay_without(peer, now)
+
+    def _lose(self, peers: list[str], why: str, now: float) -> None:
+        """They are gone at once: nothing goes on with one of them for the loss of another."""
+        for peer in peers:
+            self.registry.drop(peer)
+        for peer in peers:
+            self._lost(peer, why, now)
 
     def _lost(self, peer: str, why: str, now: float) -> None:
         name = self.registry.name(peer)
@@ -357,6 +362,9 @@ class Reconciler(Pipelines):
         for formation in self._formations():
             if formation.state == "loading" and formation.all_loaded:
                 self._form(formation, now)
+            elif self._half_told(formation):
+                formation.linking(formation.record, now)
+                self._form_ring(formation)
             elif formation is self.next and formation.all_ready:
                 self._take_over(formation, now)
             else:
@@ -416,7 +424,15 @@ class Reconciler(Pipelines):
             self._sign(now)
             self.reason = "forming the ring"
             self._out.append(Commit(record))
-        for stage in range(len(record.stages)):
+        self._form_ring(formation)
+
+    def _half_told(self, formation: Formation) -> bool:
+        """Whether the coordinator before this one ended before all had heard of their ring."""
+        adopting = formation.state == "adopting" and not formation.all_ready
+        return adopting and all(map(self.registry.live, formation.peers))
+
+    def _form_ring(self, formation: Formation) -> None:
+        for stage in range(len(formation.record.stages)):
             self._instruct(formation, stage)
 
     # --- who gets no stage -------------------------------------------------------------------

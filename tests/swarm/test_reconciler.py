@@ -799,6 +799,15 @@ def test_a_silent_peer_is_replaced_by_who_is_left(running: Paper) -> None:
     assert running.reconciler.ready
 
 
+def test_nothing_goes_on_with_who_is_lost_at_the_same_time(running: Paper) -> None:
+    beside(running)
+    running.take()
+    running.wait(5, "a", "d")
+    told = {peer for peer, _ in running.take()}
+    assert told <= {"a", "d"}
+    assert running.reconciler.formation.peers == ("a", "d")
+
+
 def test_a_peer_that_stops_in_good_order_is_no_suspect(running: Paper) -> None:
     fail_until_left_out(running, "c")
     running.obey()
@@ -1141,6 +1150,21 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running: Paper, kit
     again.wait(5, *"abc")
     assert again.take() == []
     assert again.committed == []
+
+
+def test_a_restart_before_the_ring_was_told_to_form(running: Paper, kit: Kit) -> None:
+    """What was committed may not have been said, or not to everybody."""
+    again = restarted(running, kit)
+    again.report("a", kit.worker("ready", 1, 0, (0, 2)))
+    again.report("b", kit.worker("loaded", 1, 1, (2, 4)))
+    again.report("c", kit.worker("loaded", 1, 2, (4, 6)))
+    told = [(peer, message) for peer, message in again.take() if isinstance(message, Form)]
+    ring = tuple(address(name) for name in "abc")
+    form = Form(pipeline="p1", epoch=1, ring=ring, blocks=80, micro_batches=0)
+    assert told == [("b", form), ("c", form)]
+    again.ready("b", 1, epoch=1)
+    again.ready("c", 2, epoch=1)
+    assert again.reconciler.ready
 
 
 def test_a_newcomer_is_not_forgotten_by_a_restart(running: Paper, kit: Kit) -> None:
