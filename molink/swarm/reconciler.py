@@ -31,6 +31,7 @@ from molink.swarm.placement import Candidate, Placement, Unplaceable, misfit
 from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
 from molink.swarm.reach import Unreachable, how_to_open
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
+from molink.swarm.running_time import RunningTime
 from molink.wire.messages.control import (
     PeerReport,
     StageFailed,
@@ -38,8 +39,6 @@ from molink.wire.messages.control import (
     Unassign,
 )
 
-#: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
-STANDSTILL = 2.0
 #: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
 SIGN_INTERVAL = 5.0
 
@@ -67,6 +66,7 @@ class Reconciler(Pipelines):
         if lost:
             self.planner.not_waiting(placed=pipeline is not None)
         self._moves = 0
+        self._running = RunningTime(now)
         self._ticked = now
         if desired is not None and pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now, desired.facts)
@@ -78,7 +78,11 @@ class Reconciler(Pipelines):
     # --- events ------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Decision]:
-        """Take an event; returns what to do, in order."""
+        """Take an event; returns what to do, in order.
+
+        A :class:`Tick` is to come several times a second: time without any is nobody's silence.
+        """
+        now = self._running.at(now)
         match event:
             case MemberAdded():
                 self.registry.add(event.member)
@@ -125,8 +129,6 @@ class Reconciler(Pipelines):
             self.planner.reach.tried(event.by, event.to, event.ok)
 
     def _tick(self, now: float) -> None:
-        if now - self._ticked > STANDSTILL:
-            self.registry.forgive(now - self._ticked)
         self._ticked = now
         self._lose(self.registry.silent(now), "has not reported any more", now)
 

@@ -122,11 +122,6 @@ class Registry:
             and (now - session.cut >= RECONNECT_TIMEOUT or doubted(peer, session))
         ]
 
-    def forgive(self, seconds: float) -> None:
-        """Nobody could be heard for so long: it was this process that stood still."""
-        for session in self.sessions.values():
-            session.seen += seconds
-
     def drop(self, peer: str) -> None:
         """End a session; the peer stays a member."""
         self.sessions.pop(peer, None)

@@ -40,6 +40,9 @@ MAX_LEAP = 64
 RAISE = 1.0
 #: Ticks further apart than this, in seconds, say that this process (or PC) stood still.
 STANDSTILL = 2.0
+#: After one, answers are waited for anew for this long, in seconds, before this peer leads: what
+#: has run out says nothing of the others, whose words may lie in its sockets.
+REST = 1.0
 
 #: The version of a replica where there is none: such a peer leads only what it founds.
 NO_REPLICA = (0, 0)
@@ -188,6 +191,8 @@ class Succession:
         self._round_at = now
         #: Before this nobody takes the place of a leader that can't be reached.
         self._patience = now if leader == me else now + BOOT
+        #: The same after a standstill.
+        self._rested_at = now
         self._answers: dict[str, LeaderView] = {}
         self._unanswered: set[str] = set()
         #: A leader of a higher term; a round of questions says whom the others follow.
@@ -317,7 +322,8 @@ class Succession:
         stood_still = now - self._ticked > STANDSTILL
         self._ticked = now
         if stood_still:
-            self._heard = now  # nobody could be heard; and another may lead by now
+            # Nobody could be heard; and another may lead by now.
+            self._heard, self._rested_at, self._turn = now, now + REST, ("", now)
             self._round(now)
         elif self.role == "leading":
             if now - self._heard > 2 * SILENCE:
@@ -380,8 +386,10 @@ class Succession:
 
     def _succeed(self, now: float) -> None:
         """Everybody was asked, and nobody that can be reached leads: whose turn is it?"""
-        if now < self._patience or any(view.hears for view in self._answers.values()):
-            return  # the old one may still start, or lives where we can't reach it
+        if now < max(self._patience, self._rested_at) or now - self._ticked > STANDSTILL:
+            return  # the old one may still start; or nothing is known of anybody yet
+        if any(view.hears for view in self._answers.values()):
+            return  # it lives where we can't reach it
         turn = self._next_leader(now)
         if turn == self._me:
             newest = max([self.term, *(view.term for view in self._answers.values())])

@@ -864,6 +864,31 @@ def test_its_own_standstill_is_nobodys_silence(running: Paper) -> None:
     assert not running.reconciler.registry.sessions
 
 
+def test_who_was_cut_off_may_come_back_after_our_standstill(running: Paper) -> None:
+    running.do(Disconnected("b"))
+    running.now += 60
+    # What waits in the socket comes before any tick.
+    workers = {
+        name: one.report.workers for name, one in running.reconciler.registry.sessions.items()
+    }
+    running.report("a", *workers["a"])
+    running.report("b", *workers["b"], fresh=True)
+    running.wait(3, *"abc")
+    assert running.reconciler.formation.record.epoch == 1
+
+
+def test_nobody_is_late_for_our_standstill(kit: Kit) -> None:
+    paper = kit.Paper("a", "b")
+    for name in "ab":
+        paper.report(name, fresh=True)
+    paper.serve()
+    paper.wait(2, *"ab")
+    paper.now += 600
+    paper.do(Tick())
+    assert paper.reconciler.formation.record.epoch == 1
+    assert paper.reconciler.formation.state == "loading"
+
+
 def test_a_peer_that_leaves(running: Paper) -> None:
     running.do(MemberRemoved("b", "left"))
     assert running.take() == [

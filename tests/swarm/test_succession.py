@@ -35,10 +35,10 @@ KEY = "k" * 40
 ORDER = ("a", "b", "c")
 
 
-def peer(me: str = "b", *, term: int = 0, leader: str = "a") -> Succession:
-    """A member of a swarm that ``a`` has founded, in touch with its leader since time 0."""
-    one = Succession(me, 0.0, known=Known(ORDER, (0, 5)), term=term, leader=leader)
-    one.handle(Heard(term, leader), 0.0)
+def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -> Succession:
+    """A member of a swarm that ``a`` has founded, in touch with its leader."""
+    one = Succession(me, now, known=Known(ORDER, (0, 5)), term=term, leader=leader)
+    one.handle(Heard(term, leader), now)
     return one
 
 
@@ -74,6 +74,14 @@ def leading(me: str = "a") -> Succession:
     return one
 
 
+def asking(one: Succession, others: str, since: float, until: float) -> None:
+    """Time passes in which it asks, and nobody answers; those of the last round still may."""
+    for step in range(int((until - since) / AGAIN) + 1):
+        for other in others:
+            one.handle(Silent(other), since + step * AGAIN)
+        one.handle(TimePassed(), since + step * AGAIN)
+
+
 def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
     one = peer("b")
     assert one.handle(Cut(), 10.0) == [Ask("a"), Ask("c")]
@@ -89,7 +97,7 @@ def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
 
 
 def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
-    one = peer("b")
+    one = peer("b", now=0.0)
     for step in range(8):
         assert one.handle(TimePassed(), step * 0.5) == []
         one.handle(Heard(0, "a"), step * 0.5)
@@ -151,8 +159,9 @@ def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
     one.handle(Cut(), 10.0)
     one.handle(Silent("a"), 10.1)
     assert one.handle(Answered("c", view("")), 10.1) == []
-    one.handle(Answered("c", view("")), 10.0 + LONE - 0.1)
-    assert one.role == "looking"
+    asking(one, "ac", 10.25, 10.0 + LONE - 0.1)
+    one.handle(Silent("a"), 10.0 + LONE - 0.1)
+    assert one.handle(Answered("c", view("")), 10.0 + LONE - 0.1) == []
     assert one.handle(Answered("c", view("")), 10.0 + LONE) == [Lead(next_term(0, "b"))]
 
 
@@ -161,7 +170,9 @@ def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
     assert one.handle(TimePassed(), 0.0) == [Ask("a"), Ask("c")]
     one.handle(Silent("c"), 0.1)
     assert one.handle(Silent("a"), 0.1) == []
-    assert one.handle(Silent("a"), BOOT) == [Lead(next_term(0, "b"), lost="a")]
+    asking(one, "ac", 0.5, BOOT - 0.1)
+    assert one.handle(Silent("a"), BOOT) == []
+    assert one.handle(Silent("c"), BOOT) == [Lead(next_term(0, "b"), lost="a")]
 
 
 def test_the_last_leader_leads_again_at_once_and_in_its_term() -> None:
@@ -246,6 +257,44 @@ def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
         asked += one.handle(TimePassed(), now)
     assert asked.count(Ask("b")) == asked.count(Ask("c")) == 5
     assert one.handle(TimePassed(), 60.0) == [Ask("b"), Ask("c")]
+
+
+def test_who_just_woke_asks_again_before_it_leads() -> None:
+    """What ran out while it stood still says nothing of the others: their answers still wait."""
+    one = peer("b")
+    one.handle(Cut(), 10.0)
+    assert one.role == "looking"
+    # It stands still. The questions are given up before anything else happens, then it looks.
+    assert one.handle(Silent("a"), 40.0) == []
+    assert one.handle(Silent("c"), 40.0) == []
+    assert one.handle(TimePassed(), 40.1) == [Ask("a"), Ask("c")]
+    one.handle(Silent("a"), 40.1)  # late ones of the round before
+    assert one.handle(Silent("c"), 40.1) == []
+    assert one.handle(Cut(), 40.2) == []
+    assert one.handle(TimePassed(), 40.6) == [Ask("a"), Ask("c")]
+    found = view("c", next_term(0, "c"), leads=True)
+    assert one.handle(Answered("c", found), 40.7) == [Follow("c", found.term, KEY, ("h:1",))]
+
+
+def test_who_just_woke_leads_where_nobody_answers_still() -> None:
+    one = peer("b")
+    one.handle(Cut(), 10.0)
+    now, decisions = 40.0, one.handle(TimePassed(), 40.0)
+    while now < 42.0 and not any(isinstance(one, Lead) for one in decisions):
+        now += 0.25
+        decisions = one.handle(TimePassed(), now)
+        for other in "ac":
+            decisions += one.handle(Silent(other), now)
+    assert decisions[-1] == Lead(next_term(0, "b"), lost="a")
+
+
+def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
+    one = peer("c")
+    one.handle(Cut(), 10.0)
+    for now in (10.1, 50.0, 50.1, 50.7, 51.3):
+        one.handle(TimePassed(), now)
+        one.handle(Silent("a"), now)
+        assert Lead(next_term(0, "c"), lost="a") not in one.handle(Answered("b", view()), now)
 
 
 def test_a_coordinator_that_hangs_is_started_again() -> None:
