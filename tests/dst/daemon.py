@@ -14,6 +14,7 @@ from molink.swarm.address_book import AddressBook
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.swarm.keeper import Decision, Fetch, Keeper, StartWorker, StopWorker, Tell, TellWorker
 from molink.swarm.replica import Replica
+from molink.swarm.running_time import RunningTime
 from molink.swarm.stream import (
     Act,
     Emit,
@@ -108,6 +109,7 @@ class Daemon(Process):
         self.prefetched: Prefetched | None = None
         self.heads = Heads(self)
         self.active: dict[str, Active] = {}
+        self._running = RunningTime(self.time())
         self._keys = 0
         self._sweep: Appointment | None = None
         #: Newest epoch that was assigned, by pipeline.
@@ -343,6 +345,10 @@ class Daemon(Process):
         for generation in self.workers:
             self._tell(generation, self.book.keys())
 
+    def running(self) -> float:
+        """Seconds in which this daemon ran; looked at with each tick."""
+        return self._running.at(self.time())
+
     # --- requests, as molinkd.peer.streams has them ----------------------------------------------
 
     def ask(
@@ -355,7 +361,7 @@ class Daemon(Process):
         """A client asks; returns the request's key."""
         self._keys += 1
         key = f"{self.pid}-{self._keys}"
-        stream = Stream(key, request, limits, self.time())
+        stream = Stream(key, request, limits, self.running())
         active = self.active[key] = Active(stream, on_token, on_error)
         self._choose(active)
         return key
@@ -383,12 +389,12 @@ class Daemon(Process):
             for token in message.tokens:
                 active = self._served_by(pipeline, token.key)
                 if active is not None:
-                    self._act(active, active.stream.token(token, self.time()), token)
+                    self._act(active, active.stream.token(token, self.running()), token)
         elif isinstance(message, Rejected):
             active = self._served_by(pipeline, message.key)
             if active is not None:
                 self.world.monitor.rejected(message)
-                self._act(active, active.stream.rejected(message, self.time()))
+                self._act(active, active.stream.rejected(message, self.running()))
 
     def _served_by(self, pipeline: str, key: str) -> Active | None:
         active = self.active.get(key.rpartition(".")[0])
@@ -400,11 +406,12 @@ class Daemon(Process):
         targets = self.heads.targets()
         if active.target not in targets:
             active.target = targets[0] if targets else None
-        active.stream.forming(self.heads.forming, self.time())
-        self._act(active, active.stream.head(active.target, self.time()))
+        now = self.running()
+        active.stream.forming(self.heads.forming, now)
+        self._act(active, active.stream.head(active.target, now))
 
     def _wake(self, active: Active) -> None:
-        self._act(active, active.stream.wake(self.time()))
+        self._act(active, active.stream.wake(self.running()))
 
     def _act(self, active: Active, acts: list[Act], token: Token | None = None) -> None:
         for act in acts:
@@ -424,7 +431,7 @@ class Daemon(Process):
             active.timer = None
         when = active.stream.next_wake
         if when is not None:
-            active.timer = self.call_at(when, lambda: self._wake(active))
+            active.timer = self.call_at(when + self._running.lost, lambda: self._wake(active))
 
     def _submit(self, active: Active, act: SendSubmit) -> None:
         ids = array("i", act.ids)

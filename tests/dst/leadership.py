@@ -77,6 +77,7 @@ class Leadership:
         self._tick()
 
     def _tick(self) -> None:
+        self._daemon.running()
         self._happened(TimePassed())
         self._daemon.later(TICK, self._tick)
 

@@ -277,8 +277,7 @@ class World:
         if client.end in ("whole", "its endpoint died"):
             return
         self.monitor.counts["lost"] += 1
-        # Connections that break again and again before a single token comes may cost it as well.
-        if not (self.faults.long or "gave up after" in how):
+        if not self.faults.long:
             raise Failure(f"client {client.number} ends: {how}")
         self.note(f"client {client.number}: {how}")
 

@@ -58,6 +58,7 @@ from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.local_status import local_status
 from molinkd.peer.probe import Prober, can_connect
+from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.served import ServedModels
 from molinkd.peer.session import CoordinatorSession
 from molinkd.peer.settings import Settings
@@ -162,7 +163,8 @@ class Node:
         self._prober = Prober(context, keys, self._tried)
         self._heads = Heads(context, keys, self._heads_changed, self._head_said)
         limits = StreamLimits(hold_s=settings.hold)
-        self.requests = Requests(self._heads, limits, self._metrics)
+        self._clock = RunningClock(asyncio.get_running_loop())
+        self.requests = Requests(self._heads, limits, self._metrics, self._clock)
         self._served = ServedModels(self._store, self._models_changed, self._trouble)
         #: Invitations whose holders this peer sends on to the coordinator.
         self._invitations: frozenset[str] = frozenset()
@@ -191,6 +193,7 @@ class Node:
             await asyncio.gather(self._asking, return_exceptions=True)
         await self.session.close()
         self.requests.close()
+        self._clock.close()
         await self._prober.close()
         await self._served.close()
         await self._heads.close()

@@ -40,6 +40,7 @@ from molink.wire.messages.data import (
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.feed import Feed
 from molinkd.peer.heads import Heads
+from molinkd.peer.running_clock import RunningClock
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,11 @@ class Requests:
         heads: Heads,
         limits: StreamLimits,
         metrics: Callable[[], Figures],
+        clock: RunningClock,
     ) -> None:
+        """``clock`` is of the running event loop."""
         self._heads = heads
+        self._clock = clock
         self._limits = limits
         self._more_metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -160,7 +164,7 @@ class Requests:
 
     def message(self, pipeline: str, message: DataMessage) -> None:
         """A head sends."""
-        now = self._loop.time()
+        now = self._clock.time()
         if isinstance(message, Tokens):
             for token in message.tokens:
                 active = self._served_by(pipeline, token.key)
@@ -188,7 +192,7 @@ class Requests:
     # --- one request ---
 
     def _open(self, key: str, request: GenerationRequest, feed: Feed) -> None:
-        stream = Stream(key, request, self._limits, self._loop.time())
+        stream = Stream(key, request, self._limits, self._clock.time())
         active = self._active[key] = _Active(stream, feed)
         self._counters["started"] += 1
         self._choose(active, self._heads.targets(request.model))
@@ -215,12 +219,12 @@ class Requests:
         reason = "" if targets else self._heads.reason(active.stream.request.model)
         if reason:
             active.stream.unserved(reason)
-        now = self._loop.time()
+        now = self._clock.time()
         active.stream.forming(self._heads.forming(active.stream.request.model), now)
         self._carry_out(active, active.stream.head(active.target, now))
 
     def _wake(self, active: _Active) -> None:
-        self._carry_out(active, active.stream.wake(self._loop.time()))
+        self._carry_out(active, active.stream.wake(self._clock.time()))
 
     def _carry_out(self, active: _Active, acts: list[Act]) -> None:
         for act in acts:
@@ -242,7 +246,7 @@ class Requests:
             active.timer = None
         when = active.stream.next_wake
         if when is not None:
-            active.timer = self._loop.call_at(when, self._wake, active)
+            active.timer = self._clock.call_at(when, self._wake, active)
 
     def _submit(self, active: _Active, act: SendSubmit) -> None:
         self._counters["submitted"] += 1

@@ -3,7 +3,7 @@
 import asyncio
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from molink.wire.messages.data import (
     Tokens,
 )
 from molinkd.api.backend import Backend, Figures, ServedModel
+from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.streams import PROMPT_PART, Requests, prompt_parts
 
 MODEL = ServedModel("m", Path(), 128, 0)
@@ -64,8 +65,16 @@ def heads() -> FakeHeads:
 
 
 @pytest.fixture
-async def requests(heads: FakeHeads) -> Requests:
-    requests = Requests(heads, StreamLimits(hold_s=5.0, window=8), lambda: Figures({"a": 1.0}))
+async def clock() -> AsyncIterator[RunningClock]:
+    clock = RunningClock(asyncio.get_running_loop())
+    yield clock
+    clock.close()
+
+
+@pytest.fixture
+async def requests(heads: FakeHeads, clock: RunningClock) -> Requests:
+    limits = StreamLimits(hold_s=5.0, window=8)
+    requests = Requests(heads, limits, lambda: Figures({"a": 1.0}), clock)
     requests.serve([MODEL])
     return requests
 
@@ -229,8 +238,8 @@ async def test_a_connection_that_just_broke_is_a_pause(
     assert await collect(requests, ask(2)) == [100, 101]
 
 
-async def test_nobody_there(heads: FakeHeads) -> None:
-    requests = Requests(heads, StreamLimits(hold_s=0.0), Figures)
+async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:
+    requests = Requests(heads, StreamLimits(hold_s=0.0), Figures, clock)
     requests.serve([MODEL])
     heads.usable = []
     requests.heads_changed("m")

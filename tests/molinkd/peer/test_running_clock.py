@@ -1,0 +1,42 @@
+"""A clock that stands still with its daemon."""
+
+import asyncio
+
+from molinkd.peer.running_clock import LOOK_S, RunningClock
+
+
+class StoppableLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is what the test says."""
+
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_it_stands_still_with_its_daemon_and_calls_that_are_due_come_early() -> None:
+    loop = StoppableLoop()
+    clock = RunningClock(loop)
+    try:
+        loop.now += LOOK_S
+        due = clock.time() + 30.0
+        assert clock.call_at(due, print).when() == due
+        loop.now += 60.0
+        assert clock.time() == due - 30.0
+        assert clock.call_at(due, print).when() == due + 60.0
+    finally:
+        clock.close()
+        loop.close()
+
+
+def test_it_looks_by_itself() -> None:
+    loop = StoppableLoop()
+    clock = RunningClock(loop)
+    try:
+        for _ in range(8):
+            loop.now += LOOK_S
+            loop.run_until_complete(asyncio.sleep(0))
+        assert clock.time() == 100.0 + 8 * LOOK_S
+    finally:
+        clock.close()
+        loop.close()
