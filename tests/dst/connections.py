@@ -22,7 +22,7 @@ class Session:
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
         self.welcome = False
-        self._obeys = False
+        self._obeys = self._unheeded = False
         self.dial = self._connection()
 
     def _connection(self) -> Dial:
@@ -43,7 +43,7 @@ class Session:
             self.dial.start()
 
     def _connected(self) -> None:
-        self._obeys = False
+        self._obeys = self._unheeded = False
         self.report()
 
     def start(self) -> None:
@@ -76,11 +76,16 @@ class Session:
                 self._obeys = self._daemon.leadership.noted(term, leader)
                 if self._obeys:
                     self._daemon.world.monitor.obeys(self._daemon, term)
+                    if self._unheeded:
+                        self._unheeded = False
+                        self.dial.redial()
             case Knock():
                 pass
             case Welcome() if self._obeys:
                 self.welcome = True
                 self._daemon.welcomed()
+            case Welcome():
+                self._unheeded = True
             case _ if self.welcome:
                 self._daemon.told(message, payload)
 

@@ -65,6 +65,8 @@ class CoordinatorSession:
         self.welcome = False
         #: Whether the coordinator at the other end is the one to obey.
         self._obeys = False
+        #: Whether it has begun a session on this connection when it was not.
+        self._unheeded = False
 
     def _connection(self, membership: Membership) -> Client[ControlMessage]:
         self._target = (membership.coordinator_key, membership.endpoints)
@@ -149,7 +151,7 @@ class CoordinatorSession:
     def _connected(self) -> None:
         self._last_refusal = ""
         self._refusals = 0
-        self._obeys = False
+        self._obeys = self._unheeded = False
         self.report_now()
 
     def _disconnected(self) -> None:
@@ -169,11 +171,17 @@ class CoordinatorSession:
         match message:
             case Noted(term=term, leader=leader):
                 self._obeys = self._on_noted(term, leader)
+                if self._obeys and self._unheeded:
+                    # It leads after all, in a higher term by now; what it said before is lost.
+                    self._unheeded = False
+                    self._client.redial()
             case Knock():
                 pass
             case Welcome() if self._obeys:
                 self.welcome = True
                 self._on_welcome()
+            case Welcome():
+                self._unheeded = True
             case _ if self.welcome:
                 self._on_message(message, payload)
             case _:

@@ -129,6 +129,22 @@ async def test_goodbye_is_the_last_word(net: Net) -> None:
     await session.close()
 
 
+async def test_who_was_not_obeyed_and_then_leads_in_a_higher_term_begins_anew(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
+    coordinator, heard = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, heard, term=2)
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 3)
+    assert not session.welcome
+    first, coordinator.term = coordinator.identity, 2
+    coordinator.server.send(first, Noted(term=2, leader="first"))
+    await net.until(lambda: session.welcome)
+    assert coordinator.identity != first
+    await session.close()
+
+
 async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
     coordinator, heard = FakeCoordinator(net), []
