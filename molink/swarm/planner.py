@@ -27,7 +27,8 @@ WORTH_WAITING = 2.0
 DOUBT = 0.75
 #: While no pipeline stands, a peer that has been silent for this long is not placed.
 STALE = 1.5
-#: A restarted coordinator waits this long, in seconds, for ``min_peers`` to come back.
+#: A restarted coordinator waits this long, in seconds, for ``min_peers`` to come back, if so many
+#: are members still.
 RESTORE_TIMEOUT = 30.0
 #: A change of a peer's memory below this part of it is no reason to place anew.
 MEMORY_CHANGE = 0.1
@@ -110,7 +111,8 @@ class Planner:
 
     def due(self, candidates: Candidates, registry: Registry, now: float) -> bool:
         """Whether it is time to place. If so, they count as placed from now on."""
-        if self._waive_at is not None and now >= self._waive_at:
+        everybody = registry.sessions.keys() >= registry.members.keys()
+        if self._waive_at is not None and (everybody or now >= self._waive_at):
             self.placed, self._waive_at, self._tried = True, None, None
         if not _differ(candidates, self._tried):
             self._pending = None

@@ -18,6 +18,18 @@ def next_term(above: int, leader: str) -> int:
     return (round_of(above) + 1) << _SHARE | zlib.crc32(leader.encode()) & _OWN
 
 
+def first_term(asked: int, held: int, leader: str) -> int:
+    """The term in which ``leader`` begins: the one it was ``asked`` to lead in, if nothing is later.
+
+    The state that it ``held`` by then may be of a later term. That is its own, of an earlier run of
+    its coordinator; or another leader's, whose copy came just before: then it leads after that one.
+    """
+    if held <= asked:
+        return asked
+    own = not leader or held & _OWN == zlib.crc32(leader.encode()) & _OWN
+    return held if own else next_term(held, leader)
+
+
 def round_of(term: int) -> int:
     """How many changes of the leader a term is away from the swarm's beginning."""
     return term >> _SHARE

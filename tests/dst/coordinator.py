@@ -30,6 +30,7 @@ from molink.swarm.replica import (
     merge,
     next_lineage,
 )
+from molink.swarm.terms import first_term
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control import (
     Goodbye,
@@ -127,8 +128,9 @@ class Coordinator(Process):
         self.disk = disk
         self.key = f"coordinator of {leader}"
         self._leader = leader
-        disk.begin_term(max(term, disk.version[0]))
+        disk.begin_term(first_term(term, disk.version[0], leader))
         self.term = disk.version[0]
+        world.monitor.leads(leader, self.term)
         world.note(f"{self} begins in term {self.term}")
         self.reconciler = Reconciler(
             "swarm",
@@ -152,6 +154,7 @@ class Coordinator(Process):
         """Go on in a higher term."""
         self.disk.begin_term(term)
         self.term = term
+        self.world.monitor.leads(self._leader, term)
         self._happened(TermRaised(term))
 
     def _admits(self, user: str) -> bool:

@@ -174,7 +174,9 @@ class Faults:
             and peer.pc in world.daemons
             and peer.pc is not coordinator.pc
         ]
-        if len(members) < 3:
+        # The swarm may wait for so many that are there.
+        left = len(world.pcs) - len(world.lost) - 1
+        if len(members) < 3 or left < world.min_peers:
             return
         peer = self._rng.choice(members)
         why = self._rng.choice(("left", "was revoked"))

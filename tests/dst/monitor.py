@@ -21,6 +21,12 @@ class Monitor:
         self._world = world
         self.counts: Counter[str] = Counter()
         self._epochs: dict[Worker, int] = {}
+        self._leaders: dict[int, str] = {}
+
+    def leads(self, leader: str, term: int) -> None:
+        """A coordinator leads in a term."""
+        if self._leaders.setdefault(term, leader) != leader:
+            raise Failure(f"{leader} leads in term {term} of {self._leaders[term]}")
 
     def committed(self, coordinator: Process, record: PipelineRecord) -> None:
         """An epoch was committed."""

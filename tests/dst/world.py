@@ -93,6 +93,7 @@ class World:
         self.context = 64
         self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}
+        self.min_peers = rng.choice((1, self.layers))
         self.peers = self._swarm()
         self.daemons: dict[Pc, Daemon] = {}
         #: PCs that will not come back.
@@ -192,7 +193,7 @@ class World:
             context=self.context,
             element_bytes=4,
         )
-        return Desired(facts, source, min_peers=self.rng.choice((1, self.layers)))
+        return Desired(facts, source, min_peers=self.min_peers)
 
     def _client(self, number: int) -> Client:
         rng = self.rng

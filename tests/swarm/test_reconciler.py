@@ -1262,6 +1262,15 @@ def test_after_a_power_cut_it_waits_for_peers_but_not_for_ever(running: Paper, k
     assert again.committed[-1].epoch == 2
 
 
+def test_after_a_power_cut_nobody_waits_for_who_is_no_member(running: Paper, kit: Kit) -> None:
+    again = restarted(running, kit)
+    again.do(MemberRemoved("c", "left"))
+    again.report("a")
+    again.report("b")
+    again.wait(1.5, *"ab")
+    assert again.committed[-1].epoch == 2
+
+
 def test_an_unformed_epoch_is_not_adopted(running: Paper, kit: Kit) -> None:
     record = PipelineRecord("p1", "toy", 4, running.committed[-1].stages)
     again = kit.Paper(*"abc", desired=running.reconciler.desired, pipeline=record, last=(1, 4))

@@ -28,7 +28,7 @@ from molink.swarm.succession import (
     Succession,
     TimePassed,
 )
-from molink.swarm.terms import next_term, round_of
+from molink.swarm.terms import first_term, next_term, round_of
 from molink.wire.messages.leading import LeaderView
 
 KEY = "k" * 40
@@ -336,6 +336,17 @@ def test_strangers_views_are_nothing() -> None:
     one = peer("b")
     one.handle(Cut(), 10.0)
     assert one.handle(Answered("x", view("x", 1 << 16, leads=True)), 10.1) == []
+
+
+def test_no_leader_begins_in_anothers_term() -> None:
+    """A copy of another leader's state may come while the coordinator here is being started."""
+    own = next_term(0, "b")
+    assert first_term(own, 0, "b") == first_term(own, own, "b") == own
+    later = next_term(own, "b")
+    assert first_term(own, later, "b") == later  # it has led in that one before
+    others = next_term(own, "a")
+    assert first_term(own, others, "b") == next_term(others, "b")
+    assert first_term(0, others, "") == others  # there is nobody else
 
 
 # --- random networks -------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from molink.swarm.invitations import encode_invitations
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord, Standing
 from molink.swarm.status import build_status, encode_status
+from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
@@ -135,7 +136,7 @@ class Coordinator:
         """
         self._state, self._keys, self._options = state, keys, options
         self.swarm = swarm_of(state, keys, options)
-        state.begin_term(max(options.term, state.version()[0]))
+        state.begin_term(first_term(options.term, state.version()[0], options.leader))
         self.term = state.version()[0]
         self._gatekeeper = Gatekeeper(context)
         if options.max_peers is not None:
