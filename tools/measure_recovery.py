@@ -6,7 +6,8 @@ Starts a demo of its own in fp32. Each fault is a ``kill -9`` while greedy strea
 endpoints of all peers: of the worker of each stage in turn, and at the end, with ``--daemon``, of
 the daemon of a joined PC. A stream's pause is the longest time without a piece of its answer from
 the kill on; its text has to be that of an undisturbed one. Phases are those of ``/metrics`` (at the
-PC where they took longest), ``noticed`` is from the kill until the first PC knew.
+PC where they took longest), ``noticed`` is from the kill until the first PC knew. ``untrue`` is for
+how long ``/readyz`` said at some endpoint that it serves while its streams stood still.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -74,6 +76,7 @@ def main() -> int:
         "pause_median_s": round(median(pauses), 2),
         "pause_p99_s": round(pauses[int(0.99 * (len(pauses) - 1))], 2),
         "pause_max_s": round(pauses[-1], 2),
+        "ready_untrue_max_s": max(fault["untrue"] for fault in faults),
         "faults": faults,
     }
     print(json.dumps(result, indent=2))
@@ -142,18 +145,36 @@ async def _fault(
         for number, answer in enumerate(answers)
     ]
     await _until(lambda: all(len(each.pieces) >= _PIECES_BEFORE or each.error for each in answers))
+    watches = [asyncio.create_task(_not_ready(session, each)) for each in endpoints]
     killed, killed_at = time.monotonic(), time.time()
     psutil.Process(pid).kill()
     await asyncio.gather(*tasks)
+    pauses = [each.pause_after(killed) for each in answers]
+    untrue = []
+    for number, watch in enumerate(watches):
+        watch.cancel()
+        paused = max(pauses[number :: len(endpoints)], default=0.0)
+        told = [watch.result() - killed] if watch.done() else []
+        untrue.append(min([paused, *told]))
     fault = {
         "fault": name,
         "streams": len(answers),
         "errors": [each.error for each in answers if each.error],
-        "pauses": [round(each.pause_after(killed), 2) for each in answers],
+        "pauses": [round(pause, 2) for pause in pauses],
+        "untrue": round(max(untrue), 2),
         "phases": await _phases(session, endpoints, killed_at),
     }
     print(json.dumps(fault), file=sys.stderr, flush=True)
     return {**fault, "texts": [each.text for each in answers]}
+
+
+async def _not_ready(session: aiohttp.ClientSession, endpoint: str) -> float:
+    """When an endpoint says that it can't serve, by the monotonic clock."""
+    while True:
+        async with session.get(f"{endpoint}/readyz") as response:
+            if response.status != HTTPStatus.OK:
+                return time.monotonic()
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _ask(

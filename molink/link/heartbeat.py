@@ -174,6 +174,11 @@ def _share(trip: _BeatTrip, rate: float | None) -> float:
     return trip.ahead / (min(rate, trip.rate) * trip.seconds)
 
 
+def patience_for(predicted: float) -> float:
+    """Seconds without progress that are death, for a step that should take ``predicted`` ones."""
+    return max(PATIENCE, PATIENCE_FACTOR * predicted)
+
+
 class Liveness:
     """Whether the next stage is alive: it beats, and it gets on while it has work.
 
@@ -210,7 +215,7 @@ class Liveness:
         """Seconds without a sign of life that are death."""
         if not self._reached:
             return FIRST_PATIENCE
-        return max(PATIENCE, PATIENCE_FACTOR * self._predicted)
+        return patience_for(self._predicted)
 
     def quiet(self, now: float) -> bool:
         """Whether it has been silent for so long that it matters whether requests live."""

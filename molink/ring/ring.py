@@ -9,7 +9,7 @@ import msgspec
 
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.link.heartbeat import StageProgress
+from molink.link.heartbeat import StageProgress, patience_for
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.ring.bubbles import Bubbles
 from molink.ring.ends import Collector, Front
@@ -109,6 +109,8 @@ class Ring:
         self._turns = TurnClock(self._ring_times())
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
+        #: When that step began.
+        self._began = 0.0
 
     def open(self, following: NextStage | None) -> None:
         """Begin; with nothing ``following`` (an ``OutLink``) this stage is the whole ring."""
@@ -204,7 +206,7 @@ class Ring:
         self._computing = True
         self._note(now)
         expected = self._times.begin(segment.volume for segment in work.segments)
-        self.predicted = expected.maximum
+        self.predicted, self._began = expected.maximum, now
         if work.decode is not None and self._next is not None:
             self._next.handle(DecodeStarted(work.decode.volume.count, expected.likely))
         # On the compute thread, by molinkd.worker.step.
@@ -339,6 +341,11 @@ class Ring:
     def strays(self) -> int:
         """Messages that make no sense at this place of the ring, and tokens that don't exist."""
         return self._strays + (self._front.strays if self._front is not None else 0)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the step that runs takes as long as a dead stage's would."""
+        return self._computing and self._clock() - self._began >= patience_for(self.predicted)
 
     @property
     def progress(self) -> StageProgress:

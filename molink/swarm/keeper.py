@@ -7,11 +7,12 @@ is told apart from that of its successor.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.facts.profile import UNKNOWN, Profile
+from molink.swarm.kept_stage import WITH_WORKER, KeptStage
+from molink.swarm.pulse import HURRY, PATIENCE, Pulse
 from molink.wire.messages.control import (
     Assign,
     Form,
@@ -27,15 +28,14 @@ from molink.wire.messages.pipe import (
     Loaded,
     MemberBlocked,
     NextStageLost,
+    Ping,
+    Pong,
     Start,
     WorkerFailed,
 )
 
-StageState = Literal["fetching", "loading", "loaded", "ready", "failed"]
-#: States in which a worker process exists.
-WITH_WORKER: frozenset[StageState] = frozenset({"loading", "loaded", "ready"})
-#: Characters of a reason in a report to the coordinator: its field holds 1024.
-MAX_REASON = 1000
+#: A longer standstill of the daemon itself says nothing of its workers, in seconds.
+_OWN_PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,18 @@ class TellWorker:
     """Hand a message to a worker: its next ring, or the other layers that it is to hold."""
 
     generation: int
-    message: FormRing | Start
+    message: FormRing | Start | Ping
 
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker, or the transfer that was to precede it."""
+    """End a worker, or the transfer that was to precede it.
+
+    ``kill`` one that doesn't answer: asking it to end would take as long.
+    """
 
     generation: int
+    kill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +81,17 @@ class Tell:
 
 
 Decision = Fetch | StartWorker | TellWorker | StopWorker | Tell
-FromStage = Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked
-
-
-@dataclass(slots=True)
-class _KeptStage:
-    assign: Assign
-    generation: int
-    state: StageState = "fetching"
-    pid: int = 0
-    loaded: Loaded | None = None
-    #: Whether a worker that holds other layers is to change to these once their files are there.
-    reused: bool = False
-    #: Epoch of the last ring that the worker was told to form.
-    forming: int = -1
-    #: Why it failed; whether that is for want of memory beside another stage.
-    reason: str = ""
-    no_room: bool = False
-    #: What its worker said of a neighbour in this epoch.
-    neighbour: StageFailed | None = None
-    #: What the coordinator said of this epoch's stages, by stage.
-    profiles: dict[int, Profile] = field(default_factory=dict)
+FromStage = Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked
 
 
 class Keeper:
     """All assignments of this peer, by pipeline."""
 
     def __init__(self) -> None:
-        self._stages: dict[str, _KeptStage] = {}
+        self._stages: dict[str, KeptStage] = {}
         self._generations = 0
+        #: When :meth:`watch` was called last.
+        self._now = 0.0
         self._story: deque[str] = deque(maxlen=64)
 
     # --- from the coordinator ---
@@ -114,7 +100,8 @@ class Keeper:
         """Take a new assignment, or go on with the worker that already holds those layers.
 
         One that holds others of the same weights will change to these; until their files are there
-        it stays in the ring that it is in.
+        it stays in the ring that it is in. A worker that is used again has to answer before; if it
+        doesn't, another one follows on it.
         """
         self._note(f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}")
         stage = self._stages.get(message.pipeline)
@@ -122,22 +109,19 @@ class Keeper:
             return []
         if stage is not None and stage.state != "failed" and _same_worker(stage.assign, message):
             if stage.state == "ready" and message.epoch == stage.assign.epoch:
-                return [*_repeated(stage)]
+                return [Tell(each) for each in stage.repeated()]
             stage.assign, stage.neighbour, stage.profiles = message, None, {}
             if stage.loaded is None:
                 return []
             stage.state = "loaded"
-            return [Tell(_stage_loaded(stage))]
+            return self._make_sure(stage)
         if stage is not None and stage.loaded is not None and _same_weights(stage.assign, message):
-            kept = _KeptStage(message, stage.generation, pid=stage.pid, reused=True)
+            kept = KeptStage(message, stage.generation, stage.pulse, pid=stage.pid, reused=True)
             self._stages[message.pipeline] = kept
-            return [Fetch(kept.generation, message)]
-        decisions: list[Decision] = []
+            return [*self._make_sure(kept), Fetch(kept.generation, message)]
         if stage is not None:
-            decisions.append(StopWorker(stage.generation))
-        self._generations += 1
-        self._stages[message.pipeline] = _KeptStage(message, self._generations)
-        return [*decisions, Fetch(self._generations, message)]
+            return self._follow_on(stage, message)
+        return [self._begin(message)]
 
     def profile(self, message: StageProfile) -> None:
         """Keep what the head has to know of a stage until the ring is formed."""
@@ -167,6 +151,62 @@ class Keeper:
         stage = self._stages.pop(pipeline, None)
         return [StopWorker(stage.generation)] if stage is not None else []
 
+    def _begin(self, message: Assign) -> Fetch:
+        """A worker of its own for an assignment."""
+        self._generations += 1
+        kept = KeptStage(message, self._generations, Pulse(self._now))
+        self._stages[message.pipeline] = kept
+        return Fetch(kept.generation, message)
+
+    def _follow_on(
+        self, stage: KeptStage, message: Assign, *, kill: bool = False
+    ) -> list[Decision]:
+        """Another worker in place of that of ``stage``."""
+        return [StopWorker(stage.generation, kill=kill), self._begin(message)]
+
+    # --- whether workers live ---
+
+    def watch(self, now: float) -> list[Decision]:
+        """Ask workers whether they live, and end those that don't answer.
+
+        To be called about twice a second, with the time in seconds of a monotonic clock.
+        """
+        pause, self._now = now - self._now, now
+        decisions: list[Decision] = []
+        for stage in list(self._stages.values()):
+            if pause > _OWN_PAUSE:
+                stage.pulse.shift(pause)
+            if stage.loaded is None and not stage.unsure:
+                continue
+            silent = stage.pulse.silent(now)
+            if silent >= (HURRY if stage.unsure else PATIENCE):
+                decisions += self._lifeless(stage, f"has not answered for {silent:.1f} s")
+            elif stage.pulse.due(now):
+                stage.pulse.ask(now)
+                decisions.append(TellWorker(stage.generation, Ping()))
+        return decisions
+
+    def _make_sure(self, stage: KeptStage) -> list[Decision]:
+        """Have the worker answer before anything relies on it."""
+        stage.unsure = True
+        return [TellWorker(stage.generation, Ping())] if stage.pulse.ask(self._now) else []
+
+    def _answered(self, stage: KeptStage, *, stuck: bool) -> list[Decision]:
+        stage.pulse.answered(self._now)
+        if stuck:
+            return self._lifeless(stage, "does not get on with its computation")
+        if not stage.unsure:
+            return []
+        stage.unsure = False
+        return [Tell(stage.now_loaded())] if stage.loaded is not None else []
+
+    def _lifeless(self, stage: KeptStage, what: str) -> list[Decision]:
+        """A worker is there, but of no use."""
+        self._note(f"generation {stage.generation} {what}")
+        if stage.unsure:
+            return self._follow_on(stage, stage.assign, kill=True)
+        return self.failed(stage.generation, f"the worker {what}", kill=True)
+
     # --- from transfers and workers ---
 
     def fetched(self, generation: int, start: Start) -> list[Decision]:
@@ -185,8 +225,10 @@ class Keeper:
         if stage is not None:
             stage.pid = pid
 
-    def failed(self, generation: int, reason: str, *, no_room: bool = False) -> list[Decision]:
-        """The files can't be had, or the worker can't be started or has exited.
+    def failed(
+        self, generation: int, reason: str, *, no_room: bool = False, kill: bool = False
+    ) -> list[Decision]:
+        """The files can't be had, or the worker can't be started, has exited or must be killed.
 
         ``no_room``: the device has too little memory for it beside another stage.
         """
@@ -195,20 +237,24 @@ class Keeper:
             return []
         self._note(f"generation {generation} failed: {reason}")
         stage.state, stage.loaded, stage.reason = "failed", None, reason
-        stage.no_room = no_room
-        failed = _stage_failed(stage.assign, reason, no_room=no_room)
-        return [StopWorker(generation), Tell(failed)]
+        stage.no_room, stage.unsure = no_room, False
+        failed = stage.now_failed(reason, no_room=no_room)
+        return [StopWorker(generation, kill=kill), Tell(failed)]
 
     def worker_said(self, generation: int, message: FromStage) -> list[Decision]:
         """A worker reports."""
         stage = self._find(generation)
-        if stage is None or stage.state not in WITH_WORKER:
+        if stage is None:
+            return []
+        if isinstance(message, Pong):
+            return self._answered(stage, stuck=message.stuck)
+        if stage.state not in WITH_WORKER:
             return []
         self._note(f"generation {generation}: {type(message).__name__}")
         match message:
             case Loaded():
                 stage.state, stage.loaded = "loaded", message
-                return [Tell(_stage_loaded(stage))]
+                return [Tell(stage.now_loaded())]
             case Formed():
                 return self._formed(stage, message.epoch)
             case WorkerFailed():
@@ -216,19 +262,19 @@ class Keeper:
             case NextStageLost():
                 if message.epoch != stage.assign.epoch:
                     return []
-                stage.neighbour = _stage_failed(stage.assign, message.reason, next_lost=True)
+                stage.neighbour = stage.now_failed(message.reason, next_lost=True)
                 return [Tell(stage.neighbour)]
             case MemberBlocked():
                 if not message.previous or message.epoch != stage.assign.epoch:
                     return []
-                stage.neighbour = _stage_failed(stage.assign, message.reason, previous_blocked=True)
+                stage.neighbour = stage.now_failed(message.reason, previous_blocked=True)
                 return [Tell(stage.neighbour)]
 
-    def _formed(self, stage: _KeptStage, epoch: int) -> list[Decision]:
+    def _formed(self, stage: KeptStage, epoch: int) -> list[Decision]:
         if epoch != stage.assign.epoch or epoch != stage.forming:
             return []
         stage.state = "ready"
-        return [Tell(_stage_ready(stage.assign))]
+        return [Tell(stage.now_ready())]
 
     # --- state ---
 
@@ -253,11 +299,11 @@ class Keeper:
 
     def describe(self) -> str:
         """All assignments in one line, for a person."""
-        return ", ".join(_describe(stage) for stage in self._stages.values()) or "no stage"
+        return ", ".join(stage.describe() for stage in self._stages.values()) or "no stage"
 
     def repeat(self) -> list[Tell]:
         """What to tell again to a coordinator whose connection was lost in between."""
-        return [tell for stage in self._stages.values() for tell in _repeated(stage)]
+        return [Tell(each) for stage in self._stages.values() for each in stage.repeated()]
 
     def validate(self) -> None:
         """Check the invariants.
@@ -274,7 +320,7 @@ class Keeper:
             if stage.state == "ready" and stage.forming != stage.assign.epoch:
                 raise InvariantError(f"{pipeline} is ready in another epoch", self._story)
 
-    def _find(self, generation: int) -> _KeptStage | None:
+    def _find(self, generation: int) -> KeptStage | None:
         for stage in self._stages.values():
             if stage.generation == generation:
                 return stage
@@ -288,12 +334,6 @@ def _in_order(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ..
     if not profiles:
         return ()
     return tuple(profiles.get(stage, UNKNOWN) for stage in range(stages))
-
-
-def _describe(stage: _KeptStage) -> str:
-    first, last = stage.assign.layers
-    reason = f": {stage.reason}" if stage.state == "failed" else ""
-    return f"stage {stage.assign.stage} (layers {first}:{last}) {stage.state}{reason}"
 
 
 def _same_weights(old: Assign, new: Assign) -> bool:
@@ -321,50 +361,6 @@ def _held(assign: Assign) -> tuple[object, ...]:
     )
 
 
-def _stage_loaded(stage: _KeptStage) -> StageLoaded:
-    assert stage.loaded is not None
-    return StageLoaded(
-        pipeline=stage.assign.pipeline,
-        epoch=stage.assign.epoch,
-        stage=stage.assign.stage,
-        port=stage.loaded.port,
-        max_blocks=stage.loaded.max_blocks,
-        profile=stage.loaded.profile,
-    )
-
-
-def _stage_ready(assign: Assign) -> StageReady:
-    return StageReady(pipeline=assign.pipeline, epoch=assign.epoch, stage=assign.stage)
-
-
-def _repeated(stage: _KeptStage) -> list[Tell]:
-    """All that the coordinator has been told of a stage's present state."""
-    told: list[Tell] = []
-    if stage.loaded is not None:
-        told.append(Tell(_stage_loaded(stage)))
-    if stage.state == "ready":
-        told.append(Tell(_stage_ready(stage.assign)))
-    if stage.state == "failed":
-        told.append(Tell(_stage_failed(stage.assign, stage.reason, no_room=stage.no_room)))
-    elif stage.neighbour is not None:
-        told.append(Tell(stage.neighbour))
-    return told
-
-
-def _stage_failed(
-    assign: Assign,
-    reason: str,
-    *,
-    next_lost: bool = False,
-    previous_blocked: bool = False,
-    no_room: bool = False,
-) -> StageFailed:
-    return StageFailed(
-        pipeline=assign.pipeline,
-        epoch=assign.epoch,
-        stage=assign.stage,
-        reason=reason[:MAX_REASON],
-        next_lost=next_lost,
-        previous_blocked=previous_blocked,
-        no_room=no_room,
-    )
+def tells_more(decision: Decision) -> bool:
+    """Whether a decision changes something that a report shows; a question to a worker doesn't."""
+    return not (isinstance(decision, TellWorker) and isinstance(decision.message, Ping))

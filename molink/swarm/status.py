@@ -40,6 +40,7 @@ def build_status(
         "quantize": desired.mode if desired is not None else "none",
         "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
         "pipelines": [] if desired is None else [_pipeline(reconciler)],
+        "files": _files(reconciler),
         "trouble": reconciler.reason,
         "story": list(reconciler.story[-_STORY:]),
     }
@@ -86,6 +87,7 @@ def show_report(report: PeerReport) -> dict[str, Any]:
         "version": report.version,
         "stage": report.stage,
         "memory": report.device.memory,
+        "copied": report.copied,
         "workers": [
             {
                 "pid": worker.pid,
@@ -97,6 +99,25 @@ def show_report(report: PeerReport) -> dict[str, Any]:
             for worker in report.workers
         ],
     }
+
+
+def _files(reconciler: Reconciler) -> str:
+    """Whose loss would be that of the model, for a person; empty if nobody's."""
+    desired, sessions = reconciler.desired, reconciler.registry.sessions
+    if desired is None or len(sessions) < 2:
+        return ""
+    name = desired.facts.name
+    holders = [
+        peer
+        for peer, session in sessions.items()
+        if name in session.report.models or session.report.copied == 100
+    ]
+    if len(holders) > 1:
+        return ""
+    if not holders:
+        return f"No PC that is here has all files of {name}"
+    only = reconciler.registry.name(holders[0])
+    return f"Only {only} has all files of {name} so far"
 
 
 def _pipeline(reconciler: Reconciler) -> dict[str, Any]:

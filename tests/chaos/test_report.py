@@ -16,7 +16,9 @@ KILLED = Result(
     pauses=[3.0, 3.5, 4.0],
     phases={"noticed": [0.1, 0.3], "formed": [1.0, 1.0]},
 )
-FROZEN = Result(Fault("freeze-other", 5.0), "pc3", begun=20.0, mended=25.0, pauses=[90.0])
+FROZEN = Result(
+    Fault("freeze-other", 5.0), "pc3", begun=20.0, mended=25.0, pauses=[90.0], asked=[5.0]
+)
 SKIPPED = Result(Fault("disk-full-other", 5.0), "Linux only", skipped=True)
 
 
@@ -37,10 +39,10 @@ def test_a_row_counts_the_answers_that_a_fault_could_harm() -> None:
     assert not verdict.good
     lines = markdown(verdict).splitlines()
     assert lines[2:6] == [
-        "| none | | | | | 0.15 | 0.20 | | |",
-        "| kill-worker | 1 | 2 of 3 | 1 | 0 | 3.50 | 4.00 | 4.00 | 6.00 |",
-        "| freeze-other | 1 | 1 of 2 | 1 | 0 | 90.00 | 90.00 |  | > 20 |",
-        "| disk-full-other | skipped: Linux only | | | | | | | |",
+        "| none | | | | | 0.15 | 0.20 | | | |",
+        "| kill-worker | 1 | 2 of 3 | 1 | 0 | 3.50 | 4.00 |  | 4.00 | 6.00 |",
+        "| freeze-other | 1 | 1 of 2 | 1 | 0 | 90.00 | 90.00 | 5.00 |  | > 20 |",
+        "| disk-full-other | skipped: Linux only | | | | | | | | |",
     ]
     assert lines[-9:] == [
         "6 requests, 1 of them at endpoints that were killed.",

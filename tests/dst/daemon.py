@@ -12,7 +12,16 @@ from molink.facts.device import Device
 from molink.sim.agenda import Appointment
 from molink.swarm.address_book import AddressBook
 from molink.swarm.generation import GeneratedToken, GenerationRequest
-from molink.swarm.keeper import Decision, Fetch, Keeper, StartWorker, StopWorker, Tell, TellWorker
+from molink.swarm.keeper import (
+    Decision,
+    Fetch,
+    Keeper,
+    StartWorker,
+    StopWorker,
+    Tell,
+    TellWorker,
+    tells_more,
+)
 from molink.swarm.replica import Replica
 from molink.swarm.running_time import RunningTime
 from molink.swarm.stream import (
@@ -56,6 +65,8 @@ if TYPE_CHECKING:
 REPORT_INTERVAL = 0.5
 SWEEP = 5.0
 GRACE = 5.0
+#: The product looks twice as often.
+WATCH = 1.0
 #: Seconds that another peer has to let a connection in, and until it is tried again.
 PATIENCE, PROBE_AGAIN = 3.0, 5.0
 #: One-way delays that a connection takes.
@@ -122,6 +133,7 @@ class Daemon(Process):
         self._remember_members()
         self.session.start()
         self.leadership.start()
+        self._watch()
 
     def _orphan(self) -> None:
         """Workers read the end of their pipe."""
@@ -278,12 +290,12 @@ class Daemon(Process):
                     self._start(generation, start)
                 case TellWorker(generation, message):
                     self._tell(generation, message)
-                case StopWorker(generation):
-                    self._stop(generation)
+                case StopWorker(generation, kill):
+                    self._stop(generation, kill=kill)
                 case Tell(message):
                     self.session.tell(message)
         self.keeper.validate()
-        if decisions:
+        if any(tells_more(decision) for decision in decisions):
             self.session.report()
 
     def _fetched(self, generation: int, assign: Assign) -> None:
@@ -325,13 +337,17 @@ class Daemon(Process):
         if worker is not None:
             worker.later(0.001, worker.order, message)
 
-    def _stop(self, generation: int) -> None:
+    def _stop(self, generation: int, *, kill: bool) -> None:
         self._fetches.pop(generation, None)
         worker = self.workers.pop(generation, None)
         if worker is not None:
             worker.later(0.02, worker.stop)
             # One that stands still is killed.
-            self.later(GRACE, worker.die)
+            self.later(0.02 if kill else GRACE, worker.die)
+
+    def _watch(self) -> None:
+        self._carry_out(self.keeper.watch(self.time()))
+        self.later(WATCH, self._watch)
 
     def _worker_said(self, generation: int, message: Any) -> None:
         if generation in self.workers:

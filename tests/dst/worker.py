@@ -23,7 +23,16 @@ from molink.wire.messages.data import (
     Rejected,
     Submit,
 )
-from molink.wire.messages.pipe import Formed, FormRing, Loaded, Members, NextStageLost, Start
+from molink.wire.messages.pipe import (
+    Formed,
+    FormRing,
+    Loaded,
+    Members,
+    NextStageLost,
+    Ping,
+    Pong,
+    Start,
+)
 from molinkd.worker.desk import Desk
 from tests.dst.model import BLOCK, HIDDEN, VOCABULARY, Executor, Requests
 from tests.dst.network import Dial, Listener, Sender
@@ -103,8 +112,11 @@ class Worker(Process):
 
     # --- its daemon's orders ---------------------------------------------------------------------
 
-    def order(self, message: Members | FormRing | Start) -> None:
+    def order(self, message: Members | FormRing | Start | Ping) -> None:
         """Something came on the pipe."""
+        if isinstance(message, Ping):
+            self.say(self.generation, Pong())
+            return
         if not isinstance(message, Members):
             self._orders.append(message)
             self._obey()

@@ -10,6 +10,7 @@ import random
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -35,6 +36,8 @@ MB = 1 << 20
 BOUND = 50 * MB
 #: Seconds of attack on one port by one kind of sender, in the short form and in the long one.
 SHORT_S, LONG_S = 0.3, 15.0
+#: Connections that an attacker leaves open: more than one sender may have.
+OPEN = 80
 MESSAGES = [{"role": "user", "content": "What is molink, and what is it for?"}]
 
 
@@ -135,7 +138,7 @@ class Attacker:
         codec = control_codec() if target.name.startswith("coord") else data_codec()
         message = StatusRequest(ref=1) if codec is control_codec() else Cancel("nobody's")
         self._message = [bytes(part) for part in codec.encode(message)]
-        self._stack = ExitStack()
+        self._open: deque[RawClient] = deque()
         self._until = 0.0
         self.over = threading.Event()
         self.done = 0
@@ -148,7 +151,8 @@ class Attacker:
             *(self.malformed, self.schema, self.flood, self.many, self.replay, self.commands),
         ]
         self._random.shuffle(attacks)
-        with self._stack:
+        with ExitStack() as stack:
+            stack.callback(self._close, 0)
             for attack in itertools.cycle(attacks):
                 if self._ended:
                     return
@@ -156,6 +160,7 @@ class Attacker:
                 with suppress(Refused, OSError):
                     attack()
                 self.done += 1
+                self._close(OPEN)
 
     @property
     def _ended(self) -> bool:
@@ -165,7 +170,13 @@ class Attacker:
         target = self._target
         wire = RawClient(target.port, self._keys.secret, self._keys.public, target.server_key)
         wire.socket.settimeout(2)
-        return self._stack.enter_context(wire)
+        self._open.append(wire)
+        return wire
+
+    def _close(self, left: int) -> None:
+        """Close the oldest connections until ``left`` are open."""
+        while len(self._open) > left:
+            self._open.popleft().close()
 
     def half_a_handshake(self) -> None:
         """Left open: it is the server's to close."""

@@ -8,6 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.layout import stage_tensors
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -28,6 +31,23 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+}
+
+#: A small Llama whose weights are of no use, written without torch.
+PLAIN_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
 }
 
 
@@ -136,3 +156,35 @@ class MakeModel:
                     # Another process was faster.
                     assert made.exists()
         return Path(shutil.copytree(made, folder, dirs_exist_ok=True))
+
+
+def write_plain_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """Write it into a new ``folder``; the bytes depend on ``seed``."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps({**PLAIN_CONFIG, "tie_word_embeddings": tied}), encoding="utf-8"
+    )
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"x": 1}', encoding="utf-8")
+    _write_weights(folder, seed)
+    return folder
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    """Two shards with bytes that depend on the tensor."""
+    config = ModelConfig.load(folder)
+    names = list(stage_tensors(config, 0, config.layers).items())
+    half = len(names) // 2
+    for number, part in enumerate((names[:half], names[half:])):
+        header: dict[str, object] = {}
+        body = b""
+        for name, shape in part:
+            size = 4
+            for extent in shape:
+                size *= extent
+            offsets = [len(body), len(body) + size]
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": offsets}
+            body += bytes((i * 7 + len(name) + seed) % 256 for i in range(size))
+        text = json.dumps(header).encode()
+        data = struct.pack("<Q", len(text)) + text + body
+        (folder / f"model-{number}.safetensors").write_bytes(data)

@@ -24,13 +24,14 @@ START_S = 100.0
 class Process:
     """A ``molink`` process, its output, and everything that it started."""
 
-    def __init__(self, home: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, home: Path, arguments: Sequence[str], module: str = "molinkd") -> None:
+        """``module`` is what stands for ``molink``."""
         home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
         self._output = (home / "terminal.log").open("ab+")
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "molinkd", *arguments],
+            [sys.executable, "-m", module, *arguments],
             env=environment(home),
             stdin=subprocess.DEVNULL,
             stdout=self._output,

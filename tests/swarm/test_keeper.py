@@ -4,7 +4,15 @@ import msgspec
 import pytest
 
 from molink.facts.profile import Profile
-from molink.swarm.keeper import Fetch, Keeper, StartWorker, StopWorker, Tell, TellWorker
+from molink.swarm.keeper import (
+    Decision,
+    Fetch,
+    Keeper,
+    StartWorker,
+    StopWorker,
+    Tell,
+    TellWorker,
+)
 from molink.wire.messages.control import (
     Assign,
     Form,
@@ -20,6 +28,8 @@ from molink.wire.messages.pipe import (
     Loaded,
     MemberBlocked,
     NextStageLost,
+    Ping,
+    Pong,
     Start,
     WorkerFailed,
 )
@@ -27,6 +37,7 @@ from molink.wire.messages.pipe import (
 KEY = "k" * 40
 PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)
 RING = (StageAddress(peer="a", public_key=KEY, addresses=("127.0.0.1",), port=5468),)
+PING = TellWorker(1, Ping())
 LOADED = Loaded(port=5468, max_blocks=100, profile=PROFILE, weight_bytes=1000)
 
 
@@ -113,8 +124,10 @@ def test_from_assignment_to_ready() -> None:
 
 def test_the_same_layers_in_a_new_epoch_keep_the_worker() -> None:
     keeper = running()
-    assert keeper.assign(assign(epoch=2)) == [told(2)]
+    assert keeper.assign(assign(epoch=2)) == [PING]
     assert state(keeper) == ("loaded", 2)
+    assert keeper.repeat() == [], "it has not answered yet"
+    assert keeper.worker_said(1, Pong()) == [told(2)]
     # The ring of the epoch before has nothing to say any more.
     assert keeper.worker_said(1, Formed(epoch=1)) == []
     assert [type(d) for d in keeper.form(form(2))] == [TellWorker]
@@ -153,7 +166,8 @@ def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
 def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
     keeper = running()
     other = assign(epoch=2, layers=(0, 6))
-    assert keeper.assign(other) == [Fetch(1, other)]
+    assert keeper.assign(other) == [PING, Fetch(1, other)]
+    assert keeper.worker_said(1, Pong()) == []
     assert state(keeper) == ("fetching", 2)
     # The ring of the epoch before, in which it still is, has nothing to say any more.
     assert keeper.worker_said(1, NextStageLost(epoch=1, reason="silent")) == []
@@ -266,6 +280,7 @@ def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
     said = keeper.worker_said(1, blocked)
     assert keeper.repeat() == [told(), ready(), *said]
     keeper.assign(assign(epoch=2))
+    keeper.worker_said(1, Pong())
     assert keeper.repeat() == [told(2)]
 
 
@@ -275,3 +290,62 @@ def test_unassign_ends_it() -> None:
     assert keeper.states({}) == ()
     assert keeper.unassign("p1") == []
     assert keeper.form(form()) == []
+
+
+def watched(keeper: Keeper, begun: float, seconds: float) -> list[Decision]:
+    """What is decided while nobody answers."""
+    looks = range(1, round(seconds / 0.5) + 1)
+    return [each for look in looks for each in keeper.watch(begun + 0.5 * look)]
+
+
+def test_a_worker_that_does_not_answer_is_followed_by_another_one() -> None:
+    keeper = running()
+    keeper.watch(0.0)
+    keeper.assign(assign(epoch=2))
+    assert watched(keeper, 0.0, 1.0) == []
+    again = assign(epoch=2)
+    assert watched(keeper, 1.0, 0.5) == [StopWorker(1, kill=True), Fetch(2, again)]
+    assert keeper.worker_said(1, Pong()) == [], "it is too late"
+    assert keeper.fetched(2, start()) == [StartWorker(2, start())]
+    assert keeper.worker_said(2, LOADED) == [told(2)]
+    keeper.validate()
+
+
+def test_a_worker_whose_computation_hangs_is_followed_by_another_one() -> None:
+    keeper = running()
+    other = assign(epoch=2, layers=(0, 6))
+    keeper.assign(other)
+    stopped = keeper.worker_said(1, Pong(stuck=True))
+    assert stopped == [StopWorker(1, kill=True), Fetch(2, other)]
+    assert keeper.fetched(1, start()) == []
+    keeper.validate()
+
+
+def test_a_worker_that_serves_is_asked_now_and_then() -> None:
+    keeper = running()
+    assert watched(keeper, 0.0, 1.0) == [PING]
+    assert keeper.worker_said(1, Pong()) == []
+    assert watched(keeper, 1.0, 1.0) == [PING]
+    assert watched(keeper, 2.0, 3.5) == []
+    (stop, tell) = watched(keeper, 5.5, 0.5)
+    assert stop == StopWorker(1, kill=True)
+    assert isinstance(tell, Tell)
+    assert isinstance(tell.message, StageFailed)
+    assert tell.message.reason == "the worker has not answered for 4.0 s"
+    keeper.validate()
+
+
+def test_a_standstill_of_the_daemon_itself_is_no_silence() -> None:
+    keeper = running()
+    assert watched(keeper, 0.0, 1.0) == [PING]
+    assert keeper.watch(31.0) == []
+    assert watched(keeper, 31.0, 3.0) == []
+    assert keeper.worker_said(1, Pong()) == []
+    assert keeper.watch(34.5) == []
+
+
+def test_a_worker_that_loads_is_not_asked() -> None:
+    keeper = Keeper()
+    keeper.assign(assign())
+    keeper.fetched(1, start())
+    assert watched(keeper, 0.0, 60.0) == []

@@ -1,5 +1,7 @@
 import json
 
+import msgspec
+
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
 from tests.support.swarm import Kit, Paper
 
@@ -27,6 +29,7 @@ def test_the_shape(running: Paper) -> None:
         "version": "1",
         "stage": "auto",
         "memory": 10**11,
+        "copied": 0,
         "workers": [{"pid": 1, "pipeline": "p1", "stage": 1, "layers": [2, 4], "state": "ready"}],
     }
     (pipeline,) = status["pipelines"]
@@ -49,7 +52,7 @@ def test_the_shape(running: Paper) -> None:
             "formed": 1.5,
         },
     }
-    assert status["trouble"] == ""
+    assert (status["trouble"], status["files"]) == ("", "Only A has all files of toy so far")
     assert json.loads(encode_status(status)) == status
 
 
@@ -65,6 +68,24 @@ def test_when_nothing_is_ready(kit: Kit) -> None:
     (pipeline,) = status["pipelines"]
     assert (pipeline["ready"], pipeline["state"], pipeline["stages"]) == (False, "waiting", [])
     assert pipeline["reason"] == "waiting for peers: 1 of 2 with a stage are there"
+
+
+def test_who_alone_has_the_files(running: Paper) -> None:
+    def files(*models: str, **copied: int) -> str:
+        for peer, session in running.reconciler.registry.sessions.items():
+            held = ("toy",) if peer in models else ()
+            session.report = msgspec.structs.replace(
+                session.report, models=held, copied=copied.get(peer, 0)
+            )
+        text: str = build_status(running.reconciler, "s1", [], 1)["files"]
+        return text
+
+    assert files("a", "b") == files("a", b=100) == files(b=100, c=100) == ""
+    assert files("a", b=99) == "Only A has all files of toy so far"
+    assert files(b=99) == "No PC that is here has all files of toy"
+    for peer in "bc":
+        running.reconciler.registry.drop(peer)
+    assert files("a") == ""  # one PC is no swarm
 
 
 def test_it_is_bounded(running: Paper) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from tools.chaos import checks, phases
-from tools.chaos.faults import KINDS, CannotHarm, Fault, Scene
+from tools.chaos.faults import KINDS, CannotHarm, Fault, Scene, Target
 from tools.chaos.streams import Answer, Load
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import usage_by_role
@@ -39,8 +39,10 @@ class Result:
     recovered: float | None = None
     #: When all PCs held layers again; ``None`` if not all did within :data:`WHOLE_S`.
     whole: float | None = None
-    #: Of each stream whose endpoint lived, in seconds.
+    #: Of each stream whose endpoint lived and could answer, in seconds.
     pauses: list[float] = field(default_factory=list)
+    #: Of each stream whose own endpoint couldn't answer while the fault lasted, in seconds.
+    asked: list[float] = field(default_factory=list)
     #: Seconds of each phase of the recovery, of each PC that tells.
     phases: dict[str, list[float]] = field(default_factory=dict)
 
@@ -112,7 +114,7 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     begun, wall = time.monotonic(), time.time()
     try:
         async with _aside(kind.harm(scene)) as target:
-            result = Result(fault, target, begun=begun)
+            result = Result(fault, target.what, begun=begun)
             await asyncio.sleep(fault.seconds)
             if kind.over == "streams":
                 await load.advance(AGAIN, RECOVERY_S)
@@ -123,11 +125,12 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     if await load.advance(AGAIN, RECOVERY_S):
         result.recovered = time.monotonic()
         result.phases = phases.between(shown, await phases.look(scene.swarm), wall)
-    result.pauses = [
-        slot.pause(begun, time.monotonic())
-        for slot, pc, count in zip(load.slots, asked, deaths, strict=True)
-        if pc.deaths == count
-    ]
+    for slot, pc, count in zip(load.slots, asked, deaths, strict=True):
+        if pc.deaths == count:
+            of_asked = kind.endpoint and pc.name == target.pc
+            (result.asked if of_asked else result.pauses).append(
+                slot.pause(begun, time.monotonic())
+            )
     return result
 
 
@@ -150,7 +153,7 @@ async def _whole(swarm: Swarm, timeout: float) -> float | None:
 
 
 @asynccontextmanager
-async def _aside(harm: AbstractContextManager[str]) -> AsyncIterator[str]:
+async def _aside(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
     """Begin and end a fault in a thread, so that streams are read meanwhile."""
     target = await asyncio.to_thread(harm.__enter__)
     try:

@@ -1,7 +1,7 @@
 """What can happen to a PC, each as a context: entered it begins, left it is over.
 
 A fault that is over by itself (a process is killed, and its PC starts it again) does nothing when
-it is left. All give the name of what they harmed. They may block for a moment.
+it is left. All give what they harm. They may block for a moment.
 """
 
 import contextlib
@@ -30,6 +30,14 @@ _LOOK_S = 0.5
 
 class CannotHarm(Exception):
     """This fault isn't possible here; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is harmed: one PC's part, or all PCs if ``pc`` is empty."""
+
+    pc: str
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +84,18 @@ class Scene:
         return self.swarm.network
 
 
-#: A fault as a context that gives the name of what it harms.
-Harm = Callable[[Scene], AbstractContextManager[str]]
+#: A fault as a context that gives what it harms.
+Harm = Callable[[Scene], AbstractContextManager[Target]]
 
 
 def kill_process(role: Role) -> Harm:
     """Kill a process; its daemon starts another one."""
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         pc, process = scene.process(role)
         process.kill()
-        yield f"{role} of {pc.name}"
+        yield Target(pc.name, f"{role} of {pc.name}")
 
     return harm
 
@@ -96,12 +104,12 @@ def kill_pc(choose: Callable[[Scene], Pc], *, at_once: bool = False) -> Harm:
     """Kill a daemon, and with it all of its PC; ``at_once``: it is started again at once."""
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         pc = choose(scene)
         pc.kill()
         if at_once:
             scene.swarm.start(pc)
-        yield pc.name
+        yield Target(pc.name, pc.name)
         if not pc.running:
             scene.swarm.start(pc)
 
@@ -112,10 +120,10 @@ def freeze_process(role: Role) -> Harm:
     """Stop all threads of a process (``SIGSTOP``), and let them go on later."""
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         pc, process = scene.process(role)
         with _frozen([process]):
-            yield f"{role} of {pc.name}"
+            yield Target(pc.name, f"{role} of {pc.name}")
 
     return harm
 
@@ -124,10 +132,10 @@ def freeze_daemon(choose: Callable[[Scene], Pc]) -> Harm:
     """Stop a daemon alone: its worker and coordinator go on."""
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         pc = choose(scene)
         with _frozen(pc.processes("daemon")):
-            yield f"daemon of {pc.name}"
+            yield Target(pc.name, f"daemon of {pc.name}")
 
     return harm
 
@@ -136,10 +144,10 @@ def freeze_pc(choose: Callable[[Scene], Pc]) -> Harm:
     """Stop all processes of a PC, as a suspend does."""
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         pc = choose(scene)
         with _frozen(pc.processes()):
-            yield pc.name
+            yield Target(pc.name, pc.name)
 
     return harm
 
@@ -148,7 +156,7 @@ def hang(role: Role, *, computing: bool = False) -> Harm:
     """Stop a process's event loop alone, or the thread that computes."""
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         pc, process = scene.process(role)
         thread = _busiest_thread(process) if computing else process.pid
         what = "computing thread" if computing else "loop"
@@ -157,37 +165,37 @@ def hang(role: Role, *, computing: bool = False) -> Harm:
                 stack.enter_context(hung(thread))
             except CannotHang as error:
                 raise CannotHarm(str(error)) from None
-            yield f"{what} of {pc.name}'s {role}"
+            yield Target(pc.name, f"{what} of {pc.name}'s {role}")
 
     return harm
 
 
 @contextmanager
-def cut(scene: Scene) -> Iterator[str]:
+def cut(scene: Scene) -> Iterator[Target]:
     """Let nothing pass between a PC and the others."""
     pc, network = scene.anyone(), scene.network
     network.cut(pc.name)
     try:
-        yield pc.name
+        yield Target(pc.name, pc.name)
     finally:
         network.mend(pc.name)
 
 
 @contextmanager
-def reset(scene: Scene) -> Iterator[str]:
+def reset(scene: Scene) -> Iterator[Target]:
     """Break all connections between a PC and the others, once."""
     pc = scene.anyone()
     scene.network.reset(pc.name)
-    yield pc.name
+    yield Target(pc.name, pc.name)
 
 
 @contextmanager
-def slow(scene: Scene) -> Iterator[str]:
+def slow(scene: Scene) -> Iterator[Target]:
     """Make a PC's network slow."""
     pc, network = scene.anyone(), scene.network
     network.slow(pc.name, SLOW_S, SLOW_RATE)
     try:
-        yield pc.name
+        yield Target(pc.name, pc.name)
     finally:
         network.mend(pc.name)
 
@@ -199,7 +207,7 @@ def full_disk(choose: Callable[[Scene], Pc]) -> Harm:
     """
 
     @contextmanager
-    def harm(scene: Scene) -> Iterator[str]:
+    def harm(scene: Scene) -> Iterator[Target]:
         if not sys.platform.startswith("linux"):
             raise CannotHarm("files' sizes can be limited from outside on Linux only")
         pc = choose(scene)
@@ -207,7 +215,7 @@ def full_disk(choose: Callable[[Scene], Pc]) -> Harm:
         try:
             owner, worker = scene.process("worker")
             worker.kill()
-            yield f"{pc.name}, and a worker of {owner.name}"
+            yield Target(pc.name, f"{pc.name}, and a worker of {owner.name}")
         finally:
             _limit_files(pc, None)
 
@@ -215,23 +223,23 @@ def full_disk(choose: Callable[[Scene], Pc]) -> Harm:
 
 
 @contextmanager
-def clock_jump(scene: Scene) -> Iterator[str]:
+def clock_jump(scene: Scene) -> Iterator[Target]:
     """Set a PC's clock wrong, and right again later."""
     pc = scene.anyone()
     jump = scene.rng.choice((CLOCK_JUMP_S, -CLOCK_JUMP_S))
     pc.set_clock(jump)
     try:
-        yield f"{pc.name} by {jump:+.0f} s"
+        yield Target(pc.name, f"{pc.name} by {jump:+.0f} s")
     finally:
         pc.set_clock(0)
 
 
 @contextmanager
-def power_cut(scene: Scene) -> Iterator[str]:
+def power_cut(scene: Scene) -> Iterator[Target]:
     """Kill everything at once, then start it again."""
     for pc in scene.swarm.pcs:
         pc.kill()
-    yield "all"
+    yield Target("", "all")
     scene.swarm.start_all()
 
 
@@ -248,6 +256,8 @@ class Kind:
     over: Over = "time"
     #: Needs a network that can be harmed.
     network: bool = False
+    #: While it lasts, the endpoint of the PC itself can't answer.
+    endpoint: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -259,18 +269,18 @@ KINDS: dict[str, Kind] = {
     "restart-other": Kind(kill_pc(Scene.other, at_once=True), "itself"),
     "freeze-worker": Kind(freeze_process("worker")),
     "freeze-coordinator": Kind(freeze_process("coordinator")),
-    "freeze-leader-daemon": Kind(freeze_daemon(Scene.leader)),
-    "freeze-other-daemon": Kind(freeze_daemon(Scene.other)),
-    "freeze-leader": Kind(freeze_pc(Scene.leader)),
-    "freeze-other": Kind(freeze_pc(Scene.other)),
+    "freeze-leader-daemon": Kind(freeze_daemon(Scene.leader), endpoint=True),
+    "freeze-other-daemon": Kind(freeze_daemon(Scene.other), endpoint=True),
+    "freeze-leader": Kind(freeze_pc(Scene.leader), endpoint=True),
+    "freeze-other": Kind(freeze_pc(Scene.other), endpoint=True),
     "hang-worker-loop": Kind(hang("worker")),
     "hang-worker-compute": Kind(hang("worker", computing=True)),
-    "hang-daemon": Kind(hang("daemon")),
+    "hang-daemon": Kind(hang("daemon"), endpoint=True),
     "hang-coordinator": Kind(hang("coordinator")),
     "disk-full-leader": Kind(full_disk(Scene.leader), "streams"),
     "disk-full-other": Kind(full_disk(Scene.other), "streams"),
     "clock-jump": Kind(clock_jump),
-    "cut": Kind(cut, network=True),
+    "cut": Kind(cut, network=True, endpoint=True),
     "reset": Kind(reset, "itself", network=True),
     "slow": Kind(slow, network=True),
     "power-cut": Kind(power_cut),

@@ -11,9 +11,9 @@ def markdown(verdict: Verdict) -> str:
     """A row for each kind of fault, then what went wrong."""
     lines = [
         "| fault | times | same text | lost | changed | pause: median (s) | p99 (s) "
-        "| all go on (s) | all PCs used (s) |",
-        "|---|---|---|---|---|---|---|---|---|",
-        f"| none | | | | | {_median(verdict.calm)} | {_p99(verdict.calm)} | | |",
+        "| of the asked PC (s) | all go on (s) | all PCs used (s) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| none | | | | | {_median(verdict.calm)} | {_p99(verdict.calm)} | | | |",
     ]
     for kind in dict.fromkeys(result.fault.kind for result in verdict.results):
         of_kind = [result for result in verdict.results if result.fault.kind == kind]
@@ -21,15 +21,16 @@ def markdown(verdict: Verdict) -> str:
         lines.append(
             _row(kind, done, [end for result in done for end in _harmed(verdict, result)])
             if done
-            else f"| {kind} | skipped: {of_kind[0].target} | | | | | | | |"
+            else f"| {kind} | skipped: {of_kind[0].target} | | | | | | | | |"
         )
     ends = [answer.end for answer in verdict.answers]
     exempt = ends.count("endpoint")
     lines += [
         "",
-        "A pause is the longest silence of a stream whose own endpoint lived, from the fault until "
-        "all streams went on. The last two columns are medians: from the fault until then, and "
-        "from its end until every PC held layers again.",
+        "A pause is the longest silence of a stream from the fault until all streams went on. "
+        "Streams whose own endpoint stood still or was cut off are in a column of their own (their "
+        "longest), and those whose endpoint was killed in none. The last two columns are medians: "
+        "from the fault until all went on, and from its end until every PC held layers again.",
         "",
         f"{len(ends)} requests, {exempt} of them at endpoints that were killed.",
         *_phases(verdict),
@@ -72,6 +73,7 @@ def _harmed(verdict: Verdict, result: Result) -> list[str]:
 
 def _row(kind: str, done: Sequence[Result], ends: Sequence[str]) -> str:
     pauses = [pause for result in done for pause in result.pauses]
+    asked = [pause for result in done for pause in result.asked]
     again = [r.recovered - r.begun for r in done if r.recovered is not None]
     used = [r.whole - r.mended for r in done if r.whole is not None]
     cells = [
@@ -82,6 +84,7 @@ def _row(kind: str, done: Sequence[Result], ends: Sequence[str]) -> str:
         str(ends.count("changed")),
         _median(pauses),
         _p99(pauses),
+        f"{max(asked):.2f}" if asked else "",
         _median(again),
         _median(used) if len(used) == len(done) else f"> {WHOLE_S:.0f}",
     ]

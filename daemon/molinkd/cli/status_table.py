@@ -26,6 +26,8 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
     for peer in state.get("peers", ()):
         if peer.get("reason"):
             console.print(_text(f"{peer.get('name')} is {peer['reason']}", "yellow"))
+    if state.get("files"):
+        console.print(_text(state["files"], "yellow"))
     for pipeline in state.get("pipelines", ()):
         console.print(_text(_pipeline(pipeline)))
     revoked = [f"{one['name']} ({one['id']})" for one in state.get("revoked", ())]
@@ -38,7 +40,7 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
 
 def _peers(peers: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("peer", "state", "stage", "device", "endpoint", "pid"):
+    for column in ("peer", "state", "stage", "copy", "device", "endpoint", "pid"):
         table.add_column(column)
     for peer in peers:
         stages = ", ".join(_stage(worker) for worker in peer.get("workers", ()))
@@ -46,6 +48,7 @@ def _peers(peers: Sequence[dict[str, Any]]) -> Table:
             peer.get("name"),
             peer.get("state"),
             stages or "none",
+            _copy(peer.get("copied", 0)),
             peer.get("device"),
             peer.get("endpoint"),
             peer.get("daemon_pid"),
@@ -63,6 +66,11 @@ def _stage(worker: dict[str, Any]) -> str:
     first, last = worker["layers"]
     state = worker.get("state", "")
     return f"layers {first}:{last}" + (f" ({state})" if state not in ("", "ready") else "")
+
+
+def _copy(percent: int) -> str:
+    """How much of the model lies on a PC's disk."""
+    return "whole" if percent == 100 else f"{percent} %" if percent else ""
 
 
 def _pipeline(pipeline: dict[str, Any]) -> str:

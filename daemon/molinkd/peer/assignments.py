@@ -11,6 +11,7 @@ from molink.errors import MolinkError, UsageError
 from molink.facts.footprint import Load, StageSetup
 from molink.facts.identity import peer_id
 from molink.facts.memory_plan import MemoryPlan, plan_memory
+from molink.facts.model import LayerRange
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.swarm.address_book import AddressBook
@@ -23,6 +24,7 @@ from molink.swarm.keeper import (
     StopWorker,
     Tell,
     TellWorker,
+    tells_more,
 )
 from molink.swarm.recovery import Recovery
 from molink.wire.messages.control import (
@@ -49,6 +51,10 @@ from molinkd.peer.store import Store
 from molinkd.peer.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
+
+
+#: Between two looks at whether workers live, in seconds.
+WATCH_S = 0.5
 
 
 class _NoRoomBesideError(UsageError):
@@ -97,10 +103,13 @@ class Assignments:
         self._plans: dict[int, MemoryPlan] = {}
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(home.logs, self._worker_said, self._worker_exited)
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def measured(self, device: Measured) -> None:
         """The device is known: stages may be started on it."""
         self._measured.set_result(device)
+        if self._settings.spare_worker:
+            self.supervisor.prepare()
 
     def handle(self, message: Prefetch | Assign | StageProfile | Form | Unassign) -> None:
         """Take an order of the coordinator."""
@@ -132,6 +141,10 @@ class Assignments:
         """All stages of this peer."""
         return self._keeper.states({number: p.shown for number, p in self._progress.items()})
 
+    def layers(self) -> LayerRange:
+        """Those that this peer holds; ``0:0`` if none."""
+        return next((state.layers for state in self.states()), (0, 0))
+
     @property
     def prefetched(self) -> Prefetched | None:
         """How far the files of a stage that is to be are."""
@@ -146,7 +159,7 @@ class Assignments:
     async def close(self) -> None:
         """End transfers and workers."""
         await self._prefetcher.close()
-        tasks = [*self._fetches.values(), *self._reaching]
+        tasks = [self._watching, *self._fetches.values(), *self._reaching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -171,18 +184,23 @@ class Assignments:
                     if isinstance(message, Start):
                         self.recovery.ended("files", self._now())
                     self.supervisor.tell(generation, message)
-                case StopWorker(generation):
+                case StopWorker(generation, kill):
                     self._plans.pop(generation, None)
                     fetch = self._fetches.get(generation)
                     if fetch is not None:
                         fetch.cancel()
-                    self.supervisor.stop(generation)
+                    self.supervisor.stop(generation, kill=kill)
                 case Tell(message):
                     if isinstance(message, StageFailed):
                         self.recovery.noticed(self._now(), time.time())
                     self._tell(message)
-        if decisions:
+        if any(tells_more(decision) for decision in decisions):
             self._on_change()
+
+    async def _watch(self) -> None:
+        while True:
+            self._carry_out(self._keeper.watch(self._now()))
+            await asyncio.sleep(WATCH_S)
 
     def _form_soon(self, order: Form) -> None:
         """Form the ring once the next stage has answered."""

@@ -102,9 +102,12 @@ class Child:
         """Close the child's standard input once what is queued is written: it will exit."""
         self._writes.put(None)
 
-    async def stop(self, grace_s: float = 5.0) -> None:
-        """End the process: close its input, then terminate it, then kill it."""
+    async def stop(self, grace_s: float = 5.0, *, kill: bool = False) -> None:
+        """End the process: close its input, then terminate it, then kill it, or that at once."""
         self.close_input()
+        if kill:
+            with contextlib.suppress(OSError):
+                self._process.kill()
         for end in (self._process.terminate, self._process.kill):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exited.wait(), grace_s)

@@ -36,7 +36,7 @@ class Holding:
 
     def changed(self) -> list[Path]:
         """Files that aren't as they were when they were hashed. Blocks on the disk."""
-        return [path for path, stamp in self.stamps.items() if _stamp(path) != stamp]
+        return [path for path, stamp in self.stamps.items() if stamp_of(path) != stamp]
 
     def check(self) -> None:
         """Whether the files still hold the model. Blocks; reads only those that were touched.
@@ -45,7 +45,7 @@ class Holding:
             BrokenModel: they don't; names the file.
         """
         for path in self.changed():
-            stamp = _stamp(path)
+            stamp = stamp_of(path)
             for name, place in self.places.items():
                 if place.path == path:
                     part = self.manifest.part(name)
@@ -89,6 +89,8 @@ class Library:
     def __init__(self, hasher: Hasher | None = None) -> None:
         self._hasher = hasher or Hasher()
         self._models: dict[str, Holding] = {}
+        #: Copies in the store that are whole, by root; with their models' names.
+        self._copies: dict[str, tuple[str, Holding]] = {}
 
     def add(
         self,
@@ -107,26 +109,36 @@ class Library:
         self._models[name] = holding
         return holding
 
+    def offer(self, name: str, copy: Holding) -> None:
+        """Let others read a copy of ``name`` that came from peers."""
+        self._copies[copy.manifest.root] = name, copy
+
+    def withdraw(self, root: str) -> None:
+        """That copy isn't whole any more."""
+        self._copies.pop(root, None)
+
     def get(self, name: str) -> Holding | None:
-        """The model of that name, if it is here."""
+        """The model of that name, if this PC has brought it."""
         return self._models.get(name)
 
     def find(self, root: str) -> Holding | None:
-        """The model with that root, if it is here."""
+        """The model with that root, if this PC has brought it."""
         return next((one for one in self._models.values() if one.manifest.root == root), None)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All models here."""
-        return tuple(sorted(self._models))
+        return tuple(sorted({*self._models, *(name for name, _ in self._copies.values())}))
 
     def held(self, root: str) -> Holding:
-        """The model with that root.
+        """The model with that root, a copy too.
 
         Raises:
             ModelNotFound: it isn't here.
         """
         holding = self.find(root)
+        if holding is None and root in self._copies:
+            return self._copies[root][1]
         if holding is None:
             raise ModelNotFound("this peer doesn't hold that model, or another version of it")
         return holding
@@ -209,7 +221,8 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
     )
 
 
-def _stamp(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
+    """What a file looks like; ``None`` if it can't be had."""
     try:
         return Stamp.of(path)
     except OSError:

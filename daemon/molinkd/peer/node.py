@@ -50,6 +50,7 @@ from molink.wire.sockets.zap import Gatekeeper
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.addresses import advertised
 from molinkd.peer.assignments import Assignments
+from molinkd.peer.copier import Copier
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.heads import Heads
 from molinkd.peer.home import Home
@@ -160,6 +161,13 @@ class Node:
             resources.offenders.blocked,
             self._reaches,
         )
+        self._copier = Copier(
+            self._store,
+            resources.library,
+            self._assignments.layers,
+            self.session.report_now,
+            wanted=settings.copies and settings.stage != "none",
+        )
         self._prober = Prober(context, keys, self._tried)
         self._heads = Heads(context, keys, self._heads_changed, self._head_said)
         limits = StreamLimits(hold_s=settings.hold)
@@ -196,6 +204,7 @@ class Node:
         self._clock.close()
         await self._prober.close()
         await self._served.close()
+        await self._copier.close()
         await self._heads.close()
         await self._assignments.close()
 
@@ -250,6 +259,7 @@ class Node:
             replica=self._leadership.replica.version,
             system=sys.platform,
             worker_ports=settings.worker_ports,
+            copied=self._copier.percent,
         )
 
     def _welcomed(self) -> None:
@@ -281,6 +291,7 @@ class Node:
             case Route():
                 self._forget_routes(self._heads.update(message))
                 self._served.update(message)
+                self._copier.serve(message)
                 self._announce_reason(message)
                 self._time_recovery(message)
                 if not (message.ready or message.forming) and self._asking is None:
@@ -297,6 +308,7 @@ class Node:
             self._reasons.pop(pipeline, None)
             self._were_ready.discard(pipeline)
             self._served.remove(pipeline)
+            self._copier.gone(pipeline)
 
     def _share(self, payload: memoryview | None) -> None:
         """Take the coordinator's state, or send the copy of it that is here."""

@@ -69,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stages_here: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     #: Whether a process that has torch imported waits to take the place of a worker that is lost.
     spare_worker: bool = True
+    #: Whether the layers of other stages are copied to this PC's disk, while nothing else is done.
+    copies: bool = True
     dtype: DTypeChoice = "auto"
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"

@@ -7,28 +7,35 @@ again before its first use in a run of the daemon.
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.fields import MAX_JSON_BYTES
-from molink.checkpoint.folder import METADATA_FILES, REQUIRED_FILES
-from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_bytes, root_of
+from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_bytes
 from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
 from molink.files import patiently
-from molink.swarm.fetch_plan import GroupPlan, Piece, cut, group_tensors, plan_group
+from molink.swarm.copying import has_room
+from molink.swarm.fetch_plan import GroupPlan, Piece, cut
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.hashing import Stamp, Stretch, hash_stretches, in_thread
+from molinkd.peer.hashing import Stamp, in_thread
 from molinkd.peer.library import Library, folder_name
 from molinkd.peer.progress import Progress
+from molinkd.peer.stored import (
+    MANIFEST_FILE,
+    altered_parts,
+    check_group,
+    group_plans,
+    metadata_parts,
+    new_file,
+    stored_manifest,
+)
 from molinkd.peer.suppliers import Connect, OnLiar, Reputation, Suppliers
 
 log = logging.getLogger(__name__)
@@ -37,13 +44,11 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 8
 #: Disk space that is left free, in bytes.
 RESERVE_BYTES = 64 << 20
-#: Bounds of ``tokenizer.json`` and of each other metadata file.
-MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
-MAX_METADATA_BYTES = 16 << 20
 #: Folders of other versions of a model that are kept, beside those that are in use.
 MAX_OTHERS = 2
-#: The manifest of a stored model, in its folder.
-MANIFEST_FILE = "manifest.molink"
+
+#: A context for each chunk of a transfer: when it may begin, and how long it takes.
+Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Store:
@@ -76,6 +81,10 @@ class Store:
         self._sound: dict[Path, Stamp] = {}
         #: Bytes received so far.
         self.received = 0
+        #: Set while nobody waits for files.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._waiting = 0
         for left_over in root.glob(".*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
 
@@ -85,12 +94,13 @@ class Store:
         Raises:
             MolinkError: no source could give them; says what each answered.
         """
-        async with self._locks[model]:
-            progress = self._metadata[model] = Progress()
-            try:
-                return await self._get(model, root, sources, None, progress)
-            finally:
-                del self._metadata[model]
+        with self._at_work():
+            async with self._locks[model]:
+                progress = self._metadata[model] = Progress()
+                try:
+                    return await self._get(model, root, sources, None, progress)
+                finally:
+                    del self._metadata[model]
 
     async def stage(
         self,
@@ -107,13 +117,71 @@ class Store:
         """
         progress = progress or Progress()
         progress.ahead = self._metadata.get(model)
-        async with self._locks[model]:
-            progress.begin()
-            return await self._get(model, root, sources, layers, progress)
+        with self._at_work():
+            async with self._locks[model]:
+                progress.begin()
+                return await self._get(model, root, sources, layers, progress)
+
+    async def copy_group(
+        self,
+        folder: Path,
+        root: str,
+        plan: GroupPlan,
+        sources: Sequence[str],
+        turn: Turn,
+        progress: Progress,
+    ) -> None:
+        """Have one file of weights here that nobody waits for: one chunk after the other.
+
+        ``folder`` is that of :meth:`metadata`. What is needed now may come in beside this, the same
+        file too.
+
+        Raises:
+            MolinkError: no source could give it, or the disk is full.
+        """
+        others = [peer for peer in sources if peer != self._me]
+        path = folder / plan.file
+        connect, reputation = self._connect, self._reputation
+        async with (
+            Suppliers(connect, reputation, root, others, patient=True) as suppliers,
+            new_file(path, "copy") as file,
+        ):
+            await asyncio.to_thread(file.write, plan.header)
+            await self._transfer(suppliers, plan.pieces(), file, progress, 1, turn)
+        self._sound[path] = await asyncio.to_thread(Stamp.of, path)
+
+    def refuse_copy(self, missing: int) -> None:
+        """Whether a copy that takes ``missing`` bytes more may be begun.
+
+        Raises:
+            ModelError: the disk would be left with too little room.
+        """
+        disk = shutil.disk_usage(self._root)
+        if not has_room(missing, disk.free - RESERVE_BYTES, disk.total):
+            raise ModelError(
+                f"the disk of {self._root} has {disk.free / 1e9:.1f} GB free; a copy of the rest "
+                f"of the model would take {missing / 1e9:.1f} GB and leave too little"
+            )
+
+    def brought(self, root: str) -> bool:
+        """Whether all files of that model are here, but not in the store."""
+        return any(library.find(root) is not None for library in self._libraries)
 
     def forget(self, peer: str) -> None:
         """It is no member any more: what it did counts no longer."""
         self._reputation.forget(peer)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Somebody waits for files."""
+        self._waiting += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self.idle.set()
 
     async def _get(
         self,
@@ -153,7 +221,7 @@ class Store:
         progress: Progress,
     ) -> Path:
         folder = self._root / folder_name(model, root)
-        manifest = await asyncio.to_thread(_stored_manifest, folder, root)
+        manifest = await asyncio.to_thread(stored_manifest, folder, root)
         if manifest is None:
             manifest = await suppliers.manifest(progress)
         if not await asyncio.to_thread(folder.is_dir):
@@ -193,9 +261,9 @@ class Store:
         progress: Progress,
     ) -> None:
         """Have all but weights in ``folder``, which appears once that is whole and sound."""
-        parts = _metadata(model, manifest)
+        parts = metadata_parts(model, manifest)
         if await asyncio.to_thread(folder.is_dir):
-            altered = await asyncio.to_thread(_altered, folder, manifest, parts)
+            altered = await asyncio.to_thread(altered_parts, folder, manifest, parts)
             for part in altered:
                 log.warning("%s is not as it was fetched: fetching it again", folder / part.name)
                 await self._fetch_file(suppliers, part, folder, progress)
@@ -217,7 +285,7 @@ class Store:
         self, suppliers: Suppliers, part: Part, folder: Path, progress: Progress
     ) -> None:
         progress.total += part.nbytes
-        async with _new_file(folder / part.name) as file:
+        async with new_file(folder / part.name) as file:
             await self._transfer(suppliers, cut(part), file, progress)
 
     # --- weights ---
@@ -231,29 +299,29 @@ class Store:
         layers: tuple[int, int],
         progress: Progress,
     ) -> None:
-        plans = await asyncio.to_thread(_plans, folder, manifest, layers)
+        plans = await asyncio.to_thread(group_plans, folder, manifest, layers)
         progress.total = progress.done + sum(plan.nbytes for plan in plans)
-        wanted = [plan for plan in plans if not await self._is_sound(folder, plan, progress)]
+        wanted = [plan for plan in plans if not await self.is_sound(folder, plan, progress)]
         if not wanted:
             return
         self._check_disk(sum(plan.nbytes for plan in wanted))
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
         for plan in wanted:
             path = folder / plan.file
-            async with _new_file(path) as file:
+            async with new_file(path) as file:
                 await asyncio.to_thread(file.write, plan.header)
                 progress.add(len(plan.header))
                 await self._transfer(suppliers, plan.pieces(), file, progress)
             self._sound[path] = await asyncio.to_thread(Stamp.of, path)
             log.info("%s of %s is here (%s)", plan.file, model, progress)
 
-    async def _is_sound(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
+    async def is_sound(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
         """Whether a file of weights is here and right; looked at once, unless it changes."""
         path = folder / plan.file
         try:
             stamp = await asyncio.to_thread(Stamp.of, path)
             if self._sound.get(path) != stamp:
-                await in_thread(partial(_check_group, path, plan))
+                await in_thread(partial(check_group, path, plan))
                 self._sound[path] = stamp
         except FileNotFoundError:
             return False
@@ -272,117 +340,31 @@ class Store:
             )
 
     async def _transfer(
-        self, suppliers: Suppliers, pieces: Iterable[Piece], file: BinaryIO, progress: Progress
+        self,
+        suppliers: Suppliers,
+        pieces: Iterable[Piece],
+        file: BinaryIO,
+        progress: Progress,
+        at_once: int = IN_FLIGHT,
+        turn: Turn = nullcontext,
     ) -> None:
-        """Read all pieces, several at a time, into their places in ``file``."""
+        """Read all pieces, ``at_once`` at a time, into their places in ``file``."""
         waiting = iter(pieces)
-        turn = threading.Lock()
+        lock = threading.Lock()
 
         def write(piece: Piece, data: bytes) -> None:
-            with turn:
+            with lock:
                 file.seek(piece.target)
                 file.write(data)
 
         async def work() -> None:
             for piece in waiting:
-                await suppliers.read(piece, partial(write, piece))
+                async with turn():
+                    await suppliers.read(piece, partial(write, piece))
                 progress.add(piece.length)
                 self.received += piece.length
 
-        await _all(work() for _ in range(IN_FLIGHT))
-
-
-def _stored_manifest(folder: Path, root: str) -> Manifest | None:
-    """That of a stored model; ``None`` if it isn't here, or was altered."""
-    try:
-        return Manifest.open((folder / MANIFEST_FILE).read_bytes(), root)
-    except FileNotFoundError:
-        return None
-    except (OSError, AlteredModel) as error:
-        log.warning("%s: %s: fetching it again", folder / MANIFEST_FILE, error)
-        return None
-
-
-def _metadata(model: str, manifest: Manifest) -> list[Part]:
-    """What is to be had of a model beside weights."""
-    missing = [name for name in REQUIRED_FILES if name not in manifest.files]
-    if missing:
-        raise BrokenModel(f"the model's owner has no {missing[0]} of {model}")
-    parts = [manifest.files[name] for name in METADATA_FILES if name in manifest.files]
-    for part in parts:
-        maximum = MAX_TOKENIZER_BYTES if part.name == "tokenizer.json" else MAX_METADATA_BYTES
-        if part.nbytes > maximum:
-            raise BrokenModel(
-                f"{part.name} of {model} has {part.nbytes} bytes, more than {maximum}"
-            )
-    return parts
-
-
-def _altered(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> list[Part]:
-    """Stored metadata that is missing or isn't as it was fetched; mends the manifest's own file."""
-    if not _is_same(folder / MANIFEST_FILE, manifest.root):
-        (folder / MANIFEST_FILE).write_bytes(manifest.raw)
-    found = []
-    for part in parts:
-        try:
-            data = (folder / part.name).read_bytes()
-            if len(data) != part.nbytes:
-                raise AlteredModel("it has another size")
-            for piece in cut(part):
-                part.check(piece.index, data[piece.target : piece.target + piece.length])
-        except (OSError, AlteredModel):
-            found.append(part)
-    return found
-
-
-def _is_same(path: Path, root: str) -> bool:
-    try:
-        return root_of(path.read_bytes()) == root
-    except OSError:
-        return False
-
-
-def _plans(folder: Path, manifest: Manifest, layers: tuple[int, int]) -> list[GroupPlan]:
-    """The files that a stage of ``layers`` consists of, one for each group."""
-    config = ModelConfig.load(folder)
-    groups = group_tensors(config, *layers)
-    return [
-        plan_group(group, shapes, manifest.tensors, config.quantized)
-        for group, shapes in groups.items()
-    ]
-
-
-def _check_group(path: Path, plan: GroupPlan, stop: threading.Event) -> None:
-    """Whether a stored file is what ``plan`` says."""
-    if path.stat().st_size != plan.nbytes:
-        raise AlteredModel("it has another size")
-    with path.open("rb") as file:
-        if file.read(len(plan.header)) != plan.header:
-            raise AlteredModel("it has another header")
-    places = [Stretch(path, offset, part.nbytes) for part, offset in plan.offsets()]
-    for part, found in zip(plan.parts, hash_stretches(places, Progress(), stop), strict=True):
-        if found != part.digests:
-            raise AlteredModel(f"tensor {part.name} has other bytes")
-
-
-@asynccontextmanager
-async def _new_file(path: Path) -> AsyncIterator[BinaryIO]:
-    """A file that appears under its name once it is whole; disks are waited for in threads."""
-    draft = path.with_name(f".{path.name}.part")
-
-    def finish() -> None:
-        file.flush()
-        os.fsync(file.fileno())
-
-    try:
-        with draft.open("wb") as file:
-            yield file
-            await asyncio.to_thread(finish)
-        await asyncio.to_thread(patiently, lambda: draft.replace(path))
-    except OSError as error:
-        raise ModelError(f"can't write {path}: {error}") from error
-    finally:
-        patiently(lambda: draft.unlink(missing_ok=True))
+        await _all(work() for _ in range(at_once))
 
 
 async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:

@@ -49,6 +49,8 @@ class _WorkerChild:
     start: Start | None = None
     generation: int = 0
     warm: bool = False
+    #: A spare that doesn't give way: it is sooner ready than another process.
+    early: bool = False
     stats: Stats | None = None
     stopping: bool = False
 
@@ -86,7 +88,7 @@ class Supervisor:
             OSError: no process can be started.
         """
         worker = self._spare
-        if worker is not None and worker.warm:
+        if worker is not None and (worker.warm or worker.early):
             self._spare = None
         else:
             worker = self._launch(*self._names(start))
@@ -94,7 +96,7 @@ class Supervisor:
         self._workers[generation] = worker
         self.tell(generation, start)
         self.tell(generation, members)
-        pid, was = worker.child.pid, " (the spare)" if worker.warm else ""
+        pid, was = worker.child.pid, " (the spare)" if worker.warm or worker.early else ""
         log.info("worker %d%s: stage %d, layers %d:%d", pid, was, start.stage, *start.layers)
         return pid
 
@@ -102,6 +104,10 @@ class Supervisor:
         """What a stage's worker is called, and where its log goes."""
         name = f"worker-{plain_name(start.pipeline, 'p')}-{start.stage}"
         return name, self._logs / f"{name}.log"
+
+    def prepare(self) -> None:
+        """Have a spare before it is known what for: a stage is likely to come soon."""
+        self._start_spare(Warm())
 
     def keep_spare(self, generation: int) -> None:
         """Soon have a spare that can follow on the worker of ``generation``, or on another."""
@@ -117,6 +123,7 @@ class Supervisor:
         self._spare_timer = None
         try:
             self._spare = self._launch("worker-spare", self._logs / "worker-spare.log")
+            self._spare.early = not warm.model_dir
         except OSError as error:
             log.warning("no spare worker: %s", error)
         else:
@@ -161,17 +168,17 @@ class Supervisor:
         for generation in self._workers:
             self.tell(generation, message)
 
-    def stop(self, generation: int) -> None:
-        """End a worker by closing its pipe; returns at once."""
+    def stop(self, generation: int, *, kill: bool = False) -> None:
+        """End a worker by closing its pipe, or ``kill`` it; returns at once."""
         worker = self._workers.get(generation)
         if worker is not None:
-            self._end(worker)
+            self._end(worker, kill=kill)
 
-    def _end(self, worker: _WorkerChild) -> None:
+    def _end(self, worker: _WorkerChild, *, kill: bool = False) -> None:
         if worker.stopping:
             return
         worker.stopping = True
-        task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S))
+        task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S, kill=kill))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 

@@ -84,8 +84,16 @@ class Suppliers:
     """The sources of one transfer of the model ``root``; a context, which ends all connections."""
 
     def __init__(
-        self, connect: Connect, reputation: Reputation, root: str, peers: Sequence[str]
+        self,
+        connect: Connect,
+        reputation: Reputation,
+        root: str,
+        peers: Sequence[str],
+        *,
+        patient: bool = False,
     ) -> None:
+        """``patient``: nobody waits for it, so no source is too slow, nor a failure a warning."""
+        self._patient = patient
         self._connect = connect
         self._reputation = reputation
         self._root = root
@@ -198,11 +206,17 @@ class Suppliers:
     def _judge(self, number: int) -> None:
         seconds = time.monotonic() - self._since
         others = any(not self._reputation.lie(peer) for peer in self._left)
-        if others and seconds >= TRIAL_S and self._bytes < SLOW_RATE * seconds:
+        if (
+            others
+            and not self._patient
+            and seconds >= TRIAL_S
+            and self._bytes < SLOW_RATE * seconds
+        ):
             self._leave(number, Unavailable(f"{self._bytes} bytes in {seconds:.0f} s are too few"))
 
     def _note(self, peer: str, error: MolinkError) -> None:
         reason = str(error)[:_MAX_QUOTE]
-        log.warning("files from peer %s: %s", peer, reason)
+        level = logging.DEBUG if self._patient else logging.WARNING
+        log.log(level, "files from peer %s: %s", peer, reason)
         self._reasons.append(f"{peer}: {reason}")
         self._reputation.failed(peer)

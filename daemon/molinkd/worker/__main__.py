@@ -54,7 +54,8 @@ def _await_start(pipe: DaemonPipe) -> Start | None:
 
 
 def _warm_up(warm: Warm, pipe: DaemonPipe) -> None:
-    give_way()
+    if warm.model_dir:
+        give_way()
     from molinkd.worker.run import warm_worker
 
     try:

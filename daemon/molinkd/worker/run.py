@@ -34,7 +34,7 @@ def warm_worker(warm: Warm) -> None:
     Raises:
         MolinkError: no such stage can be loaded.
     """
-    if warm.device != "cpu":
+    if warm.device != "cpu" or not warm.model_dir:
         return
     if warm.threads:
         torch.set_num_threads(warm.threads)

@@ -29,6 +29,8 @@ from molink.wire.messages.pipe import (
     MemberBlocked,
     Members,
     NextStageLost,
+    Ping,
+    Pong,
     Start,
     Stats,
     ToWorker,
@@ -88,7 +90,7 @@ class Worker:
         Raises:
             MolinkError: the stage can't be loaded or run; it has been reported on the pipe.
         """
-        self._pipe.listen(asyncio.get_running_loop(), self._orders.put_nowait)
+        self._pipe.listen(asyncio.get_running_loop(), self._told)
         self._gatekeeper.start()
         self._gatekeeper.allow(self._start.public_key)
         reports: asyncio.Task[None] | None = None
@@ -109,6 +111,13 @@ class Worker:
             self._context.term()
 
     # --- the daemon's orders ---------------------------------------------------------------------
+
+    def _told(self, message: ToWorker) -> None:
+        """A message came on the pipe. Orders are obeyed one after another, a ping at once."""
+        if isinstance(message, Ping):
+            self._pipe.send(Pong(stuck=self._place is not None and self._place.ring.stuck))
+        else:
+            self._orders.put_nowait(message)
 
     async def _load(self, load: LoadEngine) -> Engine:
         """Load the stage's weights and bind the data socket, unless it is bound."""
@@ -148,6 +157,8 @@ class Worker:
                     engine = await self._change(engine, start)
                 case Warm():
                     raise WorkerError("a worker that has a stage is no spare")
+                case Ping():
+                    raise WorkerError("a ping is no order")
                 case WorkerError() as error:
                     raise error
 

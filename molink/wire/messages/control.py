@@ -126,6 +126,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     #: As ``sys.platform`` has it; and the first and the last port of stages (0 = any).
     system: Text = ""
     worker_ports: tuple[Port, Port] = (0, 0)
+    #: How much of the model that is served lies on this PC's disk, in percent; 100: all of it.
+    copied: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
 
 
 class Reached(Message, frozen=True, kw_only=True, tag="reached"):

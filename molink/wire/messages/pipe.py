@@ -29,15 +29,17 @@ class Warm(Message, frozen=True, kw_only=True, tag="warm"):
     """The first message to a spare: be ready for a :class:`Start` that resembles this.
 
     ``layers`` are in ``model_dir``; the rest is as in :class:`Start`. The spare takes no memory of
-    a GPU, and gives way to all other processes until it has said :class:`Warmed`.
+    a GPU, and gives way to all other processes until it has said :class:`Warmed`. Without a
+    ``model_dir`` no model is known yet, and a stage will come soon: it imports what all need, and
+    doesn't give way.
     """
 
-    layers: LayerRange
-    model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
-    dtype: DTypeChoice
-    device: Text
-    threads: Index
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    layers: LayerRange = (0, 1)
+    model_dir: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    dtype: DTypeChoice = "auto"
+    device: Text = "cpu"
+    threads: Index = 0
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
     quantize: Quantize = "none"
 
 
@@ -106,6 +108,16 @@ class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
     profiles: Annotated[tuple[Profile, ...], msgspec.Meta(max_length=16)] = ()
 
 
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """A worker answers with :class:`Pong`, at once and whatever else it does."""
+
+
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """The worker lives; ``stuck`` if the step that it computes takes far longer than it should."""
+
+    stuck: bool = False
+
+
 class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
     """Weights are loaded and the data socket is bound to ``port``.
 
@@ -162,8 +174,8 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
     gauges: dict[Text, float]
 
 
-ToWorker = Warm | Start | Members | FormRing
-FromWorker = Warmed | Loaded | Formed | WorkerFailed | NextStageLost | MemberBlocked | Stats
+ToWorker = Warm | Start | Members | FormRing | Ping
+FromWorker = Warmed | Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked | Stats
 
 T = TypeVar("T")
 

@@ -23,6 +23,20 @@ STATE = {
 }
 
 
+def test_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    peers = [{**STATE["peers"][0], "copied": copied} for copied in (0, 43, 100)]  # type: ignore[index]
+    show_status({**STATE, "peers": peers, "files": "Only pc has all files of m"}, demo=False)
+    out = capsys.readouterr().out
+    assert "Only pc has all files of m" in out
+    words = [line.split() for line in out.splitlines() if "[red]" in line]
+    assert [("%" in line, "whole" in line) for line in words] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     show_status(STATE, demo=True)

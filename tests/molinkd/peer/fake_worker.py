@@ -14,6 +14,8 @@ from molink.wire.messages.pipe import (
     FormRing,
     Loaded,
     Members,
+    Ping,
+    Pong,
     Start,
     Stats,
     ToWorker,
@@ -47,6 +49,8 @@ def main() -> None:
             write_pipe(sink, stats)
         elif isinstance(message, FormRing):
             write_pipe(sink, Formed(epoch=message.epoch))
+        elif isinstance(message, Ping):
+            write_pipe(sink, Pong())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.facts.device import Device
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.control import Assign, Form, StageAddress, StageFailed, Unassign
-from molink.wire.messages.pipe import Formed, FormRing, Loaded, Start
+from molink.wire.messages.pipe import Formed, FormRing, Loaded, Ping, Start
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import quantize as module
 from molinkd.peer.assignments import Assignments
@@ -46,6 +46,7 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.started: list[Start] = []
+        self.prepared = False
         self.spares: list[int] = []
         self.told: list[Any] = []
 
@@ -59,7 +60,10 @@ class FakeSupervisor:
     def keep_spare(self, generation: int) -> None:
         self.spares.append(generation)
 
-    def stop(self, generation: int) -> None:
+    def prepare(self) -> None:
+        self.prepared = True
+
+    def stop(self, generation: int, *, kill: bool = False) -> None:
         pass
 
     async def close(self) -> None:
@@ -184,7 +188,7 @@ async def test_a_worker_that_changes_its_layers_is_not_beside_itself(
     bench.assignments.handle(msgspec.structs.replace(ASSIGN, epoch=2, layers=(0, 2), stages=2))
     await asyncio.wait([*bench.assignments._fetches.values()])
     assert bench.told == []
-    assert [type(message) for message in bench.supervisor.told] == [Start]
+    assert [type(message) for message in bench.supervisor.told] == [Ping, Start]
 
 
 @pytest.mark.parametrize("port", [1, 2])
@@ -230,11 +234,12 @@ async def test_without_bitsandbytes_it_says_what_to_install(
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_a_stage_in_a_ring_has_a_spare(bench: Bench, wanted: bool) -> None:
+async def test_a_pc_has_a_spare_at_first_and_beside_a_stage(bench: Bench, wanted: bool) -> None:
     settings = msgspec.structs.replace(SETTINGS, spare_worker=wanted)
     bench.assignments._settings = settings
     await bench.assign(1 << 30)
     bench.assignments._worker_said(1, Loaded(port=1, max_blocks=1, weight_bytes=1))
+    assert bench.supervisor.prepared == wanted
     assert bench.supervisor.spares == []
     bench.assignments._worker_said(1, Formed(epoch=1))
     assert bench.supervisor.spares == ([1] if wanted else [])

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import struct
 import sys
 import threading
 from collections import Counter
@@ -17,7 +16,6 @@ import pytest
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Part, manifest_bytes
 from molink.errors import BrokenModel, MolinkError, Unavailable
 from molink.swarm.fetch_plan import group_tensors, plan_group
@@ -27,53 +25,8 @@ from molinkd.peer.library import Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
 from molinkd.peer.suppliers import Source
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 32,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
-}
-
-
-def write_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps({**CONFIG, "tie_word_embeddings": tied}), encoding="utf-8"
-    )
-    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text('{"x": 1}', encoding="utf-8")
-    write_weights(folder, seed)
-    return folder
-
-
-def write_weights(folder: Path, seed: int) -> None:
-    """Two shards with bytes that depend on the tensor."""
-    config = ModelConfig.load(folder)
-    names = list(stage_tensors(config, 0, config.layers).items())
-    half = len(names) // 2
-    for number, part in enumerate((names[:half], names[half:])):
-        header: dict[str, object] = {}
-        body = b""
-        for name, shape in part:
-            size = 4
-            for extent in shape:
-                size *= extent
-            offsets = [len(body), len(body) + size]
-            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": offsets}
-            body += bytes((i * 7 + len(name) + seed) % 256 for i in range(size))
-        text = json.dumps(header).encode()
-        data = struct.pack("<Q", len(text)) + text + body
-        (folder / f"model-{number}.safetensors").write_bytes(data)
+from tests.support.models import PLAIN_CONFIG as CONFIG
+from tests.support.models import write_plain_model as write_model
 
 
 class FakeSource:

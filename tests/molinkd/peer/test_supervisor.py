@@ -158,6 +158,26 @@ async def test_a_spare_that_is_not_ready_is_not_waited_for(
     await heard.until(lambda: len(heard.messages) == 2)
 
 
+@pytest.mark.parametrize("heard", ["cold"], indirect=True)
+async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
+    heard.supervisor.prepare()
+    heard.supervisor.start(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    children = [each for each in psutil.Process().children() if FAKE.name in _line(each)]
+    assert len(children) == 1
+
+
+@pytest.mark.parametrize("heard", ["deaf"], indirect=True)
+async def test_a_worker_that_does_not_answer_is_killed(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
+    pid = heard.supervisor.start(1, START, MEMBERS)
+    heard.supervisor.stop(1, kill=True)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+
+
 async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

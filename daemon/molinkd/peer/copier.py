@@ -1,0 +1,206 @@
+"""Has the whole of the model that is served on this PC's disk, so that any other PC may be lost.
+
+It takes its time (:mod:`molink.swarm.copying`), and gives way to whatever somebody waits for. Once
+the copy is whole, others may read it here.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from molink.errors import MolinkError, Unavailable
+from molink.facts.model import LayerRange
+from molink.swarm.copying import Pace, distance
+from molink.swarm.fetch_plan import GroupPlan
+from molink.wire.messages.control import Route
+from molinkd.peer.library import Holding, Library
+from molinkd.peer.progress import Progress
+from molinkd.peer.store import Store
+from molinkd.peer.stored import all_plans, holding_of, stored_manifest
+
+log = logging.getLogger(__name__)
+
+#: How often the files of a copy are looked at: a stat of each, in seconds.
+WATCH_S = 60.0
+
+
+class Copier:
+    """The copy of the model that the newest route names."""
+
+    def __init__(
+        self,
+        store: Store,
+        library: Library,
+        layers: Callable[[], LayerRange],
+        on_change: Callable[[], None],
+        *,
+        wanted: bool,
+    ) -> None:
+        """``layers()`` are those of this PC's stage: the ones beside them come first.
+
+        ``on_change()`` is called when a copy is whole, or isn't any more.
+        """
+        self._store = store
+        self._library = library
+        self._layers = layers
+        self._on_change = on_change
+        self._wanted = wanted
+        self._pace = Pace()
+        #: Set when something has changed that the pace depends on.
+        self._news = asyncio.Event()
+        self._model: tuple[str, str] | None = None
+        self._pipeline = ""
+        self._sources: Sequence[str] = ()
+        self._task: asyncio.Task[None] | None = None
+        #: Bytes of files that are here, of the one that comes, and of all.
+        self._here = 0
+        self._coming = Progress()
+        self._total = 0
+        self._whole = False
+
+    @property
+    def percent(self) -> int:
+        """How much of the model is here; 100 only if it is whole."""
+        if self._whole:
+            return 100
+        done = self._here + self._coming.done
+        return min(99, 100 * done // self._total) if self._total else 0
+
+    def serve(self, route: Route) -> None:
+        """A pipeline serves a model, or is to; the sources are the newest ones."""
+        if not self._wanted or not route.root:
+            return
+        if self._sources != route.sources:
+            self._pace.again()
+        self._pipeline, self._sources = route.pipeline, route.sources
+        self._pace.serving = route.ready
+        self._news.set()
+        model = route.model, route.root
+        if self._model != model:
+            self._end()
+            self._model = model
+            self._task = asyncio.get_running_loop().create_task(self._keep(*model))
+
+    def gone(self, pipeline: str) -> None:
+        """A pipeline is no more; what is here stays."""
+        if pipeline == self._pipeline:
+            self._pace.serving = False
+
+    async def close(self) -> None:
+        """End what is under way; files that are whole are kept."""
+        task = self._task
+        self._end()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._model is not None:
+            self._library.withdraw(self._model[1])
+        self._model = self._task = None
+        self._here, self._total, self._coming, self._whole = 0, 0, Progress(), False
+
+    async def _keep(self, model: str, root: str) -> None:
+        """Have a whole copy for as long as the model is served."""
+        while True:
+            try:
+                if self._store.brought(root):
+                    self._change(whole=True)
+                    return
+                copy = await self._make(model, root)
+            except (MolinkError, OSError) as error:
+                self._failed(model, str(error))
+            except Exception as error:
+                log.exception("the copy of %s", model)
+                self._failed(model, f"internal error: {error!r}")
+            else:
+                self._library.offer(model, copy)
+                self._change(whole=True)
+                await _until_changed(copy)
+                log.warning("the copy of %s in %s has changed", model, copy.folder)
+                self._library.withdraw(root)
+                self._change(whole=False)
+
+    def _change(self, *, whole: bool) -> None:
+        self._whole = whole
+        self._on_change()
+
+    def _failed(self, model: str, reason: str) -> None:
+        self._coming = Progress()
+        if self._pace.failed(reason, self._now()):
+            log.info("no whole copy of %s here yet; it is tried again: %s", model, reason)
+
+    async def _make(self, model: str, root: str) -> Holding:
+        """Look which files are here and fetch the others, the nearest first.
+
+        Raises:
+            MolinkError: one can't be had now; says why.
+            OSError: a file that was here is gone.
+        """
+        await self._allowed(fetch=False)
+        folder = await self._store.metadata(model, root, self._sources)
+        manifest = await asyncio.to_thread(stored_manifest, folder, root)
+        if manifest is None:
+            raise Unavailable(f"{folder} was altered at this moment")
+        plans = await asyncio.to_thread(all_plans, folder, manifest)
+        missing: dict[str, tuple[int, GroupPlan]] = {}
+        self._here, self._total = 0, sum(plan.nbytes for _, plan in plans)
+        for layer, plan in plans:
+            async with self._turn(fetch=False):
+                sound = await self._store.is_sound(folder, plan, Progress())
+            if sound:
+                self._here += plan.nbytes
+            else:
+                missing[plan.file] = layer, plan
+        while missing:
+            await self._allowed(fetch=True)
+            held = self._layers()
+            layer, plan = min(missing.values(), key=lambda one: distance(one[0], held))
+            # A stage may have needed it meanwhile.
+            if not await self._store.is_sound(folder, plan, Progress()):
+                rest = sum(plan.nbytes for _, plan in missing.values())
+                await asyncio.to_thread(self._store.refuse_copy, rest)
+                turn, self._coming = partial(self._turn, fetch=True), Progress()
+                await self._store.copy_group(folder, root, plan, self._sources, turn, self._coming)
+            self._coming = Progress()
+            self._here += plan.nbytes
+            del missing[plan.file]
+            self._pace.got_on()
+        log.info("all of %s is here (%.0f MB)", model, self._total / 1e6)
+        return await asyncio.to_thread(
+            holding_of, model, folder, manifest, [plan for _, plan in plans]
+        )
+
+    # --- giving way ---
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @asynccontextmanager
+    async def _turn(self, *, fetch: bool) -> AsyncIterator[None]:
+        """One chunk or one look: when it may begin, and what it took."""
+        await self._allowed(fetch=fetch)
+        begun = self._now()
+        yield
+        self._pace.took(self._now() - begun, self._now())
+
+    async def _allowed(self, *, fetch: bool) -> None:
+        while True:
+            await self._store.idle.wait()
+            self._news.clear()
+            wait = self._pace.wait(self._now(), fetch=fetch)
+            if wait == 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._news.wait()
+
+
+async def _until_changed(copy: Holding) -> None:
+    while True:
+        await asyncio.sleep(WATCH_S)
+        if await asyncio.to_thread(copy.changed):
+            return

@@ -1,0 +1,161 @@
+"""A model that was fetched, on disk: its manifest, its metadata, and a file for each group."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.fields import MAX_JSON_BYTES
+from molink.checkpoint.folder import METADATA_FILES, REQUIRED_FILES
+from molink.checkpoint.manifest import Manifest, Part, root_of
+from molink.errors import AlteredModel, BrokenModel, ModelError
+from molink.facts.model import LayerRange
+from molink.files import patiently
+from molink.swarm.fetch_plan import GroupPlan, cut, group_tensors, plan_group
+from molinkd.peer.hashing import Stamp, Stretch, hash_stretches
+from molinkd.peer.library import Holding, stamp_of
+from molinkd.peer.progress import Progress
+
+log = logging.getLogger(__name__)
+
+#: Bounds of ``tokenizer.json`` and of each other metadata file.
+MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
+MAX_METADATA_BYTES = 16 << 20
+#: The manifest of a stored model, in its folder.
+MANIFEST_FILE = "manifest.molink"
+
+
+def stored_manifest(folder: Path, root: str) -> Manifest | None:
+    """That of a stored model; ``None`` if it isn't here, or was altered."""
+    try:
+        return Manifest.open((folder / MANIFEST_FILE).read_bytes(), root)
+    except FileNotFoundError:
+        return None
+    except (OSError, AlteredModel) as error:
+        log.warning("%s: %s: fetching it again", folder / MANIFEST_FILE, error)
+        return None
+
+
+def metadata_parts(model: str, manifest: Manifest) -> list[Part]:
+    """What is to be had of a model beside weights."""
+    missing = [name for name in REQUIRED_FILES if name not in manifest.files]
+    if missing:
+        raise BrokenModel(f"the model's owner has no {missing[0]} of {model}")
+    parts = [manifest.files[name] for name in METADATA_FILES if name in manifest.files]
+    for part in parts:
+        maximum = MAX_TOKENIZER_BYTES if part.name == "tokenizer.json" else MAX_METADATA_BYTES
+        if part.nbytes > maximum:
+            raise BrokenModel(
+                f"{part.name} of {model} has {part.nbytes} bytes, more than {maximum}"
+            )
+    return parts
+
+
+def altered_parts(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> list[Part]:
+    """Stored metadata that is missing or isn't as it was fetched; mends the manifest's own file."""
+    if not _is_same(folder / MANIFEST_FILE, manifest.root):
+        (folder / MANIFEST_FILE).write_bytes(manifest.raw)
+    found = []
+    for part in parts:
+        try:
+            data = (folder / part.name).read_bytes()
+            if len(data) != part.nbytes:
+                raise AlteredModel("it has another size")
+            for piece in cut(part):
+                part.check(piece.index, data[piece.target : piece.target + piece.length])
+        except (OSError, AlteredModel):
+            found.append(part)
+    return found
+
+
+def _is_same(path: Path, root: str) -> bool:
+    try:
+        return root_of(path.read_bytes()) == root
+    except OSError:
+        return False
+
+
+def group_plans(folder: Path, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
+    """The files that a stage of ``layers`` consists of, one for each group."""
+    return _plans(ModelConfig.load(folder), manifest, layers)
+
+
+def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
+    """The files that the model consists of, each with the first layer whose stage needs it."""
+    config = ModelConfig.load(folder)
+    found: dict[str, tuple[int, GroupPlan]] = {}
+    for layer in range(config.layers):
+        for plan in _plans(config, manifest, (layer, layer + 1)):
+            found.setdefault(plan.file, (layer, plan))
+    return [*found.values()]
+
+
+def holding_of(model: str, folder: Path, manifest: Manifest, plans: Iterable[GroupPlan]) -> Holding:
+    """A stored model that is whole, as others may read it.
+
+    Raises:
+        OSError: a file is not there any more.
+    """
+    places = {
+        part.name: Stretch(folder / part.name, 0, part.nbytes)
+        for part in metadata_parts(model, manifest)
+    }
+    for plan in plans:
+        for part, offset in plan.offsets():
+            places[part.name] = Stretch(folder / plan.file, offset, part.nbytes)
+    stamps = {path: Stamp.of(path) for path in {place.path for place in places.values()}}
+    return Holding(folder, manifest, places, stamps)
+
+
+def _plans(config: ModelConfig, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
+    groups = group_tensors(config, *layers)
+    return [
+        plan_group(group, shapes, manifest.tensors, config.quantized)
+        for group, shapes in groups.items()
+    ]
+
+
+def check_group(path: Path, plan: GroupPlan, stop: threading.Event) -> None:
+    """Whether a stored file is what ``plan`` says."""
+    if path.stat().st_size != plan.nbytes:
+        raise AlteredModel("it has another size")
+    with path.open("rb") as file:
+        if file.read(len(plan.header)) != plan.header:
+            raise AlteredModel("it has another header")
+    places = [Stretch(path, offset, part.nbytes) for part, offset in plan.offsets()]
+    for part, found in zip(plan.parts, hash_stretches(places, Progress(), stop), strict=True):
+        if found != part.digests:
+            raise AlteredModel(f"tensor {part.name} has other bytes")
+
+
+@asynccontextmanager
+async def new_file(path: Path, kind: str = "part") -> AsyncIterator[BinaryIO]:
+    """A file that appears under its name once it is whole; disks are waited for in threads.
+
+    Of two of different ``kind`` for the same place the one that is whole first stays.
+    """
+    draft = path.with_name(f".{path.name}.{kind}")
+    before = stamp_of(path)
+
+    def finish() -> None:
+        file.flush()
+        os.fsync(file.fileno())
+
+    def replace() -> None:
+        if stamp_of(path) == before:
+            draft.replace(path)
+
+    try:
+        with draft.open("wb") as file:
+            yield file
+            await asyncio.to_thread(finish)
+        await asyncio.to_thread(patiently, replace)
+    except OSError as error:
+        raise ModelError(f"can't write {path}: {error}") from error
+    finally:
+        patiently(lambda: draft.unlink(missing_ok=True))

@@ -1,0 +1,70 @@
+"""Decides when a peer copies the layers that it doesn't need, in which order, and where that ends.
+
+A stage needs few of a model's layers. Once each PC has the others too, a stage that moves finds its
+files on the disk of its new PC, and no PC is the only one with any of them. Nobody waits for that,
+so whatever somebody waits for goes first.
+"""
+
+from molink.facts.model import LayerRange
+
+#: After a chunk the next one waits this many times as long as that one took.
+REST = 4.0
+#: First and longest pause after a failure, in seconds; each is twice the one before.
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
+#: Of a disk, a copy leaves this share free, and as much as it takes itself.
+FREE_SHARE = 0.05
+
+
+def distance(layer: int, held: LayerRange) -> tuple[int, bool]:
+    """How near a layer is to those of a stage: the nearest ones are copied first.
+
+    Stages are placed in the order of layers, so when one is lost or comes, the borders of the
+    others move by some layers, up or down. Of two that are as near the one of the next stage comes
+    first. Without a stage (``0:0``) it is the order of the layers.
+    """
+    first, last = held
+    return max(first - layer, layer - last + 1, 0), layer < first
+
+
+def has_room(missing: int, free: int, total: int) -> bool:
+    """Whether a disk of ``total`` bytes, ``free`` of them free, has room for ``missing`` more."""
+    return free - missing >= max(missing, FREE_SHARE * total)
+
+
+class Pace:
+    """When a copy goes on. All times in seconds."""
+
+    def __init__(self) -> None:
+        #: Whether a pipeline serves: until then nothing is fetched, others need the line.
+        self.serving = False
+        self._next = 0.0
+        self._pause = 0.0
+        self._reason = ""
+
+    def wait(self, now: float, *, fetch: bool) -> float | None:
+        """How long to wait before the next chunk (``fetch``) or the next look at a file.
+
+        ``None``: until :attr:`serving` changes.
+        """
+        if fetch and not self.serving:
+            return None
+        return max(0.0, self._next - now)
+
+    def took(self, seconds: float, now: float) -> None:
+        """A chunk has come, or a file was looked at."""
+        self._next = now + REST * seconds
+
+    def got_on(self) -> None:
+        """A file is whole: a failure after this is a first one."""
+        self._pause, self._reason = 0.0, ""
+
+    def failed(self, reason: str, now: float) -> bool:
+        """It can't go on for now; returns whether the reason is news."""
+        self._pause = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
+        self._next = now + self._pause
+        news, self._reason = reason != self._reason, reason
+        return news
+
+    def again(self) -> None:
+        """There are other sources: no need to wait."""
+        self._next = 0.0

@@ -1,0 +1,312 @@
+"""The whole model comes to this PC's disk, slowly, and others may then read it here."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.manifest import CHUNK_BYTES
+from molink.errors import ModelNotFound, Unavailable
+from molink.facts.model import LayerRange
+from molink.swarm import copying
+from molink.wire.messages.control import Route
+from molinkd.peer import copier as copier_module
+from molinkd.peer import store as store_module
+from molinkd.peer.copier import Copier
+from molinkd.peer.library import Library
+from molinkd.peer.store import Store
+from molinkd.peer.suppliers import Source
+from tests.support.models import write_plain_model
+
+LAYERS = 4
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until ``condition`` holds."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+class Shelf:
+    """A source; ``parts`` has what was read of it, in order."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.parts: list[str] = []
+        self.at_once = self.most_at_once = 0
+        #: Nothing is sent while it isn't set.
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
+        raw = self.library.held(root).manifest.raw
+        return len(raw), raw[offset : offset + CHUNK_BYTES]
+
+    async def read(self, root: str, part: str, index: int) -> bytes:
+        self.parts.append(part)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await self.gate.wait()
+            return self.library.held(root).read(part, index)
+        finally:
+            self.at_once -= 1
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were read, in order."""
+        layers = [int(part.split(".")[2]) for part in self.parts if part.startswith("model.layers")]
+        return list(dict.fromkeys(layers))
+
+
+class Pc:
+    """A PC with a store, a library and a copier."""
+
+    def __init__(self, home: Path, peers: Mapping[str, Source], *, wanted: bool = True) -> None:
+        @asynccontextmanager
+        async def connect(peer: str) -> AsyncIterator[Source]:
+            self.connected.append(peer)
+            if peer not in peers:
+                raise Unavailable(f"{peer} is not there")
+            yield peers[peer]
+
+        home.mkdir(exist_ok=True)
+        self.connected: list[str] = []
+        self.library = Library()
+        self.changed = asyncio.Event()
+        self.layers: LayerRange = (0, 0)
+        self.store = Store(home, "me", self.library, connect, Library(), lambda *_: None)
+        self.copier = Copier(
+            self.store, self.library, lambda: self.layers, self.changed.set, wanted=wanted
+        )
+
+    def serve(self, root: str, *sources: str, ready: bool = True) -> None:
+        self.copier.serve(
+            Route(
+                pipeline="p1",
+                epoch=1,
+                model="m",
+                ready=ready,
+                head=None,
+                context=1,
+                sources=sources,
+                root=root,
+            )
+        )
+
+    async def whole(self) -> None:
+        while self.copier.percent < 100:
+            await self.changed.wait()
+            self.changed.clear()
+
+
+@pytest.fixture
+def brought(tmp_path: Path) -> Library:
+    library = Library()
+    library.add("m", write_plain_model(tmp_path / "model"))
+    return library
+
+
+@pytest.fixture
+def root(brought: Library) -> str:
+    holding = brought.get("m")
+    assert holding is not None
+    return holding.manifest.root
+
+
+@pytest.fixture
+async def pcs(tmp_path: Path) -> AsyncIterator[Callable[..., Pc]]:
+    made: list[Pc] = []
+
+    def make(peers: Mapping[str, Source], home: str = "store", *, wanted: bool = True) -> Pc:
+        made.append(Pc(tmp_path / home, peers, wanted=wanted))
+        return made[-1]
+
+    yield make
+    for pc in made:
+        await pc.copier.close()
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "REST", 0.0)
+    monkeypatch.setattr(copying, "FIRST_PAUSE", 0.0)
+
+
+MakePc = Callable[..., Pc]
+
+
+async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
+    pcs: MakePc, brought: Library, root: str
+) -> None:
+    shelf = Shelf(brought)
+    pc = pcs({"a": shelf})
+    await pc.store.stage("m", root, (2, 3), ["a"])
+    shelf.parts.clear()
+    shelf.most_at_once = 0
+    pc.layers = (2, 3)
+    pc.serve(root, "a")
+    await pc.whole()
+    assert shelf.layers == [3, 1, 0]
+    assert shelf.most_at_once == 1
+    folder = pc.library.held(root).folder
+    ModelFolder.open(folder)
+    # What a stage needs is there: nobody is asked.
+    pc.connected.clear()
+    assert await pc.store.stage("m", root, (0, LAYERS), []) == folder
+    assert pc.connected == []
+
+
+async def test_a_whole_copy_is_a_source_for_others_and_after_a_restart_too(
+    pcs: MakePc, brought: Library, root: str
+) -> None:
+    first = pcs({"a": Shelf(brought)})
+    assert first.library.names == ()
+    first.serve(root, "a")
+    await first.whole()
+    assert first.library.names == ("m",)
+    second = pcs({"b": Shelf(first.library)}, "other")
+    second.serve(root, "a", "b")
+    await second.whole()
+    await first.copier.close()
+    with pytest.raises(ModelNotFound):
+        first.library.held(root)
+    # Nobody has to be there for it, nor a pipeline.
+    again = pcs({})
+    again.serve(root, "a", ready=False)
+    await again.whole()
+    assert again.connected == []
+    original = brought.held(root).manifest
+    for part in (*original.files.values(), *original.tensors.values()):
+        for index in range(part.chunks):
+            part.check(index, again.library.held(root).read(part.name, index))
+
+
+async def test_nothing_is_fetched_before_a_pipeline_serves_nor_while_somebody_waits(
+    pcs: MakePc, brought: Library, root: str
+) -> None:
+    shelf = Shelf(brought)
+    pc = pcs({"a": shelf})
+    await pc.store.metadata("m", root, ["a"])
+    shelf.parts.clear()
+    pc.serve(root, "a", ready=False)
+    # Its own stage comes meanwhile, and the copy waits for that as well.
+    shelf.gate.clear()
+    stage = asyncio.create_task(pc.store.stage("m", root, (1, 2), ["a"]))
+    await until(lambda: shelf.parts)
+    pc.serve(root, "a")
+    shelf.gate.set()
+    await stage
+    assert shelf.layers == [1]
+    await pc.whole()
+    assert shelf.layers == [1, 0, 2, 3]
+
+
+async def test_a_stage_does_not_wait_for_the_copy(pcs: MakePc, brought: Library, root: str) -> None:
+    slow, fast = Shelf(brought), Shelf(brought)
+    pc = pcs({"slow": slow, "fast": fast})
+    await pc.store.metadata("m", root, ["fast"])
+    slow.gate.clear()
+    pc.serve(root, "slow")
+    await until(lambda: slow.parts)
+    # The same files as those that the copy is at.
+    folder = await pc.store.stage("m", root, (0, LAYERS), ["fast"])
+    ModelFolder.open(folder)
+    slow.gate.set()
+    await pc.whole()
+    assert slow.layers == [0]
+    assert not list(folder.glob(".*"))
+
+
+async def test_without_a_source_it_waits_for_one(
+    pcs: MakePc, brought: Library, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "molinkd.peer")
+    pc = pcs({"a": Shelf(brought)})
+    await pc.store.metadata("m", root, ["a"])
+    pc.connected.clear()
+    pc.serve(root, "gone")
+    await until(lambda: len(pc.connected) >= 4)
+    assert pc.copier.percent == 0
+    pc.serve(root, "gone", "a")
+    await pc.whole()
+    told = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
+    assert told == ["no whole copy of m here yet; it is tried again: gone: gone is not there"]
+
+
+async def test_a_disk_with_little_room_gets_no_copy(
+    pcs: MakePc, brought: Library, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf(brought)
+    pc = pcs({"a": shelf})
+    await pc.store.stage("m", root, (1, 2), ["a"])
+    refused = asyncio.Event()
+    failed = copying.Pace.failed
+
+    def note(self: copying.Pace, reason: str, now: float) -> bool:
+        assert "a copy of the rest of the model would take" in reason
+        refused.set()
+        return failed(self, reason, now)
+
+    monkeypatch.setattr(copying.Pace, "failed", note)
+    monkeypatch.setattr(store_module, "has_room", lambda *_: False)
+    pc.layers = (1, 2)
+    pc.serve(root, "a")
+    await refused.wait()
+    assert shelf.layers == [1]
+    assert 0 < pc.copier.percent < 100
+
+
+async def test_a_copy_that_was_altered_is_mended(
+    pcs: MakePc, brought: Library, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "WATCH_S", 0.0)
+    pc = pcs({"a": Shelf(brought)})
+    pc.serve(root, "a")
+    await pc.whole()
+    file = pc.library.held(root).folder / "layer-0002.safetensors"
+    file.write_bytes(b"")
+    await until(lambda: file.stat().st_size > 0)
+    await pc.whole()
+    ModelFolder.open(pc.library.held(root).folder)
+
+
+async def test_another_model_takes_its_place(
+    pcs: MakePc, brought: Library, root: str, tmp_path: Path
+) -> None:
+    newer = brought.add("m", write_plain_model(tmp_path / "newer", seed=1)).manifest.root
+    older = Library()
+    older.add("m", tmp_path / "model")
+    pc = pcs({"a": Shelf(brought), "b": Shelf(older)})
+    pc.serve(root, "b")
+    await pc.whole()
+    pc.serve(newer, "a")
+    assert pc.copier.percent == 0
+    await pc.whole()
+    pc.library.held(newer)
+    with pytest.raises(ModelNotFound):
+        pc.library.held(root)
+
+
+async def test_who_brought_the_model_copies_nothing(
+    pcs: MakePc, brought: Library, root: str, tmp_path: Path
+) -> None:
+    pc = pcs({"a": Shelf(brought)})
+    pc.library.add("m", tmp_path / "model")
+    pc.serve(root, "a")
+    await pc.whole()
+    assert pc.connected == []
+    assert not list((tmp_path / "store").iterdir())
+
+
+async def test_a_pc_may_do_without(pcs: MakePc, brought: Library, root: str) -> None:
+    pc = pcs({"a": Shelf(brought)}, wanted=False)
+    pc.serve(root, "a")
+    await asyncio.sleep(0)
+    assert pc.connected == []
+    assert pc.copier.percent == 0
