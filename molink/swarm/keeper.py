@@ -13,6 +13,7 @@ from molink.errors import InvariantError
 from molink.facts.profile import UNKNOWN, Profile
 from molink.swarm.kept_stage import WITH_WORKER, KeptStage
 from molink.swarm.pulse import HURRY, PATIENCE, Pulse
+from molink.swarm.running_time import RunningTime
 from molink.wire.messages.control import (
     Assign,
     Form,
@@ -33,9 +34,6 @@ from molink.wire.messages.pipe import (
     Start,
     WorkerFailed,
 )
-
-#: A longer standstill of the daemon itself says nothing of its workers, in seconds.
-_OWN_PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +88,7 @@ class Keeper:
     def __init__(self) -> None:
         self._stages: dict[str, KeptStage] = {}
         self._generations = 0
+        self._running = RunningTime(0.0)
         #: When :meth:`watch` was called last.
         self._now = 0.0
         self._story: deque[str] = deque(maxlen=64)
@@ -171,11 +170,9 @@ class Keeper:
 
         To be called about twice a second, with the time in seconds of a monotonic clock.
         """
-        pause, self._now = now - self._now, now
+        now = self._now = self._running.at(now)
         decisions: list[Decision] = []
         for stage in list(self._stages.values()):
-            if pause > _OWN_PAUSE:
-                stage.pulse.shift(pause)
             if stage.loaded is None and not stage.unsure:
                 continue
             silent = stage.pulse.silent(now)

@@ -36,9 +36,3 @@ class Pulse:
     def silent(self, now: float) -> float:
         """Seconds since the question that is open; 0 if none is."""
         return 0.0 if self._asked_at is None else now - self._asked_at
-
-    def shift(self, pause: float) -> None:
-        """The daemon itself stood still for so long: that doesn't count."""
-        self._heard_at += pause
-        if self._asked_at is not None:
-            self._asked_at += pause

@@ -105,7 +105,8 @@ class Reconciler(Pipelines):
                 self._term_raised(event.term, now)
             case Tick():
                 self._tick(now)
-        self._lose(self.registry.cut_off(now, self.planner.doubted), "is not connected any more", now)
+        cut_off = self.registry.cut_off(now, self.planner.doubted)
+        self._lose(cut_off, "is not connected any more", now)
         self._advance(now)
         self._notify(now)
         self._publish()

@@ -19,7 +19,7 @@ def next_term(above: int, leader: str) -> int:
 
 
 def first_term(asked: int, held: int, leader: str) -> int:
-    """The term in which ``leader`` begins: the one it was ``asked`` to lead in, if nothing is later.
+    """The term in which ``leader`` begins: the one it is ``asked`` to lead in, if none is later.
 
     The state that it ``held`` by then may be of a later term. That is its own, of an earlier run of
     its coordinator; or another leader's, whose copy came just before: then it leads after that one.
