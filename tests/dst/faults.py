@@ -40,6 +40,7 @@ class Faults:
             (2, self._suspend_pc),
             (3, self._cut),
             (3, self._cut_one_way),
+            (2, self._part),
             (3, self._reset),
             (2, self._echo),
             (2, self._slow_link),
@@ -202,6 +203,20 @@ class Faults:
         pcs = self._world.pcs
         part = self._rng.sample(pcs, self._rng.randrange(1, len(pcs) // 2 + 1))
         self._cut_for(self._around(part), f"{part} cut off")
+
+    def _part(self) -> None:
+        """The leader's PC and some others lose the rest for long enough that both parts lead."""
+        coordinator = self._coordinator()
+        if coordinator is None:
+            return
+        part = [coordinator.pc]
+        if self._rng.random() < 0.3:
+            part += self._rng.sample([pc for pc in self._world.pcs if pc is not part[0]], 1)
+        seconds = self._rng.uniform(5.0, 9.0)
+        self._say(f"{part} part with the rest for {seconds:.1f} s")
+        pairs = self._around(part)
+        self._world.network.cut(pairs)
+        self._for(seconds, lambda: self._world.network.heal(pairs))
 
     def _cut_one_way(self) -> None:
         one, other = self._pair()

@@ -34,6 +34,8 @@ CONTROL = 5467
 TICK = 0.5
 #: Seconds that a peer has to answer, and that a coordinator has to end.
 ANSWER, GRACE = 1.0, 5.0
+#: Seconds until a coordinator goes on in a higher term: it writes that down, and disks are slow.
+RAISING = (0.001, 0.1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class Leadership:
                 case Raise(term):
                     self._raised = term
                     if self.coordinator is not None:
-                        self.coordinator.later(0.001, self.coordinator.raise_term, term)
+                        seconds = self._rng.choice(RAISING)
+                        self.coordinator.later(seconds, self.coordinator.raise_term, term)
                     self._remember(term=term)
                 case Lead() | StepDown():
                     self._deeds.append(decision)
