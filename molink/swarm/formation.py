@@ -37,6 +37,8 @@ class Formation:
     ) -> None:
         """``facts`` are those of the model."""
         self.record = record
+        #: Peers in ring order.
+        self.peers = tuple(stage.peer for stage in record.stages)
         self.state: FormationState = state
         #: Stages that have loaded in this epoch.
         self.loaded: dict[int, StageLoaded] = {}
@@ -50,11 +52,6 @@ class Formation:
         self._missing: dict[int, float] = {}
 
     # --- who ---------------------------------------------------------------------------------
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Peers in ring order."""
-        return tuple(stage.peer for stage in self.record.stages)
 
     def stage_of(self, peer: str) -> int | None:
         """The stage that a peer runs."""

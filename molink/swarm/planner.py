@@ -13,6 +13,7 @@ from molink.swarm.placement import Candidate, Placement, Unplaceable, parse_rang
 from molink.swarm.reach import Reach, Unreachable
 from molink.swarm.records import Desired
 from molink.swarm.registry import PeerSession, Registry
+from molink.wire.messages.control import PeerReport
 
 #: Peers that join or change within this time, in seconds, are placed together …
 DEBOUNCE = 1.0
@@ -56,6 +57,8 @@ class Planner:
         self._place_at = 0.0
         #: How long a change of the candidates puts the placement off.
         self._step = DEBOUNCE
+        #: What each peer offers, and in which report.
+        self._offers: dict[str, tuple[PeerReport, Candidate | None]] = {}
         #: Peers that a neighbour has lost, and when: not to be placed before they have reported.
         self._doubts: dict[str, float] = {}
 
@@ -83,27 +86,22 @@ class Planner:
                 left_out = self.backoff.blocked(peer, now) or (
                     peer not in formation.peers and self.backoff.suspect(peer, now)
                 )
-            report = session.report
-            offers = report.stage == "auto" or parse_range(report.stage) is not None
-            if offers and not left_out:
-                device = report.device
-                found.append(
-                    Candidate(
-                        peer,
-                        report.name,
-                        device.memory,
-                        device.read_rate,
-                        report.stage,
-                        bf16=device.bf16,
-                        cuda=device.kind == "cuda",
-                    )
-                )
+            offer = None if left_out else self._offer(peer, session.report)
+            if offer is not None:
+                found.append(offer)
         serving = formation.peers if formation is not None and formation.state == "ready" else ()
         first = sorted(found, key=lambda one: one.peer not in serving)
         self.unreachable = self.reach.left_out(one.peer for one in first)
         # Whatever its ports are, who serves does.
         out = self.unreachable.keys() - set(serving)
         return tuple(one for one in found if one.peer not in out)
+
+    def _offer(self, peer: str, report: PeerReport) -> Candidate | None:
+        """What a report offers; it is looked at after every event, so one is made per report."""
+        known = self._offers.get(peer)
+        if known is None or known[0] is not report:
+            known = self._offers[peer] = report, _candidate(peer, report)
+        return known[1]
 
     def doubted(self, peer: str, session: PeerSession) -> bool:
         """Whether a neighbour has lost the peer, and it has not reported since."""
@@ -164,6 +162,7 @@ class Planner:
         """The peer is not there any more."""
         self.backoff.lost(peer, now)
         self.reach.forget(peer)
+        self._offers.pop(peer, None)
         self._doubts.pop(peer, None)
 
     def again(
@@ -204,6 +203,22 @@ class Planner:
             if (why := self.backoff.explain(peer, now))
         ]
         return Unplaceable("; ".join([found.reason, *left_out]))
+
+
+def _candidate(peer: str, report: PeerReport) -> Candidate | None:
+    """A peer to place a model on, if it offers to run a stage."""
+    if report.stage != "auto" and parse_range(report.stage) is None:
+        return None
+    device = report.device
+    return Candidate(
+        peer,
+        report.name,
+        device.memory,
+        device.read_rate,
+        report.stage,
+        bf16=device.bf16,
+        cuda=device.kind == "cuda",
+    )
 
 
 def _differ(new: Candidates, old: Candidates | None) -> bool:

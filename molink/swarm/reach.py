@@ -37,6 +37,8 @@ class Reach:
 
         All of a ring's stages have to reach their next one, whichever that will be.
         """
+        if not self._failed:
+            return {}
         accepted: list[str] = []
         found: dict[str, Unreachable] = {}
         for peer in peers:

@@ -52,6 +52,8 @@ class Registry:
         }
         #: Keys are members.
         self.sessions: dict[str, PeerSession] = {}
+        #: Whether somebody may have to be told of a member.
+        self._news = False
 
     def name(self, peer: str) -> str:
         """What people call a peer."""
@@ -68,6 +70,7 @@ class Registry:
         if known is not None:
             member = replace(member, announced=known.announced)
         self.members[member.peer] = member
+        self._news = True
 
     def remove(self, peer: str) -> list[Decision]:
         """A peer is no member any more: everybody drops it."""
@@ -84,6 +87,7 @@ class Registry:
         session = self.sessions.get(peer)
         if session is None or fresh:
             self.sessions[peer] = PeerSession(report, now)
+            self._news = True
             decisions.append(SendMessage(peer, Welcome(swarm=self._swarm, peer=peer)))
         else:
             session.report, session.seen, session.cut = report, now, None
@@ -98,6 +102,7 @@ class Registry:
         )
         if told != member.announced:
             self.members[peer] = replace(member, name=report.name, announced=told)
+            self._news = True
             decisions.append(Announce(told))
         return decisions
 
@@ -132,6 +137,9 @@ class Registry:
 
     def publish_members(self) -> list[Decision]:
         """Tell everybody what they don't know yet of the others."""
+        if not self._news:
+            return []
+        self._news = False
         all_members = {peer: _describe(member) for peer, member in self.members.items()}
         decisions: list[Decision] = []
         for peer, session in self.sessions.items():

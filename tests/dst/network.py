@@ -10,6 +10,7 @@ the connection up.
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -63,7 +64,7 @@ class Network:
         """Whether nothing gets from one PC to the other now."""
         if not (source.up and target.up):
             return True
-        return source is not target and self._cuts[source.name, target.name] > 0
+        return source is not target and self._cuts.get((source.name, target.name), 0) > 0
 
     def broken(self, one: Pc, other: Pc) -> bool:
         """Whether they can't talk with each other."""
@@ -97,7 +98,7 @@ class Network:
         """Seconds that a message takes."""
         if source is target:
             return 0.0005
-        slow = self._slow.get((source.name, target.name), 1.0)
+        slow = self._slow.get((source.name, target.name), 1.0) if self._slow else 1.0
         return self.latency * slow * (1.0 + 2.0 * rng.random() ** 3)
 
     def _look(self) -> None:
@@ -175,8 +176,9 @@ class _Flow:
 
     def _next(self) -> float:
         at = self._agenda.now + self._network.delay(self._source, self._target, self._rng)
-        self._last = at = max(at, self._last)
-        return at
+        if at > self._last:
+            self._last = at
+        return self._last
 
     def after_all(self, action: Callable[..., None], *arguments: Any) -> None:
         """Do it once all that is under way has come."""
@@ -217,8 +219,8 @@ class Wire:
         here, there = client.process, server.process
         sender = Sender(self.identity, client.user)
         ended = self.nobody_there
-        self.up = _Flow(network, here.pc, there, lambda m, p: server.take(sender, m, p), rng, ended)
-        self.down = _Flow(network, there.pc, here, lambda m, p: client.take(m, p), rng, ended)
+        self.up = _Flow(network, here.pc, there, partial(server.take, sender), rng, ended)
+        self.down = _Flow(network, there.pc, here, client.take, rng, ended)
         self._watched = False
         network.wires[self.identity] = self
         server.wires[self.identity] = self
