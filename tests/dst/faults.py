@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 #: Seconds of the swarm's life in which faults begin.
 BEGIN = (0.3, 10.0)
-#: A fault that lasts longer, in seconds, may cost a request: it waits for a pipeline for 30 s.
+#: What is cut off, asleep or without power for longer, in seconds, may cost a request: it waits for
+#: a pipeline for 30 s. A process that only stands still may not, however long.
 LONG = 12.0
 
 
@@ -59,10 +60,10 @@ class Faults:
         self.said.append(line)
         self._world.note(f"FAULT {text}")
 
-    def _for(self, seconds: float, undo: Callable[[], None]) -> None:
+    def _for(self, seconds: float, undo: Callable[[], None], *, may_cost: bool = True) -> None:
         at = self._world.agenda.now + seconds
         self.until = max(self.until, at)
-        self.long |= seconds > LONG
+        self.long |= may_cost and seconds > LONG
         self._world.agenda.at(at, undo)
 
     def _pcs(self) -> list[Pc]:
@@ -114,7 +115,7 @@ class Faults:
         self._say(f"freeze {process} for {seconds:.1f} s")
         process.freeze()
         self._world.network.froze(process)
-        self._for(seconds, process.thaw)
+        self._for(seconds, process.thaw, may_cost=False)
 
     def _freeze_worker(self) -> None:
         self._freeze(self._worker())

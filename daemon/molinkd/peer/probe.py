@@ -7,6 +7,7 @@ from typing import Any
 import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized
+from molink.swarm.running_time import STANDSTILL
 from molink.wire.messages.codec import Codec, control_codec
 from molink.wire.messages.control import Member
 from molink.wire.sockets.client import Client
@@ -28,8 +29,25 @@ async def can_connect(
 ) -> bool:
     """Whether the holder of ``server_key`` answers at any of ``targets`` (``tcp://host:port``).
 
-    One that doesn't know this PC yet has answered too.
+    One that doesn't know this PC yet has answered too. A try during which this process stood still
+    says nothing, and is made again.
     """
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        if await _try(context, keys, codec, server_key, targets):
+            return True
+        if loop.time() - began <= PATIENCE_S + STANDSTILL:
+            return False
+
+
+async def _try(
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    codec: Codec[Any],
+    server_key: str,
+    targets: Sequence[str],
+) -> bool:
     tries = [
         asyncio.ensure_future(_answers(context, keys, codec, server_key, target))
         for target in targets

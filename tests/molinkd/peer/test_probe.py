@@ -62,3 +62,26 @@ async def test_who_does_not_know_us_has_answered_and_another_has_not(
     other = KeyPair.generate().public
     assert not await module.can_connect(net.context, net.member(), codec, other, target)
     assert not await module.can_connect(net.context, net.member(), codec, key, [])
+
+
+async def test_a_try_during_which_it_stood_still_is_made_again(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    time, tries, stopped = loop.time, [], 0.0
+    monkeypatch.setattr(loop, "time", lambda: time() + stopped)
+
+    async def answers(*_: object) -> bool:
+        nonlocal stopped
+        tries.append(stopped)
+        if len(tries) == 1:
+            stopped = 60.0
+            return False
+        return len(tries) == 2
+
+    monkeypatch.setattr(module, "_answers", answers)
+    given = net.context, KeyPair.generate(), control_codec(), net.keys.public, ["tcp://x:1"]
+    assert await module.can_connect(*given)
+    assert len(tries) == 2
+    assert not await module.can_connect(*given)
+    assert len(tries) == 3
