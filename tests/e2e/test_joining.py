@@ -48,6 +48,8 @@ class Trio:
         token = tools.run_molink(root / "up", "invite", "--uses", "3").stdout.strip()
         assert token.startswith("molink-"), self.up.output
         self.token = token
+        (root / "worker").mkdir()
+        (root / "worker" / "config.toml").write_text("copies = false\n", encoding="utf-8")
         self.worker = tools.Process(
             root / "worker", ["join", token, "--name", "second", *local("--stage", "auto")]
         )
@@ -230,6 +232,32 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         guest.stop()
         if again is not None:
             again.stop()
+
+
+def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    no_stage = tools.local_options("--stage", "none", "--coordinator-port", "0")
+    up = tools.Process(first, ["up", *no_stage])
+    started = [up]
+    try:
+        tools.wait_for(lambda: up.found().home.membership.exists(), up)
+        token = tools.run_molink(first, "invite").stdout.strip()
+        guest = tools.Process(second, ["join", token, *no_stage])
+        started.append(guest)
+        guest.found()
+        assert tools.run_molink(first, "leave").returncode == 2, "not by mistake"
+        done = tools.run_molink(second, "leave", "--dissolve")
+        assert (done.returncode, "only the PC that has made" in done.stderr) == (2, True)
+        tools.wait_for(lambda: len(up.status()["peers"]) == 2, guest)
+        done = tools.run_molink(first, "leave", "--dissolve")
+        assert (done.returncode, "could not be told" in done.stdout) == (0, False), done.stdout
+        assert up.process.wait(30) == 0, up.output
+        assert guest.process.wait(30) == 9, guest.output
+        assert "was shut out of swarm" in guest.output
+        assert "in no swarm" in tools.run_molink(first, "leave").stderr
+    finally:
+        for process in started:
+            process.stop()
 
 
 def _states(trio: Trio, name: str) -> list[str]:

@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from molink.errors import MolinkError, UsageError
+from molink.errors import MolinkError, Unavailable, UsageError
 from molink.files import patiently
 from molink.plaintext import printable
+
+if TYPE_CHECKING:
+    from molinkd.peer.home import Home
+    from molinkd.peer.membership import Membership
 
 HomeOption = Annotated[
     Path | None,
@@ -151,7 +155,6 @@ def leave(
     home: HomeOption = None,
 ) -> None:
     """Leave the swarm for good; the daemon here ends."""
-    from molink.wire.messages.control import LeaveRequest
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
     from molinkd.peer.membership import read_membership
@@ -161,6 +164,11 @@ def leave(
     member = read_membership(place.membership)
     if member is None:
         raise UsageError(f"this PC is in no swarm (state folder {place.root})")
+    if dissolve and not member.own:
+        raise UsageError(
+            "only the PC that has made the swarm can end it for everyone; `molink leave` takes "
+            "this one out of it"
+        )
     if member.own and not dissolve:
         raise UsageError(
             "this PC has made the swarm, and only it can shut other PCs out. To end the swarm for "
@@ -169,21 +177,39 @@ def leave(
         )
     note = read_run_file(place.run_file)
     try:
-        if note is not None:
-            if member.own:
-                local_daemon.revoke_all(place)
-            local_daemon.shut_down(local_daemon.Found(place, note), leave=True)
-            wait_until(lambda: not note.alive())
-        elif not member.own:
-            local_daemon.ask_coordinator(place, member, LeaveRequest(ref=0))
+        _tell_others(place, member, runs=note is not None)
     except MolinkError as error:
         reason = printable(str(error))
-        print(f"The coordinator could not be told ({reason}); forgetting the swarm here.")
+        print(f"The others could not be told ({reason}): if there are any, they go on without it.")
+    if note is not None:
+        try:
+            local_daemon.shut_down(local_daemon.Found(place, note), leave=True)
+        except MolinkError:
+            if note.alive():
+                raise
+        wait_until(lambda: not note.alive())
     for file in (place.membership, place.replica):
         patiently(partial(file.unlink, missing_ok=True))
     if member.own and not wait_until(lambda: _removed(place.coordinator)):
         raise UsageError(f"can't delete {place.coordinator}: delete it by hand")
     print(printable(f"This PC has left swarm {member.swarm}."))
+
+
+def _tell_others(home: "Home", member: "Membership", *, runs: bool) -> None:
+    """That this PC leaves, or that the swarm which it made ends; a daemon that runs does the first.
+
+    Raises:
+        MolinkError: it isn't possible now.
+    """
+    from molink.wire.messages.control import LeaveRequest
+    from molinkd.cli import local_daemon
+
+    if member.own and not runs:
+        raise Unavailable("molink does not run here")
+    if member.own:
+        local_daemon.revoke_all(home)
+    elif not runs:
+        local_daemon.ask_coordinator(home, member, LeaveRequest(ref=0))
 
 
 def wait_until(met: Callable[[], bool], timeout: float = 30.0) -> bool:

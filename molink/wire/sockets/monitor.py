@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import struct
 import threading
 import time
@@ -99,7 +100,8 @@ class Monitor:
         #: Parties whose connections were cut, as they were logged.
         self._logged: set[str] = set()
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        address = f"inproc://molink.monitor.{id(self):x}"
+        # Never twice: libzmq may let go of an address after the object that had it is gone.
+        address = f"inproc://molink.monitor.{secrets.token_hex(8)}"
         self._socket.monitor(address, _EVENTS)
         self._events = self._pair(address)
         self._thread = threading.Thread(target=self._run, name="molink-monitor", daemon=True)

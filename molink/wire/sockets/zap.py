@@ -5,6 +5,7 @@ talk to us, and takes from it the ``User-Id`` that then comes with each of the p
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -75,10 +76,11 @@ class Gatekeeper:
             socket = self._bind()
         except zmq.ZMQError as error:
             raise UsageError(f"this context has a ZAP handler already: {error}") from error
+        address = f"inproc://molink.gatekeeper.{secrets.token_hex(8)}"
         bell = self._context.socket(zmq.PAIR)
-        bell.bind(self._bell_address)
+        bell.bind(address)
         heard = self._context.socket(zmq.PAIR)
-        heard.connect(self._bell_address)
+        heard.connect(address)
         self._bell = bell
         self._thread = threading.Thread(
             target=self._run, args=(socket, heard), name="molink-gatekeeper", daemon=True
@@ -135,10 +137,6 @@ class Gatekeeper:
         self._users = frozenset(keys.values()) - self._blocked
 
     # --- the handler's thread ----------------------------------------------------------------
-
-    @property
-    def _bell_address(self) -> str:
-        return f"inproc://molink.gatekeeper.{id(self):x}"
 
     def _bind(self) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)

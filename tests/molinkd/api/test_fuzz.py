@@ -16,16 +16,17 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.http_fuzz import random_body, random_bytes
 
 #: Quick enough that a request which never becomes complete holds nothing up.
-SETTINGS = ApiSettings(header_timeout_s=0.5, body_timeout_s=0.5, keepalive_s=0.5, max_bodies=256)
+QUICK = ApiSettings(header_timeout_s=0.5, body_timeout_s=0.5, keepalive_s=0.5, max_bodies=256)
 #: Connections of random bytes that are open at once.
 AT_ONCE = 64
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 
 @pytest.fixture
-def fuzzed(backend: FakeBackend) -> Iterator[EndpointServer]:
+def fuzzed(backend: FakeBackend, request: pytest.FixtureRequest) -> Iterator[EndpointServer]:
     backend.answer = "ok"
-    server = EndpointServer(backend, SETTINGS, PromptProcesses({}))
+    settings = getattr(request, "param", ApiSettings())
+    server = EndpointServer(backend, settings, PromptProcesses({}))
     server.start(0)
     yield server
     server.stop()
@@ -72,6 +73,7 @@ def test_bodies(fuzzed: EndpointServer, seed: int, count: int) -> None:
     assert {200, 400, 404} <= seen
 
 
+@pytest.mark.parametrize("fuzzed", [QUICK], indirect=True, ids=["quick"])
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
