@@ -34,9 +34,9 @@ class Swarm:
         start = ["up", *self.model, "--name", "first", "--coordinator-port", "0", *options]
         self.running["first"] = self.tools.Process(self.root / "first", start)
 
-    def join(self, name: str, token: str) -> None:
+    def join(self, name: str, token: str, *more: str) -> None:
         """Start another one; returns once it is a member."""
-        options = self.tools.local_options("--coordinator-port", "0")
+        options = self.tools.local_options("--coordinator-port", "0", *more)
         start = ["join", token, "--name", name, *options]
         process = self.running[name] = self.tools.Process(self.root / name, start)
         # Who joined first is the next to lead.

@@ -18,7 +18,7 @@ from molink.wire.messages.control import Route
 from molinkd.peer.library import Holding, Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
-from molinkd.peer.stored import all_plans, holding_of, stored_manifest
+from molinkd.peer.stored import all_plans, holding_of, remove_drafts, stored_manifest
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class Copier:
         manifest = await asyncio.to_thread(stored_manifest, folder, root)
         if manifest is None:
             raise Unavailable(f"{folder} was altered at this moment")
+        await asyncio.to_thread(remove_drafts, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
         missing: dict[str, tuple[int, GroupPlan]] = {}
         self._here, self._total = 0, sum(plan.nbytes for _, plan in plans)

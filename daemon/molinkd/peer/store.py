@@ -28,6 +28,7 @@ from molinkd.peer.hashing import Stamp, in_thread
 from molinkd.peer.library import Library, folder_name
 from molinkd.peer.progress import Progress
 from molinkd.peer.stored import (
+    COPY,
     MANIFEST_FILE,
     altered_parts,
     check_group,
@@ -144,7 +145,7 @@ class Store:
         connect, reputation = self._connect, self._reputation
         async with (
             Suppliers(connect, reputation, root, others, patient=True) as suppliers,
-            new_file(path, "copy") as file,
+            new_file(path, COPY) as file,
         ):
             await asyncio.to_thread(file.write, plan.header)
             await self._transfer(suppliers, plan.pieces(), file, progress, 1, turn)

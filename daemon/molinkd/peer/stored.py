@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 #: Bounds of ``tokenizer.json`` and of each other metadata file.
 MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
 MAX_METADATA_BYTES = 16 << 20
+#: What sets a draft of a copy apart from one that somebody waits for.
+COPY = "copy"
 #: The manifest of a stored model, in its folder.
 MANIFEST_FILE = "manifest.molink"
 
@@ -93,6 +95,12 @@ def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
         for plan in _plans(config, manifest, (layer, layer + 1)):
             found.setdefault(plan.file, (layer, plan))
     return [*found.values()]
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what copies left that a crash broke off."""
+    for draft in folder.glob(f".*.{COPY}"):
+        draft.unlink(missing_ok=True)
 
 
 def holding_of(model: str, folder: Path, manifest: Manifest, plans: Iterable[GroupPlan]) -> Holding:

@@ -153,7 +153,9 @@ class Traffic:
     def _count(self, backlog: UnreadBytes, first: zmq.Frame, last: zmq.Frame, nbytes: int) -> None:
         """A whole message was read."""
         try:
-            descriptor, user = int(last.get("__fd")), str(last.get("User-Id"))
+            descriptor = int(last.get("__fd"))
+            # Only who listens asks others who they are.
+            user = str(last.get("User-Id")) if self._routes else ""
         except zmq.ZMQError:
             return  # a transport within this process
         identity = first.bytes if self._routes else b""

@@ -163,7 +163,7 @@ async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
 
 
 async def test_a_whole_copy_is_a_source_for_others_and_after_a_restart_too(
-    pcs: MakePc, brought: Library, root: str
+    pcs: MakePc, brought: Library, root: str, tmp_path: Path
 ) -> None:
     first = pcs({"a": Shelf(brought)})
     assert first.library.names == ()
@@ -176,11 +176,14 @@ async def test_a_whole_copy_is_a_source_for_others_and_after_a_restart_too(
     await first.copier.close()
     with pytest.raises(ModelNotFound):
         first.library.held(root)
+    (folder,) = (tmp_path / "store").iterdir()
+    (folder / ".layer-0001.safetensors.copy").write_bytes(b"what a crash left")
     # Nobody has to be there for it, nor a pipeline.
     again = pcs({})
     again.serve(root, "a", ready=False)
     await again.whole()
     assert again.connected == []
+    assert not list(folder.glob(".*"))
     original = brought.held(root).manifest
     for part in (*original.files.values(), *original.tensors.values()):
         for index in range(part.chunks):

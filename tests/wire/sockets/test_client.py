@@ -7,8 +7,9 @@ import pytest
 from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import Done, Failure, StatusRequest
+from molink.wire.messages.control import Done, Failure, StatusReply, StatusRequest
 from molink.wire.messages.data import Cancel, Prompt
+from molink.wire.sockets.backlog import BacklogLimits
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.refusal import is_refused
@@ -207,6 +208,28 @@ async def test_requests_fail_when_the_client_is_closed(net: Any) -> None:
     await client.close()
     with pytest.raises(Unavailable, match="closed"):
         await request
+
+
+async def test_much_may_come_as_long_as_it_is_read(net: Any) -> None:
+    data = bytes(192 << 10)
+
+    async def handle(sender: Sender, message: Any, _: memoryview | None) -> None:
+        reply = StatusReply(ref=message.ref, payload=Payload("u8", (len(data),)))
+        server.send(sender.identity, reply, data)
+
+    server = net.server(control_codec(), handle)
+    broken: list[None] = []
+    client = net.client(
+        control_codec(),
+        net.member(),
+        server.port,
+        on_disconnect=lambda: broken.append(None),
+    )
+    # Several times of what a party may have sent that isn't read.
+    for _ in range(5 * BacklogLimits().party_bytes // len(data)):
+        _, payload = await client.request(StatusRequest(ref=0))
+        assert payload == data
+    assert not broken
 
 
 async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
