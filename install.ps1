@@ -118,13 +118,13 @@ function Find-Python([string] $Named) {
 function Get-Flavour([string] $Chosen) {
     if ($Chosen) { return $Chosen }
     $kept = Join-Path $Venv '.molink-flavour'
-    if (Test-Path $kept) { return (Get-Content -LiteralPath $kept -TotalCount 1 -Encoding UTF8).Trim() }
+    if (Test-Path -LiteralPath $kept) { return (Get-Content -LiteralPath $kept -TotalCount 1 -Encoding UTF8).Trim() }
     if (Get-Output @('nvidia-smi') @('-L')) { return 'cuda' }
     return 'cpu'
 }
 
 function Get-InstalledTorch {
-    if (-not (Test-Path $VenvPython)) { return $null }
+    if (-not (Test-Path -LiteralPath $VenvPython)) { return $null }
     return Get-Output @($VenvPython) @(
         '-c', "from importlib.metadata import version; print(version('torch'))")
 }
@@ -149,16 +149,16 @@ function Test-Disk([string] $Flavour) {
 
 function Stop-WithReason([string] $What) {
     $free = Get-FreeMegabytes
-    $noSpace = (Test-Path $Log) -and
-        (Select-String -Path $Log -Pattern 'No space left|Errno 28|WinError 112' -Quiet)
+    $noSpace = (Test-Path -LiteralPath $Log) -and
+        (Select-String -LiteralPath $Log -Pattern 'No space left|Errno 28|WinError 112' -Quiet)
     if ($noSpace -or ($null -ne $free -and $free -lt 100)) {
         Die "the disk is full (${What}): $free MB are free", 'free some space and run this again'
     }
-    if (Test-Path $Log) {
+    if (Test-Path -LiteralPath $Log) {
         Write-Host ''
         Write-Host "The last lines of ${Log}:"
         # Without the indented lines, which are the frames of a traceback.
-        Get-Content $Log | Where-Object { $_ -notmatch '^\S+  ' } | Select-Object -Last 8 |
+        Get-Content -LiteralPath $Log -Encoding UTF8 | Where-Object { $_ -notmatch '^\S+  ' } | Select-Object -Last 8 |
             ForEach-Object { Write-Host $_ }
     }
     Die "$What failed",
@@ -173,7 +173,7 @@ function Invoke-Python([string[]] $Arguments) {
 }
 
 function Install-Package([string] $What, [string[]] $Arguments) {
-    if (Test-Path $Log) { Remove-Item $Log }
+    if (Test-Path -LiteralPath $Log) { Remove-Item -LiteralPath $Log }
     $pip = @('-m', 'pip', 'install', '--disable-pip-version-check', '--no-input', '--log', $Log)
     Invoke-Python ($pip + $Arguments)
     if ($LASTEXITCODE -ne 0) { Stop-WithReason $What }
@@ -183,12 +183,12 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
     $mark = Join-Path $Venv '.molink-clone'
     $command = $null
     if ($Named) { $command = Find-Python $Named }
-    if (Test-Path $Venv) {
+    if (Test-Path -LiteralPath $Venv) {
         $version = $null
-        if (Test-Path $VenvPython) { $version = Get-PythonVersion @($VenvPython) }
+        if (Test-Path -LiteralPath $VenvPython) { $version = Get-PythonVersion @($VenvPython) }
         $usable = (Test-NewEnough $version) -and (Get-Output @($VenvPython) @('-m', 'pip', '--version'))
         # Scripts in a venv hold its path: a moved clone needs a new one.
-        if ((Test-Path $mark) -and (Get-Content -LiteralPath $mark -TotalCount 1 -Encoding UTF8) -ne $PSScriptRoot) { $usable = $false }
+        if ((Test-Path -LiteralPath $mark) -and (Get-Content -LiteralPath $mark -TotalCount 1 -Encoding UTF8) -ne $PSScriptRoot) { $usable = $false }
         if ($command -and (Get-PythonVersion $command) -ne $version) { $usable = $false }
         if ($usable) { return }
         Say "The .venv here can't be used (moved, broken or of another Python): making it anew"
@@ -199,9 +199,9 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
     }
     Test-Disk $Flavour
     Say "Making .venv with $($command -join ' ') ($(Get-PythonVersion $command))"
-    if (Test-Path $Venv) { Remove-Item -Recurse -Force $Venv }
+    if (Test-Path -LiteralPath $Venv) { Remove-Item -Recurse -Force -LiteralPath $Venv }
     if ($null -eq (Get-Output $command @('-m', 'venv', $Venv))) { Stop-WithReason 'making .venv' }
-    Set-Content -Path $mark -Value $PSScriptRoot -Encoding UTF8
+    Set-Content -LiteralPath $mark -Value $PSScriptRoot -Encoding UTF8
 }
 
 function Install-Torch([string] $Flavour) {
@@ -238,7 +238,7 @@ function Get-State([string] $Extra, [string] $Flavour) {
 
 function Test-Installed([string] $Extra, [string] $Flavour) {
     $stamp = Join-Path $Venv ".molink-$Extra"
-    return (Test-Path $stamp) -and
+    return (Test-Path -LiteralPath $stamp) -and
         (Get-Content -LiteralPath $stamp -TotalCount 1 -Encoding UTF8) -eq (Get-State $Extra $Flavour)
 }
 
@@ -263,7 +263,7 @@ function Install-Molink([string] $Extra, [string] $Flavour) {
             Write-Host 'torch sees no CUDA device: is the NVIDIA driver recent enough? The stages here will use the CPU.'
         }
     }
-    Set-Content -Path (Join-Path $Venv ".molink-$Extra") -Value (Get-State $Extra $Flavour) -Encoding UTF8
+    Set-Content -LiteralPath (Join-Path $Venv ".molink-$Extra") -Value (Get-State $Extra $Flavour) -Encoding UTF8
 }
 
 function Invoke-Check([string] $Name, [string[]] $Arguments) {
@@ -288,12 +288,12 @@ if ($options.Help) {
     Write-Host $Usage
     exit 0
 }
-Set-Location $PSScriptRoot
+Set-Location -LiteralPath $PSScriptRoot
 $env:PYTHONUTF8 = '1'
 $flavour = Get-Flavour $options.Flavour
 Initialize-Venv $options.Python $flavour
 if ($options.Flavour) {
-    Set-Content -Path (Join-Path $Venv '.molink-flavour') -Value $flavour -Encoding UTF8
+    Set-Content -LiteralPath (Join-Path $Venv '.molink-flavour') -Value $flavour -Encoding UTF8
 }
 $extra = 'base'
 if ($options.Test) { $extra = 'test' }

@@ -12,7 +12,7 @@ _WINDOWS_LOWEST = -2
 
 
 def give_way() -> None:
-    """Have the calling thread, and those that it starts, run when others leave time.
+    """Have the calling thread (on Linux those that it starts too) run when others leave time.
 
     Not every user may undo it, so it is for a thread that ends, and not for the main one. Where a
     system has priorities of whole processes only, nothing is changed.

@@ -32,6 +32,8 @@ _START_TIMEOUT_S = 30.0
 #: Connections that the system keeps until they are accepted, and that are accepted in one round of
 #: the loop. Few, so that a new one's request is read before it counts as the longest idle one.
 _BACKLOG, _AT_ONCE = 512, 16
+#: A second ``listen()`` changes nothing on Windows, whose loop accepts one at a time anyway.
+_FIRST_BACKLOG = _BACKLOG if sys.platform == "win32" else _AT_ONCE
 _IN_USE = frozenset({errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEACCES", errno.EACCES)})
 
 
@@ -150,7 +152,7 @@ class EndpointServer:
         for candidate in range(port, last):
             try:
                 listener = await loop.create_server(
-                    connections.create, host, candidate, backlog=_AT_ONCE
+                    connections.create, host, candidate, backlog=_FIRST_BACKLOG
                 )
             except OSError as error:
                 if error.errno not in _IN_USE:

@@ -8,6 +8,7 @@ import csv
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import zmq
@@ -18,6 +19,8 @@ from molink.wire.sockets.curve import KeyPair
 
 #: Windows changes line ends in what is no binary file.
 _BINARY = getattr(os, "O_BINARY", 0)
+#: Where Windows' own programs are: it looks for a bare name in the current folder first.
+_SYSTEM = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
 #: Characters of a CURVE key in Z85.
 _KEY_LENGTH = 40
 
@@ -26,7 +29,11 @@ def private_folder(path: Path) -> Path:
     """Create ``path`` (and its parents) if it isn't there, for its owner alone; return it."""
     if not path.is_dir():
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _restrict(path, folder=True)
+        try:
+            _restrict(path, folder=True)
+        except BaseException:
+            path.rmdir()  # or nobody would try it again
+            raise
     return path
 
 
@@ -95,7 +102,8 @@ if sys.platform == "win32":
 
     def _restrict(path: Path, *, folder: bool = False) -> None:
         rights = "(OI)(CI)F" if folder else "F"
-        _run(["icacls", str(path), "/inheritance:r", "/grant:r", f"*{_user_sid()}:{rights}"])
+        icacls = str(_SYSTEM / "icacls.exe")
+        _run([icacls, str(path), "/inheritance:r", "/grant:r", f"*{_user_sid()}:{rights}"])
 
 else:
 
@@ -103,9 +111,11 @@ else:
         path.chmod(0o700 if folder else 0o600)
 
 
+@cache
 def _user_sid() -> str:
     """The current Windows user's security id, which is the same in every display language."""
-    row = next(csv.reader([_run(["whoami", "/user", "/fo", "csv", "/nh"])]))
+    whoami = str(_SYSTEM / "whoami.exe")
+    row = next(csv.reader([_run([whoami, "/user", "/fo", "csv", "/nh"])]))
     return row[1]
 
 

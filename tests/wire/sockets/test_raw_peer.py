@@ -17,6 +17,7 @@ import pytest
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import Done, Goodbye, StatusRequest
 from molink.wire.sockets.curve import KeyPair
+from tests.support.counted import counted
 from tests.support.curve import COMMAND, GREETING, MORE, RawClient, RawServer, Refused, Wire, frame
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -122,6 +123,7 @@ def endless(wire: Wire, size: int, total: int) -> int:
     return sent
 
 
+@counted
 @pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
 def test_a_message_without_end(server: Victim, size: int) -> None:
     most = 24 * MB if size >= 1000 else 12 * MB
@@ -134,6 +136,7 @@ def test_a_message_without_end(server: Victim, size: int) -> None:
     assert worst < BOUND
 
 
+@counted
 def test_messages_without_end_on_many_connections(server: Victim) -> None:
     wires = [server.dial().handshake() for _ in range(40)]
     part = bytes(250_000)
@@ -246,6 +249,7 @@ def test_handshakes_that_are_none(server: Victim) -> None:
         wire.close()
 
 
+@counted
 def test_a_server_whose_message_has_no_end() -> None:
     """Who dials has to bear what a member that is dialed sends."""
     keys = KeyPair.generate()

@@ -1,7 +1,8 @@
 import stat
+import subprocess
 import sys
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import pytest
 
@@ -33,6 +34,37 @@ def test_access_given_since_is_taken_away(tmp_path: Path) -> None:
     path.chmod(0o644)
     secrets.read_secret(path)
     assert mode(path) == 0o600
+
+
+def test_a_folder_that_stays_open_to_others_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_path: Path, *, folder: bool = False) -> Never:
+        raise UsageError("not restricted")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(secrets, "_restrict", fails)
+        with pytest.raises(UsageError, match="not restricted"):
+            secrets.private_folder(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+    assert secrets.private_folder(tmp_path / "state").is_dir()
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="programs of Windows'")
+def test_programs_are_those_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the current folder, and who the user is is asked but once."""
+    run, commands = subprocess.run, []
+
+    def note(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", note)
+    secrets._user_sid.cache_clear()
+    secrets.write_secret(tmp_path / "one", "1")
+    secrets.write_secret(tmp_path / "two", "2")
+    assert [Path(program).name for program, *_ in commands] == ["whoami.exe", *["icacls.exe"] * 2]
+    assert {Path(program).parent.name.lower() for program, *_ in commands} == {"system32"}
 
 
 def test_keys_are_made_once(tmp_path: Path) -> None:
@@ -68,7 +100,7 @@ def test_a_failed_write_leaves_the_old_file(
 
 def test_the_windows_user_is_named_by_its_security_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_run", lambda command: '"pc\\me","S-1-5-21-7-1001"\n')
-    assert secrets._user_sid() == "S-1-5-21-7-1001"
+    assert secrets._user_sid.__wrapped__() == "S-1-5-21-7-1001"
 
 
 def test_a_refusal_of_the_system_tool_is_shown() -> None:

@@ -12,6 +12,7 @@ from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.data import Prompt
 from molink.wire.sockets.backlog import HANDSHAKE, OpenConnection, UnreadBytes
 from molink.wire.sockets.tcp import bytes_received, bytes_unread, cut, duplicate, remote
+from tests.support.counted import counted
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -26,6 +27,7 @@ def pair() -> Iterator[Pair]:
         yield one, other
 
 
+@counted
 async def test_bytes_of_a_connection(pair: Pair, net: Any) -> None:
     one, other = pair
     one.sendall(bytes(1000))
@@ -72,6 +74,7 @@ def test_only_the_right_connection_is_cut(pair: Pair) -> None:
     assert not os.get_blocking(other.fileno())
 
 
+@counted
 async def test_bytes_that_came_are_those_that_were_read(
     net: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,12 @@
+"""Whether this system tells how many bytes came on a connection: Windows does since 10 1703."""
+
+import sys
+
+import pytest
+
+if sys.platform == "win32":
+    COUNTS = sys.getwindowsversion()[:3] >= (10, 0, 15063)
+else:
+    COUNTS = True
+
+counted = pytest.mark.skipif(not COUNTS, reason="Windows counts no bytes before 10 1703")
