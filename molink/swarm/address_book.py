@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from molink.facts.identity import peer_id
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.messages.pipe import MemberKey, Members
 
 

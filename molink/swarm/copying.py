@@ -31,7 +31,7 @@ def has_room(missing: int, free: int, total: int) -> bool:
     return free - missing >= max(missing, FREE_SHARE * total)
 
 
-class Pace:
+class CopyPace:
     """When a copy goes on. All times in seconds."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from molink.swarm.formation import Formation
 from molink.swarm.placement import Placement
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.wire.messages.control import StageFailed, StageLoaded
+from molink.wire.messages.reports import StageFailed, StageLoaded
 
 
 def content(desired: Desired) -> Desired:

@@ -3,14 +3,8 @@
 from dataclasses import dataclass
 
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
-from molink.wire.messages.control import (
-    Instruction,
-    Member,
-    PeerReport,
-    StageFailed,
-    StageLoaded,
-    StageReady,
-)
+from molink.wire.messages.instructions import Instruction, Member
+from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded, StageReady
 
 # --- events ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from molink.errors import InvariantError
 from molink.facts.model import ModelFacts
 from molink.swarm.records import PipelineRecord
 from molink.swarm.transfer import STALL, Transfer, stage_bytes
-from molink.wire.messages.control import (
+from molink.wire.messages.reports import (
     PeerReport,
     StageFailed,
     StageLoaded,

@@ -7,7 +7,7 @@ import msgspec
 
 from molink.plaintext import printable
 from molink.swarm.placement import parse_range
-from molink.wire.messages.control import PeerReport, Prefetched, StageFailed
+from molink.wire.messages.reports import PeerReport, Prefetched, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
 #: Characters of a name that a column of ``molink status`` has room for.

@@ -5,7 +5,7 @@ from molink.swarm.hygiene import MAX_REASON
 from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.wire.messages.control import (
+from molink.wire.messages.instructions import (
     Assign,
     Form,
     Prefetch,

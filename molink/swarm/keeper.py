@@ -14,15 +14,7 @@ from molink.facts.profile import UNKNOWN, Profile
 from molink.swarm.kept_stage import WITH_WORKER, KeptStage
 from molink.swarm.pulse import HURRY, PATIENCE, Pulse
 from molink.swarm.running_time import RunningTime
-from molink.wire.messages.control import (
-    Assign,
-    Form,
-    StageFailed,
-    StageLoaded,
-    StageProfile,
-    StageReady,
-    WorkerState,
-)
+from molink.wire.messages.instructions import Assign, Form, StageProfile
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,
@@ -34,6 +26,7 @@ from molink.wire.messages.pipe import (
     Start,
     WorkerFailed,
 )
+from molink.wire.messages.reports import StageFailed, StageLoaded, StageReady, WorkerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from typing import Literal
 
 from molink.facts.profile import Profile
 from molink.swarm.pulse import Pulse
-from molink.wire.messages.control import Assign, StageFailed, StageLoaded, StageReady
+from molink.wire.messages.instructions import Assign
 from molink.wire.messages.pipe import Loaded
+from molink.wire.messages.reports import StageFailed, StageLoaded, StageReady
 
 StageState = Literal["fetching", "loading", "loaded", "ready", "failed"]
 #: States in which a worker process exists.

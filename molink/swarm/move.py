@@ -8,7 +8,7 @@ the way needs more than to be said again.
 from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.records import PipelineRecord, StageRecord
 from molink.swarm.transfer import Transfer, stage_bytes
-from molink.wire.messages.control import Prefetched
+from molink.wire.messages.reports import Prefetched
 
 #: A report that shows no sign of the wish for this long, in seconds: it must have got lost.
 UNAWARE = 3.0

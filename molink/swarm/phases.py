@@ -1,4 +1,8 @@
-"""How long each phase of a change took: of a recovery after a loss, or of a better placement."""
+"""How long each phase of a change took: of a recovery after a loss, or of a better placement.
+
+As the coordinator sees it, from the beginning of the last change; what a PC itself spends the time
+of interruptions on, and sums of that, is in :mod:`molink.swarm.recovery`.
+"""
 
 from typing import Literal
 

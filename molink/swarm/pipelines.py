@@ -18,7 +18,7 @@ from molink.swarm.planner import Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
 from molink.swarm.terms import next_epoch
-from molink.wire.messages.control import Instruction, Unassign
+from molink.wire.messages.instructions import Instruction, Unassign
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from molink.facts.memory_plan import refusal, size, smaller_modes, usable
 from molink.facts.model import LayerRange, ModelFacts, Quantize
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 
-#: Bound of the ring in :class:`molink.wire.messages.control.Form`.
+#: Bound of the ring in :class:`molink.wire.messages.instructions.Form`.
 MAX_STAGES = 16
 #: Bytes/s that are assumed where no peer has measured its own: what one core reads. All have the
 #: same then, so it decides nothing but the time that is shown.

@@ -13,7 +13,7 @@ from molink.swarm.placement import Candidate, Placement, Unplaceable, parse_rang
 from molink.swarm.reach import Reach, Unreachable
 from molink.swarm.records import Desired
 from molink.swarm.registry import PeerSession, Registry
-from molink.wire.messages.control import PeerReport
+from molink.wire.messages.reports import PeerReport
 
 #: Peers that join or change within this time, in seconds, are placed together …
 DEBOUNCE = 1.0

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from molink.wire.messages.control import PeerReport
+from molink.wire.messages.reports import PeerReport
 
 
 @dataclass(frozen=True, slots=True)

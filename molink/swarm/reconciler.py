@@ -32,12 +32,8 @@ from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
 from molink.swarm.reach import Unreachable, how_to_open
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.running_time import RunningTime
-from molink.wire.messages.control import (
-    PeerReport,
-    StageFailed,
-    StageLoaded,
-    Unassign,
-)
+from molink.wire.messages.instructions import Unassign
+from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded
 
 #: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
 SIGN_INTERVAL = 5.0

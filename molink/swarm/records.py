@@ -6,7 +6,7 @@ from typing import Literal
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 from molink.facts.profile import UNKNOWN, Profile
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 
 #: How many PCs may be members at once, unless the owner sets another number.
 MAX_PEERS = 64

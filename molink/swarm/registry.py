@@ -5,16 +5,16 @@ from dataclasses import dataclass, field, replace
 
 from molink.swarm.events import Announce, Decision, SendMessage
 from molink.swarm.records import MemberRecord
-from molink.wire.messages.control import (
+from molink.wire.messages.instructions import (
     Instruction,
     Member,
     MemberGone,
     Notice,
-    PeerReport,
     Route,
     RouteGone,
     Welcome,
 )
+from molink.wire.messages.reports import PeerReport
 
 #: A peer that hasn't reported for this long, in seconds, is gone until it does again.
 SESSION_TIMEOUT = 3.0

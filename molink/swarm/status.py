@@ -9,7 +9,7 @@ from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
 from molink.swarm.registry import PeerSession
-from molink.wire.messages.control import PeerReport
+from molink.wire.messages.reports import PeerReport
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024

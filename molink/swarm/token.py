@@ -17,7 +17,7 @@ import msgspec
 
 from molink.errors import TokenError
 from molink.facts.scalars import Addresses, Count, Text
-from molink.wire.messages.control import PublicKey
+from molink.wire.messages.base import PublicKey
 
 PREFIX = "molink-"
 _VERSION = 1

@@ -123,7 +123,8 @@ def test_one_thread_hangs_while_another_goes_on() -> None:
     try:
         until(lambda: {"main", "other"} <= set(seen))
         with hung(process.pid):
-            time.sleep(0.1)  # what it had written before
+            # What it had written before comes first.
+            until(lambda: seen[-10:] == ["other"] * 10)
             seen.clear()
             until(lambda: seen.count("other") > 10)
             assert "main" not in seen

@@ -32,16 +32,16 @@ from molink.swarm.replica import (
 )
 from molink.swarm.terms import first_term
 from molink.wire.messages.base import Payload
-from molink.wire.messages.control import (
+from molink.wire.messages.instructions import Knock
+from molink.wire.messages.leading import Noted, SendState, SharedState
+from molink.wire.messages.reports import (
     Goodbye,
-    Knock,
     PeerReport,
     Reached,
     StageFailed,
     StageLoaded,
     StageReady,
 )
-from molink.wire.messages.leading import Noted, SendState, SharedState
 from tests.dst.network import Listener, Sender
 from tests.dst.process import Failure, Pc, Process
 

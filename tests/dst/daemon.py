@@ -35,24 +35,21 @@ from molink.swarm.stream import (
     StreamLimits,
 )
 from molink.wire.messages.base import Payload
-from molink.wire.messages.control import (
+from molink.wire.messages.data import Prompt, Rejected, Token, Tokens
+from molink.wire.messages.instructions import (
     Assign,
     Form,
     Member,
     MemberGone,
-    PeerReport,
     Prefetch,
-    Prefetched,
-    Reached,
     Route,
     RouteGone,
-    StageFailed,
     StageProfile,
     Unassign,
 )
-from molink.wire.messages.data import Prompt, Rejected, Token, Tokens
 from molink.wire.messages.leading import SendState, SharedState
 from molink.wire.messages.pipe import MemberKey, Start
+from molink.wire.messages.reports import PeerReport, Prefetched, Reached, StageFailed
 from tests.dst.connections import Heads, Session
 from tests.dst.coordinator import Disk
 from tests.dst.leadership import CONTROL, Leadership, Membership

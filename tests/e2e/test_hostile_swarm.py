@@ -23,8 +23,9 @@ import pytest
 import molink
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import JoinRequest, StatusRequest
 from molink.wire.messages.data import Beat, Cancel
+from molink.wire.messages.joining import JoinRequest
+from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.home import Home
 from molinkd.peer.membership import Membership

@@ -21,18 +21,20 @@ from molink.swarm.events import (
 )
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
-from molink.wire.messages.control import (
+from molink.wire.messages.instructions import (
     Assign,
     Form,
     Member,
-    PeerReport,
     Prefetch,
-    Prefetched,
     Route,
+    Welcome,
+)
+from molink.wire.messages.reports import (
+    PeerReport,
+    Prefetched,
     StageFailed,
     StageLoaded,
     StageReady,
-    Welcome,
     WorkerState,
 )
 

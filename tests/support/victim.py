@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done, Goodbye
+from molink.wire.messages.control import Done
+from molink.wire.messages.reports import Goodbye
 from molink.wire.sockets.loop import EventLoop
 from molink.wire.sockets.server import Sender
 from tests.support.net import Net

@@ -2,7 +2,7 @@
 
 from molink.facts.identity import peer_id
 from molink.swarm.address_book import AddressBook
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.messages.pipe import MemberKey
 from molink.wire.sockets.curve import KeyPair
 

@@ -3,7 +3,7 @@
 import pytest
 
 from molink.facts.model import LayerRange
-from molink.swarm.copying import FIRST_PAUSE, LONGEST_PAUSE, REST, Pace, distance, has_room
+from molink.swarm.copying import FIRST_PAUSE, LONGEST_PAUSE, REST, CopyPace, distance, has_room
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_copy_leaves_as_much_as_it_takes_and_a_share_of_the_disk() -> None:
 
 
 def test_it_rests_for_a_multiple_of_what_a_chunk_took() -> None:
-    pace = Pace()
+    pace = CopyPace()
     pace.serving = True
     assert pace.wait(100.0, fetch=True) == 0.0
     pace.took(0.5, 100.5)
@@ -38,7 +38,7 @@ def test_it_rests_for_a_multiple_of_what_a_chunk_took() -> None:
 
 
 def test_nothing_is_fetched_while_no_pipeline_serves() -> None:
-    pace = Pace()
+    pace = CopyPace()
     assert pace.wait(1.0, fetch=True) is None
     assert pace.wait(1.0, fetch=False) == 0.0
     pace.serving = True
@@ -46,7 +46,7 @@ def test_nothing_is_fetched_while_no_pipeline_serves() -> None:
 
 
 def test_failures_wait_longer_each_time_and_are_news_once() -> None:
-    pace = Pace()
+    pace = CopyPace()
     pace.serving = True
     assert pace.failed("no source", 10.0)
     assert pace.wait(10.0, fetch=True) == FIRST_PAUSE

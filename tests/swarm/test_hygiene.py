@@ -6,7 +6,7 @@ from molink.swarm.hygiene import (
     clean_report,
     is_model_name,
 )
-from molink.wire.messages.control import StageFailed
+from molink.wire.messages.reports import StageFailed
 from tests.support.swarm import Kit
 
 

@@ -13,15 +13,7 @@ from molink.swarm.keeper import (
     Tell,
     TellWorker,
 )
-from molink.wire.messages.control import (
-    Assign,
-    Form,
-    StageAddress,
-    StageFailed,
-    StageLoaded,
-    StageProfile,
-    StageReady,
-)
+from molink.wire.messages.instructions import Assign, Form, StageAddress, StageProfile
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,
@@ -33,6 +25,7 @@ from molink.wire.messages.pipe import (
     Start,
     WorkerFailed,
 )
+from molink.wire.messages.reports import StageFailed, StageLoaded, StageReady
 
 KEY = "k" * 40
 PROFILE = Profile(decode=((1, 0.01), (4, 0.012)), prefill=((16, 0.02), (64, 0.04)), tile=16)

@@ -38,7 +38,7 @@ async def test_a_server_tells_of_whom_it_cuts_off(net: Net) -> None:
 
     from molink.facts.identity import peer_id
     from molink.wire.messages.codec import control_codec
-    from molink.wire.messages.control import StatusRequest
+    from molink.wire.messages.requests import StatusRequest
 
     offenders, keys = Offenders(), net.member()
     server = net.server(

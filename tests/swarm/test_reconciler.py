@@ -21,7 +21,7 @@ from molink.swarm.formation import LOAD_RATE, LOAD_TIMEOUT
 from molink.swarm.records import PipelineRecord, StageRecord
 from molink.swarm.terms import next_term, term_of
 from molink.swarm.transfer import MIN_RATE, STALL, stage_bytes
-from molink.wire.messages.control import (
+from molink.wire.messages.instructions import (
     Assign,
     Form,
     Member,

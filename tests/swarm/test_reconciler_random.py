@@ -16,13 +16,8 @@ from molink.swarm.events import (
     Tried,
 )
 from molink.swarm.records import PipelineRecord
-from molink.wire.messages.control import (
-    Assign,
-    Form,
-    Prefetch,
-    Prefetched,
-    Route,
-)
+from molink.wire.messages.instructions import Assign, Form, Prefetch, Route
+from molink.wire.messages.reports import Prefetched
 from tests.support.swarm import Kit
 
 NAMES = "abcde"

@@ -20,7 +20,7 @@ from molink.facts.dtypes import Compression
 from molink.facts.identity import peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message
-from molink.wire.messages.control import StageAddress
+from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from molink.plaintext import printable
-from molink.wire.messages.control import RevokeReply
+from molink.wire.messages.requests import RevokeReply
 
 
 def show_invitations(invitations: Sequence[dict[str, Any]]) -> None:

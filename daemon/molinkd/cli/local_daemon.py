@@ -10,9 +10,8 @@ from typing import Any, Literal
 from molink.errors import Unavailable, UsageError
 from molink.facts.identity import peer_id
 from molink.swarm.invitations import PREFIX
-from molink.wire.messages.control import (
-    ControlMessage,
-    Done,
+from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.requests import (
     InvitationsReply,
     InvitationsRequest,
     Invite,

@@ -12,8 +12,8 @@ from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
 from molinkd.cli.console import adding
 from molinkd.peer.addresses import from_here
+from molinkd.peer.coordinator_child import coordinator_process
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.leadership import coordinator_process
 from molinkd.peer.membership import Membership, read_membership
 from molinkd.peer.platform import until_terminated
 from molinkd.peer.settings import Settings

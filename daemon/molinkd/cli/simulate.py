@@ -67,24 +67,11 @@ def simulate_command(
     if recording is not None:
         _replay(recording, as_json=as_json)
         return
-    if trace is None and arrivals == "trace":
-        raise UsageError("--arrivals trace needs a --trace with times")
-    if window is not None and timeline is None:
-        raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
-    workload = Workload(
-        rate,
-        duration,
-        warmup,
-        _rows(trace, input_tokens, output_tokens),
-        arrivals,
-        seed,
-        512 if input_tokens is None else input_tokens,
-        128 if output_tokens is None else output_tokens,
-        max_prompt,
-        max_output,
-    )
+    _check_together(trace, arrivals, timeline, window)
+    rows, sizes = _requests(trace, input_tokens, output_tokens)
+    load = Workload(rate, duration, warmup, rows, arrivals, seed, *sizes, max_prompt, max_output)
     scenario = Scenario(
-        workload,
+        load,
         stages,
         device,
         model_profile,
@@ -98,21 +85,29 @@ def simulate_command(
         scheduling_policy=scheduling_policy,
         unpaired=unpaired,
     )
-    scenarios = [replace(scenario, policy=name) for name in _policies(policy)]
-    with Console(stderr=True).status("simulating …"):
-        outcomes = _run(scenarios, timeline, window)
-    _show(outcomes, as_json=as_json)
+    _show(_compare(scenario, _policies(policy), timeline, window), as_json=as_json)
 
 
-def _rows(
+def _check_together(
+    trace: Path | None, arrivals: str, picture: Path | None, window: str | None
+) -> None:
+    """Options that need another one."""
+    if trace is None and arrivals == "trace":
+        raise UsageError("--arrivals trace needs a --trace with times")
+    if window is not None and picture is None:
+        raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
+
+
+def _requests(
     trace: Path | None, input_tokens: int | None, output_tokens: int | None
-) -> tuple[TraceRow, ...]:
-    """Those of the trace, if there is one."""
+) -> tuple[tuple[TraceRow, ...], tuple[int, int]]:
+    """The rows of the trace, if there is one, and the tokens in and out of requests without."""
     if trace is None:
-        return ()
+        tokens = 512 if input_tokens is None else input_tokens
+        return (), (tokens, 128 if output_tokens is None else output_tokens)
     if input_tokens is not None or output_tokens is not None:
         raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
-    return tuple(read_trace(trace))
+    return tuple(read_trace(trace)), (512, 128)
 
 
 def _policies(names: str) -> list[str]:
@@ -142,6 +137,14 @@ def _auto(option: str, value: str) -> int:
     if not value.isdecimal() or int(value) == 0:
         raise UsageError(f"{option} is a number from 1 on or auto, not {value!r}")
     return int(value)
+
+
+def _compare(
+    scenario: Scenario, policies: Sequence[str], picture: Path | None, window: str | None
+) -> list[Outcome]:
+    scenarios = [replace(scenario, policy=name) for name in policies]
+    with Console(stderr=True).status("simulating …"):
+        return _run(scenarios, picture, window)
 
 
 def _run(scenarios: Sequence[Scenario], picture: Path | None, window: str | None) -> list[Outcome]:

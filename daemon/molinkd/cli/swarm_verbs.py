@@ -201,7 +201,7 @@ def _tell_others(home: "Home", member: "Membership", *, runs: bool) -> None:
     Raises:
         MolinkError: it isn't possible now.
     """
-    from molink.wire.messages.control import LeaveRequest
+    from molink.wire.messages.requests import LeaveRequest
     from molinkd.cli import local_daemon
 
     if member.own and not runs:

@@ -20,7 +20,6 @@ from molink.errors import (
     InvariantError,
     NotAuthorized,
     PortInUse,
-    RequestError,
     ShutOut,
     StateError,
 )
@@ -31,11 +30,9 @@ from molink.swarm.events import (
     Disconnected,
     Event,
     MemberAdded,
-    MemberRemoved,
     Reported,
     Reserve,
     SendMessage,
-    Serve,
     StageSaid,
     TermRaised,
     Tick,
@@ -44,46 +41,36 @@ from molink.swarm.events import (
 from molink.swarm.hygiene import (
     clean_failed,
     clean_report,
-    is_model_name,
 )
-from molink.swarm.invitations import encode_invitations
 from molink.swarm.reconciler import Reconciler
-from molink.swarm.records import Desired, MemberRecord, Standing
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import (
-    ControlMessage,
-    Done,
+from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.instructions import Revoked
+from molink.wire.messages.joining import Joined, JoinRequest
+from molink.wire.messages.leading import Noted, SharedState
+from molink.wire.messages.reports import (
     Goodbye,
-    InvitationsReply,
-    InvitationsRequest,
-    Invite,
-    InviteRequest,
-    Joined,
-    JoinRequest,
-    Knock,
-    LeaveRequest,
     PeerReport,
     Reached,
-    Revoked,
-    RevokeReply,
-    RevokeRequest,
-    ServeModel,
     StageFailed,
     StageLoaded,
     StageReady,
+)
+from molink.wire.messages.requests import (
+    LeaveRequest,
     StatusReply,
     StatusRequest,
-    UnrevokeRequest,
 )
-from molink.wire.messages.leading import Noted, SharedState
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
+from molinkd.coordinator.administration import Administration, Order
 from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reachable_at
+from molinkd.coordinator.connections import PeerConnections
 from molinkd.coordinator.door import Door, guides, is_invitation, is_revoked
 from molinkd.coordinator.restore import swarm_of
 from molinkd.coordinator.sharing import Sharing
@@ -100,24 +87,16 @@ FROM_MEMBERS = (
     | StageLoaded
     | StageReady
     | StageFailed
-    | ServeModel
-    | InviteRequest
-    | InvitationsRequest
     | LeaveRequest
     | Goodbye
-    | RevokeRequest
-    | UnrevokeRequest
     | StatusRequest
+    | Order
 )
 #: A restart waits this long, in seconds, for the port that members know: Windows keeps it from
 #: others while old connections linger.
 _PORT_PATIENCE = 120.0 if sys.platform == "win32" else 3.0
-#: From the end of a connection until its identity can't be sent to any more, in seconds.
-_CLOSING = 0.1
-#: Until an answer is out, before connections are cut.
-_CUT_DELAY = 0.2
-#: Revoked members that a status shows, and those that are named in an answer.
-_SHOWN, _NAMED = 64, 8
+#: Revoked members that a status shows.
+_SHOWN = 64
 #: What a person sets when no port is free.
 _OPTION = "--coordinator-port"
 
@@ -153,7 +132,6 @@ class Coordinator:
             term=self.term,
             lost=options.lost,
         )
-        self._sharing = Sharing(state, self.door, self._tell)
         self._server: Server[ControlMessage] = Server(
             context,
             keys,
@@ -161,11 +139,21 @@ class Coordinator:
             self._gatekeeper,
             self._handle,
             permits=self._permits,
-            on_disconnect=self._knock_soon,
+            on_disconnect=lambda: self._connections.one_ended(),
         )
-        self._knocking: asyncio.TimerHandle | None = None
-        #: The connection that each peer was last heard on.
-        self._connections: dict[str, bytes] = {}
+        self._connections = PeerConnections(
+            self._server, lambda peer: self._happened(Disconnected(peer))
+        )
+        self._sharing = Sharing(state, self.door, self._connections.tell)
+        self._administration = Administration(
+            self.swarm.id,
+            state,
+            self.door,
+            self.reconciler,
+            self._connections,
+            self._happened,
+            self._token,
+        )
         self._ticking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -200,8 +188,7 @@ class Coordinator:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
-        if self._knocking is not None:
-            self._knocking.cancel()
+        self._connections.close()
         await self._server.close()
         self._gatekeeper.close()
         if self._ended is not None:
@@ -257,32 +244,11 @@ class Coordinator:
                     case Announce():
                         self.door.announced(decision.member)
                     case SendMessage():
-                        self._tell(decision.peer, decision.message)
+                        self._connections.tell(decision.peer, decision.message)
         except (StateError, InvariantError) as error:
             # What wasn't committed must not be announced; a restart begins from what was.
             self._ended.set_exception(error)
             raise
-
-    def _tell(self, peer: str, message: ControlMessage, payload: bytes | None = None) -> None:
-        identity = self._connections.get(peer)
-        try:
-            if identity is None or not self._server.send(identity, message, payload):
-                log.info("%s was not told a %s", peer, type(message).__name__)
-        except Exception:
-            log.exception("can't tell %s a %s", peer, type(message).__name__)
-
-    def _knock_soon(self) -> None:
-        """A connection has ended: find out whose. Strangers' end too, so not for each at once."""
-        if self._knocking is None:
-            loop = asyncio.get_running_loop()
-            self._knocking = loop.call_later(_CLOSING, self._knock)
-
-    def _knock(self) -> None:
-        self._knocking = None
-        for peer, identity in list(self._connections.items()):
-            if not self._server.send(identity, Knock()):
-                del self._connections[peer]
-                self._happened(Disconnected(peer))
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -309,17 +275,16 @@ class Coordinator:
             case StageFailed() | StageLoaded() | StageReady():
                 said = clean_failed(message) if isinstance(message, StageFailed) else message
                 self._happened(StageSaid(peer, said))
-            case ServeModel():
-                self._serve(sender, message)
             case LeaveRequest():
                 self._reply(sender, Done(ref=message.ref))
-                self._dismiss(peer, "left")
+                self._administration.dismiss(peer, "left")
             case Goodbye():
                 self._reply(sender, Done(ref=message.ref))
-                self._connections.pop(peer, None)
+                self._connections.forget(peer)
                 self._happened(Departed(peer))
-            case InviteRequest() | InvitationsRequest() | RevokeRequest() | UnrevokeRequest():
-                self._administer(sender, message)
+            case _ if isinstance(message, Order):
+                answer, text = self._administration.answer(peer, message)
+                self._reply(sender, answer, text)
             case StatusRequest():
                 self._status(sender, message)
             case _:
@@ -336,92 +301,21 @@ class Coordinator:
 
     def _report(self, sender: Sender, message: PeerReport) -> None:
         peer = sender.user_id
-        fresh = self._connections.get(peer) != sender.identity
-        self._connections[peer] = sender.identity
-        self._tell(peer, Noted(term=self.term, leader=self._options.leader))
+        fresh = self._connections.heard(peer, sender.identity)
+        self._connections.tell(peer, Noted(term=self.term, leader=self._options.leader))
         self._happened(Reported(peer, clean_report(message, peer), fresh))
         self._sharing.reported(peer, message.replica, fresh=fresh)
 
-    def _serve(self, sender: Sender, message: ServeModel) -> None:
-        self._check_order(sender.user_id, message.model.name)
-        desired = Desired(
-            facts=message.model,
-            source=sender.user_id,
-            min_peers=message.min_peers,
-            dtype=message.dtype,
-            micro_batches=message.micro_batches,
-            quantize=message.quantize,
-        )
-        self._state.save_desired(desired)
-        self._happened(Serve(desired))
-        self._reply(sender, Done(ref=message.ref))
-
-    def _check_order(self, peer: str, model: str) -> None:
-        """Owners decide what is served; another member only where nothing is, or again its own."""
-        if not is_model_name(model):
-            raise RequestError("a model's name has to be printable text", param="model")
-        served = self.reconciler.desired
-        if served is None or self.door.records[peer].owner:
-            return
-        if (served.source, served.facts.name) != (peer, model):
-            raise NotAuthorized(
-                f"the swarm serves {served.facts.name}; only the PC that runs it can have it serve "
-                "another model (`molink up --model …` there)"
-            )
-
-    def _administer(
-        self,
-        sender: Sender,
-        message: InviteRequest | InvitationsRequest | RevokeRequest | UnrevokeRequest,
-    ) -> None:
-        match message:
-            case InviteRequest():
-                self._invite(sender, message)
-            case InvitationsRequest():
-                text = encode_invitations(self.door.listed(sender.user_id), self._name)
-                reply = InvitationsReply(ref=message.ref, payload=Payload("u8", (len(text),)))
-                self._reply(sender, reply, text)
-            case RevokeRequest():
-                self._revoke(sender, message)
-            case UnrevokeRequest():
-                self._unrevoke(sender, message)
-
-    def _invite(self, sender: Sender, message: InviteRequest) -> None:
-        secret, invitation = self.door.invite(sender.user_id, message.ttl, message.uses)
-        token = JoinToken(
+    def _token(self, secret_key: str, expires: int) -> JoinToken:
+        """An invitation to this swarm, as one word."""
+        return JoinToken(
             swarm=self.swarm.id,
             addresses=self.addresses,
             coordinator_key=self._keys.public,
-            secret_key=secret,
-            expires=invitation.expires,
+            secret_key=secret_key,
+            expires=expires,
             guides=guides(self.reconciler.registry, self._options.leader),
         )
-        self._reply(sender, Invite(ref=message.ref, token=str(token), id=invitation.id))
-
-    def _revoke(self, sender: Sender, message: RevokeRequest) -> None:
-        target = message.target
-        if is_invitation(target):
-            stayed = self.door.end_invitation(target, sender.user_id)
-        else:
-            self._check_owner(sender.user_id)
-            if target == sender.user_id or target not in self.reconciler.registry.members:
-                raise RequestError(f"{target} is no other member", param="target")
-            self._tell(target, Revoked(swarm=self.swarm.id))
-            stayed = self._dismiss(target, "revoked")
-            # Nothing that it sends counts any more; its connection is cut once this is answered.
-            asyncio.get_running_loop().call_later(_CUT_DELAY, self._cut, target)
-        names = tuple(self._name(one.peer) for one in stayed)
-        others = len(names[_NAMED:])
-        self._reply(sender, RevokeReply(ref=message.ref, stayed=names[:_NAMED], others=others))
-
-    def _unrevoke(self, sender: Sender, message: UnrevokeRequest) -> None:
-        self._check_owner(sender.user_id)
-        self._happened(MemberAdded(self.door.readmit(message.target)))
-        self._reply(sender, Done(ref=message.ref))
-
-    def _check_owner(self, peer: str) -> None:
-        if not self.door.records[peer].owner:
-            raise NotAuthorized("only the PC that runs the swarm may revoke")
 
     def _turn_away(self, sender: Sender, message: ControlMessage) -> None:
         """Tell a revoked peer that it is revoked, and no more."""
@@ -430,21 +324,6 @@ class Coordinator:
             self._reply(sender, Revoked(swarm=self.swarm.id))
             return
         raise ShutOut(f"this PC was shut out of swarm {self.swarm.id}")
-
-    def _name(self, peer: str) -> str:
-        """What people call a peer that is a member, or was one."""
-        record = self.door.records.get(peer)
-        return peer if record is None else record.name
-
-    def _cut(self, peer: str) -> None:
-        if self.door.records[peer].standing != "member":
-            self._server.deny(peer)
-
-    def _dismiss(self, peer: str, standing: Standing) -> list[MemberRecord]:
-        stayed = self.door.dismiss(peer, standing)
-        self._connections.pop(peer, None)
-        self._happened(MemberRemoved(peer, "left" if standing == "left" else "was revoked"))
-        return stayed
 
     def _status(self, sender: Sender, message: StatusRequest) -> None:
         status = build_status(

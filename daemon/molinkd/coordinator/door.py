@@ -19,7 +19,8 @@ from molink.swarm.join_rate import JoinRate
 from molink.swarm.records import MAX_PEERS, InvitationRecord, MemberRecord, Standing
 from molink.swarm.registry import Registry
 from molink.swarm.token import Guide
-from molink.wire.messages.control import JoinRequest, Member
+from molink.wire.messages.instructions import Member
+from molink.wire.messages.joining import JoinRequest
 from molink.wire.sockets.curve import KeyPair, is_public_key
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.coordinator.arguments import host_port

@@ -6,30 +6,28 @@ own, and of an invitation the public half alone is kept.
 
 import sqlite3
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from molink.errors import InvariantError, StateError
-from molink.facts.model import ModelFacts
-from molink.facts.profile import Profile
 from molink.swarm.records import (
     Desired,
     InvitationRecord,
     MemberRecord,
     PipelineRecord,
-    StageRecord,
     Standing,
     SwarmRecord,
-    Use,
 )
 from molink.swarm.replica import Replica, Version, next_lineage
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.sockets.secrets import private_folder
+from molinkd.coordinator.member_tables import InvitationTable, MemberTable
+from molinkd.coordinator.model_tables import ModelTable, PipelineTable
 from molinkd.coordinator.state_tables import explain, prepare
 
 FILE = "swarm.sqlite"
@@ -41,6 +39,8 @@ class State:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
         self.path = path
+        self._members, self._invitations = MemberTable(connection), InvitationTable(connection)
+        self._model, self._pipeline = ModelTable(connection), PipelineTable(connection)
 
     # --- life --------------------------------------------------------------------------------
 
@@ -171,15 +171,16 @@ class State:
                 ),
             )
             for member in replica.members:
-                self._put_member(member)
+                self._members.put(member)
                 if member.announced is not None:
-                    self._put_announced(member.announced)
+                    self._members.announce(member.announced)
             for invitation in replica.invitations:
-                self._put_invitation(invitation, known)
+                used = tuple(use for use in invitation.used if use.peer in known)
+                self._invitations.put(replace(invitation, used=used))
             if replica.desired is not None:
-                self._put_desired(replica.desired)
+                self._model.put(replica.desired)
             if replica.pipeline is not None:
-                self._put_pipeline(replica.pipeline)
+                self._pipeline.replace(replica.pipeline)
 
     def touch(self) -> None:
         """Count the revision up, so that every peer gets the state anew."""
@@ -202,175 +203,64 @@ class State:
 
     def members(self) -> list[MemberRecord]:
         """All that ever joined, in the order of joining."""
-        rows = self._db.execute(
-            "SELECT peer, public_key, name, owner, standing, announced, invitation FROM members "
-            "ORDER BY ordinal"
-        )
-        return [
-            MemberRecord(
-                peer,
-                public_key,
-                name,
-                bool(owner),
-                standing,
-                None if announced is None else msgspec.msgpack.decode(announced, type=Member),
-                invitation,
-            )
-            for peer, public_key, name, owner, standing, announced, invitation in rows
-        ]
+        return self._members.read()
 
     def save_member(self, member: MemberRecord) -> None:
         """Add a member, or let one in again; an owner stays one."""
         with self._transaction():
-            self._put_member(member)
+            self._members.put(member)
 
     def admit(self, member: MemberRecord, invitation: InvitationRecord) -> None:
         """Add a member, or let one in again, and remember who has joined by the invitation."""
         with self._transaction():
-            self._put_member(member)
-            self._db.executemany(
-                "INSERT OR IGNORE INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
-                [(invitation.id, use.peer, use.at) for use in invitation.used],
-            )
-
-    def _put_member(self, member: MemberRecord) -> None:
-        self._db.execute(
-            "INSERT INTO members (peer, public_key, name, owner, standing, invitation, joined) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
-            "owner = max(owner, excluded.owner), standing = excluded.standing, "
-            "invitation = coalesce(nullif(excluded.invitation, ''), invitation)",
-            (
-                member.peer,
-                member.public_key,
-                member.name,
-                member.owner,
-                member.standing,
-                member.invitation,
-                time.time(),
-            ),
-        )
+            self._members.put(member)
+            self._invitations.use(invitation)
 
     def save_standing(self, peer: str, standing: Standing) -> None:
         """A member left or was revoked, or is one again."""
-        self._write("UPDATE members SET standing = ? WHERE peer = ?", standing, peer)
+        with self._transaction():
+            self._members.set_standing(peer, standing)
 
     def save_announced(self, member: Member) -> None:
         """Remember what the others are told of a member."""
         with self._transaction():
-            self._put_announced(member)
-
-    def _put_announced(self, member: Member) -> None:
-        self._db.execute(
-            "UPDATE members SET announced = ?, name = ? WHERE peer = ?",
-            (msgspec.msgpack.encode(member), member.name, member.peer),
-        )
+            self._members.announce(member)
 
     # --- invitations -------------------------------------------------------------------------
 
     def invitations(self) -> list[InvitationRecord]:
         """All that haven't been deleted, oldest first."""
-        used: defaultdict[str, list[Use]] = defaultdict(list)
-        for id, peer, at in self._db.execute(
-            "SELECT invitation, peer, used FROM invitation_uses ORDER BY used, peer"
-        ):
-            used[id].append(Use(peer, at))
-        rows = self._db.execute(
-            "SELECT id, public_key, expires, creator, created, uses FROM invitations "
-            "ORDER BY created, id"
-        )
-        return [
-            InvitationRecord(id, public_key, expires, creator, created, uses, tuple(used[id]))
-            for id, public_key, expires, creator, created, uses in rows
-        ]
+        return self._invitations.read()
 
     def add_invitation(self, invitation: InvitationRecord) -> None:
         """Remember a new invitation."""
         with self._transaction():
-            self._put_invitation(invitation, set())
-
-    def _put_invitation(self, invitation: InvitationRecord, known: set[str]) -> None:
-        """``known``: those of its users who are in the list of members."""
-        self._db.execute(
-            "INSERT INTO invitations (id, public_key, expires, creator, created, uses) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
-            (
-                invitation.id,
-                invitation.public_key,
-                invitation.expires,
-                invitation.creator,
-                invitation.created,
-                invitation.uses,
-            ),
-        )
-        self._db.executemany(
-            "INSERT INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
-            [(invitation.id, use.peer, use.at) for use in invitation.used if use.peer in known],
-        )
+            self._invitations.put(invitation)
 
     def delete_invitation(self, id: str) -> None:
         """Forget one that has expired or was revoked."""
-        self._write("DELETE FROM invitations WHERE id = ?", id)
+        with self._transaction():
+            self._invitations.delete(id)
 
     # --- desired and committed ---------------------------------------------------------------
 
     def desired(self) -> Desired | None:
         """The model to be served."""
-        row = self._db.execute(
-            "SELECT facts, source, min_peers, dtype, micro_batches, quantize FROM models"
-        ).fetchone()
-        if row is None:
-            return None
-        return Desired(msgspec.msgpack.decode(row[0], type=ModelFacts), *row[1:])
+        return self._model.read()
 
     def save_desired(self, desired: Desired) -> None:
         """Serve this model; a pipeline of another one, or with other weights, is forgotten."""
         with self._transaction():
-            self._db.execute(
-                "DELETE FROM models WHERE facts != ? OR dtype != ? OR quantize != ?",
-                (msgspec.msgpack.encode(desired.facts), desired.dtype, desired.quantize),
-            )
-            self._put_desired(desired)
+            self._model.replace(desired)
 
-    def _put_desired(self, desired: Desired) -> None:
-        self._db.execute(
-            "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches, "
-            "quantize) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-            "facts = excluded.facts, source = excluded.source, "
-            "min_peers = excluded.min_peers, dtype = excluded.dtype, "
-            "micro_batches = excluded.micro_batches, quantize = excluded.quantize",
-            (
-                desired.facts.name,
-                msgspec.msgpack.encode(desired.facts),
-                desired.source,
-                desired.min_peers,
-                desired.dtype,
-                desired.micro_batches,
-                desired.quantize,
-            ),
-        )
+    def pipeline(self) -> PipelineRecord | None:
+        """The pipeline as last committed."""
+        return self._pipeline.read()
 
     def last(self) -> tuple[int, int]:
         """The number of the newest pipeline and the newest epoch, whether they still are or not."""
         row = self._db.execute("SELECT last_pipeline, last_epoch FROM swarm").fetchone()
         return (row[0], row[1]) if row else (0, 0)
-
-    def pipeline(self) -> PipelineRecord | None:
-        """The pipeline as last committed."""
-        row = self._db.execute(
-            "SELECT id, model, epoch, formed, blocks, micro_batches, block_size FROM pipelines"
-        ).fetchone()
-        if row is None:
-            return None
-        id, model, epoch, formed, *sizes = row
-        stages = tuple(
-            StageRecord(peer, (first, last), port, max_blocks, _profile(profile))
-            for peer, first, last, port, max_blocks, profile in self._db.execute(
-                "SELECT peer, first, last, port, max_blocks, profile FROM stages "
-                "WHERE pipeline = ? ORDER BY stage",
-                (id,),
-            )
-        )
-        return PipelineRecord(id, model, epoch, stages, bool(formed), *sizes)
 
     def commit(self, pipeline: PipelineRecord) -> None:
         """Commit an epoch of a pipeline, or that it has formed.
@@ -382,35 +272,11 @@ class State:
         if pipeline.epoch < epoch:
             raise InvariantError(f"epoch {pipeline.epoch} after {epoch} was committed")
         with self._transaction():
-            self._db.execute("DELETE FROM pipelines")
-            self._put_pipeline(pipeline)
+            self._pipeline.replace(pipeline)
             self._db.execute(
                 "UPDATE swarm SET last_pipeline = ?, last_epoch = ?",
                 (max(number, _number(pipeline.id)), pipeline.epoch),
             )
-
-    def _put_pipeline(self, pipeline: PipelineRecord) -> None:
-        self._db.execute(
-            "INSERT INTO pipelines (id, model, epoch, formed, blocks, micro_batches, "
-            "block_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                pipeline.id,
-                pipeline.model,
-                pipeline.epoch,
-                pipeline.formed,
-                pipeline.blocks,
-                pipeline.micro_batches,
-                pipeline.block_size,
-            ),
-        )
-        self._db.executemany(
-            "INSERT INTO stages (pipeline, stage, peer, first, last, port, max_blocks, "
-            "profile) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                (pipeline.id, i, s.peer, *s.layers, s.port, s.max_blocks, _packed(s.profile))
-                for i, s in enumerate(pipeline.stages)
-            ],
-        )
 
     def reserve(self, pipeline: str, epoch: int) -> None:
         """Remember that an epoch and a pipeline's name are taken; the committed one stays it."""
@@ -424,11 +290,3 @@ class State:
 
 def _number(pipeline: str) -> int:
     return int(pipeline.removeprefix("p"))
-
-
-def _packed(profile: Profile) -> bytes:
-    return msgspec.msgpack.encode(profile)
-
-
-def _profile(packed: bytes) -> Profile:
-    return msgspec.msgpack.decode(packed, type=Profile)

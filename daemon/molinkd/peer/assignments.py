@@ -27,19 +27,17 @@ from molink.swarm.keeper import (
     tells_more,
 )
 from molink.swarm.recovery import Recovery
-from molink.wire.messages.control import (
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.instructions import (
     Assign,
-    ControlMessage,
     Form,
     Prefetch,
-    Prefetched,
     StageAddress,
-    StageFailed,
     StageProfile,
     Unassign,
-    WorkerState,
 )
 from molink.wire.messages.pipe import Formed, Loaded, MemberBlocked, Start
+from molink.wire.messages.reports import Prefetched, StageFailed, WorkerState
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.device_probe import Measured, worker_threads
 from molinkd.peer.home import Home

@@ -6,12 +6,18 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
 from molink.errors import UsageError, WorkerError
+from molink.swarm.succession import Lead
+from molink.wire.sockets.curve import KeyPair
+from molinkd.peer.addresses import advertised
 from molinkd.peer.child import Child, how_it_ended
+from molinkd.peer.home import Home
+from molinkd.peer.membership import Membership
+from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +44,17 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
     addresses: tuple[str, ...] = ()
     restored: str = ""
+
+
+class Host(Protocol):
+    """What running a coordinator takes of its PC."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def home(self) -> Home: ...
+    @property
+    def keys(self) -> KeyPair: ...
 
 
 class CoordinatorProcess:
@@ -158,6 +175,47 @@ class CoordinatorProcess:
             except (UsageError, WorkerError, OSError) as error:
                 log.warning("%s", error)
                 self._exited.set()
+
+
+def coordinator_process(
+    host: Host,
+    membership: Membership | None,
+    replica: Path | None,
+    deed: Lead,
+    leader: str,
+    on_failing: Callable[[], None] = lambda: None,
+) -> CoordinatorProcess:
+    """The coordinator of this PC, to be started as decided.
+
+    ``leader`` is this peer; empty where no daemon stands beside it.
+    """
+    settings, home = host.settings, host.home
+    lost = [deed.lost] if deed.lost else []
+
+    def arguments(port: int) -> list[str]:
+        options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
+        options += ["--term", str(deed.term), "--leader", leader]
+        if replica is not None:
+            options += ["--replica", str(replica)]
+        if membership is None or membership.own:
+            options += ["--member", f"{host.keys.public}:{settings.name}"]
+            options += ["--max-peers", str(settings.max_peers)]
+        if membership is not None:
+            options += ["--swarm", membership.swarm]
+        if lost:
+            options += ["--lost", lost.pop()]  # only the first run knows
+        for address in advertised(settings.host, settings.advertise):
+            options += ["--address", address]
+        return options
+
+    port = settings.coordinator_port
+    led = membership is not None and (
+        membership.leader == leader or (membership.own and not membership.leader)
+    )
+    if membership is not None and led and port:
+        # The members know the port of the last run.
+        port = int(membership.addresses[0].rpartition(":")[2])
+    return CoordinatorProcess(arguments, port, home.logs, on_failing=on_failing)
 
 
 def read_announcement(stream: BinaryIO) -> object | None:

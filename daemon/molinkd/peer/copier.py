@@ -12,9 +12,9 @@ from functools import partial
 
 from molink.errors import MolinkError, Unavailable
 from molink.facts.model import LayerRange
-from molink.swarm.copying import Pace, distance
+from molink.swarm.copying import CopyPace, distance
 from molink.swarm.fetch_plan import GroupPlan
-from molink.wire.messages.control import Route
+from molink.wire.messages.instructions import Route
 from molinkd.peer.library import Holding, Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
@@ -47,7 +47,7 @@ class Copier:
         self._layers = layers
         self._on_change = on_change
         self._wanted = wanted
-        self._pace = Pace()
+        self._pace = CopyPace()
         #: Set when something has changed that the pace depends on.
         self._news = asyncio.Event()
         self._model: tuple[str, str] | None = None

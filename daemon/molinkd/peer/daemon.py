@@ -31,8 +31,9 @@ from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership, choose, join, read_membership
-from molinkd.peer.node import Node, Resources
+from molinkd.peer.node import Node
 from molinkd.peer.replica_file import ReplicaFile
+from molinkd.peer.resources import Resources
 from molinkd.peer.runfile import RunFile
 from molinkd.peer.service import AboutLeader, Service, UserCommands
 from molinkd.peer.settings import port_range

@@ -9,7 +9,8 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import ModelSource, find_model
 from molink.errors import MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
-from molink.wire.messages.control import ControlMessage, Invite, InviteRequest, ServeModel
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.hashing import in_thread
 from molinkd.peer.home import Home

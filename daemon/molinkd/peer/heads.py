@@ -11,8 +11,8 @@ from molink.errors import Unavailable
 from molink.facts.identity import peer_id
 from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import Buffer, data_codec
-from molink.wire.messages.control import Route
 from molink.wire.messages.data import DataMessage
+from molink.wire.messages.instructions import Route
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints

@@ -7,13 +7,12 @@ starts and ends the coordinator's process, and tells its owner where to connect.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq.asyncio
 
-from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError, WireError
+from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError
 from molink.facts.identity import peer_id
 from molink.swarm.succession import (
     Answered,
@@ -33,37 +32,23 @@ from molink.swarm.succession import (
     Succession,
     TimePassed,
 )
-from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Member
+from molink.wire.messages.instructions import Member
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
-from molink.wire.sockets.client import Client
-from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.endpoints import endpoints
-from molink.wire.sockets.refusal import is_refused
-from molinkd.peer.addresses import advertised, from_here
-from molinkd.peer.coordinator_child import Announcement, CoordinatorProcess
-from molinkd.peer.home import Home
+from molinkd.peer.addresses import from_here
+from molinkd.peer.coordinator_child import (
+    Announcement,
+    CoordinatorProcess,
+    Host,
+    coordinator_process,
+)
 from molinkd.peer.launch import Announce, Trouble
+from molinkd.peer.leader_question import ask_leader
 from molinkd.peer.membership import Membership
 from molinkd.peer.replica_file import ReplicaFile
-from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-#: How long a peer has to answer whom it follows, in seconds.
-ANSWER_S = 1.0
-
-
-class Host(Protocol):
-    """What running a coordinator takes of its PC."""
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def home(self) -> Home: ...
-    @property
-    def keys(self) -> KeyPair: ...
 
 
 class DaemonHost(Host, Protocol):
@@ -273,54 +258,7 @@ class Leadership:
             return None
         view = succession.view(self._loop.time())
         request = LeaderRequest(ref=0, swarm=self.membership.swarm, view=view)
-        found = endpoints(member.addresses, member.control_port)
-        asking = [asyncio.ensure_future(self._ask_at(member, one, request)) for one in found]
-        answer: LeaderView | None = None
-        try:
-            for done in asyncio.as_completed(asking):
-                answer = await done
-                if answer is not None:
-                    break
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        return answer
-
-    async def _ask_at(
-        self, member: Member, address: str, request: LeaderRequest
-    ) -> LeaderView | None:
-        """The answer of a peer at one of its addresses; ``None`` if there is none."""
-        client: Client[ControlMessage] = Client(
-            self._host.context,
-            self._host.keys,
-            control_codec(),
-            member.public_key,
-            (address,),
-            name=member.name,
-        )
-        try:
-            client.start()
-            asking = asyncio.ensure_future(client.request(request, timeout=ANSWER_S))
-            refusing = asyncio.ensure_future(is_refused(address))
-            try:
-                await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
-                if not asking.done() and refusing.result():
-                    return None  # nobody is there: no need to wait
-                reply, _ = await asking
-            finally:
-                for task in (asking, refusing):
-                    task.cancel()
-                await asyncio.gather(asking, refusing, return_exceptions=True)
-            if not isinstance(reply, LeaderReply):
-                raise WireError(f"a {type(reply).__name__} says nothing of a leader")
-        except MolinkError as error:
-            log.debug("%s at %s: %s", member.name, address, error)
-            return None
-        else:
-            return reply.view
-        finally:
-            await client.close()
+        return await ask_leader(self._host.context, self._host.keys, member, request)
 
     def _member(self, peer: str) -> Member | None:
         held = self.replica.held
@@ -399,44 +337,3 @@ class Leadership:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("%s failed", task.get_name(), exc_info=task.exception())
-
-
-def coordinator_process(
-    host: Host,
-    membership: Membership | None,
-    replica: Path | None,
-    deed: Lead,
-    leader: str,
-    on_failing: Callable[[], None] = lambda: None,
-) -> CoordinatorProcess:
-    """The coordinator of this PC, to be started as decided.
-
-    ``leader`` is this peer; empty where no daemon stands beside it.
-    """
-    settings, home = host.settings, host.home
-    lost = [deed.lost] if deed.lost else []
-
-    def arguments(port: int) -> list[str]:
-        options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
-        options += ["--term", str(deed.term), "--leader", leader]
-        if replica is not None:
-            options += ["--replica", str(replica)]
-        if membership is None or membership.own:
-            options += ["--member", f"{host.keys.public}:{settings.name}"]
-            options += ["--max-peers", str(settings.max_peers)]
-        if membership is not None:
-            options += ["--swarm", membership.swarm]
-        if lost:
-            options += ["--lost", lost.pop()]  # only the first run knows
-        for address in advertised(settings.host, settings.advertise):
-            options += ["--address", address]
-        return options
-
-    port = settings.coordinator_port
-    led = membership is not None and (
-        membership.leader == leader or (membership.own and not membership.leader)
-    )
-    if membership is not None and led and port:
-        # The members know the port of the last run.
-        port = int(membership.addresses[0].rpartition(":")[2])
-    return CoordinatorProcess(arguments, port, home.logs, on_failing=on_failing)

@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from molink.swarm.status import show_report
-from molink.wire.messages.control import PeerReport, Route
+from molink.wire.messages.instructions import Route
+from molink.wire.messages.reports import PeerReport
 from molinkd.peer.membership import Membership
 
 _UNREACHABLE = "this PC can't reach its first stage"

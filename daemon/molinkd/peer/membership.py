@@ -22,7 +22,8 @@ from molink.errors import (
 )
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Elsewhere, Joined, JoinRequest
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.secrets import write_secret

@@ -1,100 +1,61 @@
 """A peer in its swarm: everything that follows from what the coordinator says."""
 
 import asyncio
-import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-
-import zmq.asyncio
 
 import molink
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
-from molink.facts.identity import peer_id
 from molink.swarm.address_book import AddressBook
-from molink.swarm.offenders import Offenders
 from molink.swarm.stream import StreamLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.control import (
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.data import DataMessage
+from molink.wire.messages.instructions import (
     Assign,
-    ControlMessage,
     Form,
-    LeaveRequest,
     Member,
     MemberGone,
     Notice,
-    PeerReport,
     Prefetch,
-    Reached,
     Revoked,
     Route,
     RouteGone,
     StageAddress,
     StageProfile,
-    StatusRequest,
     Unassign,
 )
-from molink.wire.messages.data import DataMessage
 from molink.wire.messages.leading import SendState, SharedState
-from molink.wire.messages.pipe import MemberKey
-from molink.wire.sockets.curve import KeyPair
+from molink.wire.messages.reports import PeerReport, Reached
+from molink.wire.messages.requests import LeaveRequest, StatusRequest
 from molink.wire.sockets.endpoints import endpoints
-from molink.wire.sockets.server import Server
-from molink.wire.sockets.zap import Gatekeeper
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.addresses import advertised
 from molinkd.peer.assignments import Assignments
 from molinkd.peer.copier import Copier
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.heads import Heads
-from molinkd.peer.home import Home
-from molinkd.peer.launch import Announce, ModelReady, NotServed, StageNow, Trouble
+from molinkd.peer.known_members import KnownMembers
+from molinkd.peer.launch import StageNow, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.local_status import local_status
-from molinkd.peer.probe import Prober, can_connect
+from molinkd.peer.probe import can_connect
+from molinkd.peer.readiness import Readiness
+from molinkd.peer.resources import Resources
 from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.served import ServedModels
 from molinkd.peer.session import CoordinatorSession
-from molinkd.peer.settings import Settings
 from molinkd.peer.sources import Sources
 from molinkd.peer.store import Store
 from molinkd.peer.streams import Requests
 
 log = logging.getLogger(__name__)
-
-#: Until a new session has named all members, in seconds.
-SWEEP_S = 5.0
-#: From a pipeline that isn't ready to asking why, in seconds.
-WHY_S = 2.0
-#: Until an answer is out, before connections are cut, in seconds.
-_CUT_DELAY_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a node uses of its daemon, which had it before the node."""
-
-    settings: Settings
-    home: Home
-    keys: KeyPair
-    context: zmq.asyncio.Context
-    gatekeeper: Gatekeeper
-    server: Server[ControlMessage]
-    library: Library
-    offenders: Offenders
-    announce: Announce
-
-    @property
-    def me(self) -> str:
-        """This peer's id."""
-        return peer_id(self.keys.public)
 
 
 class Node:
@@ -111,32 +72,15 @@ class Node:
 
         ``on_revoked()`` is called when the coordinator says that this peer is no member any more.
         """
-        self._resources = resources
-        self._leadership = leadership
-        self._endpoint = endpoint
-        self._on_revoked = on_revoked
-        self._ready: dict[str, bool] = {}
+        self._resources, self._leadership = resources, leadership
+        self._endpoint, self._on_revoked = endpoint, on_revoked
         self._said = ""
         self._left = False
-        #: Per pipeline, why it isn't ready, as announced last.
-        self._reasons: dict[str, str] = {}
-        #: Pipelines that were ready when the coordinator last spoke of them.
-        self._were_ready: set[str] = set()
-        self._asking: asyncio.Task[None] | None = None
-        self._sweep: asyncio.TimerHandle | None = None
         settings, context, keys = resources.settings, resources.context, resources.keys
-        self._book = AddressBook(MemberKey(peer=resources.me, public_key=keys.public))
-        self._book.on_member = self._member_came
-        self._book.on_gone = self._member_went
-        connect = Sources(context, keys, self._book).connect
-        self._store = Store(
-            resources.home.models,
-            resources.me,
-            resources.library,
-            connect,
-            _bundled(),
-            partial(resources.offenders.blocked, "this PC, as a source of models"),
+        self._members = KnownMembers(
+            resources, leadership.replica, self._tried, self._members_changed, self._member_went
         )
+        self._store = _open_store(resources, self._members.book)
         self.session = CoordinatorSession(
             context,
             keys,
@@ -154,7 +98,7 @@ class Node:
             settings,
             keys,
             self._store,
-            self._book,
+            self._members.book,
             resources.home,
             self.session.tell,
             self._stages_changed,
@@ -168,15 +112,15 @@ class Node:
             self.session.report_now,
             wanted=settings.copies and settings.stage != "none",
         )
-        self._prober = Prober(context, keys, self._tried)
         self._heads = Heads(context, keys, self._heads_changed, self._head_said)
         limits = StreamLimits(hold_s=settings.hold)
         self._clock = RunningClock(asyncio.get_running_loop())
         self.requests = Requests(self._heads, limits, self._metrics, self._clock)
         self._served = ServedModels(self._store, self._models_changed, self._trouble)
-        #: Invitations whose holders this peer sends on to the coordinator.
-        self._invitations: frozenset[str] = frozenset()
-        self._remember_members()
+        self._readiness = Readiness(
+            resources.announce, self.session, self._assignments, self.requests
+        )
+        self._members.remember()
 
     def start(self, measured: Measured) -> None:
         """Begin to report to the coordinator and to do what it says."""
@@ -194,15 +138,11 @@ class Node:
 
     async def close(self) -> None:
         """End the session, all requests, transfers and workers."""
-        if self._sweep is not None:
-            self._sweep.cancel()
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        await self._readiness.close()
         await self.session.close()
+        await self._members.close()
         self.requests.close()
         self._clock.close()
-        await self._prober.close()
         await self._served.close()
         await self._copier.close()
         await self._heads.close()
@@ -263,23 +203,16 @@ class Node:
         )
 
     def _welcomed(self) -> None:
-        self._book.welcomed()
+        self._members.welcomed()
         self._heads.welcomed()
-        self._prober.repeat()
-        if self._sweep is not None:
-            self._sweep.cancel()
-        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._book.sweep)
         self._assignments.repeat()
 
     def _take(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:
             case SharedState() | SendState():
                 self._share(payload)
-            case Member():
-                if not self._book.add(message):
-                    log.warning("the coordinator announces a member by another's id")
-            case MemberGone():
-                self._book.remove(message.peer)
+            case Member() | MemberGone():
+                self._members.take(message)
             case Revoked():
                 self._left = True
                 self._on_revoked()
@@ -292,11 +225,7 @@ class Node:
                 self._forget_routes(self._heads.update(message))
                 self._served.update(message)
                 self._copier.serve(message)
-                self._announce_reason(message)
-                self._time_recovery(message)
-                if not (message.ready or message.forming) and self._asking is None:
-                    loop = asyncio.get_running_loop()
-                    self._asking = loop.create_task(self._log_why(message.model))
+                self._readiness.take(message)
             case RouteGone():
                 self._heads.remove(message.pipeline)
                 self._forget_routes([message.pipeline])
@@ -304,9 +233,8 @@ class Node:
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
 
     def _forget_routes(self, pipelines: Sequence[str]) -> None:
+        self._readiness.forget(pipelines)
         for pipeline in pipelines:
-            self._reasons.pop(pipeline, None)
-            self._were_ready.discard(pipeline)
             self._served.remove(pipeline)
             self._copier.gone(pipeline)
 
@@ -315,73 +243,16 @@ class Node:
         held = self._leadership.replica.held
         if payload is not None:
             self._leadership.shared(payload)
-            self._remember_members()
+            self._members.remember()
         elif held is not None:
             data = held.encode()
             self.session.tell(SharedState(payload=Payload("u8", (len(data),))), data)
 
-    def _remember_members(self) -> None:
-        """Whom this peer knows without a coordinator, and who may be sent on to one."""
-        held = self._leadership.replica.held
-        if held is None:
-            return
-        for member in held.members:
-            known = self._book.get(member.peer) is not None
-            if member.standing == "member" and member.announced is not None and not known:
-                self._book.add(member.announced)
-        invitations = {one.id: one.public_key for one in held.invitations}
-        for id in self._invitations - invitations.keys():
-            self._resources.gatekeeper.deny(id)
-        for id in invitations.keys() - self._invitations:
-            self._resources.gatekeeper.allow(invitations[id], id)
-        self._invitations = frozenset(invitations)
-
-    def _time_recovery(self, route: Route) -> None:
-        now, recovery = asyncio.get_running_loop().time(), self._assignments.recovery
-        if route.ready:
-            # A PC without a stage is told of nothing in between.
-            recovery.ended("formed" if self._assignments.states() else "others", now)
-            self.requests.until_replayed(route.model, self._replayed)
-        elif route.pipeline in self._were_ready:
-            recovery.noticed(now, time.time())
-        if route.ready:
-            self._were_ready.add(route.pipeline)
-        else:
-            self._were_ready.discard(route.pipeline)
-
-    def _replayed(self) -> None:
-        text = self._assignments.recovery.over(asyncio.get_running_loop().time())
-        if text is not None:
-            log.info("%s", text)
-
-    async def _log_why(self, model: str) -> None:
-        """Ask the coordinator why a pipeline isn't ready, once it has decided what to do."""
-        try:
-            await asyncio.sleep(WHY_S)
-            _, text = await self.session.request_payload(StatusRequest(ref=0), timeout=3.0)
-            reason = json.loads(text)["trouble"]
-            if reason:
-                log.info("%s is not ready: %s", model, reason)
-        except MolinkError as error:
-            log.info("%s is not ready, and why is not known: %s", model, error)
-        finally:
-            self._asking = None
-
-    def _member_came(self, member: Member) -> None:
-        self._resources.gatekeeper.allow(member.public_key)
-        if self._resources.settings.stage != "none" and member.peer != self._resources.me:
-            self._prober.member(member)
+    def _members_changed(self) -> None:
         self._assignments.members_changed()
 
     def _member_went(self, peer: str) -> None:
-        # Nothing that it sends counts any more; cutting its connection cuts all others too, and
-        # the command line may wait for the answer to just this.
-        self._resources.gatekeeper.deny(peer)
-        asyncio.get_running_loop().call_later(_CUT_DELAY_S, self._cut, peer)
-        self._resources.offenders.forget(peer)
         self._store.forget(peer)
-        self._prober.forget(peer)
-        self._assignments.members_changed()
 
     def _tried(self, peer: str, reached: bool) -> None:
         self.session.tell(Reached(peer=peer, ok=reached))
@@ -396,10 +267,6 @@ class Node:
     def _trouble(self, text: str) -> None:
         self._resources.announce(Trouble(text=text))
 
-    def _cut(self, peer: str) -> None:
-        if self._book.get(peer) is None:
-            self._resources.server.deny(peer)
-
     # --- what changes here -------------------------------------------------------------------
 
     def _stages_changed(self) -> None:
@@ -412,24 +279,11 @@ class Node:
     def _models_changed(self, models: Sequence[ServedModel]) -> None:
         self.requests.serve(models)
         for model in models:
-            self._announce_ready(model.name)
+            self._readiness.model_changed(model.name)
 
     def _heads_changed(self, model: str) -> None:
         self.requests.heads_changed(model)
-        self._announce_ready(model)
-
-    def _announce_ready(self, model: str) -> None:
-        ready = self.requests.ready(model)
-        if ready != self._ready.get(model, False):
-            self._ready[model] = ready
-            self._resources.announce(ModelReady(model=model, ready=ready))
-
-    def _announce_reason(self, route: Route) -> None:
-        if route.ready:
-            self._reasons.pop(route.pipeline, None)
-        elif route.reason and route.reason != self._reasons.get(route.pipeline):
-            self._reasons[route.pipeline] = route.reason
-            self._resources.announce(NotServed(model=route.model, reason=route.reason))
+        self._readiness.model_changed(model)
 
     def _head_said(self, pipeline: str, message: DataMessage) -> None:
         self.requests.message(pipeline, message)
@@ -446,6 +300,18 @@ class Node:
         counters["control_messages_forbidden"] = float(control.forbidden)
         counters["control_members_blocked"] = float(control.blocked)
         return figures
+
+
+def _open_store(resources: Resources, book: AddressBook) -> Store:
+    """The model files of this PC, and those that members of ``book`` have."""
+    return Store(
+        resources.home.models,
+        resources.me,
+        resources.library,
+        Sources(resources.context, resources.keys, book).connect,
+        _bundled(),
+        partial(resources.offenders.blocked, "this PC, as a source of models"),
+    )
 
 
 def _bundled() -> Library:

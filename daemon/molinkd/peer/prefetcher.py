@@ -8,7 +8,8 @@ import msgspec
 
 from molink.errors import MolinkError
 from molink.swarm.hygiene import MAX_REASON
-from molink.wire.messages.control import Prefetch, Prefetched
+from molink.wire.messages.instructions import Prefetch
+from molink.wire.messages.reports import Prefetched
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
 

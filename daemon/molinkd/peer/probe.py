@@ -9,7 +9,7 @@ import zmq.asyncio
 from molink.errors import MolinkError, NotAuthorized
 from molink.swarm.running_time import STANDSTILL
 from molink.wire.messages.codec import Codec, control_codec
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from molink.checkpoint.config import ModelConfig
 from molink.errors import MolinkError
-from molink.wire.messages.control import Route
+from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer.store import Store
 

@@ -12,20 +12,18 @@ from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.swarm.invitations import PREFIX as INVITATION
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.control import (
-    ControlMessage,
-    Done,
-    Elsewhere,
+from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.joining import Elsewhere, JoinRequest
+from molink.wire.messages.leading import LeaderReply, LeaderRequest
+from molink.wire.messages.requests import (
     InvitationsRequest,
     InviteRequest,
-    JoinRequest,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
     UnrevokeRequest,
 )
-from molink.wire.messages.leading import LeaderReply, LeaderRequest
 from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
 from molink.wire.sockets.server import Sender
 from molinkd.peer.library import Library

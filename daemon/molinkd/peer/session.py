@@ -12,8 +12,10 @@ import zmq.asyncio
 
 from molink.errors import MolinkError
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import ControlMessage, Goodbye, Knock, PeerReport, Welcome
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.instructions import Knock, Welcome
 from molink.wire.messages.leading import Noted
+from molink.wire.messages.reports import Goodbye, PeerReport
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.membership import Membership

@@ -17,8 +17,8 @@ from molink.link.packing.packer import RowPacker
 from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ring
 from molink.ring.ring import Ring
 from molink.ring.stage import StageShape
-from molink.wire.messages.control import StageAddress
 from molink.wire.messages.data import Cancel, Credit, DataMessage, Prompt, Submit
+from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import FormRing, Start
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints

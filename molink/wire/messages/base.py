@@ -13,6 +13,10 @@ import msgspec
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.scalars import Index
 
+#: A CURVE key in Z85.
+PublicKey = Annotated[str, msgspec.Meta(max_length=40, pattern=r"^[!-~]{40}$")]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
 
 class Message(msgspec.Struct, frozen=True):
     """A control message: a tagged map. Declare subclasses ``frozen=True, kw_only=True``."""

@@ -16,8 +16,8 @@ from molink.facts.model import LayerRange, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.facts.settings import PipelineSettings
-from molink.wire.messages.base import Message
-from molink.wire.messages.control import Port, PublicKey, StageAddress
+from molink.wire.messages.base import Message, Port, PublicKey
+from molink.wire.messages.instructions import StageAddress
 
 #: Bytes: nothing that goes over the pipe comes near, so a longer one is garbage.
 MAX_PIPE_MESSAGE = 1 << 20

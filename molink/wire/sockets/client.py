@@ -11,15 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-import molink.errors
-from molink.errors import (
-    MolinkError,
-    NotAuthorized,
-    Overloaded,
-    Unavailable,
-    UsageError,
-    WireError,
-)
+from molink.errors import MolinkError, NotAuthorized, Overloaded, Unavailable, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
 from molink.wire.sockets.backlog import UnreadBytes
@@ -272,7 +264,7 @@ class Client(Generic[M]):
         reply = self._pending.get(ref)
         if reply is None or reply.done():
             return  # the answer to a request that was given up, or a second one
-        reply.set_result(_error(message) if isinstance(message, Failure) else (message, payload))
+        reply.set_result(message.error if isinstance(message, Failure) else (message, payload))
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Call the owner back; its errors must not end our tasks."""
@@ -400,12 +392,3 @@ def _with_ref(message: M, ref: int) -> M:
     struct: Any = message
     replaced: M = msgspec.structs.replace(struct, ref=ref)
     return replaced
-
-
-def _error(failure: Failure) -> MolinkError:
-    """The error that a :class:`Failure` stands for."""
-    kind = getattr(molink.errors, failure.code, MolinkError)
-    if not (isinstance(kind, type) and issubclass(kind, MolinkError)):
-        kind = MolinkError
-    error: MolinkError = kind(failure.message)
-    return error

@@ -12,7 +12,7 @@ import pytest
 
 import molink
 from molink.errors import Unavailable, UsageError
-from molink.wire.messages.control import RevokeReply
+from molink.wire.messages.requests import RevokeReply
 from molinkd.cli import local_daemon
 from molinkd.cli.demonstration import sample
 from molinkd.cli.invitation_table import show_invitations, who_stays

@@ -40,33 +40,31 @@ from molink.swarm.terms import next_term
 from molink.swarm.token import JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import (
+from molink.wire.messages.instructions import (
     Assign,
     Form,
-    Goodbye,
+    Member,
+    MemberGone,
+    Revoked,
+    Route,
+    Welcome,
+)
+from molink.wire.messages.joining import Joined, JoinRequest
+from molink.wire.messages.leading import Noted, SendState, SharedState
+from molink.wire.messages.reports import Goodbye, StageFailed, StageLoaded, StageReady
+from molink.wire.messages.requests import (
     InvitationsReply,
     InvitationsRequest,
     Invite,
     InviteRequest,
-    Joined,
-    JoinRequest,
     LeaveRequest,
-    Member,
-    MemberGone,
-    Revoked,
     RevokeReply,
     RevokeRequest,
-    Route,
     ServeModel,
     ShutdownRequest,
-    StageFailed,
-    StageLoaded,
-    StageReady,
     StatusRequest,
     UnrevokeRequest,
-    Welcome,
 )
-from molink.wire.messages.leading import Noted, SendState, SharedState
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import coordinator as module

@@ -15,14 +15,8 @@ from molink.errors import NotAuthorized, TokenError
 from molink.facts.identity import peer_id
 from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import (
-    Invite,
-    InviteRequest,
-    Joined,
-    JoinRequest,
-    StatusReply,
-    StatusRequest,
-)
+from molink.wire.messages.joining import Joined, JoinRequest
+from molink.wire.messages.requests import Invite, InviteRequest, StatusReply, StatusRequest
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 

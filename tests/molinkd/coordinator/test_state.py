@@ -20,7 +20,7 @@ from molink.swarm.records import (
     Use,
 )
 from molink.swarm.replica import decode_replica
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import state as module
 from molinkd.coordinator.state import State
@@ -95,11 +95,29 @@ def test_a_new_folder_is_empty(tmp_path: Path) -> None:
         assert state.last() == (0, 0)
 
 
+#: What makes a file of the present format one of the third, and of the second.
+TO_3 = """
+ALTER TABLE swarm DROP COLUMN term;
+ALTER TABLE swarm DROP COLUMN revision;
+ALTER TABLE swarm DROP COLUMN lineage;
+UPDATE schema SET version = 3;
+"""
+TO_2 = f"""
+{TO_3}
+ALTER TABLE swarm DROP COLUMN max_peers;
+ALTER TABLE members DROP COLUMN invitation;
+ALTER TABLE invitations DROP COLUMN uses;
+DROP TABLE invitation_uses;
+UPDATE schema SET version = 2;
+"""
+
+
 def test_a_file_of_the_first_format_goes_on(state: State) -> None:
     state.save_desired(Desired(FACTS, A))
     state.commit(pipeline(formed=True, blocks=10))
     state._db.executescript(
-        """
+        f"""
+        {TO_2}
         DROP TABLE stages;
         CREATE TABLE stages (
             pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE,
@@ -108,13 +126,6 @@ def test_a_file_of_the_first_format_goes_on(state: State) -> None:
             max_blocks INTEGER NOT NULL, decode_s REAL NOT NULL, PRIMARY KEY (pipeline, stage)
         );
         ALTER TABLE models DROP COLUMN quantize;
-        ALTER TABLE swarm DROP COLUMN max_peers;
-        ALTER TABLE swarm DROP COLUMN term;
-        ALTER TABLE swarm DROP COLUMN revision;
-        ALTER TABLE swarm DROP COLUMN lineage;
-        ALTER TABLE members DROP COLUMN invitation;
-        ALTER TABLE invitations DROP COLUMN uses;
-        DROP TABLE invitation_uses;
         ALTER TABLE pipelines DROP COLUMN block_size;
         UPDATE schema SET version = 1;
         """
@@ -134,18 +145,7 @@ def test_a_file_of_the_first_format_goes_on(state: State) -> None:
 def test_a_file_of_the_second_format_goes_on(state: State) -> None:
     """Its invitations were for any number of PCs; each that still holds is for one more."""
     state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0, uses=9))
-    state._db.executescript(
-        """
-        ALTER TABLE swarm DROP COLUMN max_peers;
-        ALTER TABLE swarm DROP COLUMN term;
-        ALTER TABLE swarm DROP COLUMN revision;
-        ALTER TABLE swarm DROP COLUMN lineage;
-        ALTER TABLE members DROP COLUMN invitation;
-        ALTER TABLE invitations DROP COLUMN uses;
-        DROP TABLE invitation_uses;
-        UPDATE schema SET version = 2;
-        """
-    )
+    state._db.executescript(TO_2)
     with reopened(state) as again:
         invitation = InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0)
         assert again.invitations() == [invitation]
@@ -158,14 +158,7 @@ def test_a_file_of_the_second_format_goes_on(state: State) -> None:
 
 def test_a_file_of_the_third_format_goes_on(state: State) -> None:
     """Before it, nobody but its own PC had the state: it begins with the founder's term."""
-    state._db.executescript(
-        """
-        ALTER TABLE swarm DROP COLUMN term;
-        ALTER TABLE swarm DROP COLUMN revision;
-        ALTER TABLE swarm DROP COLUMN lineage;
-        UPDATE schema SET version = 3;
-        """
-    )
+    state._db.executescript(TO_3)
     with reopened(state) as again:
         assert (again.version(), again.lineage()) == ((0, 0), ())
         again.save_port(1)

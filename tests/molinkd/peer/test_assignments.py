@@ -12,8 +12,9 @@ import pytest
 from molink.checkpoint.folder import ModelFolder
 from molink.facts.device import Device
 from molink.facts.settings import PipelineSettings
-from molink.wire.messages.control import Assign, Form, StageAddress, StageFailed, Unassign
+from molink.wire.messages.instructions import Assign, Form, StageAddress, Unassign
 from molink.wire.messages.pipe import Formed, FormRing, Loaded, Ping, Start
+from molink.wire.messages.reports import StageFailed
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import quantize as module
 from molinkd.peer.assignments import Assignments

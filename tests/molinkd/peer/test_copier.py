@@ -2,17 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.manifest import CHUNK_BYTES
-from molink.errors import ModelNotFound, Unavailable
+from molink.errors import ModelNotFound
 from molink.facts.model import LayerRange
 from molink.swarm import copying
-from molink.wire.messages.control import Route
+from molink.wire.messages.instructions import Route
 from molinkd.peer import copier as copier_module
 from molinkd.peer import store as store_module
 from molinkd.peer.copier import Copier
@@ -20,6 +18,7 @@ from molinkd.peer.library import Library
 from molinkd.peer.store import Store
 from molinkd.peer.suppliers import Source
 from tests.support.models import write_plain_model
+from tests.support.sources import LibrarySource, connect_to
 
 LAYERS = 4
 
@@ -32,20 +31,16 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-class Shelf:
+class Shelf(LibrarySource):
     """A source; ``parts`` has what was read of it, in order."""
 
     def __init__(self, library: Library) -> None:
-        self.library = library
+        super().__init__(library)
         self.parts: list[str] = []
         self.at_once = self.most_at_once = 0
         #: Nothing is sent while it isn't set.
         self.gate = asyncio.Event()
         self.gate.set()
-
-    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
-        raw = self.library.held(root).manifest.raw
-        return len(raw), raw[offset : offset + CHUNK_BYTES]
 
     async def read(self, root: str, part: str, index: int) -> bytes:
         self.parts.append(part)
@@ -53,7 +48,7 @@ class Shelf:
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             await self.gate.wait()
-            return self.library.held(root).read(part, index)
+            return await super().read(root, part, index)
         finally:
             self.at_once -= 1
 
@@ -68,19 +63,14 @@ class Pc:
     """A PC with a store, a library and a copier."""
 
     def __init__(self, home: Path, peers: Mapping[str, Source], *, wanted: bool = True) -> None:
-        @asynccontextmanager
-        async def connect(peer: str) -> AsyncIterator[Source]:
-            self.connected.append(peer)
-            if peer not in peers:
-                raise Unavailable(f"{peer} is not there")
-            yield peers[peer]
-
         home.mkdir(exist_ok=True)
         self.connected: list[str] = []
         self.library = Library()
         self.changed = asyncio.Event()
         self.layers: LayerRange = (0, 0)
-        self.store = Store(home, "me", self.library, connect, Library(), lambda *_: None)
+        self.store = Store(
+            home, "me", self.library, connect_to(peers, self.connected), Library(), lambda *_: None
+        )
         self.copier = Copier(
             self.store, self.library, lambda: self.layers, self.changed.set, wanted=wanted
         )
@@ -249,14 +239,14 @@ async def test_a_disk_with_little_room_gets_no_copy(
     pc = pcs({"a": shelf})
     await pc.store.stage("m", root, (1, 2), ["a"])
     refused = asyncio.Event()
-    failed = copying.Pace.failed
+    failed = copying.CopyPace.failed
 
-    def note(self: copying.Pace, reason: str, now: float) -> bool:
+    def note(self: copying.CopyPace, reason: str, now: float) -> bool:
         assert "a copy of the rest of the model would take" in reason
         refused.set()
         return failed(self, reason, now)
 
-    monkeypatch.setattr(copying.Pace, "failed", note)
+    monkeypatch.setattr(copying.CopyPace, "failed", note)
     monkeypatch.setattr(store_module, "has_room", lambda *_: False)
     pc.layers = (1, 2)
     pc.serve(root, "a")

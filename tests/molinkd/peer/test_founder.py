@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from molink.errors import UsageError
-from molink.wire.messages.control import Done, Invite, InviteRequest, ServeModel
+from molink.wire.messages.control import Done
+from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
 from molinkd.peer import founder as founder_module
 from molinkd.peer import quantize as module
 from molinkd.peer.founder import Founder

@@ -12,7 +12,7 @@ from molink.facts.identity import peer_id
 from molink.swarm.records import MemberRecord
 from molink.swarm.replica import Replica
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender

@@ -16,7 +16,7 @@ from molink.errors import (
 )
 from molink.swarm.token import Guide, JoinToken
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Elsewhere, Joined, JoinRequest
+from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender
 from molinkd.peer.membership import Membership, choose, join, read_membership

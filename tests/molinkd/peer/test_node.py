@@ -14,33 +14,31 @@ from molink.facts.identity import peer_id
 from molink.swarm.offenders import Offenders
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import (
-    ControlMessage,
-    Done,
+from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.instructions import (
     Member,
     MemberGone,
     Notice,
-    PeerReport,
     Revoked,
-    RevokeRequest,
     Route,
-    StatusReply,
-    StatusRequest,
     Welcome,
 )
 from molink.wire.messages.leading import Noted
 from molink.wire.messages.pipe import MemberBlocked
+from molink.wire.messages.reports import PeerReport
+from molink.wire.messages.requests import RevokeRequest, StatusReply, StatusRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
-from molinkd.peer import node as module
+from molinkd.peer import readiness
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyEvent, NotServed, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Holding, Library
 from molinkd.peer.membership import Membership
-from molinkd.peer.node import Node, Resources
+from molinkd.peer.node import Node
 from molinkd.peer.replica_file import ReplicaFile
+from molinkd.peer.resources import Resources
 from molinkd.peer.service import Service
 from molinkd.peer.settings import Settings
 from tests.support.models import MakeModel
@@ -105,7 +103,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(module, "WHY_S", 0.01)
+    monkeypatch.setattr(readiness, "WHY_S", 0.01)
     scene = Scene(net, tmp_path)
     await net.until(lambda: scene.node.session.welcome)
     yield scene
@@ -184,10 +182,10 @@ async def test_what_the_coordinator_wants_a_person_to_know(scene: Scene, net: Ne
 
 
 async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net: Net) -> None:
-    first = scene.node._sweep
+    first = scene.node._members._sweep
     assert first is not None
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
-    await net.until(lambda: scene.node._sweep is not first)
+    await net.until(lambda: scene.node._members._sweep is not first)
     assert first.cancelled()
 
 
@@ -258,5 +256,5 @@ async def test_a_source_that_alters_the_chat_template_is_named_and_left(
     assert (shown["peer"], shown["by"]) == (liar.peer, "this PC, as a source of models")
     assert "is not what the model's owner has there" in shown["reason"]
     scene.coordinator.send(scene.identity, MemberGone(peer=liar.peer))
-    await net.until(lambda: scene.node._book.get(liar.peer) is None)
+    await net.until(lambda: scene.node._members.book.get(liar.peer) is None)
     assert "cut_off" not in json.loads(await scene.node.status())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from molink.errors import Unavailable
-from molink.wire.messages.control import Prefetch, Prefetched
+from molink.wire.messages.instructions import Prefetch
+from molink.wire.messages.reports import Prefetched
 from molinkd.peer.prefetcher import Prefetcher
 from molinkd.peer.progress import Progress
 

@@ -7,7 +7,7 @@ import pytest
 
 from molink.facts.identity import peer_id
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Member
+from molink.wire.messages.instructions import Member
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import probe as module
 from molinkd.peer.probe import Prober

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from molink.wire.messages.control import Route
+from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer import served as module
 from molinkd.peer.served import ServedModels

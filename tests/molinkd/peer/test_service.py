@@ -11,23 +11,22 @@ from molink.facts.identity import peer_id
 from molink.swarm.address_book import AddressBook
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import (
-    ControlMessage,
-    Done,
+from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.instructions import Member
+from molink.wire.messages.joining import JoinRequest
+from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
+from molink.wire.messages.pipe import MemberKey
+from molink.wire.messages.requests import (
     InvitationsReply,
     InvitationsRequest,
     Invite,
     InviteRequest,
-    JoinRequest,
-    Member,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
     StatusRequest,
     UnrevokeRequest,
 )
-from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
-from molink.wire.messages.pipe import MemberKey
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molinkd.peer.library import Library

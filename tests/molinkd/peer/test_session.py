@@ -7,17 +7,11 @@ import pytest
 from molink.errors import PortInUse, RequestError
 from molink.facts.device import Device
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import (
-    Done,
-    Goodbye,
-    Invite,
-    InviteRequest,
-    Member,
-    PeerReport,
-    StageReady,
-    Welcome,
-)
+from molink.wire.messages.control import Done
+from molink.wire.messages.instructions import Member, Welcome
 from molink.wire.messages.leading import Noted
+from molink.wire.messages.reports import Goodbye, PeerReport, StageReady
+from molink.wire.messages.requests import Invite, InviteRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import session as session_module

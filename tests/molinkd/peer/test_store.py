@@ -4,11 +4,9 @@ import asyncio
 import json
 import os
 import shutil
-import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,24 +23,22 @@ from molinkd.peer.library import Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
 from molinkd.peer.suppliers import Source
+from tests.support import sources
 from tests.support.models import PLAIN_CONFIG as CONFIG
 from tests.support.models import write_plain_model as write_model
+from tests.support.sources import LibrarySource, connect_to
 
 
-class FakeSource:
+class FakeSource(LibrarySource):
     """A peer that answers from a library; counts what is read."""
 
     def __init__(self, library: Library, *, break_after: int | None = None) -> None:
-        self.library = library
+        super().__init__(library)
         self.read_bytes: Counter[str] = Counter()
         self.reads = 0
         self.at_once = 0
         self.max_at_once = 0
         self.break_after = break_after
-
-    async def manifest(self, root: str, offset: int) -> tuple[int, bytes]:
-        raw = self.library.held(root).manifest.raw
-        return len(raw), raw[offset : offset + CHUNK_BYTES]
 
     async def read(self, root: str, part: str, index: int) -> bytes:
         self.reads += 1
@@ -52,7 +48,7 @@ class FakeSource:
         self.max_at_once = max(self.max_at_once, self.at_once)
         await asyncio.sleep(0)
         self.at_once -= 1
-        data = self.library.held(root).read(part, index)
+        data = await super().read(root, part, index)
         self.read_bytes[part] += len(data)
         return data
 
@@ -61,17 +57,17 @@ class Case:
     """A store, and what it was told of liars."""
 
     def __init__(self, root: Path, peers: Mapping[str, Source], own: Library | None = None) -> None:
-        @asynccontextmanager
-        async def connect(peer: str) -> AsyncIterator[Source]:
-            self.connected.append(peer)
-            if peer not in peers:
-                raise Unavailable(f"{peer} is not there")
-            yield peers[peer]
-
         root.mkdir(exist_ok=True)
         self.connected: list[str] = []
         self.liars: dict[str, str] = {}
-        self.store = Store(root, "me", own or Library(), connect, Library(), self.liars.__setitem__)
+        self.store = Store(
+            root,
+            "me",
+            own or Library(),
+            connect_to(peers, self.connected),
+            Library(),
+            self.liars.__setitem__,
+        )
         self.library = next(one.library for one in peers.values() if isinstance(one, FakeSource))
 
     @property
@@ -432,7 +428,7 @@ async def test_a_wrong_manifest(
 async def test_a_manifest_comes_in_parts(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (suppliers_module, sys.modules[__name__]):
+    for module in (suppliers_module, sources):
         monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     case = Case(tmp_path / "store", {"a": source})
     folder = await case.stage((0, 1))

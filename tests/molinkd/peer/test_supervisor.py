@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import molink
-from molink.wire.messages.control import StageAddress
+from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import Formed, FormRing, Loaded, MemberKey, Members, Start
 from molinkd.api.backend import Figures
 from molinkd.peer import supervisor as supervisor_module

@@ -18,8 +18,8 @@ from molink.head.policies.fcfs import Fcfs
 from molink.head.request import HeadRequest
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
-from molink.wire.messages.control import StageAddress
 from molink.wire.messages.data import Choice, Frame, Lane, LinkHello, Sampled, Sampling, Tombstone
+from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import FormRing, Start
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender

@@ -20,7 +20,6 @@ from molink.facts.identity import peer_id
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
-from molink.wire.messages.control import StageAddress
 from molink.wire.messages.data import (
     Cancel,
     DataMessage,
@@ -30,6 +29,7 @@ from molink.wire.messages.data import (
     Submit,
     Tokens,
 )
+from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,

@@ -14,7 +14,7 @@ import molinkd.worker.worker
 from molink.errors import MolinkError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
-from molink.wire.messages.control import StageAddress
+from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,

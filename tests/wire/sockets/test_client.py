@@ -7,8 +7,9 @@ import pytest
 from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
-from molink.wire.messages.control import Done, Failure, StatusReply, StatusRequest
+from molink.wire.messages.control import Done, Failure
 from molink.wire.messages.data import Cancel, Prompt
+from molink.wire.messages.requests import StatusReply, StatusRequest
 from molink.wire.sockets.backlog import BacklogLimits
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done, Goodbye, StatusRequest
+from molink.wire.messages.control import Done
+from molink.wire.messages.reports import Goodbye
+from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.curve import KeyPair
 from tests.support.counted import counted
 from tests.support.curve import COMMAND, GREETING, MORE, RawClient, RawServer, Refused, Wire, frame

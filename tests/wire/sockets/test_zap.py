@@ -7,7 +7,8 @@ import zmq
 from molink.errors import UsageError
 from molink.facts.identity import peer_id
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control import Done, StatusRequest
+from molink.wire.messages.control import Done
+from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.pace import Pace
 from molink.wire.sockets.server import Sender, Server

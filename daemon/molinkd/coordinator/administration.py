@@ -1,0 +1,149 @@
+"""What people ask of the swarm through their daemons: what is served, who is let in or shut out."""
+
+import asyncio
+from collections.abc import Callable
+
+from molink.errors import NotAuthorized, RequestError
+from molink.swarm.events import Event, MemberAdded, MemberRemoved, Serve
+from molink.swarm.hygiene import is_model_name
+from molink.swarm.invitations import encode_invitations
+from molink.swarm.reconciler import Reconciler
+from molink.swarm.records import Desired, MemberRecord, Standing
+from molink.swarm.token import JoinToken
+from molink.wire.messages.base import Payload
+from molink.wire.messages.control import Done
+from molink.wire.messages.instructions import Revoked
+from molink.wire.messages.requests import (
+    InvitationsReply,
+    InvitationsRequest,
+    Invite,
+    InviteRequest,
+    RevokeReply,
+    RevokeRequest,
+    ServeModel,
+    UnrevokeRequest,
+)
+from molinkd.coordinator.connections import PeerConnections
+from molinkd.coordinator.door import Door, is_invitation
+from molinkd.coordinator.state import State
+
+#: What is answered here.
+Order = ServeModel | InviteRequest | InvitationsRequest | RevokeRequest | UnrevokeRequest
+Answer = Done | Invite | InvitationsReply | RevokeReply
+
+#: Until an answer is out, before connections are cut, in seconds.
+_CUT_DELAY = 0.2
+#: Members that are named in an answer.
+_NAMED = 8
+
+
+class Administration:
+    """Answers what members and owners ask, and has it happen."""
+
+    def __init__(
+        self,
+        swarm: str,
+        state: State,
+        door: Door,
+        reconciler: Reconciler,
+        connections: PeerConnections,
+        happened: Callable[[Event], None],
+        token: Callable[[str, int], JoinToken],
+    ) -> None:
+        """``swarm`` is its id.
+
+        ``token`` makes one of an invitation's secret key and the time when it expires.
+        """
+        self._swarm = swarm
+        self._state, self._door, self._reconciler = state, door, reconciler
+        self._connections, self._happened, self._token = connections, happened, token
+
+    def answer(self, peer: str, order: Order) -> tuple[Answer, bytes | None]:
+        """Do what ``peer`` asks; returns the answer and its payload.
+
+        Raises:
+            NotAuthorized: another one may ask for it, but not ``peer``.
+            RequestError: it can't be done; says why.
+        """
+        match order:
+            case ServeModel():
+                return self._serve(peer, order), None
+            case InviteRequest():
+                return self._invite(peer, order), None
+            case InvitationsRequest():
+                text = encode_invitations(self._door.listed(peer), self._name)
+                return InvitationsReply(ref=order.ref, payload=Payload("u8", (len(text),))), text
+            case RevokeRequest():
+                return self._revoke(peer, order), None
+            case UnrevokeRequest():
+                self._check_owner(peer)
+                self._happened(MemberAdded(self._door.readmit(order.target)))
+                return Done(ref=order.ref), None
+
+    def dismiss(self, peer: str, standing: Standing) -> list[MemberRecord]:
+        """A peer is no member any more; returns those who came by an invitation that ended."""
+        stayed = self._door.dismiss(peer, standing)
+        self._connections.forget(peer)
+        self._happened(MemberRemoved(peer, "left" if standing == "left" else "was revoked"))
+        return stayed
+
+    def _serve(self, peer: str, order: ServeModel) -> Done:
+        self._check_model(peer, order.model.name)
+        desired = Desired(
+            facts=order.model,
+            source=peer,
+            min_peers=order.min_peers,
+            dtype=order.dtype,
+            micro_batches=order.micro_batches,
+            quantize=order.quantize,
+        )
+        self._state.save_desired(desired)
+        self._happened(Serve(desired))
+        return Done(ref=order.ref)
+
+    def _check_model(self, peer: str, model: str) -> None:
+        """Owners decide what is served; another member only where nothing is, or again its own."""
+        if not is_model_name(model):
+            raise RequestError("a model's name has to be printable text", param="model")
+        served = self._reconciler.desired
+        if served is None or self._door.records[peer].owner:
+            return
+        if (served.source, served.facts.name) != (peer, model):
+            raise NotAuthorized(
+                f"the swarm serves {served.facts.name}; only the PC that runs it can have it serve "
+                "another model (`molink up --model …` there)"
+            )
+
+    def _invite(self, peer: str, order: InviteRequest) -> Invite:
+        secret, invitation = self._door.invite(peer, order.ttl, order.uses)
+        token = self._token(secret, invitation.expires)
+        return Invite(ref=order.ref, token=str(token), id=invitation.id)
+
+    def _revoke(self, peer: str, order: RevokeRequest) -> RevokeReply:
+        target = order.target
+        if is_invitation(target):
+            stayed = self._door.end_invitation(target, peer)
+        else:
+            self._check_owner(peer)
+            if target == peer or target not in self._reconciler.registry.members:
+                raise RequestError(f"{target} is no other member", param="target")
+            self._connections.tell(target, Revoked(swarm=self._swarm))
+            stayed = self.dismiss(target, "revoked")
+            # Nothing that it sends counts any more; its connection is cut once this is answered.
+            asyncio.get_running_loop().call_later(_CUT_DELAY, self._cut, target)
+        names = tuple(self._name(one.peer) for one in stayed)
+        others = len(names[_NAMED:])
+        return RevokeReply(ref=order.ref, stayed=names[:_NAMED], others=others)
+
+    def _cut(self, peer: str) -> None:
+        if self._door.records[peer].standing != "member":
+            self._connections.cut(peer)
+
+    def _check_owner(self, peer: str) -> None:
+        if not self._door.records[peer].owner:
+            raise NotAuthorized("only the PC that runs the swarm may revoke")
+
+    def _name(self, peer: str) -> str:
+        """What people call a peer that is a member, or was one."""
+        record = self._door.records.get(peer)
+        return peer if record is None else record.name

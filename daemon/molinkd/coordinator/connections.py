@@ -1,0 +1,65 @@
+"""The connection on which each peer was last heard: what it is told goes there."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.instructions import Knock
+from molink.wire.sockets.server import Server
+
+log = logging.getLogger(__name__)
+
+#: From the end of a connection until its identity can't be sent to any more, in seconds.
+_CLOSING = 0.1
+
+
+class PeerConnections:
+    """Peers that can be told something, and who of them is not connected any more."""
+
+    def __init__(self, server: Server[ControlMessage], on_lost: Callable[[str], None]) -> None:
+        """``on_lost(peer)`` is called when a peer's connection has ended."""
+        self._server, self._on_lost = server, on_lost
+        self._identities: dict[str, bytes] = {}
+        self._knocking: asyncio.TimerHandle | None = None
+
+    def heard(self, peer: str, identity: bytes) -> bool:
+        """A peer reports on a connection; whether that is another one than before."""
+        fresh = self._identities.get(peer) != identity
+        self._identities[peer] = identity
+        return fresh
+
+    def forget(self, peer: str) -> None:
+        """A peer has gone in good order, or is no member any more."""
+        self._identities.pop(peer, None)
+
+    def tell(self, peer: str, message: ControlMessage, payload: bytes | None = None) -> None:
+        """Send to a peer; one that can't be told is no error."""
+        identity = self._identities.get(peer)
+        try:
+            if identity is None or not self._server.send(identity, message, payload):
+                log.info("%s was not told a %s", peer, type(message).__name__)
+        except Exception:
+            log.exception("can't tell %s a %s", peer, type(message).__name__)
+
+    def cut(self, peer: str) -> None:
+        """End a peer's connection; it isn't let in again."""
+        self._server.deny(peer)
+
+    def one_ended(self) -> None:
+        """A connection has ended: find out whose. Strangers' end too, so not for each at once."""
+        if self._knocking is None:
+            loop = asyncio.get_running_loop()
+            self._knocking = loop.call_later(_CLOSING, self._knock)
+
+    def close(self) -> None:
+        """Look after nobody any more."""
+        if self._knocking is not None:
+            self._knocking.cancel()
+
+    def _knock(self) -> None:
+        self._knocking = None
+        for peer, identity in list(self._identities.items()):
+            if not self._server.send(identity, Knock()):
+                del self._identities[peer]
+                self._on_lost(peer)

@@ -1,0 +1,118 @@
+"""Who is a member, and by which invitation: records in their tables, inside a transaction."""
+
+import sqlite3
+import time
+from collections import defaultdict
+
+import msgspec
+
+from molink.swarm.records import InvitationRecord, MemberRecord, Standing, Use
+from molink.wire.messages.instructions import Member
+
+
+class MemberTable:
+    """All that ever joined."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def read(self) -> list[MemberRecord]:
+        """All, in the order of joining."""
+        rows = self._db.execute(
+            "SELECT peer, public_key, name, owner, standing, announced, invitation FROM members "
+            "ORDER BY ordinal"
+        )
+        return [
+            MemberRecord(
+                peer,
+                public_key,
+                name,
+                bool(owner),
+                standing,
+                None if announced is None else msgspec.msgpack.decode(announced, type=Member),
+                invitation,
+            )
+            for peer, public_key, name, owner, standing, announced, invitation in rows
+        ]
+
+    def put(self, member: MemberRecord) -> None:
+        """Add a member, or let one in again; an owner stays one."""
+        self._db.execute(
+            "INSERT INTO members (peer, public_key, name, owner, standing, invitation, joined) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
+            "owner = max(owner, excluded.owner), standing = excluded.standing, "
+            "invitation = coalesce(nullif(excluded.invitation, ''), invitation)",
+            (
+                member.peer,
+                member.public_key,
+                member.name,
+                member.owner,
+                member.standing,
+                member.invitation,
+                time.time(),
+            ),
+        )
+
+    def set_standing(self, peer: str, standing: Standing) -> None:
+        """A member left or was revoked, or is one again."""
+        self._db.execute("UPDATE members SET standing = ? WHERE peer = ?", (standing, peer))
+
+    def announce(self, member: Member) -> None:
+        """What the others are told of a member."""
+        self._db.execute(
+            "UPDATE members SET announced = ?, name = ? WHERE peer = ?",
+            (msgspec.msgpack.encode(member), member.name, member.peer),
+        )
+
+
+class InvitationTable:
+    """Invitations that haven't been deleted, and who has joined by them."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def read(self) -> list[InvitationRecord]:
+        """All, oldest first."""
+        used: defaultdict[str, list[Use]] = defaultdict(list)
+        for id, peer, at in self._db.execute(
+            "SELECT invitation, peer, used FROM invitation_uses ORDER BY used, peer"
+        ):
+            used[id].append(Use(peer, at))
+        rows = self._db.execute(
+            "SELECT id, public_key, expires, creator, created, uses FROM invitations "
+            "ORDER BY created, id"
+        )
+        return [
+            InvitationRecord(id, public_key, expires, creator, created, uses, tuple(used[id]))
+            for id, public_key, expires, creator, created, uses in rows
+        ]
+
+    def put(self, invitation: InvitationRecord) -> None:
+        """Add one, with the members that have joined by it."""
+        self._db.execute(
+            "INSERT INTO invitations (id, public_key, expires, creator, created, uses) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                invitation.id,
+                invitation.public_key,
+                invitation.expires,
+                invitation.creator,
+                invitation.created,
+                invitation.uses,
+            ),
+        )
+        self._db.executemany(
+            "INSERT INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
+            [(invitation.id, use.peer, use.at) for use in invitation.used],
+        )
+
+    def use(self, invitation: InvitationRecord) -> None:
+        """Members have joined by one; those that are written down already stay as they are."""
+        self._db.executemany(
+            "INSERT OR IGNORE INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
+            [(invitation.id, use.peer, use.at) for use in invitation.used],
+        )
+
+    def delete(self, id: str) -> None:
+        """Forget one."""
+        self._db.execute("DELETE FROM invitations WHERE id = ?", (id,))

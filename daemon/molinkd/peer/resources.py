@@ -1,0 +1,36 @@
+"""What a node uses of its daemon, which had it before the node."""
+
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from molink.facts.identity import peer_id
+from molink.swarm.offenders import Offenders
+from molink.wire.messages.control import ControlMessage
+from molink.wire.sockets.curve import KeyPair
+from molink.wire.sockets.server import Server
+from molink.wire.sockets.zap import Gatekeeper
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Announce
+from molinkd.peer.library import Library
+from molinkd.peer.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Keys, sockets, files and settings of a daemon."""
+
+    settings: Settings
+    home: Home
+    keys: KeyPair
+    context: zmq.asyncio.Context
+    gatekeeper: Gatekeeper
+    server: Server[ControlMessage]
+    library: Library
+    offenders: Offenders
+    announce: Announce
+
+    @property
+    def me(self) -> str:
+        """This peer's id."""
+        return peer_id(self.keys.public)

@@ -1,0 +1,170 @@
+"""What the coordinator tells peers unasked: who is a member, what to load, where requests go."""
+
+from typing import Annotated
+
+import msgspec
+
+from molink.facts.dtypes import DTypeChoice
+from molink.facts.model import BLOCK_SIZE, LayerRange, Quantize, Root
+from molink.facts.profile import Profile
+from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
+from molink.wire.messages.base import Message, Port, PublicKey
+from molink.wire.messages.leading import Noted, SendState, SharedState
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """Answers the first report of a session."""
+
+    swarm: Text
+    peer: Text
+
+
+class Knock(Message, frozen=True, kw_only=True, tag="knock"):
+    """Nothing to do: that it can be sent shows that the connection is there."""
+
+
+class Member(Message, frozen=True, kw_only=True, tag="member"):
+    """A peer of the swarm, announced to all others one by one; also when its addresses change."""
+
+    peer: Text
+    name: Text
+    public_key: PublicKey
+    addresses: Addresses
+    control_port: Port
+    models: tuple[Text, ...] = ()
+
+
+class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
+    """The receiver is no member any more, whatever it sends; the last that it is told."""
+
+    swarm: Text
+
+
+class Notice(Message, frozen=True, kw_only=True, tag="notice"):
+    """Something that a person at the receiver has to see to; empty once that is over."""
+
+    text: Sentence
+
+
+class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
+    """A peer left or was revoked: drop what it sends from now on."""
+
+    peer: Text
+
+
+class Assign(Message, frozen=True, kw_only=True, tag="assign"):
+    """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
+
+    ``sources`` are peers that hold the model's files, of which only those of ``root`` are to be
+    believed. A worker of the same pipeline with the same
+    layers keeps its weights and only changes epoch.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+    stages: Index
+    layers: LayerRange
+    model: Text
+    sources: tuple[Text, ...]
+    dtype: DTypeChoice
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
+    quantize: Quantize = "none"
+    root: Root = ""
+
+
+class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
+    """Get the files of ``layers`` of ``model``, and say in your reports how far you are.
+
+    A pipeline serves meanwhile; the epoch in which they are needed begins once all have theirs.
+    ``number`` tells this wish from earlier ones.
+    """
+
+    number: Count
+    layers: LayerRange
+    model: Text
+    sources: tuple[Text, ...]
+    root: Root = ""
+
+
+class StageAddress(Message, frozen=True, kw_only=True):
+    """Where a stage's worker listens."""
+
+    peer: Text
+    public_key: PublicKey
+    addresses: Addresses
+    port: Port
+
+
+class Form(Message, frozen=True, kw_only=True, tag="form"):
+    """All stages have loaded: allocate ``blocks`` KV blocks and take your place in the ring."""
+
+    pipeline: Text
+    epoch: Count
+    ring: Annotated[tuple[StageAddress, ...], msgspec.Meta(min_length=1, max_length=16)]
+    blocks: Index
+    micro_batches: Index
+
+
+class StageProfile(Message, frozen=True, kw_only=True, tag="stage-profile"):
+    """How long a stage's steps take, for the head: it is told all stages' before its ``Form``.
+
+    One message each, since a header has no room for those of a whole ring. They are advice: a head
+    that lacks one schedules without.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Annotated[int, msgspec.Meta(ge=0, lt=16)]
+    profile: Profile
+
+
+class Unassign(Message, frozen=True, kw_only=True, tag="unassign"):
+    """Stop the worker of that pipeline."""
+
+    pipeline: Text
+
+
+class Route(Message, frozen=True, kw_only=True, tag="route"):
+    """Where requests for ``model`` go; sent to every peer whenever it changes."""
+
+    pipeline: Text
+    epoch: Count
+    model: Text
+    ready: bool
+    head: StageAddress | None
+    context: Count
+    #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
+    sources: tuple[Text, ...] = ()
+    root: Root = ""
+    #: Why it isn't ready, for a person; empty where that is only a matter of moments.
+    reason: Sentence = ""
+    #: Rises as long as an epoch is being formed and gets on, 0 otherwise: who waits, waits on.
+    forming: Count = 0
+
+
+class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):
+    """That pipeline is no more."""
+
+    pipeline: Text
+
+
+#: What the coordinator tells a peer unasked.
+Instruction = (
+    Welcome
+    | Noted
+    | SharedState
+    | SendState
+    | Revoked
+    | Notice
+    | Knock
+    | Member
+    | MemberGone
+    | Prefetch
+    | Assign
+    | StageProfile
+    | Form
+    | Unassign
+    | Route
+    | RouteGone
+)

@@ -1,0 +1,123 @@
+"""What a peer tells the coordinator: what it is and has, and what becomes of its stages."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from molink.facts.device import Device
+from molink.facts.model import LayerRange
+from molink.facts.profile import UNKNOWN, Profile
+from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
+from molink.wire.messages.base import Message, Port
+
+
+class WorkerState(Message, frozen=True, kw_only=True):
+    """One worker process of a peer.
+
+    ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or Form (``ready``) that the
+    worker has carried out: a restarted coordinator adopts a running pipeline by it.
+    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked.
+    """
+
+    pid: Index
+    pipeline: Text
+    stage: Index
+    layers: LayerRange
+    state: Literal["fetching", "loading", "loaded", "ready", "failed"]
+    epoch: Count = 0
+    done: Count = 0
+    total: Count = 0
+
+
+class Prefetched(Message, frozen=True, kw_only=True):
+    """How far a peer is with the newest :class:`Prefetch`; ``reason`` says why it failed.
+
+    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked.
+    """
+
+    number: Count
+    state: Literal["fetching", "done", "failed"]
+    reason: Sentence = ""
+    done: Count = 0
+    total: Count = 0
+
+
+class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
+    """What a peer is and has; the first message of a session, then twice a second (heartbeat)."""
+
+    name: Text
+    version: Text
+    addresses: Addresses
+    control_port: Port
+    endpoint: Text
+    daemon_pid: Index
+    #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
+    stage: Text
+    device: Device
+    #: Names of models of which this peer can serve every file to others.
+    models: tuple[Text, ...]
+    workers: Annotated[tuple[WorkerState, ...], msgspec.Meta(max_length=8)] = ()
+    prefetched: Prefetched | None = None
+    #: How far the copy of the coordinator's state is that this peer holds: term and revision.
+    replica: tuple[Count, Count] = (0, 0)
+    #: As ``sys.platform`` has it; and the first and the last port of stages (0 = any).
+    system: Text = ""
+    worker_ports: tuple[Port, Port] = (0, 0)
+    #: How much of the model that is served lies on this PC's disk, in percent; 100: all of it.
+    copied: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
+
+
+class Reached(Message, frozen=True, kw_only=True, tag="reached"):
+    """The sender has tried to connect to another member's control port, and whether it could.
+
+    Told whenever that is news, and of all members when a session begins.
+    """
+
+    peer: Text
+    ok: bool
+
+
+class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
+    """The worker of an assignment holds its weights and listens on ``port``.
+
+    ``max_blocks`` KV blocks fit its pool; ``profile`` is how long it has measured its steps to
+    take.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+    port: Port
+    max_blocks: Index
+    profile: Profile = UNKNOWN
+
+
+class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
+    """The stage has allocated its pool and stands in the ring of ``epoch``."""
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+
+
+class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
+    """The worker of an assignment failed or died, or its next stage made no progress.
+
+    ``next_lost`` says that it was the latter: the next stage is to blame, not this one.
+    ``previous_blocked`` says that this stage had to cut off the previous one, which is to blame.
+    ``no_room`` says that the device has too little memory for it beside another pipeline's stage.
+    """
+
+    pipeline: Text
+    epoch: Count
+    stage: Index
+    reason: Sentence
+    next_lost: bool = False
+    previous_blocked: bool = False
+    no_room: bool = False
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """The sender stops in good order; it stays a member and may come back. Answered by Done."""
+
+    ref: Count
