@@ -128,7 +128,7 @@ def endless(wire: Wire, size: int, total: int) -> int:
 @counted
 @pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
 def test_a_message_without_end(server: Victim, size: int) -> None:
-    most = 24 * MB if size >= 1000 else 12 * MB
+    most = 40 * MB if size >= 1000 else 24 * MB
     worst = 0
     for _ in range(3):
         with server.dial().handshake() as wire:
