@@ -74,7 +74,7 @@ class Connection(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """The connection to answer on."""
+        """The connection to answer on; :mod:`molink.wire.routing` says which of two is later."""
 
     @property
     def user_id(self) -> str:

@@ -10,6 +10,7 @@ from molink.link.ends import Answering, Connection, LinkName, Timer, Timers
 from molink.link.heartbeat import StageProgress
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.wire.messages.data import Ack, Beat, DataMessage, Frame, Lane, LinkHello
+from molink.wire.routing import is_later
 
 
 @dataclass(slots=True)
@@ -108,6 +109,8 @@ class InLink:
     def _hello(self, sender: Connection, hello: LinkHello) -> None:
         """Bind a connection to its lane, and say what has already arrived on it.
 
+        The latest one counts: what was sent on an earlier one may be read after its first words,
+        and the previous stage would never know that it isn't heard any more.
         A hello of another epoch is not answered: the previous stage repeats it until both agree.
         """
         expected = self._name.hello(self._receiver.epoch, hello.lane)
@@ -116,11 +119,16 @@ class InLink:
             if hello == expected:
                 self._server.offend(sender.user_id, "says it is a stage that it is not")
             return
-        before = self._identities.pop(hello.lane, b"")
+        before = self._identities.get(hello.lane, b"")
+        ack = self._receiver.ack(hello.lane)
+        if before and is_later(before, sender.identity) and self._server.send(before, ack):
+            # Read late, after that of the connection which followed on it, and which is there.
+            self.stats.unbound += 1
+            return
         self._lanes.pop(before, None)
         self._lanes[sender.identity] = hello.lane
         self._identities[hello.lane] = sender.identity
-        self._server.send(sender.identity, self._receiver.ack(hello.lane))
+        self._server.send(sender.identity, ack)
 
     def _frame(self, sender: Connection, frame: Frame, payload: memoryview | None) -> None:
         if self._lanes[sender.identity] is not frame.lane:

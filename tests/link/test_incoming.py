@@ -38,11 +38,12 @@ BEFORE = Sender(b"\0one", "previous")
 class FakeServer:
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Any]] = []
+        self.gone: set[bytes] = set()
         self.offences: list[tuple[str, str]] = []
 
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
         self.sent.append((identity, message))
-        return True
+        return identity not in self.gone
 
     def offend(self, user_id: str, reason: str) -> None:
         self.offences.append((user_id, reason))
@@ -98,6 +99,22 @@ def test_a_hello_is_answered_with_what_has_arrived(bench: Bench) -> None:
     assert bench.link.stats.unbound == 1
     bench.frame(2, again)
     assert [arrival.body for arrival in bench.arrivals] == [Tombstone(n) for n in range(3)]
+
+
+def test_a_late_hello_of_an_earlier_connection_unbinds_nobody(bench: Bench) -> None:
+    """Two connections are read in turns, and the first one's words waited while we stood still."""
+    bench.hello()
+    again = Sender(b"\0two", "previous")
+    bench.hello(again)
+    bench.hello()
+    assert [identity for identity, _ in bench.server.sent] == [b"\0one", b"\0two", b"\0two"]
+    bench.frame(0, again)
+    assert [arrival.body for arrival in bench.arrivals] == [Tombstone(0)]
+    # Where the later one is gone, the earlier one is as good as any.
+    bench.server.gone.add(b"\0two")
+    bench.hello()
+    bench.frame(1)
+    assert [arrival.body for arrival in bench.arrivals] == [Tombstone(0), Tombstone(1)]
 
 
 @pytest.mark.parametrize(

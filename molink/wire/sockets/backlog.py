@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from molink.wire.routing import is_later
+
 #: What a connection's handshake takes at most, in bytes; longer ones count as unread.
 HANDSHAKE = 1024
 #: More than this, in bytes, is worth a closer look: no honest connection has it without a reason.
@@ -199,7 +201,7 @@ class UnreadBytes:
         was used again, and be the first one read of either.
         """
         if connection.identity is not None:
-            if not _is_later(identity, connection.identity):
+            if not is_later(identity, connection.identity):
                 return False
             self._named.pop(connection.identity, None)
             connection.delivered = HANDSHAKE
@@ -219,8 +221,3 @@ class UnreadBytes:
     def _forget(self, connection: OpenConnection) -> None:
         if connection.identity is not None:
             self._named.pop(connection.identity, None)
-
-
-def _is_later(identity: bytes, than: bytes) -> bool:
-    difference = int.from_bytes(identity[1:], "big") - int.from_bytes(than[1:], "big")
-    return 0 < difference % (1 << 32) < 1 << 31
