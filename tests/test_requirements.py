@@ -87,3 +87,10 @@ def test_both_installers_and_the_lock_name_one_torch() -> None:
 def test_only_linux_gets_the_packages_of_cuda() -> None:
     assert set(locked(("torch.txt",), "3.12", "win32")) == {"torch"}
     assert len(locked(("torch.txt",), "3.12", "linux")) > 10
+
+
+def test_paths_in_install_ps1_are_taken_literally() -> None:
+    """``[`` in a path is a wildcard otherwise."""
+    text = (ROOT / "install.ps1").read_text(encoding="utf-8")
+    takers = r"\b(?:Test-Path|(?:Get|Set)-Content|Remove-Item|Select-String|Set-Location)\b"
+    assert not re.findall(rf"{takers}(?![^|)\n]*-LiteralPath)[^|)\n]*", text)

@@ -97,6 +97,8 @@ class Monitor:
         self._loop = asyncio.get_running_loop()
         self._changes: deque[Change] = deque()
         self._closed = False
+        #: Connections that were cut, until they have ended.
+        self._ending: list[OpenConnection] = []
         #: Parties whose connections were cut, as they were logged.
         self._logged: set[str] = set()
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
@@ -157,7 +159,7 @@ class Monitor:
         looked_at, interval, timeout = time.monotonic(), _QUIET_INTERVAL, 0
         while True:
             watched = self._backlog.connections
-            wanted = int(interval * 1000) if watched else -1
+            wanted = int(interval * 1000) if watched or self._ending else -1
             if wanted != timeout:
                 timeout = wanted
                 self._events.set(zmq.RCVTIMEO, timeout)
@@ -196,10 +198,12 @@ class Monitor:
             came += count - connection.received
         if self._backlog.looked(counts):
             self._report(Change.WAITING)
+        self._ending = [each for each in self._ending if cut(each.descriptor, each.remote)]
         while (excess := self._backlog.excess()) is not None:
             if not cut(excess.descriptor, excess.remote):
                 self._backlog.ended(excess.descriptor)
                 continue
+            self._ending.append(excess)
             if excess.party not in self._logged:
                 self._logged.add(excess.party)
                 reason = "it sends more than is read of it, or connects too often"

@@ -61,6 +61,9 @@ if sys.platform == "win32":
 
     _FIONREAD = 0x4004667F
 
+    #: Bytes that are taken away from a connection at a time.
+    _STOLEN = 1 << 16
+
     _ioctlsocket = ctypes.WinDLL("ws2_32").ioctlsocket
     _ioctlsocket.argtypes = (ctypes.c_size_t, ctypes.c_long, ctypes.POINTER(wintypes.ULONG))
     _ioctlsocket.restype = ctypes.c_int
@@ -86,6 +89,14 @@ if sys.platform == "win32":
         count = wintypes.ULONG(0)
         failed = _ioctlsocket(descriptor, _FIONREAD, ctypes.byref(count))
         return 0 if failed else int(count.value)
+
+    def _end(connection: socket.socket) -> None:
+        """Take away what waits to be read: libzmq ends what it can't decipher any more.
+
+        If a socket is shut down under it, it ends the process (an assertion in its ``tcp_read``).
+        """
+        with contextlib.suppress(BlockingIOError):
+            connection.recv(_STOLEN)
 
 else:
     import fcntl
@@ -119,6 +130,10 @@ else:
         except OSError:
             return 0
         return int.from_bytes(answer, sys.byteorder)
+
+    def _end(connection: socket.socket) -> None:
+        """Shut it down: libzmq then finds it ended."""
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -160,14 +175,15 @@ def remote(descriptor: int) -> tuple[str, int] | None:
 def cut(descriptor: int, other_end: tuple[str, int]) -> bool:
     """End the connection to ``other_end``; ``False`` if the descriptor isn't that one's any more.
 
-    libzmq then finds it ended and closes it, which resets it: nothing more of it is kept.
+    libzmq then closes it, which resets it: nothing more of it is kept. On Windows it does so only
+    once more has come on it, and not at the first try: there call this until it says ``False``.
     """
     try:
         with duplicate(descriptor) as connection:
             if connection.getpeername()[:2] != other_end:
                 return False
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
-            connection.shutdown(socket.SHUT_RDWR)
+            _end(connection)
     except OSError:
         return False
     return True
