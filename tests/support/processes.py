@@ -14,6 +14,7 @@ import openai
 import psutil
 
 import molink
+from molink.errors import Unavailable
 from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
 
@@ -114,12 +115,22 @@ def alive(processes: Sequence[psutil.Process], timeout: float = 15.0) -> list[ps
 
 
 def wait_for(condition: Callable[[], object], process: Process, timeout: float = START_S) -> None:
-    """Look until ``condition`` holds; fails with the output if ``process`` ends before."""
+    """Look until ``condition`` holds; fails with the output if ``process`` ends before.
+
+    A daemon that is too busy to answer is asked again.
+    """
     deadline = time.monotonic() + timeout
-    while not condition():
+    while not _holds(condition):
         assert process.process.poll() is None, process.output
         assert time.monotonic() < deadline, process.output
         time.sleep(0.05)
+
+
+def _holds(condition: Callable[[], object]) -> bool:
+    try:
+        return bool(condition())
+    except Unavailable:
+        return False
 
 
 def run_molink(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
