@@ -7,6 +7,7 @@ message.
 
 import logging
 import signal
+import sys
 import threading
 
 from molink.errors import MolinkError, WireError
@@ -45,6 +46,10 @@ def _await_start(pipe: DaemonPipe) -> Start | None:
         return first
     thread = threading.Thread(target=_warm_up, args=(first, pipe), name="warm-up", daemon=True)
     thread.start()
+    if sys.platform == "win32":
+        # While a thread waits for a pipe, whoever asks what kind of file that is waits too, and
+        # numpy's libraries ask it of the standard input.
+        thread.join()
     start = pipe.read_first()
     if isinstance(start, Warm):
         raise WireError("a spare was told twice what to be ready for")
