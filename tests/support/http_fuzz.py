@@ -64,6 +64,8 @@ NUMBERS = (
     *(0, 1, -1, 2, 64, 65, 129, 2**31 - 1, 2**31, 2**53, 2**63, 2**64, -(2**63) - 1, 10**30),
     *(0.0, -0.0, 0.1, 1.5, 1e-300, 5e-324, 1e-7, 1e300, 1.7e308, 10**400),
 )
+#: Longer ones are cut off, in bytes: well over what an endpoint takes, soon sent all the same.
+MAX_BODY = 4 << 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -147,6 +149,7 @@ def random_body(rng: Random) -> tuple[str, bytes]:
     data = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     if rng.random() < 0.15:
         data = _damage(data, rng)
+    data = data[:MAX_BODY]
     return ("chat/completions" if chats else "completions"), data
 
 
