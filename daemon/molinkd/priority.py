@@ -6,7 +6,7 @@ import sys
 import threading
 
 #: Between 0, which is usual, and 19.
-_NICE = 5
+_NICE = 2
 #: ``THREAD_PRIORITY_LOWEST``.
 _WINDOWS_LOWEST = -2
 
