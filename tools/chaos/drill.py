@@ -127,7 +127,8 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
         result.phases = phases.between(shown, await phases.look(scene.swarm), wall)
     for slot, pc, count in zip(load.slots, asked, deaths, strict=True):
         if pc.deaths == count:
-            of_asked = kind.endpoint and pc.name == target.pc
+            # Who is asked next may be another PC than before.
+            of_asked = kind.endpoint and target.pc in (pc.name, slot.pc.name)
             (result.asked if of_asked else result.pauses).append(
                 slot.pause(begun, time.monotonic())
             )
