@@ -24,7 +24,7 @@ LOAD_RATE = 16 << 20
 #: From ``Form`` to the ring being there.
 LINK_TIMEOUT = 60.0
 #: How long the peers of a running pipeline have to report to a restarted coordinator.
-ADOPT_TIMEOUT = 15.0
+ADOPT_TIMEOUT = 8.0
 #: Reports may lag behind: a worker that is missing in them for this long is gone.
 MISSING_TIMEOUT = 3.0
 

@@ -20,6 +20,8 @@ from molink.wire.messages.reports import PeerReport
 SESSION_TIMEOUT = 3.0
 #: A peer whose connection has broken has this long for another one, in seconds.
 RECONNECT_TIMEOUT = 0.5
+#: So many reports in a row that show other routes than the peer was told: they came to nothing.
+MAX_ASTRAY = 6
 #: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
 MAX_ADDRESSES = 3
 
@@ -34,7 +36,21 @@ class PeerSession:
     cut: float | None = None
     members: dict[str, Member] = field(default_factory=dict)
     routes: dict[str, Route] = field(default_factory=dict)
+    #: Reports in a row that show other routes than those.
+    astray: int = 0
     notice: str = ""
+
+    def find_astray(self) -> None:
+        """Forget what the peer was told of routes if its reports go on showing something else.
+
+        What an earlier coordinator has said may be read late, after the words of this one.
+        """
+        shown = self.report.routes
+        told = {(route.pipeline, route.epoch, route.ready) for route in self.routes.values()}
+        self.astray = 0 if shown is None or told <= set(shown) else self.astray + 1
+        if self.astray >= MAX_ASTRAY:
+            self.routes.clear()
+            self.astray = 0
 
 
 class Registry:
@@ -91,6 +107,7 @@ class Registry:
             decisions.append(SendMessage(peer, Welcome(swarm=self._swarm, peer=peer)))
         else:
             session.report, session.seen, session.cut = report, now, None
+            session.find_astray()
         member = self.members[peer]
         told = Member(
             peer=peer,
@@ -154,7 +171,7 @@ class Registry:
         decisions: list[Decision] = []
         for peer, session in self.sessions.items():
             if session.routes.get(route.pipeline) != route:
-                session.routes[route.pipeline] = route
+                session.routes[route.pipeline], session.astray = route, 0
                 decisions.append(SendMessage(peer, route))
         return decisions
 

@@ -140,6 +140,10 @@ class Heads:
         dial.send(message, payload)
 
     @property
+    def known(self) -> tuple[tuple[str, int, bool], ...]:
+        return tuple((one.pipeline, one.epoch, one.ready) for one in self._routes.values())
+
+    @property
     def forming(self) -> int:
         return sum(route.forming for route in self._routes.values())
 

@@ -156,6 +156,7 @@ class Daemon(Process):
             workers=self.keeper.states({}),
             prefetched=self.prefetched,
             replica=peer.replica.version,
+            routes=self.heads.known,
         )
 
     def welcomed(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Seconds of the swarm's life in which faults begin.
 BEGIN = (0.3, 10.0)
 #: What is cut off, asleep or without power for longer, in seconds, may cost a request: it waits for
-#: a pipeline for 30 s. A process that only stands still may not, however long.
+#: a pipeline for 30 s. A process that only stands still may not, however long, once it was served.
 LONG = 12.0
 
 
@@ -115,7 +115,10 @@ class Faults:
         self._say(f"freeze {process} for {seconds:.1f} s")
         process.freeze()
         self._world.network.froze(process)
-        self._for(seconds, process.thaw, may_cost=False)
+        # A swarm that has never served waits for as many PCs as it was told to: without one that
+        # is gone for good, it waits for all that are left.
+        waits = bool(self._world.lost) and not self._world.monitor.counts["epochs"]
+        self._for(seconds, process.thaw, may_cost=waits)
 
     def _freeze_worker(self) -> None:
         self._freeze(self._worker())

@@ -19,6 +19,7 @@ from molink.swarm.events import (
 )
 from molink.swarm.formation import LOAD_RATE, LOAD_TIMEOUT
 from molink.swarm.records import PipelineRecord, StageRecord
+from molink.swarm.registry import MAX_ASTRAY
 from molink.swarm.terms import next_term, term_of
 from molink.swarm.transfer import MIN_RATE, STALL, stage_bytes
 from molink.wire.messages.instructions import (
@@ -1245,7 +1246,7 @@ def test_a_missing_peer_is_not_waited_for_beyond_its_time(running: Paper, kit: K
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("ready", 1, 1, (2, 4)))
-    again.wait(14.75, *"ab")
+    again.wait(7.75, *"ab")
     assert again.take() == []
     again.wait(1, *"ab")
     assert again.committed[-1].epoch == 2
@@ -1305,3 +1306,22 @@ def test_what_serves_is_not_touched_by_a_higher_term(running: Paper) -> None:
     running.do(TermRaised(next_term(0, "a")))
     running.wait(3, *"abc")
     assert running.reconciler.formation.record.epoch == 1
+
+
+def test_a_route_that_a_peer_has_lost_is_told_again(kit: Kit) -> None:
+    paper = kit.Paper("a", "b")
+    paper.serve()
+    for name in "ab":
+        paper.report(name)
+    paper.wait(2, *"ab")
+    paper.obey()
+    paper.take()
+    last = paper.reconciler.registry.sessions["b"].report
+    known = msgspec.structs.replace(last, routes=(("p1", 1, True),))
+    earlier = msgspec.structs.replace(last, routes=(("p1", 1, False),))
+    for report in (*[earlier] * (MAX_ASTRAY - 1), known, *[earlier] * (MAX_ASTRAY - 1)):
+        paper.do(Reported("b", report))
+        assert paper.take() == []
+    paper.do(Reported("b", earlier))
+    ((peer, route),) = paper.take(with_reasons=True)
+    assert (peer, type(route), route.ready, route.epoch) == ("b", Route, True, 1)

@@ -19,6 +19,9 @@ from molink.wire.sockets.endpoints import endpoints
 
 log = logging.getLogger(__name__)
 
+#: Routes that a report shows at most.
+MAX_SHOWN = 8
+
 
 @dataclass(slots=True)
 class _HeadClient:
@@ -121,6 +124,12 @@ class Heads:
     def routes(self) -> tuple[Route, ...]:
         """All pipelines that are known."""
         return tuple(head.route for head in self._heads.values())
+
+    @property
+    def known(self) -> tuple[tuple[str, int, bool], ...]:
+        """The newest routes as reports show them."""
+        routes = [*self.routes][-MAX_SHOWN:]
+        return tuple((route.pipeline, route.epoch, route.ready) for route in routes)
 
     def send(self, target: HeadEpoch, message: DataMessage, payload: Buffer | None = None) -> None:
         """Send to the head of ``target``.

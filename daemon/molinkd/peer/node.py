@@ -200,6 +200,7 @@ class Node:
             system=sys.platform,
             worker_ports=settings.worker_ports,
             copied=self._copier.percent,
+            routes=self._heads.known,
         )
 
     def _welcomed(self) -> None:
