@@ -51,6 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=1000, help="at most so many")
     parser.add_argument("--shortest", type=float, default=1.0, help="of a fault, in seconds")
     parser.add_argument("--longest", type=float, default=30.0)
+    parser.add_argument("--rest", type=float, default=0.0, help="between faults, in seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pcs", type=int, default=4)
     parser.add_argument("--streams", type=int, default=16)
@@ -75,7 +76,7 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
         until = time.monotonic() + options.seconds
         chosen = itertools.islice(faults, options.faults)
         timely = itertools.takewhile(lambda _: time.monotonic() < until, chosen)
-        verdict = await drill(swarm, load, timely, options.seed, tell=_tell)
+        verdict = await drill(swarm, load, timely, options.seed, tell=_tell, rest_s=options.rest)
     verdict.troubles += swarm.left_behind
     return verdict
 

@@ -20,6 +20,8 @@ CALM, AGAIN = 10, 5
 RECOVERY_S = 120.0
 #: Longest wait for all PCs to be used again, in seconds. The next fault comes then.
 WHOLE_S = 20.0
+#: The gauge of a PC's spare workers that are ready.
+SPARES = "molink_daemon_spare_workers"
 #: Descriptors that a process may have more after all faults than before them.
 SLACK = 12
 
@@ -72,10 +74,12 @@ async def drill(
     *,
     tell: Callable[[Result], None] = lambda _: None,
     whole_s: float = WHOLE_S,
+    rest_s: float = 0.0,
 ) -> Verdict:
     """Do ``faults`` to a swarm that serves ``load``; end the load and look at what is left.
 
-    ``tell`` hears of each fault that is over. ``whole_s``: see :data:`WHOLE_S`.
+    ``tell`` hears of each fault that is over. ``whole_s``: see :data:`WHOLE_S`. Nothing is done for
+    ``rest_s`` seconds after each: spares get ready in that time.
     """
     scene = Scene(swarm, random.Random(seed))
     begun = time.monotonic()
@@ -83,6 +87,7 @@ async def drill(
     if not await load.advance(CALM, RECOVERY_S):
         troubles.append("streams stand still before any fault")
     calm = [slot.pause(begun, time.monotonic()) for slot in load.slots]
+    await _spares(swarm)
     before = usage_by_role(swarm.pcs)
     results: list[Result] = []
     for fault in faults:
@@ -93,6 +98,7 @@ async def drill(
         if not results[-1].skipped:
             await _back(swarm, fault, troubles)
             results[-1].whole = await _whole(swarm, whole_s)
+            await asyncio.sleep(rest_s)
         tell(results[-1])
         await load.advance(CALM, RECOVERY_S)
     await load.finish()
@@ -151,6 +157,16 @@ async def _whole(swarm: Swarm, timeout: float) -> float | None:
             return None
         await asyncio.sleep(0.2)
     return time.monotonic()
+
+
+async def _spares(swarm: Swarm) -> None:
+    """Wait until each PC has a spare worker, so that it is counted among what was there before."""
+    deadline = time.monotonic() + WHOLE_S
+    while time.monotonic() < deadline:
+        shown = [await checks.gauges(pc.url) for pc in swarm.pcs]
+        if all(figures.get(SPARES, 0.0) for figures in shown):
+            return
+        await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
