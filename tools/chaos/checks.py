@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import aiohttp
 
@@ -17,6 +17,8 @@ QUIET_S = 20.0
 #: For a better placement to be loaded beside the one that serves, and the old workers to go.
 SETTLE_S = 90.0
 _LOOK_S = 0.2
+#: The gauges of a PC's workers, and of its spare ones that are ready.
+WORKERS, SPARES = "molink_workers", "molink_spare_workers"
 #: Gauges that are 0 where nothing is asked.
 IDLE = (
     "molink_head_blocks_used",
@@ -84,6 +86,16 @@ def aborts(pc: Pc) -> Iterator[str]:
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             if _ABORT.search(line):
                 yield f"{pc.name}: {log.name}: {line.strip()}"
+
+
+async def spares(pcs: Sequence[Pc], timeout: float) -> None:
+    """Wait until each PC has its worker and a spare one: what it takes by then is what it takes."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        shown = [await gauges(pc.url) for pc in pcs]
+        if all(figures.get(SPARES) == 1 == figures.get(WORKERS) for figures in shown):
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 async def settled(swarm: Swarm, before: dict[str, Usage], slack: int) -> list[str]:

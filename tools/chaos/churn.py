@@ -48,6 +48,7 @@ async def churn(root: Path, seconds: float, *, streams: int, period: float = PER
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds:
             await _round(swarm, load, guest, found)
+            await checks.spares(stayers, period)
             look = usage_by_role(stayers)
             if not found.settled and time.monotonic() >= begun + SETTLED * seconds:
                 found.settled = look

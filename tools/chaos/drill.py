@@ -20,8 +20,6 @@ CALM, AGAIN = 10, 5
 RECOVERY_S = 120.0
 #: Longest wait for all PCs to be used again, in seconds. The next fault comes then.
 WHOLE_S = 20.0
-#: The gauge of a PC's spare workers that are ready.
-SPARES = "molink_daemon_spare_workers"
 #: Descriptors that a process may have more after all faults than before them.
 SLACK = 12
 
@@ -87,7 +85,7 @@ async def drill(
     if not await load.advance(CALM, RECOVERY_S):
         troubles.append("streams stand still before any fault")
     calm = [slot.pause(begun, time.monotonic()) for slot in load.slots]
-    await _spares(swarm)
+    await checks.spares(swarm.pcs, WHOLE_S)
     before = usage_by_role(swarm.pcs)
     results: list[Result] = []
     for fault in faults:
@@ -157,16 +155,6 @@ async def _whole(swarm: Swarm, timeout: float) -> float | None:
             return None
         await asyncio.sleep(0.2)
     return time.monotonic()
-
-
-async def _spares(swarm: Swarm) -> None:
-    """Wait until each PC has a spare worker, so that it is counted among what was there before."""
-    deadline = time.monotonic() + WHOLE_S
-    while time.monotonic() < deadline:
-        shown = [await checks.gauges(pc.url) for pc in swarm.pcs]
-        if all(figures.get(SPARES, 0.0) for figures in shown):
-            return
-        await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
