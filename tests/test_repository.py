@@ -18,6 +18,7 @@ PLACES = {
     "molink": ROOT / "molink",
     "molinkd": ROOT / "daemon" / "molinkd",
     "molink.configs": ROOT / "configs",
+    "molinkd.units": ROOT / "daemon" / "units",
 }
 SOURCES = sorted(path for place in PLACES.values() for path in place.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

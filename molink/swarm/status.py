@@ -86,6 +86,7 @@ def show_report(report: PeerReport) -> dict[str, Any]:
         "daemon_pid": report.daemon_pid,
         "version": report.version,
         "stage": report.stage,
+        "paused": report.paused,
         "memory": report.device.memory,
         "copied": report.copied,
         "workers": [

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from molink.errors import Unavailable
+from molink.swarm.pausing import DRAINED
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
@@ -64,7 +66,7 @@ class Duo:
     """A PC that serves alone under load, and one that joins it."""
 
     def __init__(self, root: Path, tools: type[Tools]) -> None:
-        self._root, self._tools = root, tools
+        self.root, self._tools = root, tools
         options = [*("--dtype", "f32", "--coordinator-port", "0", "--name", "first")]
         self.up = tools.Process(root / "up", ["up", *options, *tools.local_options()])
         self.started = [self.up]
@@ -78,9 +80,9 @@ class Duo:
         return load
 
     def join(self, *options: str) -> Process:
-        token = self._tools.run_molink(self._root / "up", "invite").stdout.strip()
+        token = self._tools.run_molink(self.root / "up", "invite").stdout.strip()
         arguments = ["join", token, "--name", "second", *self._tools.local_options(*options)]
-        process = self._tools.Process(self._root / "two", arguments)
+        process = self._tools.Process(self.root / "two", arguments)
         self.started.append(process)
         return process
 
@@ -104,6 +106,17 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     load = duo.begin()
     duo.join()
     tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
+    moved = len(load.pauses)
+    tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
+    # It gives its layers away again; then nobody is left who could take those of the first.
+    drained = tools.run_molink(duo.root / "two", "drain")
+    assert drained.returncode == 0, drained.stderr
+    assert stages(duo.up) == 1
+    (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
+    assert second["paused"] == DRAINED
+    alone = tools.run_molink(duo.root / "up", "drain")
+    assert alone.returncode == Unavailable.exit_code, alone.stdout
+    assert "no peer offers to run layers" in alone.stderr
     moved = len(load.pauses)
     tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
     load.stop()

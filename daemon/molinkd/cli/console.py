@@ -26,7 +26,9 @@ def adding(uses: int) -> str:
 class DaemonConsole:
     """Prints a daemon's events for a person."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, foreground: bool = True) -> None:
+        """``foreground``: the daemon runs in this terminal."""
+        self._foreground = foreground
         self._console = Console(highlight=False, soft_wrap=True)
 
     def show(self, event: AnyEvent) -> None:
@@ -52,8 +54,13 @@ class DaemonConsole:
             case Trouble():
                 self._line(f"[red]molink: {escape(event.text)}[/red]")
 
+    def say(self, text: str) -> None:
+        """Print a line of our own."""
+        self._line(escape(text))
+
     def _listening(self, event: Listening) -> None:
-        self._line(f"{escape(event.name)} is in swarm {escape(event.swarm)}; Ctrl-C stops it.")
+        ends = "; Ctrl-C stops it" if self._foreground else ""
+        self._line(f"{escape(event.name)} is in swarm {escape(event.swarm)}{ends}.")
         self._line(f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)")
 
     def _line(self, text: str) -> None:

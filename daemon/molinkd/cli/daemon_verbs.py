@@ -57,6 +57,9 @@ SchedulingOption = Annotated[
     str | None,
     typer.Option("--scheduling-policy", help="Whose turn it is among requests.  [default: fcfs]"),
 ]
+BackgroundOption = Annotated[
+    bool, typer.Option("--background", help="Return once it runs; `molink down` ends it.")
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
@@ -85,6 +88,7 @@ def up(
         int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
     ] = None,
     api_key: KeyOption = None,
+    background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:
     """Start a swarm on this PC: coordinator, a stage, and the chat endpoint."""
@@ -119,6 +123,7 @@ def join(
     chunk_tokens: ChunkOption = None,
     scheduling_policy: SchedulingOption = None,
     api_key: KeyOption = None,
+    background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:
     """Add this PC to a swarm, with the token that was printed where it was started."""
@@ -183,17 +188,12 @@ def _run(
     model: str | None = None,
     token: str | None = None,
 ) -> None:
-    from molinkd.cli.console import DaemonConsole
+    from molinkd.cli.starting import start
     from molinkd.peer.home import Home
-    from molinkd.peer.launch import Launch
-    from molinkd.peer.main import log_to_file, run_daemon
-    from molinkd.peer.settings import load_settings
 
-    place = Home.find(home)
     options.pop("home")
-    settings = load_settings(place, options, os.environ)
+    background = options.pop("background")
     if role == "join" and token is not None and not token.strip():
         raise UsageError("the token is empty: paste what `molink up` printed")
-    launch = Launch(home=str(place.root), settings=settings, role=role, model=model, token=token)
-    with log_to_file(place, settings.log_level):
-        run_daemon(launch, DaemonConsole().show)
+    given = {name: value for name, value in options.items() if value is not None}
+    start(role, Home.find(home), given, model=model, token=token, background=background)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -14,6 +15,7 @@ _LATE = (
         "molinkd.cli.plan:plan",
         "Placement, micro-batches and predicted times of a ring, without starting anything.",
     ),
+    ("logs", "molinkd.cli.logs:logs", "Show what molink wrote down on this PC."),
     (
         "simulate",
         "molinkd.cli.simulate:simulate_command",
@@ -21,7 +23,15 @@ _LATE = (
     ),
 )
 
-_BENCH = "Measure a server, or this PC."
+#: The same of each group.
+_GROUPS = (
+    (
+        "service",
+        "molinkd.cli.service.verbs:service_app",
+        "Keep molink running on this PC, from each start on.",
+    ),
+    ("bench", "molinkd.cli.bench_serve:bench_app", "Measure a server, or this PC."),
+)
 
 
 def add_late(
@@ -32,22 +42,21 @@ def add_late(
         app.command(name, help=text)(wrap(_load(where) if name in arguments else _stand_in))
 
 
-def add_bench(app: typer.Typer, arguments: Sequence[str]) -> None:
-    """Add the real group if ``arguments`` name it, else its line in the help."""
-    if "bench" in arguments:
-        from molinkd.cli.bench_serve import bench_app
+def add_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
+    """Add the real groups if ``arguments`` name them, else their lines in the help."""
+    for name, where, text in _GROUPS:
+        if name in arguments:
+            app.add_typer(_load(where), name=name)
+        else:
+            stand_in = typer.Typer(help=text)
+            stand_in.callback()(_stand_in)
+            app.add_typer(stand_in, name=name)
 
-        app.add_typer(bench_app, name="bench")
-        return
-    stand_in = typer.Typer(help=_BENCH)
-    stand_in.callback()(_stand_in)
-    app.add_typer(stand_in, name="bench")
 
-
-def _load(where: str) -> Command:
-    module, function = where.split(":")
-    command: Command = getattr(import_module(module), function)
-    return command
+def _load(where: str) -> Any:
+    """What a module has under a name: ``module:name``."""
+    module, name = where.split(":")
+    return getattr(import_module(module), name)
 
 
 def _stand_in() -> None:

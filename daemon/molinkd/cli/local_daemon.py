@@ -12,6 +12,7 @@ from molink.facts.identity import peer_id
 from molink.swarm.invitations import PREFIX
 from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.requests import (
+    DrainRequest,
     InvitationsReply,
     InvitationsRequest,
     Invite,
@@ -181,6 +182,12 @@ def _ask_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, byt
 def shut_down(found: Found, *, leave: bool) -> None:
     """End the daemon; it leaves the swarm for good if ``leave``."""
     reply, _ = ask(found, ShutdownRequest(ref=0, leave=leave))
+    assert isinstance(reply, Done)
+
+
+def drain(found: Found, *, on: bool) -> None:
+    """Have the PC of the daemon hold no layers for now, or do so again."""
+    reply, _ = ask(found, DrainRequest(ref=0, drain=on))
     assert isinstance(reply, Done)
 
 

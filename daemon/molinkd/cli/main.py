@@ -12,8 +12,8 @@ import typer
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
-from molinkd.cli import daemon_verbs, swarm_verbs
-from molinkd.cli.late import add_bench, add_late
+from molinkd.cli import daemon_verbs, draining, ending, swarm_verbs
+from molinkd.cli.late import add_groups, add_late
 
 #: Exit code after Ctrl-C, as shells count it.
 INTERRUPTED = 130
@@ -36,12 +36,15 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         swarm_verbs.invite,
         swarm_verbs.revoke,
         swarm_verbs.un_revoke,
-        swarm_verbs.leave,
+        draining.drain,
+        draining.resume,
+        ending.down,
+        ending.leave,
         daemon_verbs.coordinator,
     ]
     for command in commands:
         app.command()(_interruptible(command))
-    add_bench(app, arguments)
+    add_groups(app, arguments)
     add_late(app, arguments, _interruptible)
     return app
 

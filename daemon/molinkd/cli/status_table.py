@@ -47,7 +47,7 @@ def _peers(peers: Sequence[dict[str, Any]]) -> Table:
         cells = (
             peer.get("name"),
             peer.get("state"),
-            stages or "none",
+            stages or peer.get("paused") or "none",
             _copy(peer.get("copied", 0)),
             peer.get("device"),
             peer.get("endpoint"),

@@ -149,7 +149,7 @@ class Daemon:
         me = gatekeeper.allow(keys.public)
         gatekeeper.start()
         stack.callback(gatekeeper.close)
-        commands = UserCommands(self._status, self._relay, self._shutdown)
+        commands = UserCommands(self._status, self._relay, self._shutdown, self._drain)
         offenders = Offenders()
         service = Service(me, library, commands, AboutLeader(self._answer, self._where))
         server: Server[ControlMessage] = Server(
@@ -234,6 +234,9 @@ class Daemon:
             await self._running().leave()
             self._leaving = True
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._stop.set)
+
+    def _drain(self, drain: bool) -> None:
+        self._running().drain(drain)
 
     def _revoked(self, swarm: str) -> None:
         self._shut_out = ShutOut(

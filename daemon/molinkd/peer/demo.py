@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +26,12 @@ from molinkd.peer.launch import (
     Listening,
     ModelReady,
 )
+from molinkd.peer.main import DAEMON_COMMAND
 from molinkd.peer.runfile import RunFile
 from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-DAEMON_COMMAND = (sys.executable, "-P", "-m", "molinkd.peer")
 #: How many demos may run at once under one home.
 MAX_DEMOS = 8
 GRACE_S = 15.0

@@ -122,7 +122,7 @@ class Founder:
             quantize=settings.quantize,
         )
         requests: list[ControlMessage] = [order]
-        if self._launch.role == "up":
+        if self._launch.role == "up" and self._launch.invite:
             invite = InviteRequest(ref=0, ttl=settings.token_ttl, uses=settings.token_uses)
             requests.append(invite)
         for request in requests:

@@ -57,6 +57,11 @@ class Home:
         return self.root / "config.toml"
 
     @property
+    def options(self) -> Path:
+        """The options of the last start."""
+        return self.root / "options.json"
+
+    @property
     def membership(self) -> Path:
         """The swarm that this peer belongs to."""
         return self.root / "swarm.json"

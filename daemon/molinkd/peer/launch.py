@@ -18,6 +18,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     #: What to serve: a name or a folder. ``None`` is for ``up`` what it served last or the demo
     #: model, and for ``join`` nothing: the swarm has a model already.
     model: str | None = None
+    #: Whether ``up`` makes a token for the next PC.
+    invite: bool = True
     #: The pasted token of ``join``; ``None`` returns to the remembered swarm.
     token: str | None = None
 

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import logging.handlers
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -19,6 +21,10 @@ from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, AnyEvent, Ended, Launch
 from molinkd.peer.platform import on_terminate
 
+#: Runs :func:`main`.
+DAEMON_COMMAND = (sys.executable, "-P", "-m", "molinkd.peer")
+#: The argument of a daemon that outlives who started it.
+DETACHED = "--detached"
 #: Longest order on standard input, in bytes.
 _MAX_ORDER = 1 << 20
 
@@ -81,16 +87,24 @@ def log_to_file(home: Home, level: str) -> Iterator[None]:
 def main() -> None:
     """A daemon as a child process: its order on standard input, events on standard output.
 
-    It ends at the end of its standard input, so that it never outlives who started it.
+    It ends at the end of its standard input, so that it never outlives who started it; unless it is
+    ``--detached``: then it goes on alone, and writes its log to its home.
     """
+    detached = sys.argv[1:] == [DETACHED]
     try:
         launch = _read_order()
-        handler = logging.StreamHandler()
-        handler.setFormatter(LogFormatter())
-        logging.basicConfig(level=launch.settings.log_level.upper(), handlers=[handler])
-        run_daemon(launch, _print_event, watch_input)
+        level = launch.settings.log_level
+        if detached:
+            with log_to_file(Home(Path(launch.home)), level):
+                run_daemon(launch, _print_event)
+        else:
+            handler = logging.StreamHandler()
+            handler.setFormatter(LogFormatter())
+            logging.basicConfig(level=level.upper(), handlers=[handler])
+            run_daemon(launch, _print_event, watch_input)
     except MolinkError as error:
-        _print_event(Ended(code=error.exit_code, text=str(error)))
+        with contextlib.suppress(OSError):
+            _print_event(Ended(code=error.exit_code, text=str(error)))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -105,5 +119,16 @@ def _read_order() -> Launch:
 
 
 def _print_event(event: AnyEvent) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
-    sys.stdout.buffer.flush()
+    """One line of JSON; nothing any more once whoever read it has gone.
+
+    Raises:
+        OSError: that is so since now.
+    """
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+        sys.stdout.buffer.flush()
+    except OSError:
+        # What is still buffered would make the interpreter's exit fail.
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,6 +12,7 @@ import molink
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
 from molink.swarm.address_book import AddressBook
+from molink.swarm.pausing import Pausing
 from molink.swarm.stream import StreamLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
@@ -37,6 +39,7 @@ from molink.wire.sockets.endpoints import endpoints
 from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.addresses import advertised
 from molinkd.peer.assignments import Assignments
+from molinkd.peer.awake import Awake
 from molinkd.peer.copier import Copier
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.heads import Heads
@@ -76,6 +79,8 @@ class Node:
         self._endpoint, self._on_revoked = endpoint, on_revoked
         self._said = ""
         self._left = False
+        self._awake = Awake()
+        self._pausing = Pausing(resources.settings.pause_times)
         settings, context, keys = resources.settings, resources.context, resources.keys
         self._members = KnownMembers(
             resources, leadership.replica, self._tried, self._members_changed, self._member_went
@@ -147,6 +152,7 @@ class Node:
         await self._copier.close()
         await self._heads.close()
         await self._assignments.close()
+        self._awake.close()
 
     # --- for the user of this PC -------------------------------------------------------------
 
@@ -180,10 +186,16 @@ class Node:
         except MolinkError as error:
             self._trouble(f"the coordinator was not told: {error}")
 
+    def drain(self, drain: bool) -> None:
+        """Hold no layers for now, or do so again; the coordinator sees to it."""
+        self._pausing.drained = drain
+        self.session.report_now()
+
     # --- the coordinator ---------------------------------------------------------------------
 
     def _report(self) -> PeerReport:
         settings = self._resources.settings
+        paused = "" if settings.stage == "none" else self._pausing.reason(_minute_of_day())
         return PeerReport(
             name=settings.name,
             version=molink.__version__,
@@ -191,7 +203,8 @@ class Node:
             control_port=self._resources.server.port,
             endpoint=self._endpoint(),
             daemon_pid=os.getpid(),
-            stage=settings.stage,
+            stage="none" if paused else settings.stage,
+            paused=paused,
             device=self._measured.device,
             models=self._resources.library.names,
             workers=self._assignments.states(),
@@ -272,6 +285,8 @@ class Node:
 
     def _stages_changed(self) -> None:
         self.session.report_now()
+        if self._resources.settings.keep_awake:
+            self._awake.keep(bool(self._assignments.states()))
         text = self._assignments.describe()
         if text != self._said:
             self._said = text
@@ -301,6 +316,11 @@ class Node:
         counters["control_messages_forbidden"] = float(control.forbidden)
         counters["control_members_blocked"] = float(control.blocked)
         return figures
+
+
+def _minute_of_day() -> int:
+    now = time.localtime()
+    return 60 * now.tm_hour + now.tm_min
 
 
 def _open_store(resources: Resources, book: AddressBook) -> Store:

@@ -42,7 +42,12 @@ def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 if sys.platform == "win32":
+    import ctypes
     import msvcrt
+    import threading
+
+    #: ``CTRL_CLOSE_EVENT``, ``CTRL_LOGOFF_EVENT``, ``CTRL_SHUTDOWN_EVENT``.
+    _CONSOLE_ENDS = (2, 5, 6)
 
     def lock_file(file: IO[bytes]) -> bool:
         """Take an exclusive lock for the life of ``file``; ``False`` if somebody holds it."""
@@ -57,6 +62,29 @@ if sys.platform == "win32":
         """Let go of it: Windows does so some time after the file was closed."""
         file.seek(0)
         msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
+
+    def _on_console_end(callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, in a thread of Windows' own, before it ends this process.
+
+        Returns how to say that all is done; Windows waits for that about five seconds.
+        """
+        done = threading.Event()
+
+        def handle(event: int) -> int:
+            if event not in _CONSOLE_ENDS:
+                return 0
+            callback()
+            done.wait()
+            return 1
+
+        routine = ctypes.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(handle)
+        ctypes.windll.kernel32.SetConsoleCtrlHandler(routine, 1)
+
+        def forget() -> None:
+            ctypes.windll.kernel32.SetConsoleCtrlHandler(routine, 0)
+            done.set()
+
+        return forget
 
     def _own_group() -> dict[str, Any]:
         flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
@@ -77,6 +105,10 @@ else:
         """Let go of it."""
         fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
+    def _on_console_end(callback: Callable[[], None]) -> Callable[[], None]:
+        """A terminal that ends sends a signal."""
+        return lambda: None
+
     def _own_group() -> dict[str, Any]:
         return {"start_new_session": True}
 
@@ -84,15 +116,18 @@ else:
 def on_terminate(callback: Callable[[], None]) -> Callable[[], None]:
     """Call ``callback`` when somebody terminates this process; returns how to undo it.
 
-    Ctrl-C isn't touched: it arrives as ``KeyboardInterrupt``. Windows has no catchable terminate
-    but Ctrl-Break.
+    Ctrl-C isn't touched: it arrives as ``KeyboardInterrupt``. Windows' only catchable terminate is
+    Ctrl-Break; the end of its console, of a session or of the system counts as one too. Windows
+    then waits some seconds for the undoing.
     """
     name = "SIGBREAK" if sys.platform == "win32" else "SIGTERM"
     number = getattr(signal, name)
     previous = signal.signal(number, lambda _signal, _frame: callback())
+    forget = _on_console_end(callback)
 
     def undo() -> None:
         signal.signal(number, previous)
+        forget()
 
     return undo
 

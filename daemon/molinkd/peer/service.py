@@ -16,6 +16,7 @@ from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.joining import Elsewhere, JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
 from molink.wire.messages.requests import (
+    DrainRequest,
     InvitationsRequest,
     InviteRequest,
     RevokeRequest,
@@ -35,6 +36,7 @@ FOR_MEMBERS = (ManifestRequest, ReadRequest, LeaderRequest)
 FOR_USER = (
     StatusRequest,
     ShutdownRequest,
+    DrainRequest,
     InviteRequest,
     InvitationsRequest,
     RevokeRequest,
@@ -55,6 +57,8 @@ class UserCommands:
     relay: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
     #: Stop, and leave the swarm for good if true. Returns once that is certain.
     shutdown: Callable[[bool], Awaitable[None]]
+    #: Hold no layers for now if true, or do so again.
+    drain: Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,9 @@ class Service:
             case InviteRequest() | InvitationsRequest() | RevokeRequest() | UnrevokeRequest():
                 reply, payload = await self._commands.relay(message)
                 self.send(sender.identity, _with_ref(reply, message.ref), payload or None)
+            case DrainRequest():
+                self._commands.drain(message.drain)
+                self.send(sender.identity, Done(ref=message.ref), None)
             case ShutdownRequest():
                 await self._commands.shutdown(message.leave)
                 self.send(sender.identity, Done(ref=message.ref), None)

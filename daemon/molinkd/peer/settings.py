@@ -1,4 +1,4 @@
-"""Settings of a daemon: defaults, then ``config.toml``, then ``MOLINK_*``, then the command line.
+"""Settings of a daemon, from defaults, files, the last start, ``MOLINK_*`` and the command line.
 
 Everything is parsed here, once; the rest of the daemon sees numbers in bytes and seconds.
 """
@@ -6,6 +6,7 @@ Everything is parsed here, once; the rest of the daemon sees numbers in bytes an
 import platform
 import re
 import tomllib
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ from molink.facts.model import Quantize
 from molink.facts.settings import PipelineSettings
 from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
+from molink.swarm.pausing import DailyTime
 from molinkd.peer.home import Home
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -71,6 +73,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spare_worker: bool = True
     #: Whether the layers of other stages are copied to this PC's disk, while nothing else is done.
     copies: bool = True
+    #: Times of the day, ``18:00-23:30``, at which this PC holds no layers though it offers to.
+    pause_times: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
+    #: Whether this PC may not fall asleep while it holds layers.
+    keep_awake: bool = True
     dtype: DTypeChoice = "auto"
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
@@ -97,6 +103,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
         if _DEVICE.match(self.device) is None:
             raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
+        for text in self.pause_times:
+            DailyTime.parse(text)
         policies = {"link_policy": POLICIES, "scheduling_policy": SCHEDULING_POLICIES}
         for name, choices in policies.items():
             chosen = getattr(self.pipeline, name)
@@ -119,8 +127,15 @@ PORTS_TRIED = 16
 Layer = Mapping[str, Any]
 
 
-def load_settings(home: Home, options: Layer, environment: Mapping[str, str]) -> Settings:
+def load_settings(
+    home: Home,
+    options: Layer,
+    environment: Mapping[str, str],
+    remembered: Layer = types.MappingProxyType({}),
+) -> Settings:
     """Put the layers together; ``options`` (of the command line) may hold ``None`` for "not given".
+
+    ``remembered`` are the options of the last start.
 
     Raises:
         UsageError: a value can't be used; says where it came from.
@@ -129,6 +144,7 @@ def load_settings(home: Home, options: Layer, environment: Mapping[str, str]) ->
     common = platformdirs.user_config_path("molink", False) / "config.toml"
     for path in (common, home.config):
         settings = build(read_toml(path), settings, str(path))
+    settings = build(remembered, settings, "the options of the last start")
     settings = build(from_environment(environment), settings, "the environment (MOLINK_*)")
     given = {name: value for name, value in options.items() if value is not None}
     return build(given, settings, "the command line")
@@ -228,7 +244,7 @@ def _parse(name: str, value: object, where: str) -> object:
             return parse_memory(value) if name == "memory" else parse_size(value)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
-    if name in ("advertise", "allowed_hosts"):
+    if name in ("advertise", "allowed_hosts", "pause_times"):
         return [part.strip() for part in value.split(",") if part.strip()]
     if name in ("chunk_tokens", "micro_batches") and value.strip().lower() == "auto":
         return 0

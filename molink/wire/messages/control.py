@@ -24,6 +24,7 @@ from molink.wire.messages.reports import (
     StageReady,
 )
 from molink.wire.messages.requests import (
+    DrainRequest,
     InvitationsReply,
     InvitationsRequest,
     Invite,
@@ -94,4 +95,5 @@ ControlMessage = (
     | StatusRequest
     | StatusReply
     | ShutdownRequest
+    | DrainRequest
 )

@@ -65,6 +65,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     worker_ports: tuple[Port, Port] = (0, 0)
     #: How much of the model that is served lies on this PC's disk, in percent; 100: all of it.
     copied: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
+    #: Why this peer offers no layers for now, though its user wants it to at other times.
+    paused: Text = ""
     #: Pipelines with a route as this peer knows it: its epoch, and whether it is ready.
     routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=8)] | None = (
         None

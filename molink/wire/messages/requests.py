@@ -107,6 +107,13 @@ class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):
     payload: Payload
 
 
+class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
+    """The command line asks its own daemon to hold no layers for now, or to do so again."""
+
+    ref: Count
+    drain: bool
+
+
 class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):
     """The command line asks its own daemon to stop; ``leave`` also forgets the swarm."""
 

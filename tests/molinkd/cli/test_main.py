@@ -54,7 +54,9 @@ def test_quantize_and_memory_reach_the_daemon(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launches: list[Launch] = []
-    monkeypatch.setattr("molinkd.peer.main.run_daemon", lambda launch, _: launches.append(launch))
+    monkeypatch.setattr(
+        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+    )
     assert run(["up", "--quantize", "nf4", "--memory", "80%"]) == 0
     (launch,) = launches
     assert launch.settings.quantize == "nf4"
@@ -102,7 +104,9 @@ def test_errors_are_one_clear_line(
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The daemons that would have been run."""
     launches: list[Launch] = []
-    monkeypatch.setattr("molinkd.peer.main.run_daemon", lambda launch, _: launches.append(launch))
+    monkeypatch.setattr(
+        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+    )
     return launches
 
 

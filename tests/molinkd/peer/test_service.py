@@ -17,6 +17,7 @@ from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.pipe import MemberKey
 from molink.wire.messages.requests import (
+    DrainRequest,
     InvitationsReply,
     InvitationsRequest,
     Invite,
@@ -56,6 +57,9 @@ class Commands:
         self.asked.append(message)
         return Done(ref=99), b""
 
+    def drain(self, drain: bool) -> None:
+        self.asked.append(("drain", drain))
+
     async def shutdown(self, leave: bool) -> None:
         self.asked.append(leave)
 
@@ -80,7 +84,7 @@ def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
     service = Service(
         me,
         library,
-        UserCommands(commands.status, commands.relay, commands.shutdown),
+        UserCommands(commands.status, commands.relay, commands.shutdown, commands.drain),
         AboutLeader(
             lambda peer, request: LeaderReply(
                 ref=request.ref, view=msgspec.structs.replace(request.view, leader=peer)
@@ -148,10 +152,12 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
         await client.request(InviteRequest(ref=0, ttl=-1.0))
     await client.request(RevokeRequest(ref=0, target="p"))
     await client.request(UnrevokeRequest(ref=0, target="p"))
+    await client.request(DrainRequest(ref=0, drain=True))
     await client.request(ShutdownRequest(ref=0, leave=True))
-    revoke, unrevoke, leave = commands.asked
+    revoke, unrevoke, drain, leave = commands.asked
     assert isinstance(revoke, RevokeRequest)
     assert isinstance(unrevoke, UnrevokeRequest)
+    assert drain == ("drain", True)
     assert leave is True
 
 
@@ -165,7 +171,8 @@ async def test_others_may_not(net: Net, library: Library) -> None:
     client.send(RevokeRequest(ref=4, target="p"))
     client.send(InvitationsRequest(ref=5))
     client.send(UnrevokeRequest(ref=6, target="p"))
-    await net.until(lambda: server.counters.forbidden == 6)
+    client.send(DrainRequest(ref=7, drain=True))
+    await net.until(lambda: server.counters.forbidden == 7)
     assert commands.asked == []
 
 

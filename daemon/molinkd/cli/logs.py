@@ -1,0 +1,131 @@
+"""``molink logs``: what the daemon and its processes wrote down, in the order of time."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from molink.errors import Unavailable
+from molink.plaintext import printable
+from molinkd.cli.local_daemon import find_daemon
+from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.home import Home
+
+#: How :data:`molink.plaintext.LOG_FORMAT` writes the beginning of a record.
+_RECORD = re.compile(
+    r"(?P<time>[\d-]{10} [\d:]{8},\d{3}) (?P<level>[A-Z]+) (?P<logger>\S+): (?P<text>.*)"
+)
+#: Until new lines are looked for again, in seconds.
+_LOOK_S = 0.5
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record. ``process`` is the log's name; a record without a beginning has no ``time``."""
+
+    time: str
+    process: str
+    level: str
+    logger: str
+    text: str
+
+
+def logs(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last.")] = 50,
+    process: Annotated[
+        str | None, typer.Option(help="Only of the daemon, a worker, the coordinator …")
+    ] = None,
+    level: Annotated[Level, typer.Option(help="Only from that level on.")] = "debug",
+    as_json: Annotated[bool, typer.Option("--json", help="Print each as JSON.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Show what molink wrote down on this PC."""
+    found = find_daemon(Home.find(home))
+    folder = (found.home if found is not None else Home.find(home)).logs
+    least = logging.getLevelNamesMapping()[level.upper()]
+
+    def wanted(record: Record) -> bool:
+        named = process is None or record.process.startswith(process)
+        return named and logging.getLevelNamesMapping().get(record.level, logging.INFO) >= least
+
+    ends = {path: path.stat().st_size for path in _files(folder)}
+    if not ends and not follow:
+        raise Unavailable(f"molink has written nothing down yet (in {folder})")
+    records = [one for one in read(folder) if wanted(one)]
+    for record in records[len(records) - lines :] if lines < len(records) else records:
+        _show(record, as_json=as_json)
+    while follow:
+        time.sleep(_LOOK_S)
+        for record in _later(folder, ends):
+            if wanted(record):
+                _show(record, as_json=as_json)
+
+
+def read(folder: Path) -> list[Record]:
+    """All records of a home's logs, the oldest first."""
+    found = [one for path in _files(folder) for one in parse(_process(path), _lines(path, 0))]
+    return sorted(found, key=lambda one: one.time)
+
+
+def parse(process: str, lines: Iterable[str]) -> Iterator[Record]:
+    """Records of one log. What continues one, such as a traceback, belongs to it."""
+    record = Record("", process, "INFO", "", "")
+    begun = False
+    for line in lines:
+        match = _RECORD.fullmatch(line)
+        if match is None:
+            text = f"{record.text}\n{line}" if begun else line
+            record, begun = replace(record, text=text), True
+            continue
+        if begun:
+            yield record
+        record, begun = Record(process=process, **match.groupdict()), True
+    if begun:
+        yield record
+
+
+def _later(folder: Path, ends: dict[Path, int]) -> list[Record]:
+    """Records after the ``ends`` of what was read before, which become the present ones."""
+    found: list[Record] = []
+    for path in _files(folder):
+        size, end = path.stat().st_size, ends.get(path, 0)
+        if size < end:
+            end = 0  # it was begun anew
+        if size > end and path.suffix == ".log":
+            found += parse(_process(path), _lines(path, end))
+        ends[path] = size
+    return sorted(found, key=lambda one: one.time)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The logs, with the older part of each first."""
+    return sorted(folder.glob("*.log*"), key=lambda path: (_process(path), -len(path.name)))
+
+
+def _process(path: Path) -> str:
+    return path.name.partition(".log")[0]
+
+
+def _lines(path: Path, start: int) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", "replace").splitlines()
+
+
+def _show(record: Record, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(record)), flush=True)
+        return
+    begin = f"{record.time} " if record.time else ""
+    named = f"{record.logger}: " if record.logger else ""
+    text = f"{begin}{record.process} {record.level} {named}{record.text}"
+    print(printable(text, keep="\n\t"), flush=True)

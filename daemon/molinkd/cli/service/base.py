@@ -1,0 +1,79 @@
+"""What a service is, whichever system keeps it running."""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import NamedTuple, Protocol
+
+from molink.errors import MolinkError
+
+#: Longest time that a command of the system may take, in seconds.
+_PATIENCE_S = 60.0
+
+
+class Answer(NamedTuple):
+    """How a command of the system ended, and what it said."""
+
+    code: int
+    text: str
+
+
+#: Runs a command of the system.
+Run = Callable[[Sequence[str]], Answer]
+
+
+class ServiceStatus(NamedTuple):
+    """``detail`` is what the system says of it, for a person."""
+
+    installed: bool
+    detail: str
+
+
+class Service(Protocol):
+    """The service ``molink`` of the user who asks. All raise :class:`MolinkError`."""
+
+    def install(self, command: Sequence[str]) -> str:
+        """Have ``command`` run now and after each start of the PC; returns what else to know."""
+
+    def uninstall(self) -> bool:
+        """Stop it and take it away; whether there was one."""
+
+    def status(self) -> ServiceStatus:
+        """Whether there is one."""
+
+
+def template(name: str) -> str:
+    """A file of ``daemon/units``."""
+    return (resources.files("molinkd.units") / name).read_text(encoding="utf-8")
+
+
+def run_command(command: Sequence[str]) -> Answer:
+    """Run a command of the system.
+
+    Raises:
+        MolinkError: it isn't there, or does not end.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MolinkError(f"`{' '.join(command)}` can't be run: {error}") from error
+    return Answer(done.returncode, done.stdout.decode("utf-8", "replace").strip())
+
+
+def demand(run: Run, command: Sequence[str]) -> Answer:
+    """Run a command that has to succeed.
+
+    Raises:
+        MolinkError: it failed.
+    """
+    answer = run(command)
+    if answer.code:
+        raise MolinkError(f"`{' '.join(command)}` failed: {answer.text or f'code {answer.code}'}")
+    return answer

@@ -1,0 +1,62 @@
+"""A user unit of systemd (Linux)."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+from molink.errors import MolinkError
+from molinkd.cli.service.base import Run, ServiceStatus, demand, run_command, template
+
+UNIT = "molink.service"
+_SYSTEMCTL = ("systemctl", "--user")
+
+
+class SystemdService:
+    """See :class:`molinkd.cli.service.base.Service`."""
+
+    def __init__(self, run: Run = run_command, environment: Mapping[str, str] = os.environ) -> None:
+        self._run = run
+        config = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        self.path = Path(config) / "systemd" / "user" / UNIT
+
+    def install(self, command: Sequence[str]) -> str:
+        """Write, enable and start the unit; see the protocol."""
+        if shutil.which("systemctl") is None and self._run is run_command:
+            raise MolinkError(
+                "there is no systemd on this PC: have your system run `molink up --background` or "
+                "`molink join --background` at its start"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = Template(template(UNIT)).substitute(COMMAND=" ".join(map(_quoted, command)))
+        self.path.write_text(text, encoding="utf-8")
+        try:
+            for verb in (["daemon-reload"], ["enable", UNIT], ["restart", UNIT]):
+                demand(self._run, [*_SYSTEMCTL, *verb])
+        except MolinkError:
+            self.path.unlink(missing_ok=True)
+            raise
+        return "For it to run while you are not logged in: loginctl enable-linger"
+
+    def uninstall(self) -> bool:
+        """Stop, disable and delete the unit; whether there was one."""
+        if not self.path.exists():
+            return False
+        demand(self._run, [*_SYSTEMCTL, "disable", "--now", UNIT])
+        self.path.unlink(missing_ok=True)
+        demand(self._run, [*_SYSTEMCTL, "daemon-reload"])
+        return True
+
+    def status(self) -> ServiceStatus:
+        """By the unit's file, and by ``systemctl is-active``."""
+        if not self.path.exists():
+            return ServiceStatus(False, f"there is no {self.path}")
+        answer = self._run([*_SYSTEMCTL, "is-active", UNIT])
+        return ServiceStatus(True, answer.text)
+
+
+def _quoted(word: str) -> str:
+    """A word of ``ExecStart`` as systemd reads it: ``%`` and ``$`` mean something there."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'

@@ -1,0 +1,119 @@
+"""Starts this PC's daemon, here or in the background, with the options of its last start."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import IO, Any, Literal
+
+import msgspec
+
+from molink.errors import MolinkError
+from molinkd.cli.console import DaemonConsole
+from molinkd.peer.child import how_it_ended
+from molinkd.peer.home import Home
+from molinkd.peer.launch import (
+    Announce,
+    AnyEvent,
+    Ended,
+    Invitation,
+    Launch,
+    Listening,
+    Trouble,
+)
+from molinkd.peer.main import DAEMON_COMMAND, DETACHED, log_to_file, run_daemon
+from molinkd.peer.platform import child_options
+from molinkd.peer.remembered import as_typed, read_options, write_options
+from molinkd.peer.settings import load_settings
+
+
+def start(
+    role: Literal["up", "join"],
+    home: Home,
+    given: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    token: str | None = None,
+    invite: bool = True,
+    background: bool = False,
+) -> None:
+    """Run the daemon until it ends, or until it is up if in the ``background``.
+
+    ``given`` are options of the command line, by setting. They are kept for the next start.
+
+    Raises:
+        MolinkError: it can't start, or has ended with an error.
+        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+    """
+    remembered = read_options(home.options)
+    settings = load_settings(home, given, os.environ, remembered)
+    console = DaemonConsole(foreground=not background)
+    as_before = {name: value for name, value in remembered.items() if name not in given}
+    if as_before:
+        console.say(f"As at the last start: {as_typed(as_before)}")
+
+    def show(event: AnyEvent) -> None:
+        if isinstance(event, Listening):
+            write_options(home.options, remembered | dict(given))
+        console.show(event)
+
+    launch = Launch(
+        home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
+    )
+    if background:
+        pid = _start_detached(launch, home.create(), show)
+        console.say(
+            f"It runs in the background (process {pid}): `molink status` shows the swarm, "
+            "`molink logs` what it does, `molink down` ends it."
+        )
+        return
+    with log_to_file(home, settings.log_level):
+        run_daemon(launch, show)
+
+
+def _start_detached(launch: Launch, home: Home, show: Announce) -> int:
+    """Start a daemon that outlives this process, and listen to it until it is up."""
+    with (home.logs / "background.log").open("ab") as errors:
+        child = subprocess.Popen(
+            [*DAEMON_COMMAND, DETACHED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            **child_options(),
+        )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin as order, child.stdout as events:
+        try:
+            order.write(msgspec.json.encode(launch) + b"\n")
+            order.close()
+            _listen(launch, events, show)
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait()
+            raise
+        except EOFError:
+            how = how_it_ended(child.wait())
+            raise MolinkError(f"the daemon {how} while it started; see {home.logs}") from None
+    return child.pid
+
+
+def _listen(launch: Launch, events: IO[bytes], show: Announce) -> None:
+    """Show what the daemon says until there is nothing more to wait for.
+
+    Raises:
+        MolinkError: it can't start.
+        EOFError: it has ended without a word.
+    """
+    up = False
+    for line in events:
+        event = msgspec.json.decode(line, type=AnyEvent)
+        if isinstance(event, Ended):
+            error = MolinkError(event.text)
+            error.exit_code = event.code
+            raise error
+        show(event)
+        up = up or isinstance(event, Listening)
+        last = isinstance(event, (Invitation, Trouble)) or launch.role == "join"
+        if up and (last or not launch.invite):
+            return
+    raise EOFError

@@ -1,0 +1,48 @@
+"""A daemon in the background: it outlives its command, and comes back as it was."""
+
+import json
+from pathlib import Path
+
+import psutil
+
+from molinkd.peer.home import Home
+from molinkd.peer.runfile import read_run_file
+from tests.support.processes import START_S, local_options, run_molink
+
+
+def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    options = [*local_options(), "--coordinator-port", "0"]
+    processes: list[psutil.Process] = []
+    try:
+        begun = run_molink(tmp_path, "up", "--background", "--stage", "none", *options)
+        assert begun.returncode == 0, begun.stderr
+        assert "molink join molink-" in begun.stdout
+        note = read_run_file(home.run_file)
+        assert note is not None
+        processes.append(psutil.Process(note.pid))
+        status = json.loads(run_molink(tmp_path, "status", "--json").stdout)
+        assert [peer["daemon_pid"] for peer in status["peers"]] == [note.pid]
+        second = run_molink(tmp_path, "up", "--background")
+        assert second.returncode == 2
+        assert "another molink daemon uses" in second.stderr
+        assert "leads" in run_molink(tmp_path, "logs", "--process", "daemon").stdout
+
+        assert run_molink(tmp_path, "down").returncode == 0
+        psutil.wait_procs(processes, timeout=START_S)
+        assert read_run_file(home.run_file) is None
+        assert run_molink(tmp_path, "down").returncode == 6
+
+        again = run_molink(tmp_path, "up", "--background", "--name", "attic")
+        assert again.returncode == 0, again.stderr
+        assert "As at the last start: --stage none" in again.stdout
+        note = read_run_file(home.run_file)
+        assert note is not None
+        processes.append(psutil.Process(note.pid))
+        status = json.loads(run_molink(tmp_path, "status", "--json").stdout)
+        assert [peer["name"] for peer in status["peers"]] == ["attic"]
+        assert run_molink(tmp_path, "down").returncode == 0
+    finally:
+        for process in processes:
+            if process.is_running():
+                process.kill()

@@ -1,0 +1,139 @@
+"""``molink service`` with the system's own commands replaced by notes of them."""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from molink.errors import MolinkError
+from molinkd.cli.main import run
+from molinkd.cli.service import base, verbs
+from molinkd.cli.service.base import Answer
+from molinkd.cli.service.systemd import SystemdService
+from molinkd.cli.service.task_scheduler import TaskSchedulerService, describe
+from molinkd.peer.home import Home
+from molinkd.peer.membership import Membership
+
+COMMAND = ["/opt/my python", "-m", "molinkd", "service", "run", "--home", "/home/a b/50%$x"]
+NAMESPACE = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
+
+
+class System:
+    """A system that notes what it is told, and fails where it is to."""
+
+    def __init__(self, fails: Callable[[Sequence[str]], bool] = lambda _: False) -> None:
+        self.told: list[list[str]] = []
+        self._fails = fails
+
+    def run(self, command: Sequence[str]) -> Answer:
+        self.told.append(list(command))
+        return Answer(1, "no such thing") if self._fails(command) else Answer(0, "active")
+
+
+def systemd(system: System, tmp_path: Path) -> SystemdService:
+    return SystemdService(system.run, {"XDG_CONFIG_HOME": str(tmp_path)})
+
+
+def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
+    system = System()
+    service = systemd(system, tmp_path)
+    assert "enable-linger" in service.install(COMMAND)
+    text = (tmp_path / "systemd" / "user" / "molink.service").read_text(encoding="utf-8")
+    assert '"/opt/my python" "-m" "molinkd"' in text
+    assert '"/home/a b/50%%$$x"' in text  # `%` and `$` mean something to systemd
+    assert "${" not in text
+    verbs = [command[2] for command in system.told]
+    assert verbs == ["daemon-reload", "enable", "restart"]
+    assert service.status() == (True, "active")
+
+
+def test_a_unit_that_cannot_be_started_is_not_left_behind(tmp_path: Path) -> None:
+    service = systemd(System(lambda command: "enable" in command), tmp_path)
+    with pytest.raises(MolinkError, match="no such thing"):
+        service.install(COMMAND)
+    assert not service.path.exists()
+
+
+def test_a_unit_goes(tmp_path: Path) -> None:
+    system = System()
+    service = systemd(system, tmp_path)
+    assert not service.uninstall()
+    assert not system.told
+    service.install(COMMAND)
+    assert service.uninstall()
+    assert not service.path.exists()
+    assert not service.status().installed
+
+
+def test_a_task_holds_its_command() -> None:
+    root = ElementTree.fromstring(
+        describe([r"C:\Program Files\pythonw.exe", "-m", "molinkd", r"D:\a & b"], r"PC\<me>")
+        .partition("?>")[2]
+        .strip()
+    )
+    texts = {element.tag.removeprefix(NAMESPACE): element.text for element in root.iter()}
+    assert texts["Command"] == r"C:\Program Files\pythonw.exe"
+    assert texts["Arguments"] == r'-m molinkd "D:\a & b"'
+    assert texts["UserId"] == r"PC\<me>"
+    assert texts["ExecutionTimeLimit"] == "PT0S"  # it may run for ever
+    assert texts["LogonType"] == "InteractiveToken"
+
+
+def test_a_task_is_made_started_and_deleted() -> None:
+    system = System()
+    service = TaskSchedulerService(system.run)
+    service.install(COMMAND)
+    assert service.uninstall()
+    assert [command[1] for command in system.told] == [
+        "/Create",
+        "/Run",
+        "/Query",
+        "/End",
+        "/Delete",
+    ]
+    assert all(Path(command[0]).name == "schtasks.exe" for command in system.told)
+    assert not TaskSchedulerService(System(lambda _: True).run).uninstall()
+
+
+def test_a_command_that_is_missing_is_an_error() -> None:
+    with pytest.raises(MolinkError, match="can't be run"):
+        base.run_command(["molink-has-no-such-command"])
+    assert base.run_command([sys.executable, "-c", "print('yes')"]) == (0, "yes")
+
+
+def test_a_pc_of_no_swarm_gets_no_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["service", "install", "--home", str(tmp_path)]) == 2
+    assert "is in no swarm" in capsys.readouterr().err
+
+
+def test_installing_says_what_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = System()
+    monkeypatch.setattr(verbs, "the_service", lambda: systemd(system, tmp_path / "config"))
+    home = Home(tmp_path / "home").create()
+    Membership(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
+    assert run(["service", "install", "--home", str(home.root)]) == 0
+    assert "swarm s is a service now" in capsys.readouterr().out
+    assert run(["service", "status", "--home", str(home.root)]) == 1  # nothing runs
+    out = capsys.readouterr().out
+    assert "The service is installed." in out
+    assert "molink does not run." in out
+    assert run(["service", "uninstall"]) == 0
+    assert "gone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("own", "role"), [(True, "up"), (False, "join")])
+def test_the_service_starts_what_ran_before(
+    own: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr(verbs, "start", lambda *given, **more: started.append((*given, more)))
+    home = Home(tmp_path).create()
+    Membership(swarm="s", coordinator_key="k", addresses=(), own=own).save(home.membership)
+    assert run(["service", "run", "--home", str(tmp_path)]) == 0
+    assert started == [(role, home, {}, {"invite": False})]
