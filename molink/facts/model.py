@@ -12,6 +12,8 @@ LayerRange = tuple[Index, Index]
 Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?$")]
 #: How a stage keeps the projections of its layers (:mod:`molink.checkpoint.quantization`).
 Quantize = Literal["none", "int8", "nf4"]
+#: What a placement is to make least or most: one stream's time per token, or many streams' tokens.
+Objective = Literal["latency", "throughput"]
 #: Tokens of a KV block, the same at every stage of a pipeline.
 BLOCK_SIZE = 16
 

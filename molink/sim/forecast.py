@@ -10,7 +10,6 @@ from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.microbatches import Prospect, best_of, prospects
 from molink.sim.pipeline import DTYPE, Pipeline
-from molink.sim.roofline import rooflines, split_layers
 from molink.sim.scenario import Scenario
 
 #: When the request is sent: links have been tried out by then.
@@ -60,7 +59,7 @@ def plan_ring(
     best = best_of(curve)
     report = _alone(scenario, prompt_tokens, output_tokens)
     return RingForecast(
-        layers=_ranges(split_layers(scenario.model_profile.layers, scenario.stages)),
+        layers=_ranges(scenario.split),
         floor_s=times.turn_s(1),
         streams=streams,
         curve=tuple(curve),
@@ -75,7 +74,7 @@ def plan_ring(
 def ring_times(scenario: Scenario) -> RingTimes:
     """Times of the ring of ``scenario``, by the rooflines of its devices."""
     model, count = scenario.model_profile, scenario.stages
-    profiles = [one.profile() for one in rooflines(scenario.device_profile, model, count)]
+    profiles = [one.profile() for one in scenario.rooflines]
     link = LinkFacts(scenario.link.latency, scenario.link.rate)
     row_bytes = model.hidden * scenario.tensors * DTYPE_SIZES[DTYPE]
     return RingTimes(profiles, (link,) * count if count > 1 else (), row_bytes)

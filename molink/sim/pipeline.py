@@ -19,7 +19,6 @@ from molink.sim.hop import Hop
 from molink.sim.medium import IdealMedium, Medium, TcpMedium
 from molink.sim.packing import SimPacker
 from molink.sim.profiles import MBPS
-from molink.sim.roofline import rooflines
 from molink.sim.scenario import Scenario
 from molink.sim.stages import NoRequests, SimExecutor
 from molink.sim.timeline import Timeline
@@ -48,12 +47,15 @@ class Pipeline:
         self.trouble = ""
         #: The largest share of the KV blocks that was in use.
         self.kv_peak = 0.0
-        device, model = scenario.device_profile, scenario.model_profile
+        model = scenario.model_profile
         self._scenario = scenario
-        self._stages = rooflines(device, model, scenario.stages)
+        self._stages = scenario.rooflines
         self._profiles = tuple(stage.profile() for stage in self._stages)
         self._hidden = model.hidden * scenario.tensors
-        tokens = min(stage.kv_tokens(device) for stage in self._stages)
+        tokens = min(
+            stage.kv_tokens(device)
+            for stage, device in zip(self._stages, scenario.device_profiles, strict=True)
+        )
         if tokens < BLOCK_SIZE:
             raise UsageError(
                 f"{scenario.model} doesn't fit into {scenario.stages} x {scenario.device}:"

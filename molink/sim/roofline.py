@@ -85,8 +85,13 @@ class Roofline:
 
     def kv_tokens(self, device: DeviceProfile) -> int:
         """Tokens whose keys and values fit beside the weights; 0 if not even the weights do."""
-        room = _MEMORY_SHARE * device.memory_gb * 1e9 - _ACTIVATIONS_GB * 1e9 - self.weight_bytes
+        room = memory_for_stages(device) - self.weight_bytes
         return max(0, int(room / (self._layers * self._model.kv_bytes)))
+
+
+def memory_for_stages(device: DeviceProfile) -> float:
+    """Bytes of a device for weights and KV."""
+    return _MEMORY_SHARE * device.memory_gb * 1e9 - _ACTIVATIONS_GB * 1e9
 
 
 def split_layers(layers: int, stages: int) -> list[int]:
@@ -96,7 +101,15 @@ def split_layers(layers: int, stages: int) -> list[int]:
 
 def rooflines(device: DeviceProfile, model: ModelProfile, stages: int) -> Sequence[Roofline]:
     """The stages of a ring of equal devices."""
+    return unequal_rooflines([device] * stages, model, split_layers(model.layers, stages))
+
+
+def unequal_rooflines(
+    devices: Sequence[DeviceProfile], model: ModelProfile, layers: Sequence[int]
+) -> Sequence[Roofline]:
+    """The stages of a ring, by the device of each and its layers."""
+    last = len(devices) - 1
     return [
-        Roofline(device, model, layers, is_last=index == stages - 1)
-        for index, layers in enumerate(split_layers(model.layers, stages))
+        Roofline(device, model, count, is_last=index == last)
+        for index, (device, count) in enumerate(zip(devices, layers, strict=True))
     ]

@@ -1,11 +1,13 @@
 """What is to be simulated: a ring, its links, its switches and its load."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import UsageError
 from molink.head.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
+from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
 from molink.sim.workload import Workload
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -30,6 +32,8 @@ class Scenario:
     1.47 were measured). ``max_running`` requests hold KV blocks at a time. ``policy`` is that of
     the links, ``scheduling_policy`` that of the head. ``unpaired`` lets prefill chunks go
     without decode rows where those who decode hardly notice (:mod:`molink.head.depth`).
+    ``devices`` and ``layers`` are those of each stage, if they differ or aren't shared out evenly.
+    ``shape`` is the model's, if it has no profile of that name.
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -50,6 +54,9 @@ class Scenario:
     compression_ratio: float = 1.45
     scheduling_policy: str = "fcfs"
     unpaired: bool = True
+    devices: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    shape: ModelProfile | None = None
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
@@ -100,14 +107,26 @@ class Scenario:
         )
 
     @property
-    def device_profile(self) -> DeviceProfile:
-        """The device of every stage."""
-        return load_device(self.device)
+    def device_profiles(self) -> tuple[DeviceProfile, ...]:
+        """The device of each stage."""
+        if not self.devices:
+            return (load_device(self.device),) * self.stages
+        return tuple(load_device(name) for name in self.devices)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """The layers of each stage."""
+        return self.layers or tuple(split_layers(self.model_profile.layers, self.stages))
+
+    @property
+    def rooflines(self) -> Sequence[Roofline]:
+        """The stages."""
+        return unequal_rooflines(self.device_profiles, self.model_profile, self.split)
 
     @property
     def model_profile(self) -> ModelProfile:
         """The model's shape."""
-        return load_model(self.model)
+        return self.shape or load_model(self.model)
 
     @property
     def switches(self) -> dict[str, object]:

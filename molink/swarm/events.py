@@ -49,11 +49,16 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Peer ``by`` has tried to connect to ``to``."""
+    """Peer ``by`` has tried to connect to ``to``.
+
+    One-way ``latency`` in seconds and ``rate`` in bytes/s, if they were measured.
+    """
 
     by: str
     to: str
     ok: bool
+    latency: float | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

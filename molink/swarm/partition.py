@@ -31,9 +31,12 @@ class Costs:
     logits: int = 0
 
     @classmethod
-    def of(cls, need: Footprint) -> "Costs":
-        """Those that :meth:`~molink.facts.footprint.Footprint.needs` sums up."""
-        tokens = need.min_tokens
+    def of(cls, need: Footprint, tokens: int = 0) -> "Costs":
+        """Those that :meth:`~molink.facts.footprint.Footprint.needs` sums up.
+
+        With room for the KV of ``tokens`` tokens, if that is more than any stage must have.
+        """
+        tokens = max(tokens, need.min_tokens)
         return cls(
             layer_weights=need.layer,
             layer_room=need.layer_graphs + tokens * need.token,
@@ -65,13 +68,15 @@ class Costs:
 class Runner:
     """A peer that can take any layers: usable bytes, and bytes/s at which it reads weights.
 
-    ``costs`` are the model's there: in its dtype, with what its kind of device needs.
+    ``costs`` are the model's there: in its dtype, with what its kind of device needs. ``step`` is
+    what each step takes beside reading weights, in seconds.
     """
 
     peer: str
     memory: int
     rate: float
     costs: Costs
+    step: float = 0.0
 
     def capacity(self, *, opens: bool = False, closes: bool = False) -> int:
         """Most layers that it can hold."""
@@ -79,7 +84,13 @@ class Runner:
 
     def seconds(self, layers: int, *, closes: bool = False) -> float:
         """Time of a decode step of ``layers`` layers."""
-        return self.costs.seconds(layers, self.rate, closes=closes)
+        return self.step + self.costs.seconds(layers, self.rate, closes=closes)
+
+    def line(self, *, opens: bool, closes: bool) -> "Line":
+        """Its stage at that place in the ring."""
+        fixed = self.seconds(0, closes=closes)
+        cap = self.capacity(opens=opens, closes=closes)
+        return Line(cap, fixed, self.costs.layer_weights / self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,27 +213,21 @@ def _orders(gap: Gap, runners: Sequence[Runner]) -> Iterator[list[Runner]]:
 
 def _share(gap: Gap, order: Sequence[Runner], floor: float) -> Split | None:
     tail = len(order) - 1
-    stages: list[_Line] = []
-    for i, runner in enumerate(order):
-        closes = gap.closes and i == tail
-        stages.append(
-            _Line(
-                cap=runner.capacity(opens=gap.opens and i == 0, closes=closes),
-                fixed=runner.seconds(0, closes=closes),
-                each=runner.seconds(1),
-            )
-        )
+    stages = [
+        runner.line(opens=gap.opens and i == 0, closes=gap.closes and i == tail)
+        for i, runner in enumerate(order)
+    ]
     caps = [stage.cap for stage in stages]
     if min(caps) < 1 or sum(caps) < gap.layers or len(order) > gap.layers:
         return None
-    slowest = max(floor, _min_slowest(gap.layers, stages))
-    counts = _cheapest(gap.layers, stages, slowest)
+    slowest = max(floor, min_slowest(gap.layers, stages))
+    counts = cheapest(gap.layers, stages, slowest)
     total = sum(stage.seconds(count) for stage, count in zip(stages, counts, strict=True))
     return Split(slowest, total, tuple(zip(order, counts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class Line:
     """A stage's time as a function of its layers, up to ``cap`` of them."""
 
     cap: int
@@ -242,7 +247,7 @@ class _Line:
         return min(self.cap, count)
 
 
-def _min_slowest(layers: int, stages: Sequence[_Line]) -> float:
+def min_slowest(layers: int, stages: Sequence[Line]) -> float:
     """Hand out layers one by one to whoever is done soonest with it: no split is better."""
     counts = [1] * len(stages)
     heap = [(stage.seconds(2), i) for i, stage in enumerate(stages) if stage.cap > 1]
@@ -257,7 +262,7 @@ def _min_slowest(layers: int, stages: Sequence[_Line]) -> float:
     return slowest
 
 
-def _cheapest(layers: int, stages: Sequence[_Line], slowest: float) -> list[int]:
+def cheapest(layers: int, stages: Sequence[Line], slowest: float) -> list[int]:
     """At least one layer for each, the others to the quickest, none over ``slowest`` seconds."""
     counts = [1] * len(stages)
     left = layers - len(stages)

@@ -1,13 +1,17 @@
 """Decides which peer runs which layers.
 
 Every decode step reads all weights once, so a stage's time is its bytes over the peer's measured
-read rate. With several streams the ring yields one token per stream and turn of its *slowest*
-stage: that time is minimized first, the sum over the stages (a lone stream's latency) second.
+read rate, and a fixed time for each step. :mod:`molink.swarm.ring_search` finds the peers, their
+order and their layers for the objective: a stage more costs a hop. Two things count before that:
 
-Every ``auto`` peer takes part, up to the number of layers and :data:`MAX_STAGES`: whoever started
-a daemon offered the PC's memory, and room for KV is worth more than the hop that it saves. A peer
-without room for one layer is a spare; further ones become spares, smallest first, only where no
-split has all of them.
+- A ring has :attr:`Aim.stages` stages, or as many as there can be.
+- It has room for KV (:mod:`molink.swarm.kv_room`): memory is worth a hop where that would be short.
+
+What serves stays unless another ring is better by :data:`GAIN`, or it has no room for a
+conversation and another one has.
+
+Where peers name their layers, who is in the ring is decided by hand: every ``auto`` peer takes part
+in what is left, for the least slowest stage, whatever the links are.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +22,26 @@ from typing import Literal
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import refusal, size, smaller_modes, usable
-from molink.facts.model import LayerRange, ModelFacts, Quantize
+from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
+from molink.facts.ringtimes import TOKEN_BYTES
+from molink.swarm.kv_room import CONVERSATION, is_worth, rooms
+from molink.swarm.links import Links
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
+from molink.swarm.ring_search import search
+from molink.swarm.rings import Hop, Hops, Ring, Task, judge
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.Form`.
 MAX_STAGES = 16
 #: Bytes/s that are assumed where no peer has measured its own: what one core reads. All have the
 #: same then, so it decides nothing but the time that is shown.
 ASSUMED_RATE = 10e9
+#: Seconds that a step takes beside reading weights, where nothing better is known.
+STEP_S = 0.0005
+#: What serves is left for a ring that costs less by this part, and by so many seconds.
+GAIN = 0.1
+GAIN_S = 0.001
+#: Rows of the micro-batch that is reckoned with.
+ROWS: dict[Objective, int] = {"latency": 1, "throughput": 16}
 #: Bytes of a weight where bf16 can't be computed with.
 _WIDE = DTYPE_SIZES["f32"]
 _WIDER = " (a CPU without bf16 computes in f32: its memory counts for less)"
@@ -36,7 +52,8 @@ class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
-    four bytes per weight with the dtype ``auto``.
+    four bytes per weight with the dtype ``auto``. ``blocked`` are those to whom it can't connect.
+    ``step`` is what its steps take beside reading weights, in seconds.
     """
 
     peer: str
@@ -46,6 +63,16 @@ class Candidate:
     stage: str = "auto"
     bf16: bool = True
     cuda: bool = False
+    blocked: frozenset[str] = frozenset()
+    step: float = STEP_S
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a placement is for, and how many stages it has at least, if there are so many peers."""
+
+    objective: Objective = "latency"
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +86,17 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Stages in ring order; ``spares`` are auto peers that got no layers."""
+    """Stages in ring order; ``spares`` are auto peers that got no layers.
+
+    ``tokens`` is for how many tokens' KV there is room at least. ``turn`` and ``cost`` are those of
+    :class:`~molink.swarm.rings.Ring`, in seconds; 0 where peers have named their layers.
+    """
 
     stages: tuple[Placed, ...]
     spares: tuple[str, ...] = ()
+    tokens: int = 0
+    turn: float = 0.0
+    cost: float = 0.0
 
     @property
     def slowest(self) -> float:
@@ -91,15 +125,21 @@ def place(
     candidates: Sequence[Candidate],
     dtype: str = "auto",
     quantize: Quantize = "none",
+    *,
+    aim: Aim = Aim(),
+    links: Links | None = None,
+    serving: Sequence[tuple[str, LayerRange]] = (),
 ) -> Placement | Unplaceable:
     """Place a model over ``candidates``, which are in the order in which they joined.
 
-    One that has named layers which the model doesn't have gets none.
+    One that has named layers which the model doesn't have gets none. ``serving`` is the ring that
+    is there, if one is.
     """
     misfits = {one.peer: why for one in candidates if (why := misfit(one.stage, facts))}
     fitting = [one for one in candidates if one.peer not in misfits]
     try:
-        return _Placer(facts, fitting, StageSetup(dtype=dtype, quantize=quantize)).place()
+        setup = StageSetup(dtype=dtype, quantize=quantize)
+        return _Placer(facts, fitting, setup, aim, links or Links()).place(serving)
     except _NoPlacement as reason:
         named = [
             f"{one.name} (--stage {one.stage}) {misfits[one.peer]}"
@@ -129,35 +169,44 @@ class _Placer:
     """One call of :func:`place`."""
 
     def __init__(
-        self, facts: ModelFacts, candidates: Sequence[Candidate], target: StageSetup
+        self,
+        facts: ModelFacts,
+        candidates: Sequence[Candidate],
+        target: StageSetup,
+        aim: Aim,
+        links: Links,
     ) -> None:
         """``target`` has what is the same at every peer: dtype and quantization."""
         self.facts, self.candidates, self.common = facts, candidates, target
+        self.aim, self.links = aim, links
         widens = target.dtype == "auto" and facts.element_bytes < _WIDE
         used = [c for c in candidates if c.stage != "none"]
         self.hint = _WIDER if widens and not all(c.bf16 or c.cuda for c in used) else ""
         known = [c.read_rate for c in candidates if c.stage != "none" and c.read_rate > 0]
         self.default_rate = median(known) if known else ASSUMED_RATE
-        self.autos = [self.runner(c) for c in candidates if c.stage == "auto"]
+        self.free = [c for c in candidates if c.stage == "auto"]
+        self.autos = [self.runner(c) for c in self.free]
         self.fixed = sorted(
             ((layers, c) for c in candidates if (layers := parse_range(c.stage)) is not None),
             key=lambda pair: pair[0],
         )
 
-    def runner(self, candidate: Candidate) -> Runner:
-        """What a peer has, and what the model takes there."""
+    def runner(self, candidate: Candidate, tokens: int = 0) -> Runner:
+        """What a peer has, and what the model takes there with room for ``tokens`` tokens."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        costs = Costs.of(Footprint.of(self.facts, self.target(candidate)))
-        return Runner(candidate.peer, usable(candidate.memory), rate, costs)
+        costs = Costs.of(Footprint.of(self.facts, self.target(candidate)), tokens)
+        return Runner(candidate.peer, usable(candidate.memory), rate, costs, candidate.step)
 
     def target(self, candidate: Candidate) -> StageSetup:
         """How a peer would run a stage."""
         kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
         return replace(self.common, kind=kind, bf16=candidate.bf16)
 
-    def place(self) -> Placement:
+    def place(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         if not self.autos and not self.fixed:
             raise _NoPlacement("no peer offers to run layers")
+        if not self.fixed:
+            return self.ring(serving)
         explicit = [self.explicit(layers, c) for layers, c in self.fixed]
         gaps = self.gaps()
         floor = max((stage.seconds for stage in explicit), default=0.0)
@@ -169,6 +218,68 @@ class _Placer:
         used = {stage.peer for stage in stages}
         spares = tuple(runner.peer for runner in self.autos if runner.peer not in used)
         return Placement(tuple(stages), spares)
+
+    # --- all are auto ----------------------------------------------------------------------------
+
+    def ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
+        """The best ring, or the one that serves if it is nearly as good."""
+        hops = self.hops()
+        found: Ring | None = None
+        for tokens in rooms(self.facts, self.aim.objective):
+            runners = [self.runner(c, tokens) for c in self.free]
+            task = Task(self.facts.layers, runners, hops, self.aim.objective, MAX_STAGES)
+            ring = search(task, self.aim.stages)
+            if ring is None or not (found is None or is_worth(tokens, ring.cost, found.cost)):
+                break
+            found, room = ring, tokens
+            if tokens <= CONVERSATION:
+                needed = task
+        if found is None:
+            raise _NoPlacement(self.shortage(self.gaps()))
+        return self.placement(task, self.kept(needed, found, serving), room)
+
+    def kept(self, task: Task, found: Ring, serving: Sequence[tuple[str, LayerRange]]) -> Ring:
+        """The ring that serves, unless ``found`` is worth a change."""
+        index = {one.peer: i for i, one in enumerate(task.runners)}
+        if not serving or not all(peer in index for peer, _ in serving):
+            return found
+        counts = [last - first for _, (first, last) in serving]
+        old = judge(task, [index[peer] for peer, _ in serving], counts)
+        if old is None or len(old.order) < min(self.aim.stages, len(found.order)):
+            return found
+        gain = old.cost - found.cost
+        return found if gain >= max(GAIN * old.cost, GAIN_S) else old
+
+    def hops(self) -> Hops:
+        """The links between all auto peers."""
+        rows = ROWS[self.aim.objective]
+        wide = DTYPE_SIZES.get(self.common.dtype, self.facts.element_bytes)
+        row_bytes = rows * self.facts.hidden * wide
+
+        def hop(one: Candidate, other: Candidate) -> Hop | None:
+            if one is other or other.peer in one.blocked:
+                return None
+            latency, rate = self.links.between(one.peer, other.peer)
+            busy, tokens_busy = row_bytes / rate, rows * TOKEN_BYTES / rate
+            return Hop(latency + busy, busy, latency + tokens_busy, tokens_busy)
+
+        return [[hop(one, other) for other in self.free] for one in self.free]
+
+    def placement(self, task: Task, ring: Ring, tokens: int) -> Placement:
+        """A ring's stages."""
+        stages: list[Placed] = []
+        at = 0
+        for i, count in zip(ring.order, ring.counts, strict=True):
+            runner = task.runners[i]
+            closes = at + count == task.layers
+            seconds = runner.seconds(count, closes=closes)
+            stages.append(Placed(runner.peer, (at, at + count), seconds))
+            at += count
+        used = {stage.peer for stage in stages}
+        spares = tuple(one.peer for one in task.runners if one.peer not in used)
+        return Placement(tuple(stages), spares, tokens, ring.turn, ring.cost)
+
+    # --- some have named their layers ------------------------------------------------------------
 
     def explicit(self, layers: LayerRange, candidate: Candidate) -> Placed:
         """The stage of a peer that named its own layers."""
@@ -251,6 +362,11 @@ class _Placer:
                 f"{min(room, layers - 1)} of {layers} layers; add a peer, give more memory or "
                 f"{helps}{self.hint}"
             )
+        if any(one.blocked for one in self.free) and self.opened():
+            return (
+                f"{what} needs {size(needs)}: no ring of peers that can connect to each other has "
+                "room for it; open the ports that are named to those who are left out"
+            )
         layer = costs.layer_weights + costs.layer_room
         return (
             f"{what} needs {size(needs)} and the swarm offers {size(offers)} on {peers}, but no "
@@ -258,6 +374,12 @@ class _Placer:
             f"layers, the first {size(costs.first)} and the last {size(costs.last + costs.logits)} "
             f"more; {helps}{self.hint}"
         )
+
+    def opened(self) -> bool:
+        """Whether there would be a placement if all could connect to all."""
+        opened = [replace(one, blocked=frozenset()) for one in self.candidates]
+        found = place(self.facts, opened, self.common.dtype, self.common.quantize)
+        return isinstance(found, Placement)
 
     def smaller(self) -> Quantize | None:
         """The gentlest quantization with which there would be a placement, if any."""

@@ -5,13 +5,15 @@ that the last one saw and have then stayed the same for a moment; so joins close
 and whatever changes the candidates (a join, a loss, the end of a back-off) is the same case.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from molink.swarm.backoff import Backoff
 from molink.swarm.formation import Formation
-from molink.swarm.placement import Candidate, Placement, Unplaceable, parse_range, place
+from molink.swarm.links import Links
+from molink.swarm.placement import Aim, Candidate, Placement, Unplaceable, parse_range, place
 from molink.swarm.reach import Reach, Unreachable
-from molink.swarm.records import Desired
+from molink.swarm.records import Desired, StageRecord
 from molink.swarm.registry import PeerSession, Registry
 from molink.wire.messages.reports import PeerReport
 
@@ -31,6 +33,8 @@ STALE = 1.5
 #: A restarted coordinator waits this long, in seconds, for ``min_peers`` to come back, if so many
 #: are members still.
 RESTORE_TIMEOUT = 30.0
+#: Links that have changed are no reason to look at a placement again for so long, in seconds.
+REVIEW = 60.0
 #: A change of a peer's memory below this part of it is no reason to place anew.
 MEMORY_CHANGE = 0.1
 
@@ -44,6 +48,9 @@ class Planner:
         """``restored``: there was a placement before this coordinator started."""
         self.backoff = Backoff()
         self.reach = Reach()
+        self.links = Links()
+        #: Peers for which the last placement had no use.
+        self.spares: frozenset[str] = frozenset()
         #: Peers that get no stage because of a connection that can't be made.
         self.unreachable: dict[str, Unreachable] = {}
         #: The first placement waits for ``min_peers``; later ones take whoever is left.
@@ -55,6 +62,8 @@ class Planner:
         self._pending: Candidates | None = None
         self._pending_since = 0.0
         self._place_at = 0.0
+        #: When a change of links may be looked at.
+        self._review_at = 0.0
         #: How long a change of the candidates puts the placement off.
         self._step = DEBOUNCE
         #: What each peer offers, and in which report.
@@ -94,7 +103,21 @@ class Planner:
         self.unreachable = self.reach.left_out(one.peer for one in first)
         # Whatever its ports are, who serves does.
         out = self.unreachable.keys() - set(serving)
-        return tuple(one for one in found if one.peer not in out)
+        return self._blocked([one for one in found if one.peer not in out], serving)
+
+    def _blocked(self, found: Sequence[Candidate], serving: Collection[str]) -> Candidates:
+        """Candidates with those of each other to whom they can't connect."""
+        if not self.reach.failed:
+            return tuple(found)
+        peers = {one.peer for one in found}
+        return tuple(
+            replace(
+                one,
+                blocked=self.reach.blocked(one.peer)
+                & peers - (set(serving) if one.peer in serving else set()),
+            )
+            for one in found
+        )
 
     def _offer(self, peer: str, report: PeerReport) -> Candidate | None:
         """What a report offers; it is looked at after every event, so one is made per report."""
@@ -114,7 +137,7 @@ class Planner:
             self.placed, self._waive_at, self._tried = True, None, None
         if not _differ(candidates, self._tried):
             self._pending = None
-            return False
+            return self._review(now)
         if self._pending is None:
             self._pending_since = now
         if _differ(candidates, self._pending):
@@ -127,6 +150,14 @@ class Planner:
         ):
             return False
         self.settle(candidates)
+        self._review_at = now + REVIEW
+        return True
+
+    def _review(self, now: float) -> bool:
+        """Whether links have changed since the last placement, and that one is not young."""
+        if now < self._review_at or not self.links.news:
+            return False
+        self._review_at = now + REVIEW
         return True
 
     def outdated(self, candidates: Candidates, peers: Collection[str]) -> bool:
@@ -137,7 +168,11 @@ class Planner:
         if self._tried is None:
             return True
         now, then = (
-            tuple(one for one in all_of_them if one.peer in peers)
+            tuple(
+                replace(one, blocked=one.blocked & set(peers))
+                for one in all_of_them
+                if one.peer in peers
+            )
             for all_of_them in (candidates, self._tried)
         )
         return _differ(now, then)
@@ -162,6 +197,7 @@ class Planner:
         """The peer is not there any more."""
         self.backoff.lost(peer, now)
         self.reach.forget(peer)
+        self.links.forget(peer)
         self._offers.pop(peer, None)
         self._doubts.pop(peer, None)
 
@@ -185,15 +221,30 @@ class Planner:
         self.placed, self._waive_at = False, None
 
     def place(
-        self, desired: Desired, candidates: Candidates, registry: Registry, now: float
+        self,
+        desired: Desired,
+        candidates: Candidates,
+        registry: Registry,
+        now: float,
+        serving: Iterable[StageRecord] = (),
     ) -> Placement | Unplaceable:
-        """Place the desired model."""
+        """Place the desired model; ``serving`` are the stages that serve it."""
         if not self.placed and len(candidates) < desired.min_peers:
             return Unplaceable(
                 f"waiting for peers: {len(candidates)} of {desired.min_peers} with a stage are "
                 "there"
             )
-        found = place(desired.facts, candidates, desired.dtype, desired.quantize)
+        self.links.placed()
+        found = place(
+            desired.facts,
+            candidates,
+            desired.dtype,
+            desired.quantize,
+            aim=Aim(desired.objective, desired.stages),
+            links=self.links,
+            serving=[(stage.peer, stage.layers) for stage in serving],
+        )
+        self.spares = frozenset(found.spares if isinstance(found, Placement) else ())
         if isinstance(found, Placement):
             self.placed, self._waive_at = True, None
             return found
@@ -226,7 +277,7 @@ def _differ(new: Candidates, old: Candidates | None) -> bool:
     if old is None or len(new) != len(old):
         return True
     return any(
-        (a.peer, a.stage) != (b.peer, b.stage)
+        (a.peer, a.stage, a.blocked) != (b.peer, b.stage, b.blocked)
         or abs(a.memory - b.memory) > MEMORY_CHANGE * max(a.memory, b.memory)
         for a, b in zip(new, old, strict=True)
     )

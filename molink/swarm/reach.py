@@ -1,9 +1,12 @@
 """Which peer can connect to which, as they have tried, and how a person opens a port."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.wire.messages.reports import PeerReport
+
+#: Steps of the search for an order in which peers can connect; most need one for each peer.
+_STEPS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +23,13 @@ class Reach:
 
     def __init__(self) -> None:
         self._failed: set[tuple[str, str]] = set()
+        self._steps = 0
+        #: The last answer, and whom it was about: it is asked for after every event.
+        self._answer: tuple[list[str], dict[str, Unreachable]] | None = None
 
     def tried(self, by: str, to: str, ok: bool) -> None:
         """``by`` has tried to connect to ``to``."""
+        self._answer = None
         if ok:
             self._failed.discard((by, to))
         else:
@@ -30,25 +37,63 @@ class Reach:
 
     def forget(self, peer: str) -> None:
         """The peer is gone: whoever tried it then has learnt nothing about its ports."""
+        self._answer = None
         self._failed = {pair for pair in self._failed if peer not in pair}
 
-    def left_out(self, peers: Iterable[str]) -> dict[str, Unreachable]:
-        """Who of ``peers`` can't be in a ring with those before it, by peer.
+    @property
+    def failed(self) -> bool:
+        """Whether any connection can't be made."""
+        return bool(self._failed)
 
-        All of a ring's stages have to reach their next one, whichever that will be.
-        """
+    def blocked(self, peer: str) -> frozenset[str]:
+        """Those to whom ``peer`` has failed to connect."""
+        return frozenset(to for by, to in self._failed if by == peer)
+
+    def left_out(self, peers: Iterable[str]) -> dict[str, Unreachable]:
+        """Who of ``peers`` can't be in a ring with those before it, whatever its order is."""
         if not self._failed:
             return {}
+        peers = list(peers)
+        if self._answer is None or self._answer[0] != peers:
+            self._answer = peers, self._left_out(peers)
+        return self._answer[1]
+
+    def _left_out(self, peers: Sequence[str]) -> dict[str, Unreachable]:
         accepted: list[str] = []
-        found: dict[str, Unreachable] = {}
-        for peer in peers:
-            pairs = ((by, to) for other in accepted for by, to in ((other, peer), (peer, other)))
-            failed = next((pair for pair in pairs if pair in self._failed), None)
-            if failed is None:
-                accepted.append(peer)
-            else:
-                found[peer] = Unreachable(peer, *failed)
-        return found
+        waiting = list(peers)
+        while (fit := next((one for one in waiting if self._fits(one, accepted)), "")) != "":
+            waiting.remove(fit)
+            accepted.append(fit)
+        return {peer: Unreachable(peer, *next(self._closed(peer, accepted))) for peer in waiting}
+
+    def _fits(self, peer: str, others: Sequence[str]) -> bool:
+        return next(self._closed(peer, others), None) is None or self._ring([*others, peer])
+
+    def _closed(self, peer: str, others: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """The connections between ``peer`` and ``others`` that can't be made."""
+        pairs = ((by, to) for other in others for by, to in ((other, peer), (peer, other)))
+        return (pair for pair in pairs if pair in self._failed)
+
+    def _ring(self, peers: Sequence[str]) -> bool:
+        """Whether there is a ring of all ``peers`` in which each can connect to the next one.
+
+        And all to the first one, where requests go. One that takes too long to find is none.
+        """
+        self._steps = _STEPS
+        return any(
+            self._way(first, [one for one in peers if one != first])
+            for first in peers
+            if not any((one, first) in self._failed for one in peers)
+        )
+
+    def _way(self, at: str, others: Sequence[str]) -> bool:
+        """Whether a way leads from ``at`` through all ``others``."""
+        self._steps -= 1
+        return not others or any(
+            self._way(to, [one for one in others if one != to])
+            for to in others
+            if (at, to) not in self._failed and self._steps > 0
+        )
 
 
 def how_to_open(report: PeerReport) -> str:

@@ -37,6 +37,8 @@ from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded
 
 #: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
 SIGN_INTERVAL = 5.0
+#: Why a peer is a spare, for a person.
+NOT_NEEDED = "a spare: the ring is as good without it (`--min-stages` on `molink up` asks for more)"
 
 
 class Reconciler(Pipelines):
@@ -124,6 +126,7 @@ class Reconciler(Pipelines):
         """What was tried of a PC that is off says nothing of its ports."""
         if self.registry.live(event.by) and self.registry.live(event.to):
             self.planner.reach.tried(event.by, event.to, event.ok)
+            self.planner.links.measured(event.by, event.to, event.latency, event.rate)
 
     def _tick(self, now: float) -> None:
         self._ticked = now
@@ -324,7 +327,8 @@ class Reconciler(Pipelines):
         self._check_late(now)
         candidates = self._candidates(now)
         if self._may_place(candidates) and self.planner.due(candidates, self.registry, now):
-            placed = self.planner.place(self.desired, candidates, self.registry, now)
+            serving = self.formation.record.stages if self.formation and self.ready else ()
+            placed = self.planner.place(self.desired, candidates, self.registry, now, serving)
             self._follow(placed, now)
         self._move_on(now)
         formation = self.formation
@@ -474,7 +478,8 @@ class Reconciler(Pipelines):
         found = self.planner.unreachable.get(peer)
         if found is not None and self.registry.live(found.by) and self.registry.live(found.to):
             return self._closed(found)
-        return self.planner.backoff.explain(peer, self._ticked, self.formation is not None)
+        why = self.planner.backoff.explain(peer, self._ticked, self.formation is not None)
+        return why or (NOT_NEEDED if self.ready and peer in self.planner.spares else "")
 
     def _misfit(self, peer: str) -> str:
         """Why the layers that a peer has named can't be of the model; empty if they can."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
+from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.profile import UNKNOWN, Profile
 from molink.wire.messages.instructions import Member
 
@@ -78,7 +78,10 @@ class InvitationRecord:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The model to be served; ``source`` is the peer that asked for it and holds its files."""
+    """The model to be served; ``source`` is the peer that asked for it and holds its files.
+
+    ``min_stages`` 0 is as many as ``min_peers``.
+    """
 
     facts: ModelFacts
     source: str
@@ -86,6 +89,13 @@ class Desired:
     dtype: DTypeChoice = "auto"
     micro_batches: int = 0
     quantize: Quantize = "none"
+    objective: Objective = "latency"
+    min_stages: int = 0
+
+    @property
+    def stages(self) -> int:
+        """How many stages its ring has at least, if there are so many peers."""
+        return self.min_stages or self.min_peers
 
     @property
     def weights(self) -> tuple[object, ...]:

@@ -38,6 +38,7 @@ def build_status(
         "coordinator": {"addresses": list(addresses), "state": "running", "pid": pid},
         "model": desired.facts.name if desired is not None else None,
         "quantize": desired.mode if desired is not None else "none",
+        "objective": desired.objective if desired is not None else "latency",
         "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
         "pipelines": [] if desired is None else [_pipeline(reconciler)],
         "files": _files(reconciler),

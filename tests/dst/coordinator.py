@@ -200,7 +200,7 @@ class Coordinator(Process):
             case SharedState():
                 self._merge(peer, decode_replica(payload))
             case Reached():
-                self._happened(Tried(peer, message.peer, message.ok))
+                self._happened(Tried(peer, message.peer, message.ok, message.latency, message.rate))
             case StageLoaded() | StageReady() | StageFailed():
                 self._happened(StageSaid(peer, message))
             case Goodbye():

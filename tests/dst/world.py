@@ -193,7 +193,7 @@ class World:
             context=self.context,
             element_bytes=4,
         )
-        return Desired(facts, source, min_peers=self.min_peers)
+        return Desired(facts, source, min_peers=self.min_peers, min_stages=16)
 
     def _client(self, number: int) -> Client:
         rng = self.rng

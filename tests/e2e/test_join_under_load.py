@@ -68,6 +68,7 @@ class Duo:
     def __init__(self, root: Path, tools: type[Tools]) -> None:
         self.root, self._tools = root, tools
         options = [*("--dtype", "f32", "--coordinator-port", "0", "--name", "first")]
+        options += ["--min-stages", "2"]
         self.up = tools.Process(root / "up", ["up", *options, *tools.local_options()])
         self.started = [self.up]
         self.load: Load | None = None

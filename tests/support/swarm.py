@@ -169,7 +169,9 @@ class Paper:
         self.report(name, **changes)
 
     def serve(self, **changes: ModelFacts | int | str) -> None:
-        values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, **changes}
+        """Serve a model; unless ``changes`` say otherwise, every peer gets a stage."""
+        values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, "min_stages": 16}
+        values |= changes
         self.do(Serve(Desired(**values)))
 
     def loaded(

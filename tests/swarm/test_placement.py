@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import MARGIN_PART, plan_memory
 from molink.facts.model import ModelFacts
+from molink.swarm import placement
 from molink.swarm.partition import Costs, Gap, Runner, share_out
 from molink.swarm.placement import (
     MAX_STAGES,
+    Aim,
     Candidate,
     Placement,
     Unplaceable,
     misfit,
     parse_range,
-    place,
 )
 
 GB = 10**9
@@ -54,7 +55,13 @@ def peer(
     bf16: bool = True,
     cuda: bool = False,
 ) -> Candidate:
-    return Candidate(name, name, memory, rate, stage, bf16, cuda)
+    return Candidate(name, name, memory, rate, stage, bf16, cuda, step=0.0)
+
+
+def place(model: ModelFacts, peers: list[Candidate], *args: str, **more: str) -> Placement:
+    """A placement on as many peers as can be, by their slowest stage."""
+    aim = Aim("throughput", MAX_STAGES)
+    return placement.place(model, peers, *args, aim=aim, **more)
 
 
 def memory_for(nbytes: float) -> int:

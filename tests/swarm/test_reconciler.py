@@ -18,6 +18,7 @@ from molink.swarm.events import (
     Tried,
 )
 from molink.swarm.formation import LOAD_RATE, LOAD_TIMEOUT
+from molink.swarm.planner import REVIEW
 from molink.swarm.records import PipelineRecord, StageRecord
 from molink.swarm.registry import MAX_ASTRAY
 from molink.swarm.terms import next_term, term_of
@@ -36,7 +37,7 @@ from molink.wire.messages.instructions import (
     Unassign,
     Welcome,
 )
-from tests.support.swarm import Kit, Paper
+from tests.support.swarm import GB, Kit, Paper
 
 QUICK = Profile(decode=((1, 0.01),))
 
@@ -428,7 +429,8 @@ def test_who_cannot_be_reached_gets_no_stage_and_is_told_what_to_do(
         running.join("d")
     else:
         beside(running)
-    running.do(Tried("b", "d", ok=False))
+    for by in "abc":
+        running.do(Tried(by, "d", ok=False))
     running.wait(2.5, *"abcd")
     sent = running.take()
     assert running.reconciler.next is None
@@ -436,14 +438,62 @@ def test_who_cannot_be_reached_gets_no_stage_and_is_told_what_to_do(
     assert running.reconciler.ready
     (text,) = {m.text for _, m in sent if isinstance(m, Notice)}
     assert [p for p, m in sent if isinstance(m, Notice)] == ["d"]
-    assert text.startswith("B can't connect to D at 10.0.0.100 port 5467; on D open its ports: ")
+    assert text.startswith("A can't connect to D at 10.0.0.100 port 5467; on D open its ports: ")
     assert running.reconciler.left_out("d") == text
     running.wait(5, *"abcd")
+    # One that can go before it is enough, and the ring is in such an order.
     running.do(Tried("b", "d", ok=True))
     running.wait(2.5, *"abcd")
     running.obey()
-    assert running.reconciler.formation.peers == ("a", "b", "c", "d")
+    peers = running.reconciler.formation.peers
+    assert sorted(peers) == ["a", "b", "c", "d"]
+    assert peers[peers.index("d") - 1] == "b"
     assert running.reconciler.left_out("d") == ""
+
+
+def test_a_pc_more_gets_no_stage_where_a_hop_costs_more_than_it_brings(kit: Kit) -> None:
+    paper = kit.Paper("a")
+    paper.serve(min_stages=1)
+    paper.report("a")
+    paper.wait(1.25, "a")
+    paper.obey()
+    paper.join("b")
+    paper.wait(2.5, *"ab")
+    paper.obey()
+    assert paper.reconciler.formation.peers == ("a",)
+    assert paper.reconciler.formation.record.epoch == 1
+    assert paper.reconciler.left_out("b").startswith("a spare: the ring is as good without it")
+    assert not [m for _, m in paper.take() if isinstance(m, Notice)]
+
+
+def test_what_serves_stays_until_another_ring_is_worth_it(kit: Kit) -> None:
+    paper = kit.Paper("a", "b", "c", min_peers=3)
+    paper.serve(min_stages=2)
+    for name, memory in (("a", 8), ("b", 8), ("c", 8)):
+        paper.report(name, memory=memory * GB)
+    paper.wait(1.25, *"abc")
+    paper.obey()
+    assert paper.reconciler.formation.peers == ("a", "b")
+
+    def link(one: str, other: str, latency: float) -> None:
+        paper.do(Tried(one, other, ok=True, latency=latency))
+        paper.do(Tried(other, one, ok=True, latency=latency))
+
+    # 0.7 s of reading, and 40 ms of links: with c it would be 38.
+    link("a", "b", 0.020)
+    link("a", "c", 0.019)
+    link("b", "c", 0.300)
+    paper.wait(2 * REVIEW, *"abc")
+    assert paper.reconciler.formation.record.epoch == 1
+    assert paper.reconciler.move is None
+    link("a", "b", 0.5)
+    paper.wait(REVIEW / 2, *"abc")
+    assert paper.reconciler.formation.peers == ("a", "b")  # not at once: it may pass
+    paper.wait(REVIEW, *"abc")
+    paper.obey()
+    paper.wait(2.5, *"abc")
+    paper.obey()
+    assert set(paper.reconciler.formation.peers) == {"a", "c"}
 
 
 def test_who_serves_is_not_put_out_by_a_try(running: Paper) -> None:

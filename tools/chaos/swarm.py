@@ -103,7 +103,17 @@ class Swarm:
         """Start a PC's daemon, at first or again."""
         if pc is self.founder:
             stages = str(self._present)
-            pc.start("up", "--model", self.model, "--dtype", "f32", "--min-peers", stages)
+            pc.start(
+                "up",
+                "--model",
+                self.model,
+                "--dtype",
+                "f32",
+                "--min-peers",
+                stages,
+                "--min-stages",
+                "16",
+            )
         else:
             pc.start("join")
 

@@ -9,7 +9,7 @@ import typer
 
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import Quantize
+from molink.facts.model import Objective, Quantize
 from molinkd.cli.hide_token import hide_token
 from molinkd.cli.swarm_verbs import HomeOption
 
@@ -86,6 +86,19 @@ def up(
     quantize: QuantizeOption = None,
     min_peers: Annotated[
         int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
+    ] = None,
+    objective: Annotated[
+        Objective | None,
+        typer.Option(
+            help="Place stages for one stream's time per token, or for the tokens per second of "
+            "many.  [default: latency]"
+        ),
+    ] = None,
+    min_stages: Annotated[
+        int | None,
+        typer.Option(
+            help="Stages to have at least, if there are so many PCs. [default: min-peers]"
+        ),
     ] = None,
     api_key: KeyOption = None,
     background: BackgroundOption = False,

@@ -1,26 +1,48 @@
 """``molink plan``: what a ring would do, without starting anything."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from molink.sim.forecast import RingForecast, plan_ring
+from molink.errors import UsageError
+from molink.facts.memory_plan import size
+from molink.facts.model import Objective
 from molink.sim.profiles import LinkProfile
-from molink.sim.scenario import Scenario
-from molink.sim.workload import Workload
+from molink.sim.swarm_plan import Described, OneMore, SwarmPlan, plan_swarm
+from molink.swarm.placement import MAX_STAGES, Aim
+
+_PCS = 3
+#: PCs whose placement is explained.
+_MOST = 64
 
 
 def plan(
-    stages: Annotated[int, typer.Option(min=1, help="PCs in the ring.")] = 3,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_STAGES,
+            help="Stages of the ring at least; so many PCs if one device is named.  "
+            "[default: 3 PCs of one device]",
+        ),
+    ] = None,
     device: Annotated[
-        str, typer.Option(help="Device of each: a name, or a .toml file.")
+        str,
+        typer.Option(help="Device of each PC: a name or a .toml file; comma separated if unequal."),
     ] = "rtx4090",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model: its config.json is enough.")
+    ] = None,
     model_profile: Annotated[
         str, typer.Option(help="Shape of the model: a name, or a .toml file.")
     ] = "qwen-7b",
+    objective: Annotated[
+        Objective, typer.Option(help="Place for one stream's time per token, or many's tokens/s.")
+    ] = "latency",
     bandwidth: Annotated[float, typer.Option(help="Of each link, in Mbps.")] = 100.0,
     latency: Annotated[float, typer.Option(help="Of each link, one way, in ms.")] = 30.0,
     streams: Annotated[int, typer.Option(help="Requests that decode at once.")] = 8,
@@ -29,40 +51,88 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Placement, micro-batches and predicted times of a ring, by rooflines: nothing is started."""
-    scenario = Scenario(
-        Workload(rate=1.0, duration=1.0),
-        stages=stages,
-        device=device,
-        model=model_profile,
-        link=LinkProfile(bandwidth, latency),
+    devices = [name.strip() for name in device.split(",")]
+    if len(devices) == 1:
+        devices *= stages or _PCS
+        stages = len(devices)
+    if not all(devices) or len(devices) > _MOST:
+        raise UsageError(f"--device names 1 to {_MOST} devices, one per PC, with commas between")
+    link = LinkProfile(bandwidth, latency)
+    planned = plan_swarm(
+        Described.of_folder(model) if model is not None else Described.named(model_profile),
+        devices,
+        link,
+        Aim(objective, stages or 1),
+        streams=streams,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
     )
-    planned = plan_ring(scenario, streams, prompt_tokens, output_tokens)
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))
     else:
-        _show(planned, scenario)
+        _show(planned, devices, link)
 
 
-def _show(planned: RingForecast, scenario: Scenario) -> None:
-    console = Console(highlight=False)
-    link = scenario.link
-    ring = ", ".join(f"layers {first}:{last}" for first, last in planned.layers)
+def _show(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
+    console, forecast = Console(highlight=False), planned.forecast
+    counts = {name: devices.count(name) for name in dict.fromkeys(devices)}
+    pcs = ", ".join(f"{count} x {name}" for name, count in counts.items())
     console.print(
-        f"{scenario.model} on {scenario.stages} x {scenario.device},"
+        f"{planned.model} on {pcs},"
         f" links of {link.bandwidth_mbps:g} Mbps and {link.latency_ms:g} ms one way"
     )
-    console.print(f"Stages: {ring}")
-    console.print(f"Least time per token of such a ring: {1e3 * planned.floor_s:.1f} ms")
+    console.print(_stages(planned))
+    if planned.spares:
+        console.print(f"No stage, only the endpoint: {', '.join(planned.spares)}")
+    console.print(f"Least time per token of such a ring: {1e3 * forecast.floor_s:.1f} ms")
+    console.print(f"Bottleneck: {planned.bottleneck}")
     console.print(
-        f"One request alone, {planned.prompt_tokens} prompt tokens (simulated): first token after"
-        f" {1e3 * planned.ttft_s:.0f} ms, then one every {1e3 * planned.tpot_s:.1f} ms"
+        f"One request alone, {forecast.prompt_tokens} prompt tokens (simulated): first token after"
+        f" {1e3 * forecast.ttft_s:.0f} ms, then one every {1e3 * forecast.tpot_s:.1f} ms"
     )
+    for one in planned.more:
+        console.print(_one_more(one, planned))
+    console.print(f"With {forecast.streams} streams (< is what the head takes):")
+    console.print(_curve(planned))
+
+
+def _stages(planned: SwarmPlan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("stage", "device", "layers", "weights", "room for KV", "step", "link to next"):
+        table.add_column(column, justify="right")
+    for index, one in enumerate(planned.stages):
+        first, last = one.layers
+        table.add_row(
+            str(index),
+            one.device,
+            f"{first}:{last}",
+            size(one.weights),
+            f"{one.kv_tokens} tokens",
+            f"{1e3 * one.step_s:.1f} ms",
+            f"{1e3 * one.link_s:.1f} ms" if one.link_s else "-",
+        )
+    return table
+
+
+def _one_more(one: OneMore, planned: SwarmPlan) -> str:
+    now = planned.now
+    if planned.objective == "latency":
+        was, then = (f"{1e3 * each.turn_s:.1f} ms per token" for each in (now, one))
+    else:
+        was, then = (f"{each.tokens_per_s:.0f} tokens/s of many" for each in (now, one))
+    stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
+    if was == then:
+        return f"One more {one.device} would bring nothing: {then}"
+    return f"One more {one.device}: {stages}, {then} instead of {was}"
+
+
+def _curve(planned: SwarmPlan) -> Table:
+    forecast = planned.forecast
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("micro-batches", "rows in each", "ms per token", "slowest stage busy"):
         table.add_column(column, justify="right")
-    for each in planned.curve:
-        mark = " <" if each.count == planned.micro_batches else ""
+    for each in forecast.curve:
+        mark = " <" if each.count == forecast.micro_batches else ""
         busy = f"{100 * each.busy:.0f} %"
         table.add_row(str(each.count), str(each.rows), f"{1e3 * each.token_s:.1f}{mark}", busy)
-    console.print(f"With {planned.streams} streams (< is what the head takes):")
-    console.print(table)
+    return table

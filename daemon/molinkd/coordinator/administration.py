@@ -96,6 +96,8 @@ class Administration:
             dtype=order.dtype,
             micro_batches=order.micro_batches,
             quantize=order.quantize,
+            objective=order.objective,
+            min_stages=order.min_stages,
         )
         self._state.save_desired(desired)
         self._happened(Serve(desired))

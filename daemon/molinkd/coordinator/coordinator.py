@@ -271,7 +271,7 @@ class Coordinator:
             case SharedState():
                 deque(map(self._happened, self._sharing.merge(peer, payload)), maxlen=0)
             case Reached():
-                self._happened(Tried(peer, message.peer, message.ok))
+                self._happened(Tried(peer, message.peer, message.ok, message.latency, message.rate))
             case StageFailed() | StageLoaded() | StageReady():
                 said = clean_failed(message) if isinstance(message, StageFailed) else message
                 self._happened(StageSaid(peer, said))

@@ -18,7 +18,8 @@ class ModelTable:
     def read(self) -> Desired | None:
         """It, if there is one."""
         row = self._db.execute(
-            "SELECT facts, source, min_peers, dtype, micro_batches, quantize FROM models"
+            "SELECT facts, source, min_peers, dtype, micro_batches, quantize, objective, "
+            "min_stages FROM models"
         ).fetchone()
         if row is None:
             return None
@@ -36,10 +37,12 @@ class ModelTable:
         """Write it."""
         self._db.execute(
             "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches, "
-            "quantize) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+            "quantize, objective, min_stages) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET "
             "facts = excluded.facts, source = excluded.source, "
             "min_peers = excluded.min_peers, dtype = excluded.dtype, "
-            "micro_batches = excluded.micro_batches, quantize = excluded.quantize",
+            "micro_batches = excluded.micro_batches, quantize = excluded.quantize, "
+            "objective = excluded.objective, min_stages = excluded.min_stages",
             (
                 desired.facts.name,
                 msgspec.msgpack.encode(desired.facts),
@@ -48,6 +51,8 @@ class ModelTable:
                 desired.dtype,
                 desired.micro_batches,
                 desired.quantize,
+                desired.objective,
+                desired.min_stages,
             ),
         )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from molink.errors import DamagedState, StateError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -45,7 +45,8 @@ CREATE TABLE invitations (
 CREATE TABLE models (
     name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),
     min_peers INTEGER NOT NULL, dtype TEXT NOT NULL, micro_batches INTEGER NOT NULL,
-    quantize TEXT NOT NULL DEFAULT 'none'
+    quantize TEXT NOT NULL DEFAULT 'none', objective TEXT NOT NULL DEFAULT 'latency',
+    min_stages INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE pipelines (
     id TEXT PRIMARY KEY, model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
@@ -76,6 +77,10 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
         "ALTER TABLE swarm ADD COLUMN term INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE swarm ADD COLUMN revision INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE swarm ADD COLUMN lineage BLOB NOT NULL DEFAULT X'90'",
+    ),
+    4: (
+        "ALTER TABLE models ADD COLUMN objective TEXT NOT NULL DEFAULT 'latency'",
+        "ALTER TABLE models ADD COLUMN min_stages INTEGER NOT NULL DEFAULT 0",
     ),
 }
 

@@ -92,6 +92,8 @@ class Assignments:
         #: Rings that wait for their next stage to be reached, by pipeline.
         self._forming: dict[str, tuple[Form, asyncio.Task[None]]] = {}
         self._reaching: set[asyncio.Task[None]] = set()
+        #: Who has the next stage, by pipeline; also of those that are over.
+        self._after: dict[str, str] = {}
         self._keeper = Keeper()
         self.recovery = Recovery()
         self._prefetcher = Prefetcher(store, on_change)
@@ -102,6 +104,15 @@ class Assignments:
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(home.logs, self._worker_said, self._worker_exited)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def link_rates(self) -> dict[str, float]:
+        """Bytes/s of the links from this PC's stages to the next ones, by peer; 0 if unknown."""
+        rates = {
+            pipeline: self.supervisor.gauge(pipeline, "link_rate_bytes_per_second")
+            for pipeline in self._after
+        }
+        self._after = {one: self._after[one] for one, rate in rates.items() if rate is not None}
+        return {peer: rates[one] or 0.0 for one, peer in self._after.items()}
 
     def measured(self, device: Measured) -> None:
         """The device is known: stages may be started on it."""
@@ -220,6 +231,8 @@ class Assignments:
         after = order.ring[(places[0] + 1) % len(order.ring)] if places else None
         if after is None or len(order.ring) == 1 or await self._reaches(after):
             del self._forming[order.pipeline]
+            if after is not None:
+                self._after[order.pipeline] = after.peer
             self._carry_out(self._keeper.form(order))
             return
         del self._forming[order.pipeline]

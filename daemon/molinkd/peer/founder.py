@@ -120,6 +120,8 @@ class Founder:
             dtype=settings.dtype,
             micro_batches=settings.micro_batches,
             quantize=settings.quantize,
+            objective=settings.objective,
+            min_stages=settings.min_stages,
         )
         requests: list[ControlMessage] = [order]
         if self._launch.role == "up" and self._launch.invite:

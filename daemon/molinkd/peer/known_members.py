@@ -26,11 +26,11 @@ class KnownMembers:
         self,
         resources: Resources,
         replica: ReplicaFile,
-        on_tried: Callable[[str, bool], None],
+        on_tried: Callable[[str, bool, float | None], None],
         on_change: Callable[[], None],
         on_gone: Callable[[str], None],
     ) -> None:
-        """``on_tried`` is told of each try to reach a member, and whether it could be reached.
+        """``on_tried`` is told of each try to reach a member, whether it was reached, its latency.
 
         ``on_gone(peer)`` is called before ``on_change()`` when one is no member any more.
         """

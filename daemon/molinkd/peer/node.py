@@ -33,7 +33,7 @@ from molink.wire.messages.instructions import (
     Unassign,
 )
 from molink.wire.messages.leading import SendState, SharedState
-from molink.wire.messages.reports import PeerReport, Reached
+from molink.wire.messages.reports import MAX_LATENCY, PeerReport, Reached
 from molink.wire.messages.requests import LeaveRequest, StatusRequest
 from molink.wire.sockets.endpoints import endpoints
 from molinkd.api.backend import Figures, ServedModel
@@ -47,6 +47,7 @@ from molinkd.peer.known_members import KnownMembers
 from molinkd.peer.launch import StageNow, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
+from molinkd.peer.link_rates import LinkRates
 from molinkd.peer.local_status import local_status
 from molinkd.peer.probe import can_connect
 from molinkd.peer.readiness import Readiness
@@ -110,6 +111,7 @@ class Node:
             resources.offenders.blocked,
             self._reaches,
         )
+        self._link_rates = LinkRates(self._assignments.link_rates, self._measured_rate)
         self._copier = Copier(
             self._store,
             resources.library,
@@ -133,6 +135,7 @@ class Node:
         self._assignments.measured(measured)
         self.session.start()
         self._leadership.start()
+        self._link_rates.start()
 
     async def goodbye(self) -> None:
         """Have the others go on without this peer, before anything of it ends."""
@@ -143,6 +146,7 @@ class Node:
 
     async def close(self) -> None:
         """End the session, all requests, transfers and workers."""
+        await self._link_rates.close()
         await self._readiness.close()
         await self.session.close()
         await self._members.close()
@@ -218,6 +222,7 @@ class Node:
 
     def _welcomed(self) -> None:
         self._members.welcomed()
+        self._link_rates.repeat()
         self._heads.welcomed()
         self._assignments.repeat()
 
@@ -266,10 +271,16 @@ class Node:
         self._assignments.members_changed()
 
     def _member_went(self, peer: str) -> None:
+        self._link_rates.forget(peer)
         self._store.forget(peer)
 
-    def _tried(self, peer: str, reached: bool) -> None:
-        self.session.tell(Reached(peer=peer, ok=reached))
+    def _tried(self, peer: str, reached: bool, away: float | None) -> None:
+        if away is not None:
+            away = min(away, MAX_LATENCY)
+        self.session.tell(Reached(peer=peer, ok=reached, latency=away))
+
+    def _measured_rate(self, peer: str, rate: float) -> None:
+        self.session.tell(Reached(peer=peer, ok=True, rate=rate))
 
     async def _reaches(self, stage: StageAddress) -> bool:
         targets = endpoints(stage.addresses, stage.port)

@@ -1,6 +1,11 @@
-"""Tries whether other members' ports can be reached from here, before anything depends on it."""
+"""Tries whether other members' ports can be reached from here, and how far away they are.
+
+Before anything depends on it: placement goes by it.
+"""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +23,12 @@ from molink.wire.sockets.endpoints import endpoints
 PATIENCE_S = 3.0
 #: Until a member that could not be reached is tried again, in seconds.
 RETRY_S = 5.0
+#: Until the way to a member that was reached is measured again, in seconds.
+MEASURE_S = 600.0
+#: A round trip is the least of so many: what comes on top is the PCs' own.
+_TRIPS = 5
+#: Another latency is told if it differs by this part and by so many seconds.
+_NEWS, _NEWS_S = 0.2, 0.001
 
 
 async def can_connect(
@@ -76,20 +87,62 @@ async def _answers(
     return True
 
 
+async def latency(hosts: Sequence[str], port: int) -> float | None:
+    """Seconds of the one way to the nearest of ``hosts``: half of what it takes to connect to it.
+
+    TCP's handshake is one round trip, and the other PC's daemon has no part in it. ``None``: none
+    could be connected to.
+    """
+    trips: list[float] = []
+    for host in hosts:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                trips += await _trips(host, port)
+    return min(trips) / 2 if trips else None
+
+
+async def _trips(host: str, port: int) -> list[float]:
+    """Seconds of connecting to ``host``, a few times.
+
+    Raises:
+        OSError: it can't be found, or refuses.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, _, _, address = found[0]
+    trips: list[float] = []
+    for _ in range(_TRIPS):
+        with socket.socket(family, kind) as one:
+            one.setblocking(False)
+            began = loop.time()
+            await loop.sock_connect(one, address)
+            trips.append(loop.time() - began)
+    return trips
+
+
 class Prober:
-    """Tries every member's control port until it answers, and again if its addresses change."""
+    """Tries every member's control port until it answers, and again if its addresses change.
+
+    The way to those who answered is measured now and then.
+    """
 
     def __init__(
-        self, context: zmq.asyncio.Context, keys: KeyPair, tell: Callable[[str, bool], None]
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        tell: Callable[[str, bool, float | None], None],
     ) -> None:
-        """``tell`` is called after each try with the peer, and whether it was reached."""
+        """``tell`` is called with a peer, whether it was reached, and its latency in seconds.
+
+        After each try, and when the latency is news; it is ``None`` until it is known.
+        """
         self._context = context
         self._keys = keys
         self._tell = tell
         self._codec = control_codec()
         #: Where each member listens, as it was tried.
         self._targets: dict[str, tuple[str, ...]] = {}
-        self._reached: dict[str, bool] = {}
+        self._reached: dict[str, tuple[bool, float | None]] = {}
         self._tries: dict[str, asyncio.Task[None]] = {}
         #: All that have not ended, those that were given up too.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,8 +169,8 @@ class Prober:
 
     def repeat(self) -> None:
         """Tell all again, to who may have missed it."""
-        for peer, reached in self._reached.items():
-            self._tell(peer, reached)
+        for peer, (reached, away) in self._reached.items():
+            self._tell(peer, reached, away)
 
     async def close(self) -> None:
         """Try no more."""
@@ -130,8 +183,24 @@ class Prober:
             reached = await can_connect(
                 self._context, self._keys, self._codec, member.public_key, targets
             )
-            self._reached[member.peer] = reached
-            self._tell(member.peer, reached)
+            self._say(member.peer, reached, None)
             if reached:
-                return
+                break
             await asyncio.sleep(RETRY_S)
+        told: float | None = None
+        while True:
+            away = await latency(member.addresses, member.control_port)
+            if away is not None and _is_news(away, told):
+                told = away
+                self._say(member.peer, True, away)
+            await asyncio.sleep(MEASURE_S)
+
+    def _say(self, peer: str, reached: bool, away: float | None) -> None:
+        self._reached[peer] = reached, away
+        self._tell(peer, reached, away)
+
+
+def _is_news(away: float, told: float | None) -> bool:
+    if told is None:
+        return True
+    return abs(away - told) > max(_NEWS_S, _NEWS * max(away, told))

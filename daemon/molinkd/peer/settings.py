@@ -16,7 +16,7 @@ import platformdirs
 
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import Quantize
+from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
@@ -81,6 +81,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
+    #: What stages are placed for: one stream's time per token, or the tokens/s of many.
+    objective: Objective = "latency"
+    #: Stages that the ring has at least, if there are so many peers; 0 = as many as ``min_peers``.
+    min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     #: In flight in the ring; 0 = as measured links and devices suggest.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     #: What workers are told as it is. Users give its fields beside the others, under their names.

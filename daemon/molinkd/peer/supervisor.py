@@ -209,6 +209,13 @@ class Supervisor:
             stages[f"{first}:{last}"] = dict(worker.stats.gauges)
         return Figures(dict(counters), gauges, stages)
 
+    def gauge(self, pipeline: str, name: str) -> float | None:
+        """A gauge of the worker of a pipeline; 0 as long as it is unknown, ``None`` without one."""
+        for worker in self._workers.values():
+            if worker.start is not None and worker.start.pipeline == pipeline:
+                return worker.stats.gauges.get(name, 0.0) if worker.stats is not None else 0.0
+        return None
+
     def _said(self, worker: _WorkerChild, message: object) -> None:
         if worker.stopping:
             return

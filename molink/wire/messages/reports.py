@@ -10,6 +10,11 @@ from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port
 
+#: What may be told of a link: seconds, and bytes/s. Whatever is beyond is no measurement.
+MAX_LATENCY = 10.0
+MIN_RATE = 1e3
+MAX_RATE = 1e12
+
 
 class WorkerState(Message, frozen=True, kw_only=True):
     """One worker process of a peer.
@@ -76,11 +81,15 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
 class Reached(Message, frozen=True, kw_only=True, tag="reached"):
     """The sender has tried to connect to another member's control port, and whether it could.
 
-    Told whenever that is news, and of all members when a session begins.
+    ``latency`` is one way there as it was measured, in seconds, ``rate`` in bytes/s; ``None`` where
+    that is not known. Told whenever something is news, and of all members when a session begins.
+    One message for each pair: a report's header has no room for all of a large swarm.
     """
 
     peer: Text
     ok: bool
+    latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_LATENCY)] | None = None
+    rate: Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] | None = None
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):

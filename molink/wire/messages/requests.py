@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import ModelFacts, Quantize
+from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.scalars import Count, Text
 from molink.wire.messages.base import Message, Payload
 
@@ -19,7 +19,8 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
 
     ``model.root`` says which bytes that model is.
     ``min_peers`` is how many peers with a stage have to be there before the first placement.
-    ``micro_batches`` 0 leaves the number to molink.
+    ``micro_batches`` 0 leaves the number to molink. ``objective`` is what the ring is placed for;
+    it has ``min_stages`` stages if there are so many peers (0 = as many as ``min_peers``).
     """
 
     ref: Count
@@ -28,6 +29,8 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     dtype: DTypeChoice = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     quantize: Quantize = "none"
+    objective: Objective = "latency"
+    min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
 
 
 class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):

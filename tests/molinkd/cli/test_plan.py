@@ -1,9 +1,11 @@
 """``molink plan``: its JSON, its table, and clear errors."""
 
 import json
+from typing import Any
 
 import pytest
 
+from molink.checkpoint.source import demo_model
 from molinkd.cli.main import run
 
 RING = ("plan", "--stages", "2", "--prompt-tokens", "64", "--output-tokens", "4")
@@ -12,7 +14,8 @@ RING = ("plan", "--stages", "2", "--prompt-tokens", "64", "--output-tokens", "4"
 def test_a_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*RING, "--streams", "4", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["layers"] == [[0, 16], [16, 32]]
+    # The second stage has the output head too.
+    assert planned["layers"] == [[0, 18], [18, 32]]
     assert [each["count"] for each in planned["curve"]] == [2, 3, 4]
     assert 0 < planned["floor_s"] <= planned["token_s"]
 
@@ -21,14 +24,84 @@ def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*RING, "--bandwidth", "20", "--latency", "5"]) == 0
     shown = capsys.readouterr().out
     assert "qwen-7b on 2 x rtx4090, links of 20 Mbps and 5 ms one way" in shown
-    assert "layers 0:16, layers 16:32" in shown
+    assert "0:18" in shown
+    assert "18:32" in shown
+    assert "Bottleneck: computing" in shown
+    assert "One more rtx4090 would bring nothing" in shown
     assert "<" in shown
+
+
+OBJECTIVES = ("latency", "throughput")
+UNEQUAL = ("plan", "--prompt-tokens", "64", "--output-tokens", "4", "--json")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert run([*UNEQUAL, *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_unequal_pcs_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(
+        capsys,
+        *("--device", "rtx3060, rtx3060,rtx3090", "--latency", "1"),
+        *("--model-profile", "llama-2-13b"),
+    )
+    stages = found["stages"]
+    assert [one["device"] for one in stages].count("rtx3090") == 1
+    assert [one["layers"] for one in stages] == found["layers"]
+    counts = {one["device"]: one["layers"][1] - one["layers"][0] for one in stages}
+    assert counts["rtx3090"] > 2 * counts["rtx3060"]
+    assert sum(one["step_s"] + one["link_s"] for one in stages) == pytest.approx(found["floor_s"])
+    assert min(one["kv_tokens"] for one in stages) >= 8192
+    assert found["bottleneck"].startswith("computing")
+    more = {one["device"]: one for one in found["more"]}
+    assert more["rtx3090"]["turn_s"] < found["now"]["turn_s"]
+    assert more["rtx3060"]["turn_s"] <= found["now"]["turn_s"]
+
+
+def test_who_makes_it_slower_gets_no_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    far = planned(capsys, "--device", "rtx3090,rtx3060")
+    assert [one["device"] for one in far["stages"]] == ["rtx3090"]
+    assert far["spares"] == ["rtx3060"]
+    assert far["stages"][0]["link_s"] == 0
+    both = planned(capsys, "--device", "rtx3090,rtx3060", "--stages", "2")
+    assert len(both["stages"]) == 2
+    assert both["tpot_s"] > far["tpot_s"]
+    assert both["bottleneck"].startswith("the links' latency")
+
+
+def test_many_streams_are_worth_more_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device", "rtx3060,rtx3060,rtx3060", "--latency", "1", "--bandwidth", "1000")
+    options += ("--model-profile", "llama-3-8b")
+    one, many = (planned(capsys, *options, "--objective", name) for name in OBJECTIVES)
+    assert len(many["stages"]) > len(one["stages"])
+    assert many["now"]["tokens_per_s"] > 100
+    assert "for each micro-batch of 16 rows" in many["bottleneck"]
+
+
+def test_a_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = demo_model().path
+    found = planned(capsys, "--device", "rtx3060", "--stages", "1", "--model", str(folder))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert found["model"] == folder.name
+    assert found["layers"] == [[0, config["num_hidden_layers"]]]
+
+
+def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--device", "rtx3060,cpu-8core", "--model-profile", "qwen2.5-32b")
+    assert run([*UNEQUAL, *options]) == 2
+    assert "qwen2.5-32b needs" in capsys.readouterr().err
+    assert run([*UNEQUAL, "--model", "nowhere"]) == 5
+    assert "config.json is missing in the model folder nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
         ("--device", "rtx9090", "rtx4090"),
+        ("--device", "rtx3060,,rtx3090", "--device names"),
+        ("--device", "rtx3060,rtx9090", "rtx4090"),
+        ("--objective", "speed", "--objective"),
         ("--bandwidth", "-3", "bandwidth_mbps"),
         ("--latency", "nan", "latency_ms"),
         ("--streams", "0", "--streams"),

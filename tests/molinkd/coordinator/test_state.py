@@ -97,6 +97,8 @@ def test_a_new_folder_is_empty(tmp_path: Path) -> None:
 
 #: What makes a file of the present format one of the third, and of the second.
 TO_3 = """
+ALTER TABLE models DROP COLUMN objective;
+ALTER TABLE models DROP COLUMN min_stages;
 ALTER TABLE swarm DROP COLUMN term;
 ALTER TABLE swarm DROP COLUMN revision;
 ALTER TABLE swarm DROP COLUMN lineage;
@@ -140,6 +142,13 @@ def test_a_file_of_the_first_format_goes_on(state: State) -> None:
         assert again.desired() == Desired(FACTS, A)
         again.save_desired(Desired(FACTS, A, dtype="f32"))
         assert again.pipeline() is None, "stages go with their pipeline"
+
+
+def test_what_a_ring_is_placed_for_is_kept(state: State) -> None:
+    wanted = Desired(FACTS, A, objective="throughput", min_stages=3)
+    state.save_desired(wanted)
+    with reopened(state) as again:
+        assert again.desired() == wanted
 
 
 def test_a_file_of_the_second_format_goes_on(state: State) -> None:

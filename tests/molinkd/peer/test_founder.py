@@ -53,7 +53,7 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: object())
-    made = founder(tmp_path, model, quantize="nf4", dtype="f32", min_peers=2)
+    made = founder(tmp_path, model, quantize="nf4", dtype="f32", min_peers=2, min_stages=3)
     await made.find_model()
     await made.hash_model()
     session: Any = FakeSession()
@@ -61,6 +61,7 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
     order = session.asked[0]
     assert isinstance(order, ServeModel)
     assert (order.quantize, order.dtype, order.min_peers) == ("nf4", "f32", 2)
+    assert (order.objective, order.min_stages) == ("latency", 3)
     assert order.model.root == Library().add("m", model).manifest.root
     assert 0 < order.model.nf4_bytes < order.model.int8_bytes < order.model.projection_bytes
 

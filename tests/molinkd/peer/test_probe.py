@@ -27,27 +27,60 @@ def member(public_key: str, port: int, *addresses: str) -> Member:
 async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+    told: asyncio.Queue[tuple[str, bool, float | None]] = asyncio.Queue()
     prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
         prober.member(target)
-        assert await told.get() == (target.peer, False)
-        assert await told.get() == (target.peer, False)
+        assert await told.get() == (target.peer, False, None)
+        assert await told.get() == (target.peer, False, None)
     monkeypatch.setattr(module, "PATIENCE_S", 10.0)
     server = net.server(control_codec(), lambda *_: None)
     # It listens elsewhere now; one of its addresses is enough.
     prober.member(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
     while not (said := await told.get())[1]:
         pass
-    assert said == (target.peer, True)
+    assert said == (target.peer, True, None)
+    peer, reached, away = said = await told.get()
+    assert (peer, reached) == (target.peer, True)
+    assert 0 < away < 5.0
     prober.repeat()
     assert told.get_nowait() == said
     prober.forget(target.peer)
     prober.repeat()
     assert told.empty()
     await prober.close()
+
+
+async def test_a_latency_is_told_again_where_it_has_changed(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEASURE_S", 0.0)
+    measured = iter([None, 0.010, 0.0105, 0.0115, None, 0.014, 0.030])
+    over = asyncio.Event()
+
+    async def latency(hosts: object, port: int) -> float | None:
+        for away in measured:
+            return away
+        over.set()
+        return None
+
+    monkeypatch.setattr(module, "latency", latency)
+    told: list[float | None] = []
+    prober = Prober(net.context, net.member(), lambda *said: told.append(said[2]))
+    server = net.server(control_codec(), lambda *_: None)
+    prober.member(member(net.keys.public, server.port))
+    await asyncio.wait_for(over.wait(), 30)
+    await prober.close()
+    assert told == [None, 0.010, 0.014, 0.030]
+
+
+async def test_the_latency_of_who_is_not_there_is_unknown() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        assert await module.latency(["127.0.0.1"], closed.getsockname()[1]) is None
+    assert await module.latency([], 1) is None
 
 
 async def test_who_does_not_know_us_has_answered_and_another_has_not(

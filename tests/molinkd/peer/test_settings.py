@@ -77,6 +77,8 @@ def test_text_is_converted() -> None:
         ({"memory": "nan%"}, "not a share"),
         ({"memory": -1}, "`memory` is at least 0"),
         ({"quantize": "int4"}, "`quantize` can't be 'int4'"),
+        ({"objective": "speed"}, "`objective` can't be 'speed'"),
+        ({"min_stages": 17}, "`min_stages` is at most 16"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

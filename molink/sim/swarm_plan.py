@@ -1,0 +1,260 @@
+"""What a swarm of described PCs would do: its ring as the coordinator would place it.
+
+By data sheets (:mod:`molink.sim.roofline`) instead of measurements; nothing is started.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.placement_facts import model_facts
+from molink.errors import UsageError
+from molink.facts.memory_plan import MARGIN_PART
+from molink.facts.model import ModelFacts, Objective
+from molink.facts.ringtimes import RingTimes
+from molink.sim.forecast import RingForecast, plan_ring, ring_times
+from molink.sim.pipeline import CONTEXT
+from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
+from molink.sim.roofline import memory_for_stages
+from molink.sim.scenario import Scenario
+from molink.sim.workload import Workload
+from molink.swarm.links import Links
+from molink.swarm.placement import (
+    ROWS,
+    Aim,
+    Candidate,
+    Placement,
+    Unplaceable,
+    place,
+)
+from molink.swarm.rings import FLIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model by its shape, and by what placement has to know of it."""
+
+    name: str
+    shape: ModelProfile
+    facts: ModelFacts
+
+    @classmethod
+    def named(cls, name: str) -> "Described":
+        """The profile of that name, or of that ``.toml`` file.
+
+        Raises:
+            UsageError: there is none, or it makes no sense.
+        """
+        shape = load_model(name)
+        weight = shape.bytes_per_parameter
+        ends = int(shape.vocabulary * shape.hidden * weight)
+        facts = ModelFacts(
+            name=shape.name,
+            layers=shape.layers,
+            layer_bytes=int(shape.layer_parameters * weight),
+            first_bytes=ends,
+            last_bytes=ends,
+            kv_bytes=shape.kv_bytes,
+            context=CONTEXT,
+            row_elements=2 * shape.intermediate + shape.hidden,
+            hidden=shape.hidden,
+            vocabulary=shape.vocabulary,
+        )
+        return cls(shape.name, shape, facts)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Described":
+        """The model of a folder; its ``config.json`` is enough.
+
+        Raises:
+            ModelError: it isn't there, is broken, or is of a model that can't be served.
+        """
+        config = ModelConfig.load(folder, "bf16")
+        facts = model_facts(config, folder.resolve().name)
+        shape = ModelProfile(
+            name=facts.name,
+            source=str(folder),
+            layers=config.layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_size=config.head_dim,
+            vocabulary=config.vocab_size,
+        )
+        # As many bytes as the folder's tensors have, whatever its layers are made of.
+        weight = facts.layer_bytes / shape.layer_parameters
+        return cls(facts.name, replace(shape, bytes_per_parameter=weight), facts)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """One stage. ``weights`` in bytes; ``kv_tokens`` is for how many tokens' KV it has room.
+
+    ``step_s`` is a step of one decode row, ``link_s`` its way to the next stage (0: none).
+    """
+
+    device: str
+    layers: tuple[int, int]
+    weights: int
+    kv_tokens: int
+    step_s: float
+    link_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OneMore:
+    """What the ring would be with one PC more of ``device``, as placement predicts it.
+
+    ``turn_s`` is the time per token of a micro-batch that waits for nothing, ``tokens_per_s`` what
+    all streams get: one of them for ``latency``, as many as the ring takes for ``throughput``.
+    """
+
+    device: str
+    stages: int
+    turn_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPlan:
+    """The ring, the PCs that get no stage, and what another PC would bring.
+
+    ``now`` is the ring itself in the terms of ``more``.
+    """
+
+    model: str
+    objective: Objective
+    stages: tuple[PlannedStage, ...]
+    spares: tuple[str, ...]
+    bottleneck: str
+    now: OneMore
+    more: tuple[OneMore, ...]
+    forecast: RingForecast
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values to be dumped; those of the forecast beside the others."""
+        values = asdict(self)
+        return {**values.pop("forecast"), **values}
+
+
+def plan_swarm(
+    model: Described,
+    devices: Sequence[str],
+    link: LinkProfile,
+    aim: Aim,
+    *,
+    streams: int,
+    prompt_tokens: int,
+    output_tokens: int,
+) -> SwarmPlan:
+    """Place ``model`` over a PC for each of ``devices``, with equal links between all.
+
+    Raises:
+        UsageError: there is no such device, the model doesn't fit, or a number is out of range.
+    """
+    placed = _place(model, devices, link, aim)
+    if isinstance(placed, Unplaceable):
+        raise UsageError(placed.reason)
+    names = dict(_peers(devices))
+    scenario = Scenario(
+        Workload(rate=1.0, duration=1.0),
+        stages=len(placed.stages),
+        model=model.name,
+        link=link,
+        devices=tuple(names[stage.peer] for stage in placed.stages),
+        layers=tuple(last - first for first, last in (one.layers for one in placed.stages)),
+        shape=model.shape,
+    )
+    forecast = plan_ring(scenario, streams, prompt_tokens, output_tokens)
+    stages = _stages(scenario, forecast)
+    return SwarmPlan(
+        model=model.name,
+        objective=aim.objective,
+        stages=stages,
+        spares=tuple(names[peer] for peer in placed.spares),
+        bottleneck=_bottleneck(stages, aim.objective, ring_times(scenario)),
+        now=_outcome("", placed, aim),
+        more=tuple(_more(model, devices, link, aim)),
+        forecast=forecast,
+    )
+
+
+def _peers(devices: Sequence[str]) -> list[tuple[str, str]]:
+    return [(f"pc{index}", device) for index, device in enumerate(devices)]
+
+
+def _place(
+    model: Described, devices: Sequence[str], link: LinkProfile, aim: Aim
+) -> Placement | Unplaceable:
+    peers = _peers(devices)
+    links = Links()
+    for by, _ in peers:
+        for to, _ in peers:
+            links.measured(by, to, link.latency, link.rate)
+    candidates = [_candidate(peer, device) for peer, device in peers]
+    return place(model.facts, candidates, aim=aim, links=links)
+
+
+def _candidate(peer: str, device: str) -> Candidate:
+    """A PC with that device, as its daemon would report it."""
+    profile = load_device(device)
+    return Candidate(
+        peer,
+        f"{device} ({peer})",
+        # The margin is in the profile's share already.
+        memory=max(0, int(memory_for_stages(profile) * MARGIN_PART / (MARGIN_PART - 1))),
+        read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
+        step=profile.step_ms / 1000,
+    )
+
+
+def _stages(scenario: Scenario, forecast: RingForecast) -> tuple[PlannedStage, ...]:
+    times = ring_times(scenario)
+    return tuple(
+        PlannedStage(
+            device=device.name,
+            layers=forecast.layers[index],
+            weights=int(line.weight_bytes),
+            kv_tokens=line.kv_tokens(device),
+            step_s=times.profiles[index].decode_s(1),
+            link_s=times.link_s(index, 1) if times.links else 0.0,
+        )
+        for index, (device, line) in enumerate(
+            zip(scenario.device_profiles, scenario.rooflines, strict=True)
+        )
+    )
+
+
+def _bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: RingTimes) -> str:
+    """What would have to be quicker, for a person."""
+    links, steps = sum(one.link_s for one in stages), sum(one.step_s for one in stages)
+    slowest = max(range(len(stages)), key=lambda index: stages[index].step_s)
+    stage = f"stage {slowest} ({stages[slowest].device})"
+    if objective == "throughput":
+        rows = ROWS[objective]
+        sends = max([times.send_s(index, rows) for index in range(len(times.links))], default=0.0)
+        step = times.profiles[slowest].decode_s(rows)
+        if max(sends, step) * FLIGHTS * len(stages) > links + steps:
+            name, busy = (stage, step) if step > sends else ("the rate of the links", sends)
+            return f"{name}: {1e3 * busy:.1f} ms for each micro-batch of {rows} rows"
+    share = f"{100 * max(links, steps) / (links + steps):.0f} % of the time per token"
+    if links > steps:
+        return f"the links' latency: {share}"
+    return f"computing, most of it in {stage}: {share}"
+
+
+def _more(
+    model: Described, devices: Sequence[str], link: LinkProfile, aim: Aim
+) -> Iterator[OneMore]:
+    """What a PC more of each device would bring; nothing where a ring can have no more PCs."""
+    for device in dict.fromkeys(devices):
+        placed = _place(model, [*devices, device], link, aim)
+        if isinstance(placed, Placement):
+            yield _outcome(device, placed, aim)
+
+
+def _outcome(device: str, placed: Placement, aim: Aim) -> OneMore:
+    rows = ROWS[aim.objective]
+    return OneMore(device, len(placed.stages), placed.turn, rows / placed.cost)

@@ -1,0 +1,63 @@
+"""What peers have measured of the ways between them, for whoever places a model over these."""
+
+from molink.facts.ringtimes import LinkFacts
+
+#: What counts where nothing was measured, in either direction: a home's network.
+ASSUMED_LATENCY = 0.001
+ASSUMED_RATE = 12.5e6
+#: A measurement is news if it differs from what the last placement saw by this part of it, and
+#: latencies by this many seconds too: measurements jitter.
+_NEWS = 0.25
+_LATENCY_NEWS = 0.002
+
+
+class Links:
+    """One-way latencies (seconds) and rates (bytes/s) by direction; values are believed as told."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[str, str], LinkFacts] = {}
+        #: As they were when a model was last placed.
+        self._seen: dict[tuple[str, str], LinkFacts] = {}
+
+    def measured(self, by: str, to: str, latency: float | None, rate: float | None) -> None:
+        """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
+        old = self._measured.get((by, to), LinkFacts())
+        self._measured[by, to] = LinkFacts(
+            old.latency if latency is None else latency, old.rate if rate is None else rate
+        )
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone: it may come back elsewhere."""
+        for known in (self._measured, self._seen):
+            for pair in [pair for pair in known if peer in pair]:
+                del known[pair]
+
+    def between(self, by: str, to: str) -> tuple[float, float]:
+        """Latency and rate of that direction; what was measured in the other counts for both."""
+        there, back = (self._measured.get(pair, LinkFacts()) for pair in ((by, to), (to, by)))
+        latency = back.latency if there.latency is None else there.latency
+        rate = back.rate if there.rate is None else there.rate
+        return (
+            ASSUMED_LATENCY if latency is None else latency,
+            ASSUMED_RATE if rate is None else rate,
+        )
+
+    def placed(self) -> None:
+        """A model is being placed by what is known now."""
+        self._seen = dict(self._measured)
+
+    @property
+    def news(self) -> bool:
+        """Whether something differs so much from what the last placement saw that it may matter."""
+        return any(
+            _differ(now, self._seen.get(pair, LinkFacts())) for pair, now in self._measured.items()
+        )
+
+
+def _differ(new: LinkFacts, old: LinkFacts) -> bool:
+    latencies = [ASSUMED_LATENCY if v is None else v for v in (new.latency, old.latency)]
+    rates = [ASSUMED_RATE if v is None else v for v in (new.rate, old.rate)]
+    apart = abs(latencies[0] - latencies[1])
+    return (apart > _LATENCY_NEWS and apart > _NEWS * max(latencies)) or abs(
+        rates[0] - rates[1]
+    ) > _NEWS * max(rates)
