@@ -1,6 +1,7 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from molink.errors import InvariantError, RequestError
 from molink.facts.ringtimes import LinkFacts
@@ -26,6 +27,7 @@ from molink.wire.messages.data import (
     Token,
     TopLogprobs,
 )
+from molink.wire.messages.load import MAX_OWNER, MAX_REQUESTS, HeadLoad, RequestNow
 
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
@@ -87,7 +89,7 @@ class Head:
             raise RequestError(f"a request {request.key!r} of this daemon is already being served")
         self._admission.check(request)
         emissions = self._make_place(request, now)
-        self._roster.enqueue(Job.of(request), now)
+        self._roster.enqueue(Job.of(request, now), now)
         self._counts["requests"] += 1
         self._story.add(now, "submit", request.owner, request.key, len(request.tokens))
         return emissions
@@ -226,6 +228,19 @@ class Head:
         }
         return counters, {name: float(value) for name, value in gauges.items()}
 
+    def load(self, pipeline: str, now: float) -> HeadLoad:
+        """What others are told of it, under the name of its pipeline."""
+        blocks = self._cache.blocks
+        return HeadLoad(
+            pipeline,
+            self._roster.admitted,
+            self._roster.waiting,
+            blocks.total,
+            blocks.total - self._cache.available,
+            self._batcher.micro_batches.count,
+            tuple(_shown(job, now) for job in islice(self._roster, MAX_REQUESTS)),
+        )
+
     def validate(self) -> None:
         """Check all invariants.
 
@@ -270,6 +285,8 @@ class Head:
         if not job.offered:
             self._cache.offer(job)
         job.tokens.append(choice.token)
+        if job.generated == 1:
+            job.first_at = now
         finish = self._finish(job)
         if finish is None:
             self._roster.came_back(job)
@@ -321,3 +338,19 @@ class Head:
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self.strays += 1
         self._story.add(now, "stray", kind, tick)
+
+
+def _shown(job: Job, now: float) -> RequestNow:
+    """Until its first token a request is in prefill for people, though all its rows are issued."""
+    assert job.state != "gone", "a job that is over is in no roster"
+    state = "prefill" if job.state == "decode" and not job.generated else job.state
+    taken, prompt = now - job.first_at, job.request.prompt_tokens
+    return RequestNow(
+        job.request.owner[:MAX_OWNER],
+        state,
+        prompt,
+        0 if job.state == "waiting" else job.computed,
+        len(job.tokens) - prompt,
+        round(1000 * (job.generated - 1) / taken) if job.generated > 1 and taken > 0 else 0,
+        max(0, int(now - job.since)),
+    )

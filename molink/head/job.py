@@ -27,6 +27,9 @@ class Job:
     tokens: list[int]
     #: The client has taken all tokens below this position.
     credited: int
+    #: When it came to this head, and when its first token did.
+    since: float = 0.0
+    first_at: float = 0.0
     #: When it last became ``stalled``.
     stalled_at: float = 0.0
     state: JobState = "waiting"
@@ -57,9 +60,9 @@ class Job:
     offered: bool = False
 
     @classmethod
-    def of(cls, request: HeadRequest) -> "Job":
+    def of(cls, request: HeadRequest, now: float = 0.0) -> "Job":
         """A job that waits."""
-        return cls(request, list(request.tokens), len(request.tokens))
+        return cls(request, list(request.tokens), len(request.tokens), since=now)
 
     @property
     def generated(self) -> int:

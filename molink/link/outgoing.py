@@ -15,6 +15,7 @@ from molink.link.ends import Channel, ChannelEvents, Connect, LinkName, Timer, T
 from molink.link.heartbeat import BeatClock, Liveness, StageProgress
 from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
+from molink.link.stats import LinkStats
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, RingBody, Volume
 
@@ -31,49 +32,6 @@ _BURST = 2
 #: Messages that a link of unknown rate is tried out with, and their bytes.
 _PROBES = 16
 _PROBE_BYTES = 16 * 1024
-
-
-@dataclass(slots=True)
-class LinkStats:
-    """What happened on a link so far."""
-
-    connects: int = 0
-    sent_frames: int = 0
-    sent_bytes: int = 0
-    #: Rows of volumes: as the stage made them, and as they were sent.
-    plain_bytes: int = 0
-    packed_bytes: int = 0
-    resent: int = 0
-    stale_acks: int = 0
-    queued_bytes: int = 0
-    unacknowledged_bytes: int = 0
-    #: Seconds there and back, and bytes/s; 0 = unknown.
-    rtt: float = 0.0
-    min_rtt: float = 0.0
-    rate: float = 0.0
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """What happened so far, as ``/metrics`` names it."""
-        return {
-            "link_sent_frames_total": float(self.sent_frames),
-            "link_sent_bytes_total": float(self.sent_bytes),
-            "link_plain_bytes_total": float(self.plain_bytes),
-            "link_packed_bytes_total": float(self.packed_bytes),
-            "link_resent_frames_total": float(self.resent),
-            "link_connects_total": float(self.connects),
-        }
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        """What is the case now, as ``/metrics`` names it."""
-        return {
-            "link_rtt_seconds": self.rtt,
-            "link_latency_seconds": self.min_rtt / 2,
-            "link_rate_bytes_per_second": self.rate,
-            "link_queued_bytes": float(self.queued_bytes),
-            "link_unacknowledged_bytes": float(self.unacknowledged_bytes),
-        }
 
 
 def _nothing(*_: object) -> None:
@@ -388,8 +346,8 @@ class OutLink:
             packed_bytes=sender.packing.packed_bytes,
             resent=sender.resent,
             stale_acks=sender.stale_acks,
-            queued_bytes=sender.queued_bytes,
-            unacknowledged_bytes=sender.unacknowledged_bytes,
+            queued=(sender.queued_on(Lane.DECODE), sender.queued_on(Lane.BULK)),
+            in_flight=(sender.in_flight_on(Lane.DECODE), sender.in_flight_on(Lane.BULK)),
             rtt=estimate.rtt,
             min_rtt=estimate.min_rtt,
             rate=estimate.rate or 0.0,

@@ -117,6 +117,12 @@ class LinkQueues:
 
     # --- state -------------------------------------------------------------------------------
 
+    def nbytes_on(self, lane: Lane) -> int:
+        """Bytes of everything here that is to go on ``lane``."""
+        first = self._probes if lane is Lane.BULK else (payload for _, payload in self._control)
+        rows = sum(volume.nbytes for volume in self._volumes.values() if volume.lane is lane)
+        return rows + sum(size_of(payload) for payload in first)
+
     def fault(self) -> str:
         """Which invariant doesn't hold; empty if all do."""
         if not all(volume.valid() for volume in self._volumes.values()):

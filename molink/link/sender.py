@@ -240,6 +240,14 @@ class LinkSender:
         """Bytes that have not been sent at all."""
         return self._queues.nbytes
 
+    def queued_on(self, lane: Lane) -> int:
+        """Bytes that are to go on ``lane`` and have not been sent at all."""
+        return self._queues.nbytes_on(lane)
+
+    def in_flight_on(self, lane: Lane) -> int:
+        """Bytes sent on ``lane``, or to be sent again, and not acknowledged."""
+        return self._lanes[lane].nbytes
+
     @property
     def waiting(self) -> bool:
         """Whether anything is to be sent, now or when something allows it."""

@@ -1,4 +1,4 @@
-"""How much of its time a stage stands idle although it has requests."""
+"""How much of its time a stage computes, and stands idle although it has requests."""
 
 #: How long the share is averaged over, in seconds.
 WINDOW_S = 5.0
@@ -17,13 +17,15 @@ class Bubbles:
         self._since = now
         self._live = self._computing = False
         self._began = now
-        #: Of this window: bubbles, and time in which requests lived.
-        self._bubble = self._lived = 0.0
-        self._share = 0.0
+        #: Of this window: bubbles, time in which requests lived, and time in which a step ran.
+        self._bubble = self._lived = self._busy = 0.0
+        self._share = self._busy_share = 0.0
 
     def note(self, now: float, *, live: bool, computing: bool) -> None:
         """From ``now`` on requests live here, or none do, and a step runs, or none does."""
         passed = max(0.0, now - self._since)
+        if self._computing:
+            self._busy += passed
         if self._live:
             self._lived += passed
             if not self._computing:
@@ -32,9 +34,15 @@ class Bubbles:
         self._since, self._live, self._computing = now, live, computing
         if now - self._began >= WINDOW_S:
             self._share = self._bubble / self._lived if self._lived > 0 else 0.0
-            self._began, self._bubble, self._lived = now, 0.0, 0.0
+            self._busy_share = self._busy / (now - self._began)
+            self._began, self._bubble, self._lived, self._busy = now, 0.0, 0.0, 0.0
 
     @property
     def share(self) -> float:
         """Bubbles' share of the time in which requests lived, in the last window; 0 if none did."""
         return self._share
+
+    @property
+    def busy(self) -> float:
+        """The share of the last window in which a step ran."""
+        return self._busy_share

@@ -99,7 +99,8 @@ class Ring:
         #: What the step that runs is made of, by tick.
         self._running: dict[int, Segment] = {}
         self._collector = Collector()
-        self._bubbles = Bubbles(clock())
+        #: How busy it is.
+        self.bubbles = Bubbles(clock())
         self.steps = StepLog()
         self._strays = 0
         self._link_round = LinkRound(shape.index, shape.stages)
@@ -343,6 +344,11 @@ class Ring:
         return self._strays + (self._front.strays if self._front is not None else 0)
 
     @property
+    def live(self) -> int:
+        """How many requests this stage knows."""
+        return len(self._requests)
+
+    @property
     def stuck(self) -> bool:
         """Whether the step that runs takes as long as a dead stage's would."""
         return self._computing and self._clock() - self._began >= patience_for(self.predicted)
@@ -366,15 +372,16 @@ class Ring:
             "stage_steps_total": self.steps.steps,
             "stage_rows_total": self.steps.rows,
             "stage_compute_seconds_total": self.steps.seconds,
-            "stage_bubble_seconds_total": self._bubbles.seconds,
+            "stage_bubble_seconds_total": self.bubbles.seconds,
             "stage_failed_steps_total": self.steps.failed,
             "stage_strays_total": self.strays,
             "stage_dropped_groups_total": self.scoreboard.counts["dropped_groups"],
             "stage_refused_total": self.scoreboard.refused,
         }
         gauges = {
-            "stage_requests": len(self._requests),
-            "stage_bubble_share": round(self._bubbles.share, 4),
+            "stage_requests": self.live,
+            "stage_bubble_share": round(self.bubbles.share, 4),
+            "stage_busy_share": round(self.bubbles.busy, 4),
             "stage_queued_volumes": self.scoreboard.queued,
             "stage_completed_tick": self.scoreboard.last_completed,
         }
@@ -384,4 +391,4 @@ class Ring:
         )
 
     def _note(self, now: float) -> None:
-        self._bubbles.note(now, live=len(self._requests) > 0, computing=self._computing)
+        self.bubbles.note(now, live=len(self._requests) > 0, computing=self._computing)

@@ -73,6 +73,11 @@ class Reconciler(Pipelines):
                 self.formation = formation
                 self.reason = "this coordinator was just started: waiting for its peers' reports"
 
+    @property
+    def clock(self) -> float:
+        """The time of the last tick, in seconds, by which the story is told."""
+        return self._ticked
+
     # --- events ------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Decision]:

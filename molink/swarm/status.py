@@ -9,7 +9,7 @@ from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
 from molink.swarm.registry import PeerSession
-from molink.wire.messages.reports import PeerReport
+from molink.wire.messages.reports import PeerReport, WorkerState
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
@@ -44,12 +44,19 @@ def build_status(
         "files": _files(reconciler),
         "trouble": reconciler.reason,
         "story": list(reconciler.story[-_STORY:]),
+        "clock": round(reconciler.clock, 1),
     }
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
-    """As UTF-8 of at most :data:`MAX_BYTES`; what is too much is left out and ``truncated``."""
+    """As UTF-8 of at most :data:`MAX_BYTES`; what is too much is left out and ``truncated``.
+
+    How busy stages are goes first: peers are looked for here by their names.
+    """
     text = json.dumps(status).encode("utf-8")
+    if len(text) > MAX_BYTES:
+        status = {**status, "peers": [_idle(peer) for peer in status["peers"]], "truncated": True}
+        text = json.dumps(status).encode("utf-8")
     while len(text) > MAX_BYTES:
         status = {
             **status,
@@ -59,6 +66,12 @@ def encode_status(status: dict[str, Any]) -> bytes:
         }
         text = json.dumps(status).encode("utf-8")
     return text
+
+
+def _idle(peer: dict[str, Any]) -> dict[str, Any]:
+    """A peer without its load."""
+    workers = [{**worker, "load": None} for worker in peer.get("workers", ())]
+    return {**peer, "workers": workers}
 
 
 def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
@@ -90,6 +103,8 @@ def show_report(report: PeerReport) -> dict[str, Any]:
         "paused": report.paused,
         "memory": report.device.memory,
         "copied": report.copied,
+        "copying": _bytes(report.copying),
+        "fetching_next": _fetching_next(report),
         "workers": [
             {
                 "pid": worker.pid,
@@ -97,8 +112,70 @@ def show_report(report: PeerReport) -> dict[str, Any]:
                 "stage": worker.stage,
                 "layers": list(worker.layers),
                 "state": worker.state,
+                "fetching": _bytes((worker.done, worker.total)),
+                "load": _stage_load(report, worker),
             }
             for worker in report.workers
+        ],
+    }
+
+
+def _bytes(done_of: tuple[int, int]) -> dict[str, int] | None:
+    """How far a transfer is; ``None`` where there is none."""
+    return {"done": done_of[0], "total": done_of[1]} if done_of[1] else None
+
+
+def _fetching_next(report: PeerReport) -> dict[str, int] | None:
+    """How far the files of a stage that is to be are."""
+    said = report.prefetched
+    return None if said is None or said.state != "fetching" else _bytes((said.done, said.total))
+
+
+def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
+    """How busy a stage and its link are; ``None`` if nothing was told."""
+    told = () if report.load is None else report.load.stages
+    name = worker.pipeline, worker.stage
+    load = next((one for one in told if (one.pipeline, one.stage) == name), None)
+    if load is None:
+        return None
+    return {
+        "busy": load.busy,
+        "bubbles": load.bubbles,
+        "requests": load.requests,
+        "weights": load.weights,
+        "kv": load.kv,
+        "link": {
+            "latency_s": load.latency_us / 1e6,
+            "rate": load.rate,
+            "decode": {"queued": load.queued[0], "in_flight": load.in_flight[0]},
+            "bulk": {"queued": load.queued[1], "in_flight": load.in_flight[1]},
+        },
+    }
+
+
+def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
+    """What a peer says of the head of ``pipeline`` that runs there; ``None`` if nothing."""
+    told = () if report.load is None else report.load.heads
+    head = next((one for one in told if one.pipeline == pipeline), None)
+    if head is None:
+        return None
+    return {
+        "running": head.running,
+        "waiting": head.waiting,
+        "blocks": head.blocks,
+        "used": head.used,
+        "micro_batches": head.micro_batches,
+        "requests": [
+            {
+                "peer": one.owner,
+                "state": one.state,
+                "prompt": one.prompt,
+                "computed": one.computed,
+                "generated": one.generated,
+                "tokens_per_s": one.pace / 1000,
+                "age_s": one.age,
+            }
+            for one in head.requests
         ],
     }
 
@@ -134,7 +211,14 @@ def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
         "state": formation.state if formation is not None else "waiting",
         "reason": reconciler.reason,
         "phases": reconciler.phases.shown(),
+        "head": None if formation is None else _head(reconciler, formation),
     }
+
+
+def _head(reconciler: Reconciler, formation: Formation) -> dict[str, Any] | None:
+    """Only the peer of the first stage is believed."""
+    session = reconciler.registry.sessions.get(formation.peers[0])
+    return None if session is None else show_head(session.report, formation.record.id)
 
 
 def _micro_batches(formation: Formation | None) -> int:

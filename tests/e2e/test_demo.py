@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import psutil
 import pytest
 
+from molinkd.api.metric_help import HELP, UNDESCRIBED
 from tests.support.processes import Process, Tools
 
 QUESTION = [{"role": "user", "content": "What is molink?"}]
@@ -50,6 +52,46 @@ def test_the_status_for_people(demo: Process, tools: type[Tools]) -> None:
     assert done.returncode == 0, done.stderr
     for text in ("demo-1", "demo-2", "demo-3", "molink-demo", "ready"):
         assert text in done.stdout
+
+
+def test_top_without_a_terminal(demo: Process, tools: type[Tools]) -> None:
+    """On the PC with the coordinator, and on another one: the whole swarm at work."""
+    elsewhere = demo.home.root / "demo" / "peer-2"
+    client = tools.client(demo.found().endpoints[0])
+    stream = client.chat.completions.create(
+        model="molink-demo", messages=QUESTION, stream=True, **LONG
+    )
+    next(stream)
+
+    def at_work() -> bool:
+        done = tools.run_molink(elsewhere, "top", "--json")
+        (ring,) = json.loads(done.stdout)["rings"]
+        return bool(ring["requests"]) and all(stage["used"] for stage in ring["stages"])
+
+    tools.wait_for(at_work, demo)
+    stream.close()
+    done = tools.run_molink(demo.home.root, "top")
+    assert done.returncode == 0, done.stderr
+    for text in ("demo-1", "demo-2", "demo-3", "READY", "> link to", "EVENTS", "is ready"):
+        assert text in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    assert "\x1b" not in done.stdout
+
+
+def test_every_figure_is_described(demo: Process, tools: type[Tools]) -> None:
+    """And there is none but those, apart from what seldom happens."""
+    text_of(tools.client(demo.found().endpoints[1]), max_tokens=3)
+    helps: dict[str, str] = {}
+    for endpoint in demo.found().endpoints:
+        with urllib.request.urlopen(f"{endpoint}/metrics", timeout=10) as answer:
+            for line in answer.read().decode("utf-8").splitlines():
+                if line.startswith("# HELP "):
+                    name, _, text = line.removeprefix("# HELP molink_").partition(" ")
+                    helps[name.removesuffix("_total")] = text
+    assert UNDESCRIBED not in helps.values()
+    own = {name for name in helps if name.startswith("endpoint_") or name == "build_info"}
+    seldom = {name for name in HELP if name.startswith("daemon_requests_")}
+    assert helps.keys() - own - seldom == HELP.keys() - seldom
 
 
 def test_the_official_client_streams_from_each_endpoint(demo: Process, tools: type[Tools]) -> None:

@@ -23,6 +23,7 @@ from molink.wire.messages.data import (
     TopLogprobs,
     Volume,
 )
+from molink.wire.messages.load import MAX_REQUESTS, RequestNow
 
 PLAIN = Sampling()
 PENALTY = Sampling(presence_penalty=0.5)
@@ -688,3 +689,45 @@ def test_a_broken_invariant_tells_the_story() -> None:
     with pytest.raises(InvariantError) as caught:
         head.validate()
     assert any("submit daemon a 5" in line for line in caught.value.story)
+
+
+# --- what others are told ------------------------------------------------------------------------
+
+
+def test_what_is_told_of_requests() -> None:
+    head = Head(limits(max_running=1), 1)
+    head.submit(request("a", 10, owner="pc-a"), 5.0)
+    head.submit(request("b", 3, owner="x" * 99), 6.0)
+    first, _ = head.next(5.0), head.next(5.0)
+    back(head, volumes(first)[0])
+    load = head.load("p1", 7.0)
+    assert (load.pipeline, load.running, load.waiting) == ("p1", 1, 1)
+    assert (load.blocks, load.micro_batches, load.used > 0) == (64, 2, True)
+    assert load.requests == (
+        RequestNow("pc-a", "prefill", 10, 8, 0, 0, 2),
+        RequestNow("x" * 32, "waiting", 3, 0, 0, 0, 1),
+    )
+
+
+def test_the_pace_is_since_the_first_token() -> None:
+    head = Head(limits(), 1)
+    head.submit(request("a", 3), 0.0)
+    now = 10.0
+    for _ in range(5):
+        batch = head.next(now)
+        (volume,) = volumes(batch)
+        rows = volume.rows[0]
+        choice = Choice(rows.request, rows.start + rows.count, 50)
+        head.sampled(Sampled(volume.tick, (choice,)), {}, now)
+        now += 0.5
+    (told,) = head.load("p1", 12.0).requests
+    assert (told.state, told.prompt, told.computed, told.generated) == ("decode", 3, 7, 5)
+    assert told.pace == 2000, "four tokens in two seconds"
+
+
+def test_no_more_requests_are_told_than_fit() -> None:
+    head = Head(limits(max_waiting=64), 1)
+    submit(head, *(request(f"r{number}", 3) for number in range(40)))
+    load = head.load("p1", 0.0)
+    assert len(load.requests) == MAX_REQUESTS
+    assert load.running + load.waiting == 40

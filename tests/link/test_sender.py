@@ -164,7 +164,10 @@ def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
     sender.volume(*volume(1, 1, prefill=False), 0.0)
     sender.volume(*volume(2, 1), 0.0)
     assert policy.events == [Produced(0, Lane.DECODE, 1, ROW), Produced(1, Lane.BULK, 1, ROW)]
+    assert (sender.queued_on(Lane.DECODE), sender.queued_on(Lane.BULK)) == (0, 2 * ROW)
     assert [lane for lane, *_ in ticks(sender.poll(0.0))] == [Lane.BULK, Lane.BULK]
+    assert sender.in_flight_on(Lane.DECODE) == 0
+    assert sender.in_flight_on(Lane.BULK) == sender.unacknowledged_bytes > 2 * ROW
 
 
 def test_a_volume_in_pieces() -> None:

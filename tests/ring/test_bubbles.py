@@ -21,7 +21,7 @@ def test_the_share_is_that_of_the_last_window() -> None:
     assert bubbles.share == 0
     bubbles.note(4.0, live=False, computing=False)
     bubbles.note(WINDOW_S, live=False, computing=False)
-    assert bubbles.share == 0.25
+    assert (bubbles.share, bubbles.busy) == (0.25, 0.6)
     bubbles.note(2 * WINDOW_S, live=False, computing=False)
-    assert bubbles.share == 0
+    assert bubbles.share == bubbles.busy == 0
     assert bubbles.seconds == 1.0

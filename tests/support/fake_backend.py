@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from molink.swarm.generation import GeneratedToken, GenerationRequest
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import Sampling
-from molinkd.api.backend import Figures, ServedModel
+from molinkd.api.backend import Figures, ServedModel, StageFigures, StageName
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
@@ -79,8 +79,14 @@ class FakeBackend:
         return self.is_ready
 
     def metrics(self) -> Figures:
-        stages = {"0:3": {"kv_blocks_free": 7.0}, "3:6": {"kv_blocks_free": 8.0, "rows": 2.0}}
-        return Figures({"link_bytes_total": 5.0}, {"odd name": 1.0}, stages)
+        stages = {
+            StageName.of("p1", (0, 3), 0, 2): StageFigures({}, {"head_blocks_free": 7.0}),
+            StageName.of("p1", (3, 6), 1, 2): StageFigures(
+                {"link_sent_bytes_total": 5.0, "link_received_bytes_total": 6.0},
+                {"head_blocks_free": 8.0, "stage_requests": 2.0},
+            ),
+        }
+        return Figures({"recoveries": 3.0}, {"odd name": 1.0}, stages)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
         _check(request)

@@ -3,6 +3,7 @@ import json
 import msgspec
 
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
+from molink.wire.messages.load import HeadLoad, Load, RequestNow, StageLoad
 from tests.support.swarm import Kit, Paper
 
 
@@ -30,7 +31,19 @@ def test_the_shape(running: Paper) -> None:
         "stage": "auto",
         "memory": 10**11,
         "copied": 0,
-        "workers": [{"pid": 1, "pipeline": "p1", "stage": 1, "layers": [2, 4], "state": "ready"}],
+        "copying": None,
+        "fetching_next": None,
+        "workers": [
+            {
+                "pid": 1,
+                "pipeline": "p1",
+                "stage": 1,
+                "layers": [2, 4],
+                "state": "ready",
+                "fetching": None,
+                "load": None,
+            }
+        ],
     }
     (pipeline,) = status["pipelines"]
     assert pipeline == {
@@ -51,7 +64,9 @@ def test_the_shape(running: Paper) -> None:
             "loaded": 1.5,
             "formed": 1.5,
         },
+        "head": None,
     }
+    assert status["clock"] == running.now
     assert (status["trouble"], status["files"]) == ("", "Only A has all files of toy so far")
     assert json.loads(encode_status(status)) == status
 
@@ -86,6 +101,61 @@ def test_who_alone_has_the_files(running: Paper) -> None:
     for peer in "bc":
         running.reconciler.registry.drop(peer)
     assert files("a") == ""  # one PC is no swarm
+
+
+def test_how_busy_it_is(running: Paper) -> None:
+    """What the peers of a pipeline's stages say of them; of its head, only that of the first."""
+    request = RequestNow("a", "decode", 12, 20, 9, 41_300, 3)
+    for stage, peer in enumerate("abc"):
+        session = running.reconciler.registry.sessions[peer]
+        one = StageLoad("p1", stage, 34, 12, 2, 100, 50, 15_000, 11_750_000, (1, 2), (3, 4))
+        head = HeadLoad("p1", 1, 2, 80, stage, 3, (request,))
+        other = StageLoad("p9", stage, 99)
+        load = Load((other, one), (head,))
+        session.report = msgspec.structs.replace(session.report, load=load, copying=(5, 10))
+    status = build_status(running.reconciler, "s1", [], 1)
+    peer = status["peers"][1]
+    assert peer["copying"] == {"done": 5, "total": 10}
+    assert peer["workers"][0]["load"] == {
+        "busy": 34,
+        "bubbles": 12,
+        "requests": 2,
+        "weights": 100,
+        "kv": 50,
+        "link": {
+            "latency_s": 0.015,
+            "rate": 11_750_000,
+            "decode": {"queued": 1, "in_flight": 3},
+            "bulk": {"queued": 2, "in_flight": 4},
+        },
+    }
+    assert status["pipelines"][0]["head"] == {
+        "running": 1,
+        "waiting": 2,
+        "blocks": 80,
+        "used": 0,
+        "micro_batches": 3,
+        "requests": [
+            {
+                "peer": "a",
+                "state": "decode",
+                "prompt": 12,
+                "computed": 20,
+                "generated": 9,
+                "tokens_per_s": 41.3,
+                "age_s": 3,
+            }
+        ],
+    }
+
+
+def test_names_outlast_loads(running: Paper) -> None:
+    status = build_status(running.reconciler, "s1", [], 1)
+    loaded = {"workers": [{"pid": 1, "load": {"busy": "x" * 400}}]}
+    status["peers"] = [{"id": str(i), **loaded} for i in range(600)]
+    text = encode_status(status)
+    assert len(text) <= MAX_BYTES
+    assert len(json.loads(text)["peers"]) == 600
 
 
 def test_it_is_bounded(running: Paper) -> None:

@@ -23,13 +23,39 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class StageName:
+    """Which stage a worker's figures are of, as labels.
+
+    ``layers`` is ``0:12``; ``sends`` and ``receives`` are its links, ``0-1`` from stage 0 to 1.
+    """
+
+    pipeline: str
+    layers: str
+    sends: str
+    receives: str
+
+    @classmethod
+    def of(cls, pipeline: str, layers: tuple[int, int], stage: int, stages: int) -> "StageName":
+        """The name of one of ``stages`` stages."""
+        before, after = (stage - 1) % stages, (stage + 1) % stages
+        return cls(pipeline, f"{layers[0]}:{layers[1]}", f"{stage}-{after}", f"{before}-{stage}")
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What a stage's workers have counted, and what the one that there is measures."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What a daemon and its workers count and measure, name → value; for Prometheus."""
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
-    #: Gauges of each worker, by its stage's layers: ``0:12``.
-    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    stages: dict[StageName, StageFigures] = field(default_factory=dict)
 
 
 class Backend(Protocol):

@@ -1,10 +1,12 @@
 """The endpoint's own figures, and those of the swarm behind it, for Prometheus."""
 
+import platform
 import re
+import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -15,7 +17,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from molinkd.api.backend import Backend
+import molink
+from molinkd.api.backend import Backend, StageName
+from molinkd.api.metric_help import describe
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -95,29 +99,37 @@ class RequestRecorder:
     def families(self) -> Iterator[Metric]:
         """All figures as Prometheus wants them."""
         requests = CounterMetricFamily(
-            "molink_endpoint_requests", "HTTP requests answered.", labels=("route", "status")
+            "molink_endpoint_requests",
+            "HTTP requests that were answered, by route and status; 499: the client went away.",
+            labels=("route", "status"),
         )
         for (route, status), count in self.requests.items():
             requests.add_metric((route, status), count)
         yield requests
         yield GaugeMetricFamily(
-            "molink_endpoint_running", "Answers being generated.", value=self.running
+            "molink_endpoint_running",
+            "Answers that are being generated for clients of this PC's endpoint.",
+            value=self.running,
         )
         yield CounterMetricFamily(
-            "molink_endpoint_prompt_tokens", "Tokens of prompts.", value=self.prompt_tokens
+            "molink_endpoint_prompt_tokens",
+            "Tokens of prompts that this PC's endpoint was asked.",
+            value=self.prompt_tokens,
         )
         yield CounterMetricFamily(
-            "molink_endpoint_generated_tokens", "Tokens generated.", value=self.generated_tokens
+            "molink_endpoint_generated_tokens",
+            "Tokens that came for answers of this PC's endpoint.",
+            value=self.generated_tokens,
         )
         yield self.first_token.family(
             "molink_endpoint_time_to_first_token_seconds",
-            "From the start of a generation to its first token.",
+            "Seconds from the start of a generation to its first token.",
         )
         yield self.between_tokens.family(
-            "molink_endpoint_inter_token_seconds", "Between two tokens of an answer."
+            "molink_endpoint_inter_token_seconds", "Seconds between two tokens of an answer."
         )
         yield self.whole.family(
-            "molink_endpoint_answer_seconds", "From the start of a generation to its end."
+            "molink_endpoint_answer_seconds", "Seconds from the start of a generation to its end."
         )
 
 
@@ -130,15 +142,55 @@ class EndpointCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Every metric family, each name once."""
-        families = list(self._recorder.families())
         figures = self._backend.metrics()
+        families = {family.name: family for family in (_build_info(), *self._recorder.families())}
+        found: dict[str, Metric] = {}
         for name, value in figures.counters.items():
-            title = _metric_name(name).removesuffix("_total")
-            families.append(CounterMetricFamily(title, _help(name), value=value))
+            _add(found, CounterMetricFamily, name, {}, value)
         for name, value in figures.gauges.items():
-            families.append(GaugeMetricFamily(_metric_name(name), _help(name), value=value))
-        families += _by_stage(figures.stages)
-        return {family.name: family for family in reversed(families)}.values()
+            _add(found, GaugeMetricFamily, name, {}, value)
+        for stage, told in figures.stages.items():
+            for name, value in told.counters.items():
+                _add(found, CounterMetricFamily, name, _labels(stage, name), value)
+            for name, value in told.gauges.items():
+                _add(found, GaugeMetricFamily, name, _labels(stage, name), value)
+        return {**found, **families}.values()
+
+
+def _add(
+    found: dict[str, Metric],
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    labels: dict[str, str],
+    value: float,
+) -> None:
+    """A sample of the family of that name; of two kinds the first one counts."""
+    title = _metric_name(name)
+    if kind is CounterMetricFamily:
+        title = title.removesuffix("_total")
+    family = found.setdefault(title, kind(title, describe(title), labels=list(labels)))
+    if isinstance(family, kind):
+        family.add_metric(list(labels.values()), value)
+
+
+def _labels(stage: StageName, name: str) -> dict[str, str]:
+    labels = {"pipeline": stage.pipeline, "stage": stage.layers}
+    if name.startswith("link_"):
+        inward = name.startswith(("link_received_", "link_unfinished_"))
+        labels["link"] = stage.receives if inward else stage.sends
+    return labels
+
+
+def _build_info() -> Metric:
+    labels = {
+        "version": molink.__version__,
+        "python": platform.python_version(),
+        "system": sys.platform,
+    }
+    text = "Always 1; the labels say which molink runs here, on which Python and which system."
+    info = GaugeMetricFamily("molink_build_info", text, labels=list(labels))
+    info.add_metric(list(labels.values()), 1.0)
+    return info
 
 
 def create_registry(recorder: RequestRecorder, backend: Backend) -> CollectorRegistry:
@@ -151,23 +203,6 @@ def create_registry(recorder: RequestRecorder, backend: Backend) -> CollectorReg
 def exposition(registry: CollectorRegistry) -> bytes:
     """The text of ``/metrics``."""
     return generate_latest(registry)
-
-
-def _by_stage(stages: Mapping[str, Mapping[str, float]]) -> Iterable[Metric]:
-    """A family for each name, with a sample for each stage that has it."""
-    families: dict[str, GaugeMetricFamily] = {}
-    for stage, gauges in stages.items():
-        for name, value in gauges.items():
-            title = _metric_name(name)
-            if title not in families:
-                families[title] = GaugeMetricFamily(title, _help(name), labels=("stage",))
-            families[title].add_metric((stage,), value)
-    return families.values()
-
-
-def _help(name: str) -> str:
-    words = name.removeprefix("molink_").removesuffix("_total").replace("_", " ").capitalize()
-    return f"{words}, as the daemon of this PC and its workers report it."
 
 
 def _metric_name(name: str) -> str:

@@ -11,6 +11,11 @@ Command = Callable[..., None]
 #: Name, module and function of each, and its line in the help.
 _LATE = (
     (
+        "top",
+        "molinkd.cli.top.verb:top",
+        "Watch the swarm: stages, links, requests, transfers and events, as they are now.",
+    ),
+    (
         "plan",
         "molinkd.cli.plan:plan",
         "Placement, micro-batches and predicted times of a ring, without starting anything.",

@@ -68,6 +68,13 @@ class Copier:
         done = self._here + self._coming.done
         return min(99, 100 * done // self._total) if self._total else 0
 
+    @property
+    def coming(self) -> tuple[int, int]:
+        """Bytes that are here and bytes of all while the copy is made; zeros while it is not."""
+        if self._whole or not self._total:
+            return 0, 0
+        return min(self._here + self._coming.done, self._total), self._total
+
     def serve(self, route: Route) -> None:
         """A pipeline serves a model, or is to; the sources are the newest ones."""
         if not self._wanted or not route.root:

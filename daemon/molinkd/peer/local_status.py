@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from molink.swarm.status import show_report
+from molink.swarm.status import show_head, show_report
 from molink.wire.messages.instructions import Route
 from molink.wire.messages.reports import PeerReport
 from molinkd.peer.membership import Membership
@@ -41,6 +41,7 @@ def local_status(
                 "epoch": route.epoch,
                 "ready": route.pipeline in usable,
                 "stages": [],
+                "head": show_head(report, route.pipeline),
                 "reason": "" if route.pipeline in usable else route.reason or _UNREACHABLE,
             }
             for route in routes

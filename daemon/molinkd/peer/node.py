@@ -218,6 +218,8 @@ class Node:
             worker_ports=settings.worker_ports,
             copied=self._copier.percent,
             routes=self._heads.known,
+            copying=self._copier.coming,
+            load=self._assignments.supervisor.load(),
         )
 
     def _welcomed(self) -> None:

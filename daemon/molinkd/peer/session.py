@@ -8,9 +8,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
 import zmq.asyncio
 
-from molink.errors import MolinkError
+from molink.errors import MessageTooLarge, MolinkError
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.instructions import Knock, Welcome
@@ -193,8 +194,12 @@ class CoordinatorSession:
         """Report at once: something has changed."""
         if self._ending or not self._client.connected:
             return
+        report = self._report()
         try:
-            self._client.send(self._report())
+            try:
+                self._client.send(report)
+            except MessageTooLarge:
+                self._client.send(msgspec.structs.replace(report, load=None))
         except MolinkError as error:
             log.debug("no report: %s", error)
 

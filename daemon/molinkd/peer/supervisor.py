@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 
 from molink.files import plain_name
 from molink.swarm.keeper import FromStage
+from molink.wire.messages.load import MAX_HEADS, MAX_STAGES, Load
 from molink.wire.messages.pipe import (
     FromWorker,
     Members,
@@ -27,7 +28,7 @@ from molink.wire.messages.pipe import (
     read_pipe,
     write_pipe,
 )
-from molinkd.api.backend import Figures
+from molinkd.api.backend import Figures, StageFigures, StageName
 from molinkd.peer.child import WINDOWS_CODES, Child, how_it_ended
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ GRACE_S = 5.0
 WORKER_COMMAND = (sys.executable, "-P", "-m", "molinkd.worker")
 #: Seconds from a ring that stands to the next spare: until then requests are computed again.
 SPARE_DELAY_S = 2.0
+#: Stages whose workers' counters are remembered.
+MAX_PAST = 32
 #: A record in a worker's log, as :data:`molink.plaintext.LOG_FORMAT` has it.
 _RECORD = re.compile(r"\d{4}-\d\d-\d\d \S+ (?P<level>[A-Z]+) \S+: (?P<text>.*)")
 
@@ -78,8 +81,8 @@ class Supervisor:
         self._spare_timer: asyncio.TimerHandle | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._closed = False
-        #: Counters of workers that are no more, so that sums never fall.
-        self._past: Counter[str] = Counter()
+        #: Counters of workers that are no more, so that they never fall.
+        self._past: dict[StageName, Counter[str]] = {}
 
     def start(self, generation: int, start: Start, members: Members) -> int:
         """Have a worker for a stage, the spare if it is ready; returns its process id.
@@ -193,21 +196,36 @@ class Supervisor:
         await asyncio.gather(*self._stopping)
 
     def metrics(self) -> Figures:
-        """Counters, summed over all workers there have been, and gauges of those there are."""
-        counters = Counter(self._past)
+        """Counters of all workers there have been, and gauges of those there are, by stage."""
         spare = self._spare
         gauges = {
             "workers": float(len(self._workers)),
             "spare_workers": float(spare is not None and spare.warm),
         }
-        stages: dict[str, dict[str, float]] = {}
+        stages = {name: StageFigures(dict(past)) for name, past in list(self._past.items())}
         for worker in list(self._workers.values()):  # called from the endpoint's thread
             if worker.stats is None or worker.start is None:
                 continue
-            counters.update(worker.stats.counters)
-            first, last = worker.start.layers
-            stages[f"{first}:{last}"] = dict(worker.stats.gauges)
-        return Figures(dict(counters), gauges, stages)
+            figures = stages.setdefault(_stage_name(worker.start), StageFigures())
+            for name, count in worker.stats.counters.items():
+                figures.counters[name] = figures.counters.get(name, 0.0) + count
+            figures.gauges.update(worker.stats.gauges)
+        return Figures({}, gauges, stages)
+
+    def _remember(self, name: StageName, counters: Mapping[str, float]) -> None:
+        """A worker is no more; of stages only the latest are remembered."""
+        past = self._past.pop(name, Counter())
+        past.update(counters)
+        self._past[name] = past
+        while len(self._past) > MAX_PAST:
+            del self._past[next(iter(self._past))]
+
+    def load(self) -> Load:
+        """How busy the stages and heads here are, as others are told."""
+        said = [worker.stats for worker in self._workers.values() if worker.stats is not None]
+        stages = [stats.load for stats in said if stats.load is not None]
+        heads = [stats.head for stats in said if stats.head is not None]
+        return Load(tuple(stages[:MAX_STAGES]), tuple(heads[:MAX_HEADS]))
 
     def gauge(self, pipeline: str, name: str) -> float | None:
         """A gauge of the worker of a pipeline; 0 as long as it is unknown, ``None`` without one."""
@@ -231,13 +249,17 @@ class Supervisor:
             self._spare = None
         if worker.start is not None:
             del self._workers[worker.generation]
-        if worker.stats is not None:
-            self._past.update(worker.stats.counters)
+        if worker.stats is not None and worker.start is not None:
+            self._remember(_stage_name(worker.start), worker.stats.counters)
         if worker.stopping:
             return
         log.warning("%s (pid %d) exited with %d", worker.child.name, worker.child.pid, code)
         if worker.start is not None:
             self._on_exit(worker.generation, exit_reason(code, worker.child.tail))
+
+
+def _stage_name(start: Start) -> StageName:
+    return StageName.of(start.pipeline, start.layers, start.stage, start.stages)
 
 
 def _warm(start: Start) -> Warm:

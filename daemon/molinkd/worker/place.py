@@ -14,11 +14,13 @@ from molink.head.limits import HeadLimits
 from molink.link.estimate.remembered import LinkMemory
 from molink.link.packing.compressor import Compressor
 from molink.link.packing.packer import RowPacker
+from molink.link.stats import LinkStats
 from molink.ring.build import LinkSurroundings, RingPlan, Surroundings, build_ring
 from molink.ring.ring import Ring
 from molink.ring.stage import StageShape
 from molink.wire.messages.data import Cancel, Credit, DataMessage, Prompt, Submit
 from molink.wire.messages.instructions import StageAddress
+from molink.wire.messages.load import HeadLoad, StageLoad
 from molink.wire.messages.pipe import FormRing, Start
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
@@ -54,6 +56,8 @@ class Place:
         self._order = order
         self._server = server
         self._vocabulary = engine.stage.config.vocab_size
+        self._weights = engine.stage.weight_bytes
+        self._kv = order.blocks * engine.stage.block_bytes(start.block_size)
         self._memory = memory or LinkMemory(None)
         self._record: RecordFile | None = None
         self._dialer: Dialer | None = None
@@ -96,7 +100,32 @@ class Place:
 
     def stats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of this epoch, by name."""
-        return self._seat.stats()
+        counters, gauges = self._seat.stats()
+        gauges |= {"stage_weight_bytes": float(self._weights), "stage_kv_bytes": float(self._kv)}
+        return counters, gauges
+
+    def load(self) -> StageLoad:
+        """What others are told of this stage and its link."""
+        bubbles, out = self.ring.bubbles, self._seat.outgoing
+        link = out.stats if out is not None else LinkStats()
+        return StageLoad(
+            self._start.pipeline,
+            self._start.stage,
+            min(100, round(100 * bubbles.busy)),
+            min(100, round(100 * bubbles.share)),
+            self.ring.live,
+            self._weights,
+            self._kv,
+            round(link.min_rtt / 2 * 1e6),
+            round(link.rate),
+            link.queued,
+            link.in_flight,
+        )
+
+    def head_load(self) -> HeadLoad | None:
+        """What others are told of the head, where it is."""
+        head = self._seat.head
+        return None if head is None else head.load(self._start.pipeline, time.perf_counter())
 
     def _make_desk(self, head: Head) -> Desk:
         self.desk = Desk(head, self._start.pipeline, self._vocabulary, self._server.send)

@@ -286,7 +286,13 @@ class Worker:
         counters["members_blocked_total"] = float(self._server.counters.blocked)
         # Rounded, so that an idle worker has nothing new to say.
         gauges["loop_busy_share"] = round(self._meter.share(), 2)
-        return Stats(epoch=place.epoch, counters=counters, gauges=gauges)
+        return Stats(
+            epoch=place.epoch,
+            counters=counters,
+            gauges=gauges,
+            load=place.load(),
+            head=place.head_load(),
+        )
 
 
 @contextmanager

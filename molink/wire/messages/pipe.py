@@ -18,6 +18,7 @@ from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.instructions import StageAddress
+from molink.wire.messages.load import HeadLoad, StageLoad
 
 #: Bytes: nothing that goes over the pipe comes near, so a longer one is garbage.
 MAX_PIPE_MESSAGE = 1 << 20
@@ -167,11 +168,16 @@ class MemberBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
 
 
 class Stats(Message, frozen=True, kw_only=True, tag="stats"):
-    """What ``/metrics`` shows of a worker: monotonic counters and gauges by name."""
+    """What ``/metrics`` shows of a worker: monotonic counters and gauges by name.
+
+    ``load`` and ``head`` are what others are told of it.
+    """
 
     epoch: Count
     counters: dict[Text, float]
     gauges: dict[Text, float]
+    load: StageLoad | None = None
+    head: HeadLoad | None = None
 
 
 ToWorker = Warm | Start | Members | FormRing | Ping

@@ -9,6 +9,7 @@ from molink.facts.model import LayerRange
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port
+from molink.wire.messages.load import Load
 
 #: What may be told of a link: seconds, and bytes/s. Whatever is beyond is no measurement.
 MAX_LATENCY = 10.0
@@ -76,6 +77,10 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=8)] | None = (
         None
     )
+    #: Of the copy of the model that comes: the bytes that are here, and those that there are.
+    copying: tuple[Count, Count] = (0, 0)
+    #: For people only, and left out where the report is too long for it.
+    load: Load | None = None
 
 
 class Reached(Message, frozen=True, kw_only=True, tag="reached"):

@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp.test_utils import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+import molink
 from molinkd.api.metrics import Histogram
 
 
@@ -45,12 +46,18 @@ async def test_metrics(client: TestClient, backend: Any) -> None:
     assert samples["molink_endpoint_inter_token_seconds_count",] == 4
     assert samples["molink_endpoint_answer_seconds_count",] == 1
     assert samples["molink_endpoint_running",] == 0
-    assert samples["molink_link_bytes_total",] == 5
-    assert samples["molink_kv_blocks_free", "0:3"] == 7
-    assert samples["molink_kv_blocks_free", "3:6"] == 8
-    assert samples["molink_rows", "3:6"] == 2
-    assert families["molink_rows"].samples[0].labels == {"stage": "3:6"}
+    assert samples["molink_recoveries_total",] == 3
+    assert samples["molink_link_sent_bytes_total", "1-0", "p1", "3:6"] == 5
+    assert samples["molink_link_received_bytes_total", "0-1", "p1", "3:6"] == 6
+    assert samples["molink_head_blocks_free", "p1", "0:3"] == 7
+    assert samples["molink_head_blocks_free", "p1", "3:6"] == 8
+    (requests_here,) = families["molink_stage_requests"].samples
+    assert requests_here.labels == {"pipeline": "p1", "stage": "3:6"}
+    assert requests_here.value == 2
     assert samples["molink_odd_name",] == 1
+    (build,) = families["molink_build_info"].samples
+    assert (build.value, build.labels["version"]) == (1, molink.__version__)
+    assert families["molink_stage_requests"].documentation == "Requests that the stage knows."
     for family in families.values():
         assert family.documentation.endswith(".")
         assert " " in family.documentation

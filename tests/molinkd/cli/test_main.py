@@ -68,6 +68,8 @@ def test_quantize_and_memory_reach_the_daemon(
     ("arguments", "code", "text"),
     [
         (["status"], 6, "no molink runs here"),
+        (["top"], 6, "no molink runs here"),
+        (["top", "--json"], 6, "no molink runs here"),
         (["chat", "hi"], 6, "no molink runs here"),
         (["invite"], 6, "no molink runs here"),
         (["invite", "--ttl", "-1"], 2, "--ttl"),
@@ -223,7 +225,7 @@ def test_a_daemon_that_does_not_answer_is_not_waited_for(
 def test_commands_start_without_heavy_imports() -> None:
     code = (
         "import sys; from molinkd.cli.main import run; run(['--help']);"
-        "heavy = {'torch', 'transformers', 'aiohttp', 'zmq'} & set(sys.modules);"
+        "heavy = {'torch', 'transformers', 'aiohttp', 'zmq', 'textual'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     root = str(Path(molink.__file__).parents[1])

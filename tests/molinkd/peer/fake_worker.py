@@ -9,6 +9,7 @@ import time
 
 import msgspec
 
+from molink.wire.messages.load import StageLoad
 from molink.wire.messages.pipe import (
     Formed,
     FormRing,
@@ -45,7 +46,12 @@ def main() -> None:
                 sys.exit(3)
         elif isinstance(message, Members):
             count = float(len(message.members))
-            stats = Stats(epoch=0, counters={"steps": 2.0}, gauges={"members": count})
+            stats = Stats(
+                epoch=0,
+                counters={"steps": 2.0},
+                gauges={"members": count},
+                load=StageLoad("p1", 0, busy=34),
+            )
             write_pipe(sink, stats)
         elif isinstance(message, FormRing):
             write_pipe(sink, Formed(epoch=message.epoch))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from molink.errors import PortInUse, RequestError
@@ -10,6 +11,7 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import Done
 from molink.wire.messages.instructions import Member, Welcome
 from molink.wire.messages.leading import Noted
+from molink.wire.messages.load import MAX_REQUESTS, HeadLoad, Load, RequestNow
 from molink.wire.messages.reports import Goodbye, PeerReport, StageReady
 from molink.wire.messages.requests import Invite, InviteRequest
 from molink.wire.sockets.curve import KeyPair
@@ -90,6 +92,20 @@ async def test_a_report_comes_first_and_then_again_and_again(
     assert session.failure == ""
     session.tell(READY)
     await net.until(lambda: READY in coordinator.got)
+    await session.close()
+
+
+async def test_a_report_that_is_too_long_goes_without_its_load(net: Net) -> None:
+    """What only people look at never keeps a peer from being there."""
+    coordinator, heard = FakeCoordinator(net), []
+    long = msgspec.structs.replace(REPORT, models=("m" * 250,) * 14)
+    requests = (RequestNow("o" * 32, "decode", 1),) * MAX_REQUESTS
+    load = Load((), (HeadLoad("p1", requests=requests),))
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session._report = lambda: msgspec.structs.replace(long, load=load)
+    session.start()
+    await net.until(lambda: len(coordinator.got) >= 1)
+    assert coordinator.got[0] == long
     await session.close()
 
 

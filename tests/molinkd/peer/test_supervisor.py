@@ -11,8 +11,9 @@ import pytest
 
 import molink
 from molink.wire.messages.instructions import StageAddress
+from molink.wire.messages.load import Load, StageLoad
 from molink.wire.messages.pipe import Formed, FormRing, Loaded, MemberKey, Members, Start
-from molinkd.api.backend import Figures
+from molinkd.api.backend import Figures, StageFigures, StageName
 from molinkd.peer import supervisor as supervisor_module
 from molinkd.peer.child import BoundedLog, Child, how_it_ended
 from molinkd.peer.supervisor import Supervisor, exit_reason
@@ -104,16 +105,52 @@ async def test_a_worker_loads_forms_and_stops(heard: Heard) -> None:
 async def test_metrics_never_fall(heard: Heard) -> None:
     heard.supervisor.start(1, START, MEMBERS)
     await _until_steps(heard, 2.0)
-    assert heard.supervisor.metrics().stages == {"0:4": {"members": 1.0}}
+    first = StageName("p1", "0:4", "0-0", "0-0")
+    assert heard.supervisor.metrics().stages == {
+        first: StageFigures({"steps": 2.0}, {"members": 1.0})
+    }
     heard.supervisor.start(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
     figures = heard.supervisor.metrics()
     assert figures.gauges == {"workers": 2.0, "spare_workers": 0.0}
-    assert figures.stages == {"0:4": {"members": 1.0}, "4:6": {"members": 1.0}}
+    second = StageName("p1", "4:6", "0-0", "0-0")
+    assert figures.stages[second] == StageFigures({"steps": 2.0}, {"members": 1.0})
     await heard.supervisor.close()
     assert heard.supervisor.metrics() == Figures(
-        {"steps": 4.0}, {"workers": 0.0, "spare_workers": 0.0}
+        {},
+        {"workers": 0.0, "spare_workers": 0.0},
+        {first: StageFigures({"steps": 2.0}), second: StageFigures({"steps": 2.0})},
     )
+
+
+async def test_a_stage_that_comes_back_counts_on(heard: Heard) -> None:
+    heard.supervisor.start(1, START, MEMBERS)
+    await _until_steps(heard, 2.0)
+    heard.supervisor.stop(1)
+    await until(lambda: not heard.supervisor.metrics().gauges["workers"])
+    heard.supervisor.start(2, START, MEMBERS)
+    await _until_steps(heard, 4.0)
+    (figures,) = heard.supervisor.metrics().stages.values()
+    assert figures == StageFigures({"steps": 4.0}, {"members": 1.0})
+
+
+async def test_only_the_latest_stages_are_remembered(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "MAX_PAST", 2)
+    for number in range(1, 4):
+        heard.supervisor.start(
+            number, msgspec.structs.replace(START, layers=(number, number + 1)), MEMBERS
+        )
+    await _until_steps(heard, 6.0)
+    await heard.supervisor.close()
+    assert len(heard.supervisor.metrics().stages) == 2
+
+
+async def test_what_others_are_told(heard: Heard) -> None:
+    heard.supervisor.start(1, START, MEMBERS)
+    await _until_steps(heard, 2.0)
+    assert heard.supervisor.load() == Load((StageLoad("p1", 0, busy=34),))
 
 
 async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
@@ -190,7 +227,11 @@ async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
 
 
 async def _until_steps(heard: Heard, steps: float) -> None:
-    await until(lambda: heard.supervisor.metrics().counters.get("steps") == steps)
+    def counted() -> float:
+        stages = heard.supervisor.metrics().stages.values()
+        return sum(figures.counters.get("steps", 0.0) for figures in stages)
+
+    await until(lambda: counted() == steps)
 
 
 @pytest.mark.parametrize("heard", ["crash"], indirect=True)

@@ -20,6 +20,7 @@ from molink.link.estimate.remembered import LinkMemory
 from molink.link.recording import replay
 from molink.wire.messages.data import Choice, Frame, Lane, LinkHello, Sampled, Sampling, Tombstone
 from molink.wire.messages.instructions import StageAddress
+from molink.wire.messages.load import StageLoad
 from molink.wire.messages.pipe import FormRing, Start
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender
@@ -80,7 +81,12 @@ def place(
     me = StageAddress(peer="me", public_key=KEYS.public, addresses=("127.0.0.1",), port=1)
     order = FormRing(epoch=1, ring=(me,) * stages, blocks=16, micro_batches=1)
     stage: Any = SimpleNamespace(
-        is_first=True, is_last=stages == 1, config=config(rope), travel_dtype="f32"
+        is_first=True,
+        is_last=stages == 1,
+        config=config(rope),
+        travel_dtype="f32",
+        weight_bytes=1000,
+        block_bytes=lambda size: 10 * size,
     )
     server: Any = SimpleNamespace(send=lambda *_: True)
     engine = Engine(stage, UNKNOWN, partial(Executor, stage))
@@ -113,6 +119,18 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
             (emission,) = head.sampled(Sampled(tick, (Choice(rows.request, 9, 1),)), {}, 0.0)
             found.append(getattr(emission.message, "cached", None))
         assert found == [0, cached]
+    finally:
+        await own.close()
+
+
+async def test_what_others_are_told() -> None:
+    own = place(RopeConfig())
+    try:
+        assert own.load() == StageLoad("p1", 0, weights=1000, kv=16 * 10 * 4)
+        assert own.stats()[1]["stage_kv_bytes"] == 640
+        head = own.head_load()
+        assert head is not None
+        assert (head.pipeline, head.blocks, head.requests) == ("p1", 16, ())
     finally:
         await own.close()
 

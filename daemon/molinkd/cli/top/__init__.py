@@ -1,0 +1,1 @@
+"""``molink top``: the swarm on one screen, as it is now."""

@@ -1,0 +1,49 @@
+"""The verb ``top``."""
+
+import asyncio
+import json
+import shutil
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from molink.wire.messages.requests import StatusRequest
+from molink.wire.sockets.loop import EventLoop
+from molinkd.cli import local_daemon
+from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.cli.top.lines import NARROWEST, frame
+from molinkd.cli.top.rates import Rates
+from molinkd.cli.top.status import read_status
+from molinkd.cli.top.view import View, make_view
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once, as plain text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Watch the swarm: stages, links, requests, transfers and events, as they are now."""
+    found = local_daemon.need_daemon(home)
+    # The screen is drawn on stderr.
+    terminals = all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr))
+    # What is wrong now is said as by the other verbs.
+    view = _look(found)
+    if as_json or once or not terminals:
+        if as_json:
+            print(json.dumps(msgspec.to_builtins(view), indent=2))
+        else:
+            width = max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns)
+            print("\n".join(line.plain.rstrip() for line in frame(view, width)))
+        return
+    from molinkd.cli.top.app import watch
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(watch(home, view))
+
+
+def _look(found: local_daemon.Found) -> View:
+    _, payload = local_daemon.ask(found, StatusRequest(ref=0))
+    return make_view(read_status(payload), Rates(), time.monotonic(), demo=found.demo)

@@ -1,0 +1,322 @@
+"""What ``molink top`` shows, made of the status: a pure function."""
+
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from molink.plaintext import printable
+from molinkd.cli.top.rates import Rates
+from molinkd.cli.top.status import Bytes, Head, Link, Peer, Pipeline, Request, Status, Worker
+
+#: Characters of a text from elsewhere that are looked at.
+_LONGEST = 400
+#: As many notices as leave room for the rest.
+_MOST_NOTICES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """The link of a stage to the PC ``to``."""
+
+    to: str
+    figures: Link
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """A stage of a ring; ``doing`` says what it does instead of serving, empty if nothing.
+
+    ``used`` of ``memory`` bytes are weights and KV; shares are in percent, ``None`` = not told.
+    """
+
+    number: int
+    pc: str
+    layers: str
+    device: str
+    used: int
+    memory: int
+    busy: int | None
+    bubbles: int | None
+    decode_s: float
+    doing: str
+    link: LinkView | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request that was asked at ``pc``; ``phase`` is its state, and how far that is."""
+
+    pc: str
+    state: str
+    phase: str
+    prompt: int
+    generated: int
+    tokens_per_s: float
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RingView:
+    """A pipeline: its stages, and what its head does."""
+
+    id: str
+    epoch: int
+    ready: bool
+    stages: tuple[StageView, ...]
+    running: int
+    waiting: int
+    used_blocks: int
+    blocks: int
+    micro_batches: int
+    requests: tuple[RequestView, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all its requests that are shown, together."""
+        return sum(one.tokens_per_s for one in self.requests if one.state == "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class PcView:
+    """A PC without a stage in a ring that is shown."""
+
+    name: str
+    state: str
+    device: str
+    memory: int
+    stages: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnockView:
+    """A PC that waits to be let in, and the code that it shows if it is the one it claims to be."""
+
+    name: str
+    code: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    """Files on their way to a PC; ``rate`` in bytes/s, ``None`` while it is not known."""
+
+    pc: str
+    what: str
+    done: int
+    total: int
+    rate: float | None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is over, at this rate."""
+        return (self.total - self.done) / self.rate if self.rate else None
+
+
+@dataclass(frozen=True, slots=True)
+class EventView:
+    """What happened ``ago`` seconds ago; ``None`` = it isn't known when."""
+
+    ago: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The swarm as it is shown. All texts are plain: nothing in them is obeyed by a terminal."""
+
+    swarm: str
+    model: str
+    ready: bool
+    here: int
+    away: int
+    notices: tuple[str, ...]
+    knocks: tuple[KnockView, ...]
+    rings: tuple[RingView, ...]
+    others: tuple[PcView, ...]
+    transfers: tuple[TransferView, ...]
+    events: tuple[EventView, ...]
+
+
+def plain(text: str) -> str:
+    """A text of somebody else without anything that is obeyed or not seen."""
+    text = "".join(c for c in text[:_LONGEST] if unicodedata.category(c) != "Cf")
+    return printable(text)
+
+
+def make_view(status: Status, rates: Rates, now: float, *, demo: bool = False) -> View:
+    """The view of a status that was told at ``now``, in seconds of any monotonic clock."""
+    names = {peer.id: plain(peer.name) for peer in status.peers}
+    peers = {peer.id: peer for peer in status.peers}
+    shown = {stage.peer for pipeline in status.pipelines for stage in pipeline.stages}
+    here = sum(peer.state == "here" for peer in status.peers)
+    return View(
+        swarm=plain(status.swarm) + (" (demo)" if demo else ""),
+        model=plain(status.model or "no model"),
+        ready=any(pipeline.ready for pipeline in status.pipelines),
+        here=here,
+        away=len(status.peers) - here,
+        notices=_first(list(_notices(status, names))),
+        knocks=tuple(
+            KnockView(plain(one.name), plain(one.code), plain(one.address)) for one in status.knocks
+        ),
+        rings=tuple(_ring(pipeline, peers, names) for pipeline in status.pipelines),
+        others=tuple(_other(peer) for peer in status.peers if peer.id not in shown),
+        transfers=_transfers(status, rates, now),
+        events=tuple(_event(line, status.clock) for line in reversed(status.story)),
+    )
+
+
+def _first(notices: list[str]) -> tuple[str, ...]:
+    more = len(notices) - _MOST_NOTICES
+    if more <= 1:
+        return tuple(notices)
+    return (*notices[:_MOST_NOTICES], f"and {more} notices more: `molink status` shows them")
+
+
+def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
+    """What a person should know, the most important first."""
+    if status.coordinator.state != "running":
+        yield f"Only what this PC knows: {plain(status.trouble)}"
+    elif not status.pipelines:
+        yield f"No pipeline: {plain(status.trouble)}"
+    for pipeline in status.pipelines:
+        if pipeline.reason:
+            ready = "is ready" if pipeline.ready else "is not ready"
+            yield f"Pipeline {plain(pipeline.id)} {ready}: {plain(pipeline.reason)}"
+    for peer in status.peers:
+        if peer.reason:
+            yield f"{names[peer.id]} is {plain(peer.reason)}"
+    if status.files:
+        yield plain(status.files)
+    for one in status.cut_off:
+        yield f"{plain(one.name)} was cut off by {plain(one.by)}: {plain(one.reason)}"
+
+
+def _ring(pipeline: Pipeline, peers: dict[str, Peer], names: dict[str, str]) -> RingView:
+    head, stages = pipeline.head or Head(), pipeline.stages
+    return RingView(
+        id=plain(pipeline.id),
+        epoch=pipeline.epoch,
+        ready=pipeline.ready,
+        stages=tuple(_stage(pipeline, number, peers, names) for number in range(len(stages))),
+        running=head.running,
+        waiting=head.waiting,
+        used_blocks=head.used,
+        blocks=head.blocks,
+        micro_batches=head.micro_batches,
+        requests=tuple(
+            RequestView(
+                names.get(one.peer, plain(one.peer)),
+                one.state,
+                _phase(one),
+                one.prompt,
+                one.generated,
+                one.tokens_per_s,
+                one.age_s,
+            )
+            for one in head.requests
+        ),
+    )
+
+
+def _phase(request: Request) -> str:
+    """What becomes of it; of a prefill, how much of its tokens is computed."""
+    if request.state != "prefill":
+        return plain(request.state)
+    known = request.prompt + request.generated
+    return f"prefill {_percent(request.computed, known)}"
+
+
+def _percent(done: int, total: int) -> str:
+    return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"
+
+
+def _stage(
+    pipeline: Pipeline, number: int, peers: dict[str, Peer], names: dict[str, str]
+) -> StageView:
+    stage, following = pipeline.stages[number], (*pipeline.stages[1:], pipeline.stages[0])[number]
+    peer = peers.get(stage.peer)
+    worker = _worker(peer, pipeline.id, number)
+    load = worker.load if worker is not None else None
+    link = None
+    if load is not None and len(pipeline.stages) > 1:
+        link = LinkView(names.get(following.peer, plain(following.peer)), load.link)
+    return StageView(
+        number=number,
+        pc=names.get(stage.peer, plain(stage.peer)),
+        layers=_layers(stage.layers),
+        device=_device(stage.device),
+        used=load.weights + load.kv if load is not None else 0,
+        memory=peer.memory if peer is not None else 0,
+        busy=load.busy if load is not None else None,
+        bubbles=load.bubbles if load is not None else None,
+        decode_s=stage.decode_s,
+        doing=_doing(worker) if worker is not None else "not there",
+        link=link,
+    )
+
+
+def _worker(peer: Peer | None, pipeline: str, number: int) -> Worker | None:
+    """The worker of a stage, as its PC reports it."""
+    workers = peer.workers if peer is not None and peer.state == "here" else ()
+    mine = (one for one in workers if (one.pipeline, one.stage) == (pipeline, number))
+    return next(mine, None)
+
+
+def _doing(worker: Worker) -> str:
+    if worker.state == "ready":
+        return ""
+    done = worker.fetching
+    part = f" {_percent(done.done, done.total)}" if done is not None else ""
+    return f"{plain(worker.state)}{part}"
+
+
+def _device(text: str) -> str:
+    """Its name without what all of them begin with."""
+    return plain(text).replace("NVIDIA ", "").replace("GeForce ", "")
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    return f"{layers[0]}:{layers[1]}"
+
+
+def _other(peer: Peer) -> PcView:
+    stages = [f"{_layers(one.layers)} {_doing(one) or 'ready'}" for one in peer.workers]
+    return PcView(
+        plain(peer.name), plain(peer.state), _device(peer.device), peer.memory, ", ".join(stages)
+    )
+
+
+def _transfers(status: Status, rates: Rates, now: float) -> tuple[TransferView, ...]:
+    under_way = {
+        f"{peer.id} {what}": (plain(peer.name), what, how_far)
+        for peer in status.peers
+        if peer.state == "here"
+        for what, how_far in _coming(peer)
+    }
+    found = rates.look({name: how_far.done for name, (_, _, how_far) in under_way.items()}, now)
+    return tuple(
+        TransferView(pc, what, how_far.done, how_far.total, found[name])
+        for name, (pc, what, how_far) in under_way.items()
+    )
+
+
+def _coming(peer: Peer) -> Iterator[tuple[str, Bytes]]:
+    """Which files come to a PC."""
+    for worker in peer.workers:
+        if worker.state == "fetching" and worker.fetching is not None:
+            yield f"layers {_layers(worker.layers)}", worker.fetching
+    if peer.fetching_next is not None:
+        yield "its next layers", peer.fetching_next
+    if peer.copying is not None:
+        yield "copy of the model", peer.copying
+
+
+def _event(line: str, clock: float | None) -> EventView:
+    """A line of the coordinator's story: the seconds of its clock, and what happened."""
+    when, _, text = line.partition(" ")
+    try:
+        ago = None if clock is None else max(0.0, clock - float(when))
+    except ValueError:
+        return EventView(None, plain(line))
+    return EventView(ago, plain(text))

@@ -1,0 +1,49 @@
+"""What the dashboard in ``docs`` asks Prometheus for is there, and every figure is described."""
+
+import json
+import re
+from pathlib import Path
+
+from molinkd.api.metric_help import HELP
+from molinkd.api.metrics import RequestRecorder
+
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
+_NAME = re.compile(r"molink_\w+")
+
+
+def asked() -> set[str]:
+    """Names of all samples that the dashboard asks for."""
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    texts += [str(variable["query"]) for variable in dashboard["templating"]["list"]]
+    return {name for text in texts for name in _NAME.findall(text)}
+
+
+def test_what_the_dashboard_asks_for_is_there() -> None:
+    known = {f"molink_{name}" for name in HELP} | {"molink_build_info"}
+    known |= {family.name for family in RequestRecorder().families()}
+    names = {re.sub(r"_(total|bucket)$", "", name) for name in asked()}
+    assert names <= known
+    assert len(names) > 25
+
+
+def test_panels_do_not_overlap() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    taken = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in panels
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+    assert len(taken) == len(set(taken))
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert all(panel["title"] and panel["description"] for panel in panels)
+
+
+def test_texts_say_more_than_names() -> None:
+    """A help text has to tell something that isn't in the name."""
+    for name, text in HELP.items():
+        assert text.endswith("."), name
+        words = set(re.findall(r"[a-z]+", text.lower()))
+        assert len(words - set(name.split("_"))) >= 3, name
+    assert len(set(HELP.values())) == len(HELP)

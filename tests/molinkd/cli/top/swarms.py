@@ -1,0 +1,159 @@
+"""Swarms as ``molink status --json`` tells of them, for the screens of ``molink top``."""
+
+from typing import Any
+
+import msgspec
+
+from molinkd.cli.top.status import Status, read_status
+
+GB = 10**9
+
+
+def told(status: dict[str, Any]) -> Status:
+    """A status as it comes from a daemon."""
+    return read_status(msgspec.json.encode(status))
+
+
+def stage_of(number: int, layers: list[int], **changes: Any) -> dict[str, Any]:
+    """A worker's entry."""
+    lanes = {"decode": {"queued": 0, "in_flight": 1200}, "bulk": {"queued": 64000, "in_flight": 0}}
+    load = {
+        "busy": 34 + number,
+        "bubbles": 12,
+        "requests": 2,
+        "weights": 3 * GB,
+        "kv": GB,
+        "link": {"latency_s": 0.015 * (number + 1), "rate": 11_750_000.0 / (number + 1), **lanes},
+    }
+    return {
+        "pid": 1,
+        "pipeline": "p1",
+        "stage": number,
+        "layers": layers,
+        "state": "ready",
+        "load": load,
+        **changes,
+    }
+
+
+def peer(number: int, name: str, *workers: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A peer's entry."""
+    return {
+        "id": f"{number:016x}",
+        "name": name,
+        "state": "here",
+        "device": "cuda 0: NVIDIA GeForce RTX 3060",
+        "memory": 12 * GB,
+        "reason": "",
+        "workers": list(workers),
+        **changes,
+    }
+
+
+def request(owner: int, state: str, **changes: int | float) -> dict[str, Any]:
+    """A request's entry."""
+    return {"peer": f"{owner:016x}", "state": state, "prompt": 215, "age_s": 3, **changes}
+
+
+def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
+    """PCs of those names with a stage each, and two requests."""
+    each = layers // len(names)
+    ranges = [[each * i, each * (i + 1)] for i in range(len(names))]
+    peers = [peer(i, name, stage_of(i, ranges[i])) for i, name in enumerate(names)]
+    stages = [
+        {
+            "peer": one["id"],
+            "layers": ranges[i],
+            "device": one["device"],
+            "decode_s": 0.0021,
+        }
+        for i, one in enumerate(peers)
+    ]
+    head = {
+        "running": 2,
+        "waiting": 1,
+        "blocks": 800,
+        "used": 12,
+        "micro_batches": 3,
+        "requests": [
+            request(0, "decode", computed=260, generated=45, tokens_per_s=21.4, age_s=9),
+            request(1, "prefill", computed=100, prompt=1000),
+            request(0, "waiting", age_s=1),
+        ],
+    }
+    return {
+        "swarm": "home",
+        "coordinator": {"state": "running"},
+        "model": "qwen3-8b",
+        "peers": peers,
+        "pipelines": [
+            {"id": "p1", "epoch": 3, "ready": True, "stages": stages, "head": head, **pipeline}
+        ],
+        "story": ["100.0 epoch 3: alice 0:8, bob 8:16", "112.5 epoch 3 is ready"],
+        "clock": 120.0,
+    }
+
+
+def serving() -> dict[str, Any]:
+    """Three PCs serve; a fourth has no stage, and a fifth is off."""
+    status = ring(["alice", "bob", "carol"])
+    status["peers"] += [
+        peer(7, "laptop", copying={"done": 12 * 10**8, "total": 4 * GB}, device="cpu: Intel i5"),
+        peer(8, "attic", state="away", device="", memory=0),
+    ]
+    return status
+
+
+def loading() -> dict[str, Any]:
+    """A stage fetches its files, another one loads."""
+    status = ring(["alice", "bob"], ready=False, reason="loading the model", head=None)
+    fetching = {"state": "fetching", "fetching": {"done": 340 * 10**6, "total": GB}}
+    for index, how in enumerate((fetching, {"state": "loading"})):
+        status["peers"][index]["workers"][0] |= {"load": None, **how}
+    return status
+
+
+def not_ready() -> dict[str, Any]:
+    """Nothing is placed, and somebody is left out."""
+    reason = "waiting for peers: 1 of 3 with a stage are there"
+    pipeline = {"id": "p1", "epoch": 0, "ready": False, "reason": reason, "stages": []}
+    why = "left out: its stage failed 3 times, the last time with: no memory on cuda:0 for 120 KV "
+    why += "blocks (3840 MiB) beside 7000 MiB of weights; give this peer less to use"
+    peers = [peer(0, "alice"), peer(1, "bob", reason=why)]
+    return {**ring(["alice"]), "peers": peers, "pipelines": [pipeline]}
+
+
+def knocking() -> dict[str, Any]:
+    """Two PCs want to join, and one would like to look like another."""
+    knocks = [
+        {"name": "den", "code": "482-913", "address": "192.168.1.23", "since": 1.0},
+        {"name": "[b]alice[/b]\x1b[1m" * 9, "code": "111-222", "address": "192.168.1.66"},
+    ]
+    return {**alone(), "knocks": knocks}
+
+
+def alone() -> dict[str, Any]:
+    """One PC is the whole ring."""
+    return ring(["alice"])
+
+
+def sixteen() -> dict[str, Any]:
+    """More than fits a screen."""
+    return ring([f"pc-{number:02d}" for number in range(16)], layers=64)
+
+
+def long_names() -> dict[str, Any]:
+    """Names as long as they may be, wide characters among them."""
+    status = ring(["A" * 256, "ノートパソコン" * 20, "carol"])
+    return {**status, "swarm": "s" * 256, "model": "m" * 256, "files": "Only " + "A " * 120}
+
+
+def hostile() -> dict[str, Any]:
+    """Names and reasons that would like to be obeyed."""
+    evil = "[red]x[/red]\x1b[2J\x07\r\n\u202e\u200b[@click=app.quit]q[/]"
+    status = ring([evil, "[/]", "$accent"], reason=evil)
+    cut_off = [{"name": evil, "by": "this PC's control socket", "reason": evil}]
+    return {**status, "swarm": evil, "model": evil, "story": [evil, f"1.0 {evil}"]} | {
+        "files": evil,
+        "cut_off": cut_off,
+    }

@@ -1,0 +1,80 @@
+"""The connection to the daemon, which goes and comes back while ``molink top`` runs."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from molink.errors import Unavailable, WireError
+from molink.wire.messages.base import Payload
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.requests import StatusReply
+from molink.wire.sockets.server import Sender, Server
+from molinkd.cli.top import feed as feed_module
+from molinkd.cli.top.feed import Feed
+from molinkd.peer.home import Home
+from molinkd.peer.runfile import RunFile
+from tests.molinkd.cli.top import swarms
+from tests.support.net import Net
+
+
+class FakeDaemon:
+    """Answers with ``status``; remembers on which connections it was asked."""
+
+    def __init__(self, net: Net, place: Home, status: bytes) -> None:
+        self.status = status
+        self.asked: list[bytes] = []
+        net.keys = place.keys()
+        net.gatekeeper.allow(net.keys.public)
+        self.server: Server[Any] = net.server(control_codec(), self._handle)
+        RunFile.of_this_process(self.server.port, "http://e").save(place.run_file)
+
+    def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
+        self.asked.append(sender.identity)
+        reply = StatusReply(ref=message.ref, payload=Payload("u8", (len(self.status),)))
+        self.server.send(sender.identity, reply, self.status)
+
+
+async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Path) -> None:
+    place = Home(tmp_path)
+    place.create()
+    feed = Feed(tmp_path)
+    try:
+        with pytest.raises(Unavailable, match="no molink runs here"):
+            await feed.ask()
+        first = FakeDaemon(net, place, msgspec.json.encode(swarms.serving()))
+        for _ in range(3):
+            status, demo = await feed.ask()
+            assert (status.swarm, demo) == ("home", False)
+        assert len(set(first.asked)) == 1
+        place.run_file.unlink()
+        with pytest.raises(Unavailable):
+            await feed.ask()
+        second = FakeDaemon(net, place, msgspec.json.encode(swarms.alone()))
+        status, _ = await feed.ask()
+        assert len(status.peers) == len(second.asked) == 1
+        assert len(first.asked) == 3
+        second.status = b"{"
+        with pytest.raises(WireError):
+            await feed.ask()
+    finally:
+        await feed.close()
+        feed.end()
+
+
+async def test_a_daemon_that_does_not_answer(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "CONNECT_S", 0.2)
+    place = Home(tmp_path)
+    place.create()
+    silent = FakeDaemon(net, place, b"{}")
+    await silent.server.close()
+    feed = Feed(tmp_path)
+    try:
+        with pytest.raises(Unavailable, match="runs, but did not answer within"):
+            await feed.ask()
+    finally:
+        await feed.close()
+        feed.end()

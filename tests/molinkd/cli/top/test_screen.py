@@ -1,0 +1,160 @@
+"""The screen as text, compared with files: ``WRITE_FRAMES=1 pytest …`` writes them anew."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.errors import MolinkError, Unavailable
+from molinkd.cli.top.app import TopApp
+from molinkd.cli.top.status import Status
+from tests.molinkd.cli.top import swarms
+
+FRAMES = Path(__file__).parent / "frames"
+SIZES = ((80, 24), (120, 40))
+SWARMS: tuple[Callable[[], dict[str, Any]], ...] = (
+    swarms.serving,
+    swarms.loading,
+    swarms.not_ready,
+    swarms.knocking,
+    swarms.alone,
+    swarms.sixteen,
+    swarms.long_names,
+    swarms.hostile,
+)
+
+
+class Daemon:
+    """Answers with what it is given: a status, or an error."""
+
+    def __init__(self, answer: Status | MolinkError) -> None:
+        self.answer = answer
+        self.now = 1000.0
+
+    async def ask(self) -> tuple[Status, bool]:
+        if isinstance(self.answer, MolinkError):
+            raise self.answer
+        return self.answer, False
+
+    def clock(self) -> float:
+        return self.now
+
+
+def screen(app: TopApp) -> str:
+    """What the terminal shows, without colours."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
+
+
+def compare(name: str, text: str) -> None:
+    file = FRAMES / f"{name}.txt"
+    if os.environ.get("WRITE_FRAMES"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8", newline="\n")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def swarm_of(status: dict[str, Any]) -> tuple[Daemon, TopApp]:
+    daemon = Daemon(swarms.told(status))
+    return daemon, TopApp(daemon.ask, None, daemon.clock, interval=3600.0)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("swarm", SWARMS, ids=lambda swarm: swarm.__name__)
+async def test_frames(swarm: Callable[[], dict[str, Any]], size: tuple[int, int]) -> None:
+    _, app = swarm_of(swarm())
+    async with app.run_test(size=size) as pilot:
+        await app.look()
+        await pilot.pause()
+        text = screen(app)
+    assert not any(ord(c) < 32 for c in text.replace("\n", ""))
+    compare(f"{swarm.__name__}-{size[0]}x{size[1]}", text)
+
+
+async def test_it_scrolls() -> None:
+    _, app = swarm_of(swarms.sixteen())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        await pilot.press("end")
+        await pilot.pause()
+        compare("sixteen-end-80x24", screen(app))
+        await app.look()
+        await pilot.pause()
+        assert "epoch 3 is ready" in screen(app), "what is new doesn't scroll back"
+
+
+async def test_help() -> None:
+    _, app = swarm_of(swarms.serving())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        await pilot.press("question_mark")
+        await app.look()
+        await pilot.pause()
+        compare("help-80x24", screen(app))
+        await pilot.press("x")
+        await pilot.pause()
+        assert "Keys" not in screen(app)
+
+
+async def test_a_pause_keeps_the_figures() -> None:
+    daemon, app = swarm_of(swarms.serving())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        await pilot.press("p")
+        daemon.answer = swarms.told(swarms.not_ready())
+        await app.look()
+        await pilot.pause()
+        assert "PAUSED" in screen(app)
+        assert "alice" in screen(app)
+        await pilot.press("space")
+        await app.look()
+        await pilot.pause()
+        assert "NOT READY" in screen(app)
+
+
+async def test_the_order_of_requests() -> None:
+    _, app = swarm_of(swarms.serving())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        orders = []
+        for _ in range(4):
+            await pilot.pause()
+            lines = screen(app).splitlines()
+            first = next(i for i, line in enumerate(lines) if line.startswith("REQUESTS"))
+            orders.append((lines[first].split("  ")[0], lines[first + 1].split()[1]))
+            await pilot.press("s")
+    assert orders == [
+        ("REQUESTS, oldest first", "decode"),
+        ("REQUESTS, fastest first", "decode"),
+        ("REQUESTS, longest first", "prefill"),
+        ("REQUESTS, oldest first", "decode"),
+    ]
+
+
+async def test_the_daemon_goes_and_comes_back() -> None:
+    daemon, app = swarm_of(swarms.serving())
+    status = daemon.answer
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        daemon.answer = Unavailable(
+            "no molink runs [bold]here[/bold]: start one with `molink up`, or\x1b"
+        )
+        await app.look()
+        daemon.now += 12
+        await app.look()
+        await pilot.pause()
+        compare("gone-80x24", screen(app))
+        daemon.answer = status
+        await app.look()
+        await pilot.pause()
+        assert "NO ANSWER" not in screen(app)
+
+
+async def test_it_quits() -> None:
+    for key in ("q", "ctrl+c"):
+        _, app = swarm_of(swarms.serving())
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.press(key)
+        assert app.return_code == 0

@@ -1,0 +1,233 @@
+"""What is made of a status, without a screen."""
+
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from molink.errors import WireError
+from molinkd.cli.top.lines import NARROWEST, ORDERS, body_lines, frame, head_lines
+from molinkd.cli.top.rates import WINDOW_S, Rates
+from molinkd.cli.top.status import read_status
+from molinkd.cli.top.units import bandwidth, long_time, seconds, size
+from molinkd.cli.top.view import View, make_view
+from tests.molinkd.cli.top import swarms
+from tests.molinkd.cli.top.test_screen import SWARMS
+
+
+def view_of(status: dict[str, Any], rates: Rates | None = None, now: float = 0.0) -> View:
+    return make_view(swarms.told(status), rates or Rates(), now)
+
+
+def test_a_ring() -> None:
+    view = view_of(swarms.serving())
+    assert (view.swarm, view.model, view.ready, view.here, view.away) == (
+        "home",
+        "qwen3-8b",
+        True,
+        4,
+        1,
+    )
+    (ring,) = view.rings
+    assert (ring.running, ring.waiting, ring.used_blocks, ring.micro_batches) == (2, 1, 12, 3)
+    assert ring.tokens_per_s == 21.4
+    first = ring.stages[0]
+    assert (first.pc, first.layers, first.device) == ("alice", "0:8", "cuda 0: RTX 3060")
+    assert (first.used, first.memory, first.busy, first.bubbles) == (4 * 10**9, 12 * 10**9, 34, 12)
+    assert [stage.link.to for stage in ring.stages if stage.link] == ["bob", "carol", "alice"]
+    assert [(one.pc, one.phase) for one in ring.requests] == [
+        ("alice", "decode"),
+        ("bob", "prefill 10 %"),
+        ("alice", "waiting"),
+    ]
+    assert [(pc.name, pc.state) for pc in view.others] == [("laptop", "here"), ("attic", "away")]
+    assert [(event.ago, event.text) for event in view.events] == [
+        (7.5, "epoch 3 is ready"),
+        (20.0, "epoch 3: alice 0:8, bob 8:16"),
+    ]
+
+
+def test_a_stage_whose_pc_is_gone() -> None:
+    status = swarms.serving()
+    status["peers"][1] |= {"state": "away", "workers": []}
+    (ring,) = view_of(status).rings
+    assert [stage.doing for stage in ring.stages] == ["", "not there", ""]
+    assert ring.stages[1].busy is None
+    del status["peers"][1]
+    (ring,) = view_of(status).rings
+    assert ring.stages[1].pc == f"{1:016x}"
+
+
+def test_without_a_coordinator() -> None:
+    """What a PC knows of itself then: no stages of the ring, and its own."""
+    status = swarms.serving()
+    pipeline = {"id": "p1", "epoch": 3, "ready": True, "stages": [], "reason": ""}
+    status |= {
+        "coordinator": {"state": "unreachable"},
+        "trouble": "the coordinator doesn't answer",
+        "peers": status["peers"][:1],
+        "pipelines": [pipeline],
+        "story": [],
+        "clock": None,
+    }
+    view = view_of(status)
+    assert view.notices[0] == "Only what this PC knows: the coordinator doesn't answer"
+    assert [(pc.name, pc.stages) for pc in view.others] == [("alice", "0:8 ready")]
+
+
+def test_an_older_daemon() -> None:
+    """It tells of no loads, heads or transfers."""
+    status = swarms.serving()
+    for peer in status["peers"]:
+        peer.pop("copying", None)
+        for worker in peer["workers"]:
+            del worker["load"]
+    del status["pipelines"][0]["head"], status["clock"]
+    view = view_of(status)
+    assert [stage.busy for stage in view.rings[0].stages] == [None] * 3
+    assert view.transfers == ()
+    assert view.events[0].ago is None
+    assert body_lines(view, 80)
+
+
+def test_what_is_no_status() -> None:
+    head = b'{"pipelines": [{"id": "p", "head": {"blocks": %s}}]}'
+    for text in (
+        b"",
+        b"[]",
+        b'{"peers": 3}',
+        b'{"peers": [{"id": 1}]}',
+        b'{"clock": NaN}',
+        b'{"clock": 1e300}',
+        head % b"-1",
+        head % (b"9" * 400),
+    ):
+        with pytest.raises(WireError, match="doesn't understand"):
+            read_status(text)
+
+
+def test_transfers() -> None:
+    rates = Rates()
+    status = swarms.loading()
+    status["peers"][1] |= {
+        "copying": {"done": 0, "total": 10**9},
+        "fetching_next": {"done": 5, "total": 10},
+    }
+    (weights, following, copy) = view_of(status, rates, 10.0).transfers
+    assert (weights.pc, weights.what, weights.rate, weights.left_s) == (
+        "alice",
+        "layers 0:12",
+        None,
+        None,
+    )
+    assert (following.what, copy.what) == ("its next layers", "copy of the model")
+    status["peers"][0]["workers"][0]["fetching"]["done"] += 20 * 10**6
+    (weights, _, copy) = view_of(status, rates, 12.0).transfers
+    assert (weights.rate, weights.left_s) == (10.0**7, 64.0)
+    assert (copy.rate, copy.left_s) == (0.0, None)
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    rates = Rates()
+    assert rates.look({"a": 0}, 0.0) == {"a": None}
+    for second in range(1, 11):
+        rates.look({"a": 100 * second}, float(second))
+    slow = rates.look({"a": 1000}, 10 + WINDOW_S)["a"]
+    assert slow == 0.0
+    assert rates.look({"a": 10}, 16.0) == {"a": None}, "it has begun anew"
+    rates.look({}, 17.0)
+    assert rates.look({"a": 20}, 18.0) == {"a": None}, "it was over"
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, NARROWEST, 119, 300])
+@pytest.mark.parametrize("swarm", SWARMS, ids=lambda swarm: swarm.__name__)
+def test_no_line_is_wider_than_the_screen(swarm: Any, width: int) -> None:
+    view = view_of(swarm())
+    for order in ORDERS:
+        for line in frame(view, width, order):
+            assert cell_len(line.plain) <= width
+            assert line.plain.isprintable()
+
+
+def test_hostile_texts_are_shown_as_they_are() -> None:
+    view = view_of(swarms.hostile())
+    text = "\n".join(line.plain for line in frame(view, 300))
+    assert "[red]x[/red]\\x1b[2J" in text
+    assert not set("\x1b\x07\r\u202e\u200b") & set(text)
+
+
+def test_many_notices_leave_room() -> None:
+    status = swarms.sixteen()
+    for peer in status["peers"]:
+        peer["reason"] = "left out"
+    notices = view_of(status).notices
+    assert len(notices) == 5
+    assert notices[-1] == "and 12 notices more: `molink status` shows them"
+
+
+def test_the_largest_figures() -> None:
+    """Whatever a coordinator may tell is shown somehow."""
+    most = 2**53
+    status = swarms.loading()
+    worker = status["peers"][0]["workers"][0]
+    worker |= {"fetching": {"done": 0, "total": most}, "layers": [most, most]}
+    lanes = {"queued": most, "in_flight": most}
+    link = {"latency_s": 1e15, "rate": 1e15, "decode": lanes, "bulk": lanes}
+    worker["load"] = {"busy": most, "bubbles": most, "weights": most, "kv": most, "link": link}
+    status["story"] = ["nan x", "inf x", "-inf x", "1e400 x", "x", ""]
+    rates = Rates()
+    view_of(status, rates, 0.0)
+    worker["fetching"]["done"] = most - 1
+    view = view_of(status, rates, 1e-9)
+    assert frame(view, 80)
+    worker["state"] = "ready"
+    assert frame(view_of(status), 80)
+
+
+def test_a_wide_reason_is_shown_whole() -> None:
+    status = swarms.serving()
+    status["files"] = "電" * 100
+    text = "".join(line.plain for line in body_lines(view_of(status), 80))
+    assert text.count("電") == 100
+
+
+def test_requests_that_are_not_told() -> None:
+    status = swarms.serving()
+    status["pipelines"][0]["head"]["waiting"] = 41
+    assert "   and 40 more" in [line.plain for line in body_lines(view_of(status), 80)]
+
+
+def test_the_sums_fit_a_narrow_screen() -> None:
+    status = swarms.sixteen()
+    status["pipelines"][0]["head"] |= {"running": 128, "waiting": 64, "blocks": 9999, "used": 9999}
+    status["pipelines"][0]["head"]["requests"][0]["tokens_per_s"] = 2345.6
+    assert head_lines(view_of(status), NARROWEST)[1].plain.endswith("K 3")
+
+
+def test_units() -> None:
+    assert [size(n) for n in (0, 999, 1000, 64_000, 99_960, 999_499, 999_500, 12 * 10**9)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "64.0 kB",
+        "100 kB",
+        "999 kB",
+        "1.0 MB",
+        "12.0 GB",
+    ]
+    assert max(len(size(10.0**n)) for n in range(18)) <= 7
+    assert [bandwidth(n) for n in (0, 12_500_000, 125_000_000)] == ["?", "100 Mbit/s", "1.0 Gbit/s"]
+    assert [seconds(s) for s in (0, 0.0003, 0.015, 0.25, 2.1)] == [
+        "?",
+        "0.3 ms",
+        "15.0 ms",
+        "250 ms",
+        "2.1 s",
+    ]
+    assert [long_time(s) for s in (0, 99, 120, 7200, 200_000)] == [
+        "0 s",
+        "99 s",
+        "2 min",
+        "2 h",
+        "2 d",
+    ]

@@ -1,0 +1,69 @@
+"""What PCs tell of how busy they are stays small, whatever it says."""
+
+import msgspec
+import pytest
+
+from molink.facts.device import Device
+from molink.wire.messages.codec import MAX_HEADER, control_codec
+from molink.wire.messages.load import (
+    MAX_HEADS,
+    MAX_OWNER,
+    MAX_REQUESTS,
+    MAX_STAGES,
+    HeadLoad,
+    Load,
+    RequestNow,
+    StageLoad,
+)
+from molink.wire.messages.reports import PeerReport
+
+MUCH = 2**40
+
+
+def report(load: Load | None) -> PeerReport:
+    return PeerReport(
+        name="pc",
+        version="0.1.0",
+        addresses=("192.168.100.100",) * 4,
+        control_port=5466,
+        endpoint="http://127.0.0.1:5465",
+        daemon_pid=12345,
+        stage="auto",
+        device=Device(kind="cuda", name="NVIDIA GeForce RTX 3060", memory=12 * 10**9),
+        models=("organisation/a-model-of-some-name-8b-instruct",),
+        load=load,
+    )
+
+
+def test_what_a_busy_pc_tells_fits_its_report() -> None:
+    stage = StageLoad("p12", 3, 99, 99, 128, MUCH, MUCH, 250_000, MUCH, (MUCH, MUCH), (MUCH, MUCH))
+    request = RequestNow("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
+    head = HeadLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS)
+    full = report(Load((stage,) * 2, (head,) * 2))
+    (header,) = control_codec().encode(full)
+    assert len(header) < MAX_HEADER - 1000
+    assert control_codec().decode([header]) == (full, None)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load((StageLoad("p1", 0),) * (MAX_STAGES + 1)),
+        Load((), (HeadLoad("p1"),) * (MAX_HEADS + 1)),
+        Load((), (HeadLoad("p1", requests=(RequestNow("o", "decode", 1),) * (MAX_REQUESTS + 1)),)),
+        Load((), (HeadLoad("p1", requests=(RequestNow("o" * (MAX_OWNER + 1), "decode", 1),)),)),
+        Load((StageLoad("p1", 0, 101),)),
+        Load((StageLoad("p1", 0, rate=-1),)),
+        Load((StageLoad("p1", 0, latency_us=2**60),)),
+    ],
+)
+def test_bounds(load: Load) -> None:
+    encoded = msgspec.msgpack.encode(report(load))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(encoded, type=PeerReport)
+
+
+def test_a_report_of_before_has_no_load() -> None:
+    bare = msgspec.to_builtins(report(None))
+    del bare["load"], bare["copying"]
+    assert msgspec.convert(bare, PeerReport) == report(None)

@@ -1,0 +1,46 @@
+"""A picture of ``molink top`` on the swarm that runs on this PC, for the README.
+
+python tools/top_screenshot.py docs/top.svg
+"""
+
+import argparse
+import asyncio
+import re
+from pathlib import Path
+
+from molink.wire.sockets.loop import EventLoop
+from molinkd.cli.top.app import TopApp
+from molinkd.cli.top.feed import Feed
+
+
+async def picture(size: tuple[int, int]) -> str:
+    """The screen as SVG."""
+    feed = Feed(None)
+    app = TopApp(feed.ask)
+    try:
+        async with app.run_test(size=size) as pilot:
+            await app.look()
+            await pilot.pause()
+            text = app.export_screenshot(title="molink top")
+    finally:
+        await feed.close()
+        feed.end()
+    # A picture loads nothing from elsewhere.
+    text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
+    return text.replace("Fira Code", "monospace").replace("<svg ", '<svg xml:space="preserve" ', 1)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--columns", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=24)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        text = runner.run(picture((options.columns, options.rows)))
+    options.file.write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()
