@@ -15,10 +15,12 @@
     │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
     ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
     ├── Unavailable              no pipeline can serve now (HTTP 503)
+    │   └── KnockUnanswered      nobody has let this PC into a swarm in time (exit code 11)
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
     ├── NotAuthorized            a peer that may not do this
-    │   └── ShutOut              this PC was revoked (exit code 9)
+    │   ├── ShutOut              this PC was revoked (exit code 9)
+    │   └── KnockRefused         a swarm, or this PC's user, has refused (exit code 10)
     ├── StateError               a state folder that can't be used; names the file
     │   └── DamagedState         its file is damaged
     ├── WorkerError              a stage process that failed to start or died
@@ -104,6 +106,12 @@ class Unavailable(MolinkError):
     exit_code = 6
 
 
+class KnockUnanswered(Unavailable):
+    """This PC asked to be let into a swarm, and nobody approved it in time."""
+
+    exit_code = 11
+
+
 class WireError(MolinkError):
     """Bytes from the network that are no valid message."""
 
@@ -122,6 +130,12 @@ class ShutOut(NotAuthorized):
     """This PC was a member of the swarm, and was revoked."""
 
     exit_code = 9
+
+
+class KnockRefused(NotAuthorized):
+    """This PC asked to be let into a swarm, and was refused."""
+
+    exit_code = 10
 
 
 class StateError(MolinkError):

@@ -1,12 +1,18 @@
 """What a daemon in the foreground says on its terminal."""
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.markup import escape
 
 from molink.plaintext import printable
+from molink.wire.messages.instructions import Knocker
+from molinkd.cli.doorbell import Doorbell
+from molinkd.cli.typed_lines import TypedLines
 from molinkd.peer.launch import (
     AnyEvent,
     Invitation,
+    Knocks,
     Listening,
     ModelReady,
     NotServed,
@@ -26,10 +32,17 @@ def adding(uses: int) -> str:
 class DaemonConsole:
     """Prints a daemon's events for a person."""
 
-    def __init__(self, *, foreground: bool = True) -> None:
-        """``foreground``: the daemon runs in this terminal."""
+    def __init__(
+        self, approve: Callable[[str], str] | None = None, *, foreground: bool = True
+    ) -> None:
+        """``approve(code)`` lets a PC in whose code is typed here; ``None``: nobody can type.
+
+        ``foreground``: the daemon runs in this terminal.
+        """
         self._foreground = foreground
+        self._doorbell = None if approve is None else Doorbell(approve, self.say, TypedLines())
         self._console = Console(highlight=False, soft_wrap=True)
+        self._known: tuple[Knocker, ...] = ()
 
     def show(self, event: AnyEvent) -> None:
         """Print one event."""
@@ -39,8 +52,12 @@ class DaemonConsole:
             case Listening():
                 self._listening(event)
             case Invitation():
+                if event.discovery:
+                    self._line("\nTo add a PC of this network, run [bold]molink join[/bold] there.")
                 self._line(f"\n{adding(event.uses)}\n")
                 self._line(f"  molink join {escape(event.token)}\n")
+            case Knocks():
+                self._knocks(event)
             case StageNow():
                 self._line(f"This PC: {escape(event.text)}")
             case ModelReady(ready=True):
@@ -57,6 +74,21 @@ class DaemonConsole:
     def say(self, text: str) -> None:
         """Print a line of our own."""
         self._line(escape(text))
+
+    def _knocks(self, event: Knocks) -> None:
+        """Say of those who have come that they are here."""
+        for one in event.knocks:
+            if one not in self._known:
+                name, address = escape(one.name), escape(one.address)
+                here = "type the code here, or run" if self._doorbell is not None else "run"
+                self._line(
+                    f"\n[bold]{name}[/bold] ({address}) wants to join. Does it show the code "
+                    f"[bold]{escape(one.code)}[/bold]? Then {here}\n\n"
+                    f"  molink approve {escape(one.code)}\n"
+                )
+        self._known = event.knocks
+        if self._doorbell is not None:
+            self._doorbell.ring(somebody=bool(event.knocks))
 
     def _listening(self, event: Listening) -> None:
         ends = "; Ctrl-C stops it" if self._foreground else ""

@@ -11,6 +11,7 @@ from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
 from molinkd.cli.hide_token import hide_token
+from molinkd.cli.join_verbs import is_address
 from molinkd.cli.swarm_verbs import HomeOption
 
 ModelOption = Annotated[
@@ -115,8 +116,12 @@ def join(
         typer.Argument(
             envvar="MOLINK_TOKEN",
             help="What `molink up` or `molink invite` printed; - reads it from standard input. "
-            "None: back to the swarm joined before, or it is asked for.",
+            "None: back to the swarm joined before, or into one of this network. HOST or HOST:PORT "
+            "(of `molink up`): into that one.",
         ),
+    ] = None,
+    swarm: Annotated[
+        str | None, typer.Option(help="Name or id of the swarm, where this network has several.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Have the swarm serve this model if it serves none yet.")
@@ -139,16 +144,14 @@ def join(
     background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Add this PC to a swarm, with the token that was printed where it was started."""
+    """Add this PC to a swarm: with a token, or by a code that is approved there."""
     options = dict(locals())
-    token = options.pop("token")
+    token, swarm = options.pop("token"), options.pop("swarm")
     if token == "-":
         token = sys.stdin.readline().strip()
-    elif token is not None:
+    elif token is not None and not is_address(token):
         hide_token(token)
-    elif sys.stdin is not None and sys.stdin.isatty() and not _is_member(home):
-        token = typer.prompt("Join token", hide_input=True)
-    _run("join", home, options, model=options.pop("model"), token=token)
+    _run("join", home, options, model=options.pop("model"), token=token, swarm=swarm)
 
 
 def demo(
@@ -187,12 +190,6 @@ def coordinator(
     run_coordinator(place, load_settings(place, options, os.environ))
 
 
-def _is_member(home: Path | None) -> bool:
-    from molinkd.peer.home import Home
-
-    return Home.find(home).membership.exists()
-
-
 def _run(
     role: Literal["up", "join"],
     home: Path | None,
@@ -200,6 +197,7 @@ def _run(
     *,
     model: str | None = None,
     token: str | None = None,
+    swarm: str | None = None,
 ) -> None:
     from molinkd.cli.starting import start
     from molinkd.peer.home import Home
@@ -209,4 +207,5 @@ def _run(
     if role == "join" and token is not None and not token.strip():
         raise UsageError("the token is empty: paste what `molink up` printed")
     given = {name: value for name, value in options.items() if value is not None}
-    start(role, Home.find(home), given, model=model, token=token, background=background)
+    place = Home.find(home)
+    start(role, place, given, model=model, token=token, swarm=swarm, background=background)

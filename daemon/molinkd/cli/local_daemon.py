@@ -17,6 +17,8 @@ from molink.wire.messages.requests import (
     InvitationsRequest,
     Invite,
     InviteRequest,
+    JudgeReply,
+    JudgeRequest,
     RevokeReply,
     RevokeRequest,
     ShutdownRequest,
@@ -145,6 +147,31 @@ def unrevoke(home: Home, who: str) -> str:
     reply, _ = _ask_swarm(home, UnrevokeRequest(ref=0, target=peer))
     assert isinstance(reply, Done)
     return peer
+
+
+def judge(home: Home, code: str, *, refuse: bool) -> str:
+    """Let the PC in that shows ``code``, or refuse it; returns its name.
+
+    Raises:
+        RequestError: there is no such PC.
+    """
+    reply, _ = _ask_swarm(home, JudgeRequest(ref=0, code=code[:64], refuse=refuse))
+    assert isinstance(reply, JudgeReply)
+    return reply.name
+
+
+def fetch_knocks(home: Home) -> list[dict[str, Any]]:
+    """The PCs that ask to be let in, as ``molink status --json`` has them.
+
+    Raises:
+        Unavailable: the coordinator could not be asked.
+    """
+    _, payload = _ask_swarm(home, StatusRequest(ref=0))
+    status = json.loads(payload)
+    if status["coordinator"]["state"] != "running":
+        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+    knocks: list[dict[str, Any]] = status.get("knocks", [])
+    return knocks
 
 
 def find_peer(

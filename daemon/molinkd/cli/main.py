@@ -12,7 +12,7 @@ import typer
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
-from molinkd.cli import daemon_verbs, draining, ending, swarm_verbs
+from molinkd.cli import daemon_verbs, draining, ending, join_verbs, swarm_verbs
 from molinkd.cli.late import add_groups, add_late
 
 #: Exit code after Ctrl-C, as shells count it.
@@ -34,6 +34,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         swarm_verbs.chat,
         swarm_verbs.status,
         swarm_verbs.invite,
+        join_verbs.approve,
         swarm_verbs.revoke,
         swarm_verbs.un_revoke,
         draining.drain,

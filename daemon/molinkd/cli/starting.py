@@ -8,7 +8,9 @@ from typing import IO, Any, Literal
 import msgspec
 
 from molink.errors import MolinkError
+from molinkd.cli import local_daemon
 from molinkd.cli.console import DaemonConsole
+from molinkd.cli.join_verbs import is_terminal, token_for
 from molinkd.peer.child import how_it_ended
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
@@ -33,12 +35,14 @@ def start(
     *,
     model: str | None = None,
     token: str | None = None,
+    swarm: str | None = None,
     invite: bool = True,
     background: bool = False,
 ) -> None:
     """Run the daemon until it ends, or until it is up if in the ``background``.
 
     ``given`` are options of the command line, by setting. They are kept for the next start.
+    ``token`` may be an address to knock at instead; ``swarm`` says which of several to join.
 
     Raises:
         MolinkError: it can't start, or has ended with an error.
@@ -46,7 +50,13 @@ def start(
     """
     remembered = read_options(home.options)
     settings = load_settings(home, given, os.environ, remembered)
-    console = DaemonConsole(foreground=not background)
+
+    def approve(code: str) -> str:
+        return local_daemon.judge(home, code, refuse=False)
+
+    console = DaemonConsole(
+        approve if is_terminal() and not background else None, foreground=not background
+    )
     as_before = {name: value for name, value in remembered.items() if name not in given}
     if as_before:
         console.say(f"As at the last start: {as_typed(as_before)}")
@@ -56,6 +66,8 @@ def start(
             write_options(home.options, remembered | dict(given))
         console.show(event)
 
+    if role == "join":
+        token = token_for(home, settings, token, swarm)
     launch = Launch(
         home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
     )

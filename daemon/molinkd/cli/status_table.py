@@ -30,6 +30,9 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
         console.print(_text(state["files"], "yellow"))
     for pipeline in state.get("pipelines", ()):
         console.print(_text(_pipeline(pipeline)))
+    for one in state.get("knocks", ()):
+        text = f"{one['name']} ({one['address']}) wants to join: `molink approve {one['code']}`"
+        console.print(_text(f"{text} if it shows that code", "yellow"))
     revoked = [f"{one['name']} ({one['id']})" for one in state.get("revoked", ())]
     if revoked:
         console.print(_text(f"Revoked: {', '.join(revoked)}"))

@@ -18,6 +18,8 @@ from molink.wire.messages.requests import (
     InvitationsRequest,
     Invite,
     InviteRequest,
+    JudgeReply,
+    JudgeRequest,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -25,11 +27,14 @@ from molink.wire.messages.requests import (
 )
 from molinkd.coordinator.connections import PeerConnections
 from molinkd.coordinator.door import Door, is_invitation
+from molinkd.coordinator.reception import Reception
 from molinkd.coordinator.state import State
 
 #: What is answered here.
-Order = ServeModel | InviteRequest | InvitationsRequest | RevokeRequest | UnrevokeRequest
-Answer = Done | Invite | InvitationsReply | RevokeReply
+Order = (
+    ServeModel | InviteRequest | InvitationsRequest | RevokeRequest | UnrevokeRequest | JudgeRequest
+)
+Answer = Done | Invite | InvitationsReply | RevokeReply | JudgeReply
 
 #: Until an answer is out, before connections are cut, in seconds.
 _CUT_DELAY = 0.2
@@ -49,6 +54,7 @@ class Administration:
         connections: PeerConnections,
         happened: Callable[[Event], None],
         token: Callable[[str, int], JoinToken],
+        reception: Reception,
     ) -> None:
         """``swarm`` is its id.
 
@@ -57,6 +63,7 @@ class Administration:
         self._swarm = swarm
         self._state, self._door, self._reconciler = state, door, reconciler
         self._connections, self._happened, self._token = connections, happened, token
+        self._reception = reception
 
     def answer(self, peer: str, order: Order) -> tuple[Answer, bytes | None]:
         """Do what ``peer`` asks; returns the answer and its payload.
@@ -79,6 +86,12 @@ class Administration:
                 self._check_owner(peer)
                 self._happened(MemberAdded(self._door.readmit(order.target)))
                 return Done(ref=order.ref), None
+            case JudgeRequest():
+                return self._judge(peer, order), None
+
+    def _judge(self, peer: str, order: JudgeRequest) -> JudgeReply:
+        name = self._reception.judge(order.code, peer, refuse=order.refuse)
+        return JudgeReply(ref=order.ref, name=name)
 
     def dismiss(self, peer: str, standing: Standing) -> list[MemberRecord]:
         """A peer is no member any more; returns those who came by an invitation that ended."""

@@ -26,6 +26,7 @@ class Options:
     ``term``, ``leader`` (the peer whose daemon runs it), ``replica`` (a file with a copy of the
     state, taken if it is newer than the state) and ``lost`` (a peer that is known not to be there)
     are what the daemon knows; ``swarm`` is the one whose state has to be there.
+    ``porch`` is the port where PCs may knock, or a free one below it (0: any); ``None`` for none.
     """
 
     state: Path
@@ -41,6 +42,7 @@ class Options:
     lost: str = ""
     swarm: str = ""
     max_peers: int | None = None
+    porch: int | None = None
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -65,6 +67,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser.add_argument("--replica", type=Path, help="copy of the state, taken if it is newer")
     parser.add_argument("--lost", default="", help="id of a peer that is known not to be there")
     parser.add_argument("--swarm", default="", help="id of the swarm whose state has to be there")
+    parser.add_argument("--porch", type=_port, help="port where PCs may ask to be let in")
     given = parser.parse_args(_bind_members(arguments))
     return Options(
         state=given.state,
@@ -80,6 +83,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         replica=given.replica,
         lost=given.lost,
         swarm=given.swarm,
+        porch=given.porch,
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from molink.swarm.twins import Twins
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.instructions import Knock
 from molink.wire.sockets.server import Server
@@ -21,7 +22,12 @@ class PeerConnections:
         """``on_lost(peer)`` is called when a peer's connection has ended."""
         self._server, self._on_lost = server, on_lost
         self._identities: dict[str, bytes] = {}
+        self._twins = Twins()
         self._knocking: asyncio.TimerHandle | None = None
+
+    def is_twin(self, peer: str, identity: bytes) -> bool:
+        """Whether a report comes from a second PC with this peer's key."""
+        return self._twins.heard(peer, identity)
 
     def heard(self, peer: str, identity: bytes) -> bool:
         """A peer reports on a connection; whether that is another one than before."""
@@ -32,6 +38,7 @@ class PeerConnections:
     def forget(self, peer: str) -> None:
         """A peer has gone in good order, or is no member any more."""
         self._identities.pop(peer, None)
+        self._twins.forget(peer)
 
     def tell(self, peer: str, message: ControlMessage, payload: bytes | None = None) -> None:
         """Send to a peer; one that can't be told is no error."""
@@ -61,5 +68,5 @@ class PeerConnections:
         self._knocking = None
         for peer, identity in list(self._identities.items()):
             if not self._server.send(identity, Knock()):
-                del self._identities[peer]
+                self.forget(peer)
                 self._on_lost(peer)

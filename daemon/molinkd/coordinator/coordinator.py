@@ -38,10 +38,7 @@ from molink.swarm.events import (
     Tick,
     Tried,
 )
-from molink.swarm.hygiene import (
-    clean_failed,
-    clean_report,
-)
+from molink.swarm.hygiene import clean_failed, clean_report
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.terms import first_term
@@ -49,7 +46,7 @@ from molink.swarm.token import JoinToken
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.instructions import Revoked
+from molink.wire.messages.instructions import Revoked, Twin
 from molink.wire.messages.joining import Joined, JoinRequest
 from molink.wire.messages.leading import Noted, SharedState
 from molink.wire.messages.reports import (
@@ -72,6 +69,7 @@ from molinkd.coordinator.administration import Administration, Order
 from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reachable_at
 from molinkd.coordinator.connections import PeerConnections
 from molinkd.coordinator.door import Door, guides, is_invitation, is_revoked
+from molinkd.coordinator.reception import Reception
 from molinkd.coordinator.restore import swarm_of
 from molinkd.coordinator.sharing import Sharing
 from molinkd.coordinator.state import State
@@ -145,6 +143,9 @@ class Coordinator:
             self._server, lambda peer: self._happened(Disconnected(peer))
         )
         self._sharing = Sharing(state, self.door, self._connections.tell)
+        self._reception = Reception(
+            options, self.swarm, self.door, self.reconciler, self._connections, self._happened
+        )
         self._administration = Administration(
             self.swarm.id,
             state,
@@ -153,6 +154,7 @@ class Coordinator:
             self._connections,
             self._happened,
             self._token,
+            self._reception,
         )
         self._ticking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -170,6 +172,7 @@ class Coordinator:
         self._gatekeeper.start()
         port = await self._bind()
         self._state.save_port(port)
+        self._reception.open(port, self.addresses)
         self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="molink-tick")
         return port
 
@@ -188,6 +191,7 @@ class Coordinator:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
+        await self._reception.close()
         self._connections.close()
         await self._server.close()
         self._gatekeeper.close()
@@ -198,6 +202,11 @@ class Coordinator:
     def addresses(self) -> tuple[str, ...]:
         """``host:port`` at which peers reach it."""
         return reachable_at(self._options, self._server.port)
+
+    @property
+    def porch_port(self) -> int:
+        """Where PCs without a token may knock; 0 if nowhere."""
+        return self._reception.port
 
     def raise_term(self, term: int) -> None:
         """Go on in a higher term; what stands is not touched."""
@@ -225,6 +234,7 @@ class Coordinator:
             try:
                 self._happened(Tick())
                 self.door.purge()
+                self._reception.tick()
             except Exception:
                 log.exception("a tick failed")
 
@@ -301,10 +311,15 @@ class Coordinator:
 
     def _report(self, sender: Sender, message: PeerReport) -> None:
         peer = sender.user_id
+        if self._connections.is_twin(peer, sender.identity):
+            self._reply(sender, Twin())
+            return
         fresh = self._connections.heard(peer, sender.identity)
         self._connections.tell(peer, Noted(term=self.term, leader=self._options.leader))
         self._happened(Reported(peer, clean_report(message, peer), fresh))
         self._sharing.reported(peer, message.replica, fresh=fresh)
+        if fresh:
+            self._reception.tell(peer)
 
     def _token(self, secret_key: str, expires: int) -> JoinToken:
         """An invitation to this swarm, as one word."""
@@ -346,6 +361,8 @@ class Coordinator:
             "leader": self._options.leader,
             "counters": shown,
             "revoked": revoked[-_SHOWN:],
+            "porch": self.porch_port,
+            "knocks": [asdict(one) for one in self._reception.waiting],
         }
         text = encode_status(status | more)
         payload = Payload("u8", (len(text),))

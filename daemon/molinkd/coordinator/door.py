@@ -21,6 +21,7 @@ from molink.swarm.registry import Registry
 from molink.swarm.token import Guide
 from molink.wire.messages.instructions import Member
 from molink.wire.messages.joining import JoinRequest
+from molink.wire.messages.porch import Outcome
 from molink.wire.sockets.curve import KeyPair, is_public_key
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.coordinator.arguments import host_port
@@ -32,6 +33,10 @@ REVOKED = "revoked:"
 GUIDES = 2
 #: Seconds until a PC that was told that it is revoked is let in again to be told once more.
 TELL_AGAIN = 30.0
+#: Under which those who knock count for the rate of joining, and how long it is remembered who let
+#: them in, in seconds.
+_KNOCKS = "knocks"
+_APPROVED_TTL = 30 * 86400.0
 
 
 class Door:
@@ -142,8 +147,39 @@ class Door:
             Unavailable: the swarm is full.
             Overloaded: too many join at this moment.
         """
-        public_key = _checked(message.public_key)
-        if public_key == self._own_key or any(
+        peer, known = self._stranger(message.public_key)
+        if known is not None and known.standing == "member":
+            return known
+        used = self.invitations.used(invitation, peer, time.time())
+        self._check_room()
+        self._check_rate(invitation)
+        return self._admit(message.public_key, message.name, used)
+
+    def admit(self, public_key: str, name: str, by: str) -> MemberRecord:
+        """Make the holder of a key a member on the word of ``by``; one that is one stays so.
+
+        It is written down as an invitation of ``by`` for that one PC, whose secret nobody has: so
+        it is listed, and ends, as others do.
+
+        Raises:
+            ShutOut: the peer was revoked.
+            RequestError: the key can't be a peer's own.
+            Unavailable: the swarm is full.
+            Overloaded: too many join at this moment.
+        """
+        peer, known = self._stranger(public_key)
+        if known is not None and known.standing == "member":
+            return known
+        self._check_room()
+        self._check_rate(_KNOCKS)
+        owner, nobody, now = self.records[by].owner, KeyPair.generate().public, time.time()
+        invitation = self.invitations.create(by, nobody, _APPROVED_TTL, now, owner=owner)
+        self._state.add_invitation(invitation)
+        return self._admit(public_key, name, self.invitations.used(invitation.id, peer, now))
+
+    def _stranger(self, public_key: str) -> tuple[str, MemberRecord | None]:
+        """The id of a peer that wants to join by that key, and what is known of it."""
+        if _checked(public_key) == self._own_key or any(
             one.public_key == public_key for one in self.invitations
         ):
             raise RequestError("that key is not a peer's own", param="public_key")
@@ -154,19 +190,36 @@ class Door:
                 f"this PC was shut out of the swarm. `molink un-revoke {known.name}` on the PC "
                 "that runs the swarm lets it in again"
             )
-        if known is not None and known.standing == "member":
-            return known
-        used = self.invitations.used(invitation, peer, time.time())
-        self._check_room()
+        return peer, known
+
+    def objection(self, public_key: str) -> Outcome | None:
+        """Why nobody can let the holder of a key in now; ``None`` if a member can."""
+        try:
+            _, known = self._stranger(public_key)
+            if known is None or known.standing != "member":
+                self._check_room()
+        except ShutOut:
+            return "revoked"
+        except Unavailable:
+            return "full"
+        except RequestError:
+            return "refused"
+        return None
+
+    def _check_rate(self, invitation: str) -> None:
         wait = self._rate.admit(invitation, time.monotonic())
         if wait:
             raise Overloaded("too many PCs join at this moment: try again in a few seconds", wait)
+
+    def _admit(self, public_key: str, name: str, used: InvitationRecord) -> MemberRecord:
+        peer = peer_id(public_key)
+        known = self.records.get(peer)
         member = MemberRecord(
             peer,
             public_key,
-            clean_name(message.name, peer),
+            clean_name(name, peer),
             owner=known is not None and known.owner,
-            invitation=invitation,
+            invitation=used.id,
         )
         self._state.admit(member, used)
         self.invitations.keep(used)

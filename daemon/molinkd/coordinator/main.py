@@ -66,6 +66,8 @@ async def serve(options: Options) -> None:
                 "term": coordinator.term,
                 "addresses": coordinator.addresses,
                 "restored": restored,
+                "name": coordinator.swarm.name,
+                "porch": coordinator.porch_port,
             }
             print(json.dumps(announcement), flush=True)
             await _until_the_end(coordinator, options.standalone)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
+from molink.swarm.nearby import can_be_dialled
+
 MAX_ADDRESSES = 8
 LOOPBACK = "127.0.0.1"
 
@@ -37,6 +39,15 @@ def advertised(host: str, explicit: Sequence[str] = ()) -> tuple[str, ...]:
     if not is_wildcard(host):
         return (host,)
     return rank(_interface_addresses(), _outgoing_address())
+
+
+def multicast_addresses(host: str) -> tuple[str, ...]:
+    """This PC's own addresses in the networks that sockets bound to ``host`` belong to.
+
+    None where only this PC can reach them.
+    """
+    found = _interface_addresses() if is_wildcard(host) else [host]
+    return tuple(dict.fromkeys(one for one in found if can_be_dialled(one)))
 
 
 def rank(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:

@@ -35,7 +35,8 @@ GRACE_S = 5.0
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """The line that a coordinator prints once it listens.
 
-    ``restored``: how its state was got back, if it was lost; for a person.
+    ``restored``: how its state was got back, if it was lost; for a person. ``name`` is the
+    swarm's, ``porch`` the port where PCs without a token may knock (0: nowhere).
     """
 
     port: int
@@ -44,6 +45,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
     addresses: tuple[str, ...] = ()
     restored: str = ""
+    name: str = ""
+    porch: int = 0
 
 
 class Host(Protocol):
@@ -79,6 +82,8 @@ class CoordinatorProcess:
         self._command = command
         self._child: Child | None = None
         self._announced: asyncio.Future[Announcement] | None = None
+        #: What it has said of itself last; ``None`` while none runs.
+        self.announcement: Announcement | None = None
         self._exited = asyncio.Event()
         #: The term that it was last told to go on in.
         self._term = 0
@@ -144,10 +149,12 @@ class CoordinatorProcess:
     def _said(self, message: object) -> None:
         if self._announced is not None and not self._announced.done():
             assert isinstance(message, Announcement)
+            self.announcement = message
             self._announced.set_result(message)
 
     def _ended(self, code: int) -> None:
         self._exited.set()
+        self.announcement = None
         if self._announced is not None and not self._announced.done() and self._child is not None:
             last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
             self._announced.set_exception(
@@ -202,6 +209,8 @@ def coordinator_process(
             options += ["--max-peers", str(settings.max_peers)]
         if membership is not None:
             options += ["--swarm", membership.swarm]
+        if settings.discovery:
+            options += ["--porch", str(settings.porch_port)]
         if lost:
             options += ["--lost", lost.pop()]  # only the first run knows
         for address in advertised(settings.host, settings.advertise):

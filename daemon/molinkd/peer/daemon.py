@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from molink.errors import ShutOut, TokenError, Unavailable
+from molink.errors import ShutOut, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
 from molink.files import patiently
 from molink.swarm.offenders import Offenders
@@ -23,6 +23,7 @@ from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.peer.addresses import from_here
 from molinkd.peer.device_probe import Measured, measure_device
+from molinkd.peer.discovery import Announcer
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
 from molinkd.peer.hashing import Hasher
@@ -52,7 +53,8 @@ class Daemon:
         self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
         self._leaving = False
-        self._shut_out: ShutOut | None = None
+        #: Why the swarm doesn't have this PC.
+        self._shut_out: ShutOut | UsageError | None = None
         self._node: Node | None = None
         self._leadership: Leadership | None = None
 
@@ -71,6 +73,7 @@ class Daemon:
         Raises:
             MolinkError: it can't start.
             ShutOut: this PC was revoked.
+            UsageError: another PC runs with a copy of this state folder.
         """
         lock = HomeLock(self._home.create())
         lock.acquire()
@@ -111,6 +114,9 @@ class Daemon:
         stack.push_async_callback(leadership.close)
         if leadership.founds:
             await leadership.found()
+        announcer = Announcer(self._settings, lambda: leadership.coordinator)
+        stack.push_async_callback(announcer.close)
+        announcer.start()
         leadership.serves(founder.model)
         measured = await measuring
         await hashing
@@ -185,7 +191,9 @@ class Daemon:
     ) -> Node:
         """Open the endpoint and begin the session with the coordinator."""
         url, swarm = "", leadership.target.swarm
-        node = Node(resources, leadership, lambda: url, on_revoked=partial(self._revoked, swarm))
+        node = Node(
+            resources, leadership, lambda: url, partial(self._revoked, swarm), self._is_twin
+        )
         stack.push_async_callback(node.close)
         endpoint = Endpoint(self._settings, node.requests)
         await endpoint.start()
@@ -243,6 +251,14 @@ class Daemon:
             f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
             "the PC that runs the swarm lets it in again, then start it with `molink join`; "
             "`molink leave` here forgets the swarm"
+        )
+        self._stop.set()
+
+    def _is_twin(self) -> None:
+        self._shut_out = UsageError(
+            f"another PC with the key of this one is in the swarm, and runs: the state folder "
+            f"{self._home.root} is a copy of that PC's. Delete peer.key and swarm.json in it, then "
+            "run `molink join`: this PC becomes a member of its own"
         )
         self._stop.set()
 

@@ -133,6 +133,7 @@ class DemoSwarm:
             worker_ports=(0, 0),
             device="cpu",
             stages_here=self._count,
+            discovery=False,
             min_peers=self._count,
             token_uses=max(1, self._count - 1),
             dtype=self._dtype,

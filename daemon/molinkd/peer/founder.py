@@ -12,6 +12,7 @@ from molink.facts.model import ModelFacts
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import Invite, InviteRequest, ServeModel
 from molink.wire.sockets.curve import KeyPair
+from molinkd.peer.addresses import is_loopback
 from molinkd.peer.hashing import in_thread
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, Invitation, Launch, Serving, StageNow, Trouble
@@ -139,4 +140,10 @@ class Founder:
                     self._announce(Trouble(text=str(error)))
                     return
             if isinstance(reply, Invite):
-                self._announce(Invitation(token=reply.token, uses=settings.token_uses))
+                self._announce(
+                    Invitation(
+                        token=reply.token,
+                        uses=settings.token_uses,
+                        discovery=settings.discovery and not is_loopback(settings.host),
+                    )
+                )

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from molink.wire.messages.instructions import Knocker
 from molinkd.peer.settings import Settings
 
 
@@ -50,6 +51,14 @@ class Invitation(LaunchEvent, frozen=True, kw_only=True, tag="invitation"):
 
     token: str
     uses: int = 1
+    #: Whether PCs on this network can also join without it.
+    discovery: bool = False
+
+
+class Knocks(LaunchEvent, frozen=True, kw_only=True, tag="knocks"):
+    """All PCs that ask to be let in now; again whenever they are others."""
+
+    knocks: tuple[Knocker, ...]
 
 
 class StageNow(LaunchEvent, frozen=True, kw_only=True, tag="stage"):
@@ -85,5 +94,7 @@ class Ended(LaunchEvent, frozen=True, kw_only=True, tag="ended"):
     text: str
 
 
-AnyEvent = Serving | Listening | Invitation | StageNow | ModelReady | NotServed | Trouble | Ended
+AnyEvent = (
+    Serving | Listening | Invitation | Knocks | StageNow | ModelReady | NotServed | Trouble | Ended
+)
 Announce = Callable[[AnyEvent], None]

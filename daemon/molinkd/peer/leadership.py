@@ -149,6 +149,11 @@ class Leadership:
         return self._process is not None
 
     @property
+    def coordinator(self) -> Announcement | None:
+        """What the coordinator here says of itself; ``None`` while none runs here."""
+        return None if self._process is None else self._process.announcement
+
+    @property
     def target(self) -> Membership:
         """The swarm, and where its coordinator is as far as is known."""
         assert self.membership is not None

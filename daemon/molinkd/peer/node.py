@@ -21,6 +21,7 @@ from molink.wire.messages.data import DataMessage
 from molink.wire.messages.instructions import (
     Assign,
     Form,
+    Knocking,
     Member,
     MemberGone,
     Notice,
@@ -30,6 +31,7 @@ from molink.wire.messages.instructions import (
     RouteGone,
     StageAddress,
     StageProfile,
+    Twin,
     Unassign,
 )
 from molink.wire.messages.leading import SendState, SharedState
@@ -44,7 +46,7 @@ from molinkd.peer.copier import Copier
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.heads import Heads
 from molinkd.peer.known_members import KnownMembers
-from molinkd.peer.launch import StageNow, Trouble
+from molinkd.peer.launch import Knocks, StageNow, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.link_rates import LinkRates
@@ -71,11 +73,14 @@ class Node:
         leadership: Leadership,
         endpoint: Callable[[], str],
         on_revoked: Callable[[], None] = lambda: None,
+        on_twin: Callable[[], None] = lambda: None,
     ) -> None:
         """``endpoint()`` is the URL of this peer's endpoint.
 
-        ``on_revoked()`` is called when the coordinator says that this peer is no member any more.
+        ``on_revoked()`` is called when the coordinator says that this peer is no member any more,
+        ``on_twin()`` when another PC with the same key runs already.
         """
+        self._on_twin = on_twin
         self._resources, self._leadership = resources, leadership
         self._endpoint, self._on_revoked = endpoint, on_revoked
         self._said = ""
@@ -237,9 +242,14 @@ class Node:
             case Revoked():
                 self._left = True
                 self._on_revoked()
+            case Twin():
+                self._left = True  # the other one stays
+                self._on_twin()
             case Notice():
                 if message.text:
                     self._trouble(message.text)
+            case Knocking():
+                self._resources.announce(Knocks(knocks=message.knocks))
             case Prefetch() | Assign() | StageProfile() | Form() | Unassign():
                 self._assignments.handle(message)
             case Route():

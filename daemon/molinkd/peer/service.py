@@ -19,6 +19,7 @@ from molink.wire.messages.requests import (
     DrainRequest,
     InvitationsRequest,
     InviteRequest,
+    JudgeRequest,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
@@ -41,6 +42,7 @@ FOR_USER = (
     InvitationsRequest,
     RevokeRequest,
     UnrevokeRequest,
+    JudgeRequest,
 )
 
 #: Sends on a connection: identity, message, payload.
@@ -108,7 +110,13 @@ class Service:
                 self.send(sender.identity, elsewhere, None)
             case StatusRequest():
                 self._reply_status(sender, message.ref, await self._commands.status())
-            case InviteRequest() | InvitationsRequest() | RevokeRequest() | UnrevokeRequest():
+            case (
+                InviteRequest()
+                | InvitationsRequest()
+                | RevokeRequest()
+                | UnrevokeRequest()
+                | JudgeRequest()
+            ):
                 reply, payload = await self._commands.relay(message)
                 self.send(sender.identity, _with_ref(reply, message.ref), payload or None)
             case DrainRequest():

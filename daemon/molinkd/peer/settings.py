@@ -20,6 +20,7 @@ from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
+from molink.swarm.nearby import PORCH_PORT
 from molink.swarm.pausing import DailyTime
 from molinkd.peer.home import Home
 
@@ -55,6 +56,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     control_port: Port = 5467
     #: First and last port for stages, both included.
     worker_ports: tuple[Port, Port] = (5468, 5479)
+    #: Whether the swarm announces itself on the local network while it is led from here, PCs there
+    #: may ask to be let in, and ``molink join`` without a token looks for swarms.
+    discovery: bool = True
+    #: Where such PCs ask; the next free one below it is taken.
+    porch_port: Port = PORCH_PORT
     #: Demanded by the endpoint; necessary where it is bound beyond loopback.
     api_key: str | None = None
     #: Further names under which clients may call the endpoint (their ``Host`` header).

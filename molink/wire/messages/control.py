@@ -29,6 +29,8 @@ from molink.wire.messages.requests import (
     InvitationsRequest,
     Invite,
     InviteRequest,
+    JudgeReply,
+    JudgeRequest,
     LeaveRequest,
     RevokeReply,
     RevokeRequest,
@@ -85,6 +87,8 @@ ControlMessage = (
     | RevokeRequest
     | RevokeReply
     | UnrevokeRequest
+    | JudgeRequest
+    | JudgeReply
     | Instruction
     | LeaderRequest
     | LeaderReply

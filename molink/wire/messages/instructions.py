@@ -40,10 +40,28 @@ class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
     swarm: Text
 
 
+class Twin(Message, frozen=True, kw_only=True, tag="twin"):
+    """The receiver has the key of a PC that runs already: its state folder is a copy."""
+
+
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
     """Something that a person at the receiver has to see to; empty once that is over."""
 
     text: Sentence
+
+
+class Knocker(Message, frozen=True, kw_only=True):
+    """A PC that asks to be let in, and the code that it shows."""
+
+    name: Text
+    code: Text
+    address: Text
+
+
+class Knocking(Message, frozen=True, kw_only=True, tag="knocking"):
+    """All PCs that ask to be let in, for the people at the receiver."""
+
+    knocks: Annotated[tuple[Knocker, ...], msgspec.Meta(max_length=8)] = ()
 
 
 class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
@@ -156,8 +174,10 @@ Instruction = (
     | SharedState
     | SendState
     | Revoked
+    | Twin
     | Notice
     | Knock
+    | Knocking
     | Member
     | MemberGone
     | Prefetch

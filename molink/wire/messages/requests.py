@@ -97,6 +97,21 @@ class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="un-revoke"):
     target: Text
 
 
+class JudgeRequest(Message, frozen=True, kw_only=True, tag="judge"):
+    """Let the PC in that knocks and shows ``code``, or refuse it. Who may invite may ask for it."""
+
+    ref: Count
+    code: Annotated[str, msgspec.Meta(max_length=64)]
+    refuse: bool = False
+
+
+class JudgeReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
+    """The name of the PC that :class:`JudgeRequest` was about."""
+
+    ref: Count
+    name: Text
+
+
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status"):
     """Ask a daemon, or the coordinator, for the state of the swarm."""
 

@@ -28,6 +28,7 @@ from molinkd.peer.settings import Share
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
     monkeypatch.delenv("MOLINK_TOKEN", raising=False)
+    monkeypatch.setenv("MOLINK_DISCOVERY", "false")  # nothing is looked for on the real network
     return tmp_path
 
 

@@ -28,7 +28,7 @@ def test_everything(tmp_path: Path) -> None:
         "--name",
         "x",
     ]
-    arguments += ["--term", "7", "--leader", "p", "--lost", "q", "--swarm", "s"]
+    arguments += ["--term", "7", "--leader", "p", "--lost", "q", "--swarm", "s", "--porch", "1"]
     arguments += ["--state", str(tmp_path), "--replica", "copy"]
     options = parse_options([*arguments, "--member", f"{KEY}:a:b", f"--member={KEY}:c"])
     assert options == Options(
@@ -45,6 +45,7 @@ def test_everything(tmp_path: Path) -> None:
         replica=Path("copy"),
         lost="q",
         swarm="s",
+        porch=1,
     )
 
 

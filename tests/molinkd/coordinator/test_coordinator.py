@@ -34,6 +34,7 @@ from molink.facts.profile import Profile
 from molink.swarm import registry
 from molink.swarm.invitations import MAX_INVITATIONS
 from molink.swarm.join_rate import JoinRate, Rate
+from molink.swarm.nearby import Nearby
 from molink.swarm.records import MemberRecord, PipelineRecord
 from molink.swarm.replica import Replica, decode_replica
 from molink.swarm.terms import next_term
@@ -43,10 +44,12 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import (
     Assign,
     Form,
+    Knocking,
     Member,
     MemberGone,
     Revoked,
     Route,
+    Twin,
     Welcome,
 )
 from molink.wire.messages.joining import Joined, JoinRequest
@@ -57,6 +60,7 @@ from molink.wire.messages.requests import (
     InvitationsRequest,
     Invite,
     InviteRequest,
+    JudgeRequest,
     LeaveRequest,
     RevokeReply,
     RevokeRequest,
@@ -71,6 +75,7 @@ from molinkd.coordinator import coordinator as module
 from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.coordinator import Coordinator
 from molinkd.coordinator.state import State
+from molinkd.peer.knock import Code, knock
 from tests.support.swarm import Kit
 
 
@@ -766,3 +771,105 @@ async def test_a_state_that_nobody_asked_for_is_refused(scene: Scene) -> None:
     owner.client.send(SharedState(payload=Payload("u8", (len(data),))), data)
     assert await scene.status(owner)
     assert len(scene.state.members()) == 1
+
+
+# --- PCs that knock --------------------------------------------------------------------------
+
+
+async def knocking(scene: Scene, keys: KeyPair, name: str = "pc") -> tuple[asyncio.Task, str]:
+    """A PC that knocks, and the code that it shows."""
+    codes: list[Code] = []
+    port = scene.coordinator.porch_port
+    nearby = Nearby("", "", "", ("127.0.0.1",), port)
+    task = asyncio.create_task(knock(nearby, keys, name, codes.append))
+    await scene.until(lambda: codes or task.done())
+    return task, codes[0].code if codes else ""
+
+
+async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
+    """Any member may let it in; it is written down who has."""
+    await scene.stop()
+    await scene.start(porch=0)
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    await scene.until(lambda: owner.last(Welcome) and guest.last(Welcome), owner, guest)
+    keys = KeyPair.generate()
+    task, code = await knocking(scene, keys, "attic\x1b")
+    await scene.until(lambda: owner.last(Knocking) and owner.last(Knocking).knocks, owner)
+    (knock_,) = owner.last(Knocking).knocks
+    assert (knock_.name, knock_.code, knock_.address) == ("attic", code, "127.0.0.1")
+    assert guest.last(Knocking) is None, "owners are told; others see it in the status"
+    (shown,) = (await scene.status(guest))["knocks"]
+    assert (shown["name"], shown["code"]) == ("attic", code)
+    assert abs(shown["since"] - time.time()) < 60
+    with pytest.raises(RequestError, match="no PC that waits"):
+        await guest.ask(JudgeRequest(ref=0, code="0000-0001"))
+    assert (await guest.ask(JudgeRequest(ref=0, code=code))).name == "attic"
+    member = await task
+    assert (member.swarm, member.coordinator_key) == (
+        scene.coordinator.swarm.id,
+        scene.keys.public,
+    )
+    assert f"127.0.0.1:{scene.port}" in member.addresses
+    await scene.until(lambda: owner.last(Knocking).knocks == (), owner)
+    back = await scene.peer(keys)
+    await scene.until(lambda: back.last(Welcome), back)
+    (record,) = [one for one in scene.state.members() if one.peer == back.id]
+    (invitation,) = [one for one in scene.state.invitations() if one.id == record.invitation]
+    assert (invitation.creator, invitation.left) == (guest.id, 0)
+    assert [use.peer for use in invitation.used] == [back.id]
+    # A copy of its state folder, while it runs itself.
+    with pytest.raises(UsageError, match=r"peer\.key"):
+        await (await knocking(scene, keys))[0]
+    await owner.ask(RevokeRequest(ref=0, target=back.id))
+    with pytest.raises(ShutOut):
+        await (await knocking(scene, keys))[0]
+
+
+async def test_a_full_swarm_takes_nobody_who_knocks(scene: Scene) -> None:
+    await scene.stop()
+    await scene.start(porch=0, max_peers=2)
+    owner = await scene.peer()
+    (task, code), (other, _) = [await knocking(scene, KeyPair.generate()) for _ in range(2)]
+    await owner.ask(JudgeRequest(ref=0, code=code))
+    await task
+    (left,) = (await scene.status(owner))["knocks"]
+    with pytest.raises(Unavailable, match="as many as it may have"):
+        await owner.ask(JudgeRequest(ref=0, code=left["code"]))
+    with pytest.raises(Unavailable):
+        await other
+    with pytest.raises(Unavailable):
+        await (await knocking(scene, KeyPair.generate()))[0]
+    assert len(scene.state.members()) == 2
+
+
+async def test_letting_a_pc_in_ends_no_token(scene: Scene) -> None:
+    await scene.stop()
+    await scene.start(porch=0)
+    owner = await scene.peer()
+    tokens = [await scene.token(owner) for _ in range(MAX_INVITATIONS)]
+    task, code = await knocking(scene, KeyPair.generate())
+    await owner.ask(JudgeRequest(ref=0, code=code))
+    await task
+    await scene.join(tokens[0])
+
+
+async def test_without_discovery_nobody_can_knock(scene: Scene) -> None:
+    owner = await scene.peer()
+    assert scene.coordinator.porch_port == 0
+    with pytest.raises(RequestError, match="discovery"):
+        await owner.ask(JudgeRequest(ref=0, code="0000-0001"))
+    assert (await scene.status(owner))["knocks"] == []
+
+
+async def test_of_two_pcs_with_one_key_the_second_is_told(scene: Scene) -> None:
+    """A state folder was copied, and both run."""
+    owner = await scene.peer()
+    first = await scene.join(await scene.token(owner))
+    await scene.until(lambda: first.last(Welcome), first)
+    second = await scene.peer(first.keys)
+    await scene.until(lambda: second.last(Twin), first, second, owner)
+    assert first.last(Twin) is None
+    told = len(first.told)
+    await scene.until(lambda: len(first.told) > told + 2, first, second)
+    assert scene.coordinator.reconciler.registry.live(first.id)

@@ -1,0 +1,51 @@
+"""While PCs knock, their codes may be typed into the terminal of ``molink up``."""
+
+import threading
+from collections.abc import Callable
+
+from molink.errors import MolinkError
+from molinkd.cli.typed_lines import TypedLines
+
+#: How often it is looked whether anybody still knocks, in seconds.
+_LOOK_S = 0.5
+
+
+class Doorbell:
+    """Reads codes in a thread of its own for as long as somebody knocks."""
+
+    def __init__(
+        self, approve: Callable[[str], str], say: Callable[[str], None], lines: TypedLines
+    ) -> None:
+        """``approve(code)`` returns the name of the PC that it lets in, or raises."""
+        self._approve, self._say, self._lines = approve, say, lines
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ring(self, *, somebody: bool) -> None:
+        """Whether somebody knocks now."""
+        if somebody == self._wanted.is_set():
+            return
+        if not somebody:
+            self._wanted.clear()
+            return
+        self._wanted.set()
+        before = self._thread
+        self._thread = threading.Thread(
+            target=self._run, args=(before,), name="molink-doorbell", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # it may not have noticed yet that nobody knocked for a moment
+        while self._wanted.is_set():
+            try:
+                line = self._lines.next(_LOOK_S)
+            except (EOFError, OSError):
+                return
+            if line is None or not line.strip():
+                continue
+            try:
+                self._say(f"{self._approve(line.strip())} is a member now.")
+            except MolinkError as error:
+                self._say(f"molink: {error}")

@@ -1,0 +1,66 @@
+"""Lines that a person types into the terminal of a program that does other things meanwhile.
+
+Nothing waits for a key without end: a thread that is stuck in a read would hold up the end of the
+process, and a read in the background stops it.
+"""
+
+import os
+import sys
+import time
+
+#: Characters of a line; what is longer is cut.
+_MAX = 256
+
+if sys.platform == "win32":
+    import msvcrt
+
+    class TypedLines:
+        """The lines of a console."""
+
+        def __init__(self) -> None:
+            self._typed = ""
+
+        def next(self, patience: float) -> str | None:
+            """The line that is finished within so many seconds, if one is."""
+            until = time.monotonic() + patience
+            while time.monotonic() < until:
+                if not msvcrt.kbhit():
+                    time.sleep(0.05)
+                    continue
+                key = msvcrt.getwche()
+                if key in "\r\n":
+                    line, self._typed = self._typed, ""
+                    print()
+                    return line
+                self._typed = self._typed[:-1] if key == "\b" else (self._typed + key)[:_MAX]
+            return None
+
+else:
+    import select
+
+    class TypedLines:
+        """The lines of a terminal."""
+
+        def next(self, patience: float) -> str | None:
+            """The line that is finished within so many seconds, if one is.
+
+            Raises:
+                EOFError: there will be no more.
+            """
+            ready, _, _ = select.select([0], [], [], patience)
+            if not ready:
+                return None
+            if _in_background():
+                time.sleep(patience)  # the line is for the program in the foreground
+                return None
+            data = os.read(0, 4096)
+            if not data:
+                raise EOFError
+            return data.decode("utf-8", "replace")[:_MAX]
+
+    def _in_background() -> bool:
+        """Whether a read would stop the process."""
+        try:
+            return os.tcgetpgrp(0) != os.getpgrp()
+        except OSError:
+            return False  # not the terminal that this process belongs to

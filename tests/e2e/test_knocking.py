@@ -1,0 +1,183 @@
+"""PCs that join without a token: real processes, and a person who compares codes."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from molinkd.peer.home import Home
+from tests.support.processes import Process, Tools, environment
+from tools.wan import VethPair, unavailable
+
+CPU = ["--threads", "1", "--device", "cpu"]
+_CODE = re.compile(r"^    (\d{4}-\d{4})$", re.MULTILINE)
+
+
+def shown_code(process: Process, tools: type[Tools]) -> str:
+    """The code that a joining PC shows."""
+    tools.wait_for(lambda: _CODE.search(process.output), process)
+    match = _CODE.search(process.output)
+    assert match is not None
+    return match[1]
+
+
+class Loopback:
+    """A swarm on this PC, where PCs knock at an address that is typed."""
+
+    def __init__(self, root: Path, tools: type[Tools]) -> None:
+        self.root, self.tools = root, tools
+        self.first = root / "first"
+        self.first.mkdir()
+        (self.first / "config.toml").write_text("porch_port = 0\n", encoding="utf-8")
+        self.options = tools.local_options("--stage", "none", "--coordinator-port", "0")
+        self.up = tools.Process(self.first, ["up", "--name", "first", *self.options])
+        self.started = [self.up]
+        self.where = ""
+
+    def open(self) -> None:
+        found = self.up.found()
+        self.tools.wait_for(lambda: found.home.membership.exists(), self.up)
+        self.tools.wait_for(lambda: self.up.status().get("porch"), self.up)
+        self.where = f"127.0.0.1:{self.up.status()['porch']}"
+
+    def join(self, name: str, home: str = "") -> Process:
+        joining = ["join", self.where, "--name", name, *self.options]
+        process = self.tools.Process(self.root / (home or name), joining)
+        self.started.append(process)
+        return process
+
+    def names(self) -> list[str]:
+        return [peer["name"] for peer in self.up.status()["peers"]]
+
+
+@pytest.fixture(scope="module")
+def loopback(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> Iterator[Loopback]:
+    swarm = Loopback(tmp_path_factory.mktemp("knocking"), tools)
+    try:
+        swarm.open()
+        yield swarm
+    finally:
+        for process in reversed(swarm.started):
+            process.stop()
+
+
+def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> None:
+    second = loopback.join("second")
+    code = shown_code(second, tools)
+    (knock,) = loopback.up.status()["knocks"]
+    assert (knock["name"], knock["code"], knock["address"]) == ("second", code, "127.0.0.1")
+    tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
+    assert code in tools.run_molink(loopback.first, "approve").stdout
+    done = tools.run_molink(loopback.first, "approve", code)
+    assert (done.returncode, done.stdout) == (0, "second is a member now.\n"), done.stderr
+    second.found()
+    tools.wait_for(lambda: "second" in loopback.names(), second)
+    assert loopback.up.status()["knocks"] == []
+    assert "second" in tools.run_molink(loopback.first, "invite", "--list").stdout
+
+
+def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:
+    third = loopback.join("third")
+    done = tools.run_molink(loopback.first, "approve", shown_code(third, tools), "--refuse")
+    assert done.stdout == "third was refused.\n", done.stderr
+    assert third.process.wait(60) == 10
+    assert "the swarm refused this PC" in third.output
+    if sys.platform == "win32":
+        pytest.skip("a console of its own takes no Ctrl-C")
+    fourth = loopback.join("fourth")
+    code = shown_code(fourth, tools)
+    fourth.process.send_signal(signal.SIGINT)
+    assert fourth.process.wait(60) == 130
+    assert "Traceback" not in fourth.output
+    tools.wait_for(lambda: not loopback.up.status()["knocks"], loopback.up)
+    done = tools.run_molink(loopback.first, "approve", code)
+    assert (done.returncode, "no PC that waits shows" in done.stderr) == (1, True)
+    assert not {"third", "fourth"} & set(loopback.names())
+
+
+def test_a_hostile_pc_before_the_porch(loopback: Loopback, tools: type[Tools]) -> None:
+    """Noise, giants and halves, on more connections than one address may have."""
+    process = psutil.Process(loopback.up.status()["coordinator"]["pid"])
+    before, chance = process.memory_info().rss, random.Random(1)
+    attacks = [
+        b"",
+        b"\x04\x00half",
+        b"\xff\xff" + bytes(1 << 18),
+        b"\x04\x00" + chance.randbytes(1024),
+        chance.randbytes(1 << 16),
+    ]
+    port = int(loopback.where.rpartition(":")[2])
+    with ExitStack() as stack:
+        for number in range(200):
+            wire = stack.enter_context(socket.socket())
+            wire.setblocking(False)
+            for attempt in (
+                lambda wire=wire: wire.connect(("127.0.0.1", port)),
+                lambda wire=wire, data=attacks[number % 5]: wire.send(data),
+            ):
+                with suppress(OSError):
+                    attempt()
+        assert loopback.up.status()["knocks"] == [], "members are answered meanwhile"
+    assert loopback.up.status()["coordinator"]["pid"] == process.pid
+    assert process.memory_info().rss - before < 50 << 20
+    fifth = loopback.join("fifth")
+    code = shown_code(fifth, tools)
+    assert tools.run_molink(loopback.first, "approve", code).returncode == 0
+    tools.wait_for(lambda: "fifth" in loopback.names(), fifth)
+
+
+class Seated(Process):
+    """A molink process at one end of a veth pair, and a person at its terminal."""
+
+    def __init__(self, pair: VethPair, index: int, home: Path, *arguments: str) -> None:
+        home.mkdir(parents=True)
+        self.home = Home(home)
+        self._output = (home / "terminal.log").open("ab+")
+        self._keyboard, terminal = os.openpty()
+        self.process = pair.run(
+            index,
+            [sys.executable, "-m", "molinkd", *arguments],
+            env=environment(home),
+            stdin=terminal,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        os.close(terminal)
+
+    def type(self, line: str) -> None:
+        os.write(self._keyboard, f"{line}\n".encode())
+
+    def stop(self) -> None:
+        super().stop()
+        os.close(self._keyboard)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}")
+def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
+    """No address, no port, no token: found by multicast, let in by a code that is typed."""
+    with VethPair() as pair, ExitStack() as stack:
+        up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *CPU)
+        stack.callback(up.stop)
+        tools.wait_for(lambda: "run molink join there" in up.output, up)
+        join = Seated(
+            pair, 1, tmp_path / "second", "join", "--name", "second", "--stage", "none", *CPU
+        )
+        stack.callback(join.stop)
+        code = shown_code(join, tools)
+        tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
+        up.type(code)
+        tools.wait_for(lambda: f"Did you see {code} there?" in join.output, join)
+        assert "second is a member now." in up.output
+        join.type("y")
+        tools.wait_for(lambda: "is ready" in join.output, join)
+        assert "at 10.77.0.1." in join.output

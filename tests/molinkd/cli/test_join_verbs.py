@@ -1,0 +1,258 @@
+"""Joining without a token, from the command line: which swarm, which code, and who is asked."""
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.errors import KnockRefused, RequestError
+from molink.swarm.nearby import PORCH_PORT, Nearby
+from molink.wire.messages.instructions import Knocker
+from molinkd.cli import local_daemon
+from molinkd.cli.console import DaemonConsole
+from molinkd.cli.doorbell import Doorbell
+from molinkd.cli.join_verbs import is_address
+from molinkd.cli.main import run
+from molinkd.cli.typed_lines import TypedLines
+from molinkd.peer.home import Home
+from molinkd.peer.knock import Code
+from molinkd.peer.launch import Invitation, Knocks, Launch
+from molinkd.peer.membership import Membership, read_membership
+
+ATTIC = Nearby("ab" * 8, "attic", "k" * 40, ("192.168.1.7",), 5479)
+CELLAR = Nearby("cd" * 8, "cellar", "l" * 40, ("192.168.1.8",), 5479)
+MEMBER = Membership(swarm=ATTIC.swarm, coordinator_key="k" * 40, addresses=("192.168.1.7:5466",))
+
+
+class Network:
+    """The swarms that are found, who was asked, and the daemons that would have been run."""
+
+    def __init__(self) -> None:
+        self.swarms = [ATTIC]
+        self.asked: list[Nearby] = []
+        self.launches: list[Launch] = []
+        self.refusal: Exception | None = None
+
+    def look_around(self, _host: str) -> list[Nearby]:
+        return self.swarms
+
+    async def knock(
+        self, nearby: Nearby, _keys: object, _name: str, show: Callable[[Code], None]
+    ) -> Membership:
+        self.asked.append(nearby)
+        show(Code(ATTIC.swarm, "attic", "4827-1931"))
+        if self.refusal is not None:
+            raise self.refusal
+        return MEMBER
+
+    def run_daemon(self, launch: Launch, _show: object) -> None:
+        self.launches.append(launch)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
+    for name in ("MOLINK_TOKEN", "MOLINK_DISCOVERY"):
+        monkeypatch.delenv(name, raising=False)
+    return Home(tmp_path)
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    network = Network()
+    monkeypatch.setattr("molinkd.peer.discovery.look_around", network.look_around)
+    monkeypatch.setattr("molinkd.peer.knock.knock", network.knock)
+    monkeypatch.setattr("molinkd.cli.starting.run_daemon", network.run_daemon)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    return network
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("192.168.1.7", True),
+        ("192.168.1.7:99", True),
+        ("attic.local", True),
+        ("attic:5479", True),
+        ("[fe80::1]", True),
+        ("[fe80::1]:5479", True),
+        ("hello", False),
+        ("molink-AAAA", False),
+        ("molink-pc.local", True),
+        ("", False),
+        ("a b.c", False),
+        ("-x.y\n", False),
+    ],
+)
+def test_an_address_is_no_token(text: str, address: bool) -> None:
+    assert is_address(text) is address
+
+
+def test_the_only_swarm_is_joined(
+    network: Network, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["join"]) == 0
+    out = capsys.readouterr().out
+    assert "Found swarm attic" in out
+    assert "    4827-1931\n" in out
+    assert "molink approve 4827-1931" in out
+    assert network.asked == [ATTIC]
+    assert read_membership(home.membership) == MEMBER
+    (launch,) = network.launches
+    assert (launch.role, launch.token) == ("join", None)
+    # It is a member now: nobody is looked for.
+    network.swarms = []
+    assert run(["join"]) == 0
+    assert run(["join", "192.168.1.7"]) == 2
+    assert run(["join", "--swarm", "attic"]) == 2
+    assert len(network.asked) == 1
+
+
+def test_an_address_is_where_to_knock(network: Network) -> None:
+    network.swarms = []
+    assert run(["join", "192.168.1.7"]) == 0
+    (nearby,) = network.asked
+    assert (nearby.addresses, nearby.port) == (("192.168.1.7",), PORCH_PORT)
+
+
+def test_a_port_and_one_that_is_none(network: Network, home: Home) -> None:
+    assert run(["join", "[fe80::1]:70000"]) == 2
+    assert run(["join", "[fe80::1]:7"]) == 0
+    assert (network.asked[0].addresses, network.asked[0].port) == (("fe80::1",), 7)
+
+
+def test_several_swarms(
+    network: Network, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network.swarms = [ATTIC, CELLAR]
+    assert run(["join"]) == 2
+    assert "--swarm" in capsys.readouterr().err
+    assert run(["join", "--swarm", "cellar"]) == 0
+    assert network.asked == [CELLAR]
+    network.asked.clear()
+    Home.find().membership.unlink()
+    monkeypatch.setattr(sys, "stdin", Terminal("0\n2\ny\n"))
+    assert run(["join"]) == 0
+    assert network.asked == [CELLAR]
+
+
+def test_no_swarm(
+    network: Network, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network.swarms = []
+    assert run(["join"]) == 6
+    assert "molink join HOST" in capsys.readouterr().err
+    network.swarms = [ATTIC]
+    assert run(["join", "--swarm", "cellar"]) == 6
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: "molink-typed")
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    network.swarms = []
+    assert run(["join"]) == 0
+    assert network.launches[-1].token == "molink-typed"
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 10), ("\n", 10)])
+def test_who_approves_may_be_an_impostor(
+    network: Network, home: Home, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    """Only the person knows whether the swarm's own PC has shown the code."""
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    assert run(["join"]) == code
+    assert home.membership.exists() is (code == 0)
+    assert bool(network.launches) is (code == 0)
+
+
+def test_a_refusal(network: Network, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    network.refusal = KnockRefused("the swarm refused this PC")
+    assert run(["join"]) == 10
+    assert "refused" in capsys.readouterr().err
+    network.refusal = KeyboardInterrupt()  # type: ignore[assignment]
+    assert run(["join"]) == 130
+    assert not home.membership.exists()
+    network.refusal = None
+    assert run(["join"]) == 0, "the folder can be used again"
+
+
+def test_approving(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Home
+) -> None:
+    knock = {"name": "p\x1bc", "code": "4827-1931", "address": "10.0.0.1", "since": 1.0}
+    knocks: list[dict[str, Any]] = [knock]
+    judged: list[tuple[str, bool]] = []
+
+    def judge(_: Home, code: str, *, refuse: bool) -> str:
+        judged.append((code, refuse))
+        return "p\x1bc"
+
+    monkeypatch.setattr(local_daemon, "fetch_knocks", lambda _: knocks)
+    monkeypatch.setattr(local_daemon, "judge", judge)
+    assert run(["approve"]) == 0
+    out = capsys.readouterr().out
+    assert "4827-1931  p\\x1bc (10.0.0.1)" in out
+    assert run(["approve", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == knocks
+    assert run(["approve", "4827-1931"]) == 0
+    assert capsys.readouterr().out == "p\\x1bc is a member now.\n"
+    assert run(["approve", "4827-1931", "--refuse", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "p\x1bc", "admitted": False}
+    assert judged == [("4827-1931", False), ("4827-1931", True)]
+    assert run(["approve", "--refuse"]) == 2
+    knocks.clear()
+    assert run(["approve"]) == 0
+    assert "No PC asks" in capsys.readouterr().out
+
+
+class Lines(TypedLines):
+    """What is typed, line by line."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+        self.read = threading.Event()
+
+    def next(self, patience: float) -> str | None:
+        if self.lines:
+            return self.lines.pop(0)
+        self.read.set()
+        raise EOFError
+
+
+def test_codes_are_typed_while_somebody_knocks() -> None:
+    said: list[str] = []
+
+    def approve(code: str) -> str:
+        if code != "4827-1931":
+            raise RequestError(f"no PC that waits shows {code}")
+        return "pc"
+
+    lines = Lines("", "1111-1111\n", "4827-1931\n")
+    bell = Doorbell(approve, said.append, lines)
+    bell.ring(somebody=False)
+    assert not lines.read.is_set()
+    bell.ring(somebody=True)
+    assert lines.read.wait(30)
+    assert said == ["molink: no PC that waits shows 1111-1111", "pc is a member now."]
+
+
+def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> None:
+    console = DaemonConsole()
+    pc = Knocker(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
+    console.show(Knocks(knocks=(pc,)))
+    out = capsys.readouterr().out
+    assert "[bold]p\\x1bc (10.0.0.1) wants to join" in out
+    assert "molink approve 4827-1931" in out
+    other = Knocker(name="pc", code="0000-0001", address="10.0.0.1")
+    console.show(Knocks(knocks=(pc, other)))
+    out = capsys.readouterr().out
+    assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is told of once"
+    console.show(Invitation(token="molink-x", discovery=True))
+    assert "run molink join there" in capsys.readouterr().out
