@@ -8,6 +8,7 @@
     │   └── PortInUse            no free port; names the option
     ├── ModelError               a model folder that can't be served
     │   ├── ModelNotFound        no such model (HTTP 404)
+    │   ├── GatedModel           the hub doesn't give it to this user (exit code 7)
     │   ├── UnsupportedModel     architecture or feature we don't implement
     │   ├── BrokenModel          a file missing, truncated or inconsistent; names it
     │   └── AlteredModel         bytes of another PC that aren't those of the model's owner
@@ -63,6 +64,12 @@ class ModelError(MolinkError):
 
 class ModelNotFound(ModelError):
     """There is no model of that name."""
+
+
+class GatedModel(ModelError):
+    """The hub has the model, and doesn't give it to this user."""
+
+    exit_code = 7
 
 
 class UnsupportedModel(ModelError):

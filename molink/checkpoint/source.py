@@ -1,19 +1,16 @@
 """From the name of a model to its folder: bundled, local, or from the Hugging Face hub."""
 
 import re
+import threading
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from molink.checkpoint.folder import weight_map
+from molink.checkpoint import hub
 from molink.errors import ModelNotFound
 
 #: The model that ships with molink, and the default.
 DEMO_MODEL = "molink-demo"
-#: What is fetched from the hub: weights and metadata, no pickles.
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-#: The same weights again, in the layout of the model's authors.
-HUB_DUPLICATES = ("original/*", "consolidated*", "*/*.safetensors")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -37,14 +34,32 @@ def demo_model() -> ModelSource:
     return ModelSource(DEMO_MODEL, path)
 
 
-def find_model(name_or_path: str | None = None) -> ModelSource:
+class Uncounted:
+    """Nobody wants to know how far a download is."""
+
+    total = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many more have come."""
+
+    def keep(self, nbytes: int) -> None:
+        """So many lie here already."""
+
+
+def find_model(
+    name_or_path: str | None = None,
+    counter: hub.Counter | None = None,
+    stop: threading.Event | None = None,
+) -> ModelSource:
     """Resolve ``molink-demo`` (or ``None``), a folder, or a repository of the Hugging Face hub.
 
     A folder wins over a repository of the same name. A repository is taken from the hub's local
-    cache if it is complete there, else downloaded (resumable, with a progress bar).
+    cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
+    and ``stop`` ends it).
 
     Raises:
-        ModelNotFound: nothing of that name; says what was tried.
+        ModelError: nothing of that name, or it can't be had; says why.
+        Unavailable: the hub can't be reached.
     """
     if name_or_path is None or name_or_path == DEMO_MODEL:
         return demo_model()
@@ -52,45 +67,22 @@ def find_model(name_or_path: str | None = None) -> ModelSource:
     if name_or_path and folder.is_dir():
         resolved = folder.resolve()
         return ModelSource(resolved.name or str(resolved), resolved)
-    if not _REPOSITORY.fullmatch(name_or_path):
+    if not is_repository(name_or_path):
         raise ModelNotFound(
             f"no model {name_or_path!r}: it is no folder, not {DEMO_MODEL!r}, "
             "and no repository of the Hugging Face hub (OWNER/NAME)"
         )
-    return ModelSource(name_or_path.rpartition("/")[2], _from_hub(name_or_path))
+    path = hub.cached(name_or_path)
+    if path is None:
+        path = hub.pull(name_or_path, counter or Uncounted(), stop or threading.Event())
+    return ModelSource(short_name(name_or_path), path)
 
 
-def _from_hub(repository: str) -> Path:
-    # Imported late: it takes half a second, and most commands never need it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    wanted, unwanted = list(HUB_PATTERNS), list(HUB_DUPLICATES)
-    try:
-        cached = snapshot_download(
-            repository,
-            allow_patterns=wanted,
-            ignore_patterns=unwanted,
-            local_files_only=True,
-        )
-    except LocalEntryNotFoundError:
-        cached = None
-    if cached is not None and _has_weights(Path(cached)):
-        return Path(cached)
-    try:
-        return Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted))
-    except Exception as error:
-        raise ModelNotFound(
-            f"no model {repository!r}: there is no such folder, it is not in the Hugging Face "
-            f"cache, and the hub gave none: {_first_line(error)}"
-        ) from error
+def is_repository(name: str) -> bool:
+    """Whether it may be the name of a model on the hub: ``OWNER/NAME``."""
+    return _REPOSITORY.fullmatch(name) is not None
 
 
-def _has_weights(folder: Path) -> bool:
-    """Whether all shards are there; the hub's cache may hold a part of a repository."""
-    present = {file.name for file in folder.glob("*.safetensors")}
-    return bool(present) and present >= set(weight_map(folder).values())
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def short_name(repository: str) -> str:
+    """What a model of the hub is called here."""
+    return repository.rpartition("/")[2]

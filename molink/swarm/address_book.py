@@ -50,6 +50,11 @@ class AddressBook:
         """The member with that id."""
         return self._members.get(peer)
 
+    def name(self, peer: str) -> str:
+        """What people call a member; of anything else, itself."""
+        member = self._members.get(peer)
+        return peer if member is None else member.name
+
     @property
     def peers(self) -> frozenset[str]:
         """Ids of all members, this peer included."""

@@ -71,9 +71,9 @@ class StageSaid:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Another desired state."""
+    """Another desired state; ``None``: no model."""
 
-    desired: Desired
+    desired: Desired | None
 
 
 @dataclass(frozen=True, slots=True)

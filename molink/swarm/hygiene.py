@@ -39,6 +39,11 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
             for worker in report.workers
         ),
         prefetched=_clean_prefetched(report.prefetched),
+        transfers=tuple(
+            msgspec.structs.replace(one, source=clean_name(one.source, ""))
+            for one in report.transfers
+            if is_model_name(one.model)
+        ),
         device=msgspec.structs.replace(
             device,
             name=clean_name(device.name, device.kind),

@@ -29,6 +29,7 @@ RETIREMENT = 1.0
 STORY_LENGTH = 200
 WAITING = "waiting for peers"
 JUST_ASKED = "the model was just asked for"
+STOPPED = "no model is served since `molink stop`; `molink run MODEL` has one served"
 NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
 
 
@@ -182,6 +183,24 @@ class Pipelines:
         old, self.retiring = self.retiring[0], None
         self._out += self.registry.end_route(old.record.id)
         self._unassign(old)
+
+    # --- none ---------------------------------------------------------------------------------
+
+    def _abolish(self) -> None:
+        """End the pipeline; the next one has a new name, so that no worker is taken over."""
+        self._drop_next()
+        self._retire(float("inf"))
+        if self.formation is not None:
+            self._unassign(self.formation)
+        self._out += self.registry.end_route(self.pipeline)
+        self.pipeline = self._new_name()
+        self.planner.restart()
+
+    def _serve_nothing(self, now: float) -> None:
+        """No model is wanted any more: all stages end, and their memory is free."""
+        self._note(now, "serve nothing")
+        self._abolish()
+        self.formation, self.move, self.reason = None, None, STOPPED
 
     # --- what peers are told -----------------------------------------------------------------
 

@@ -253,8 +253,11 @@ class Reconciler(Pipelines):
         elif formation.state != "loading":
             formation.ready.add(message.stage)
 
-    def _serve(self, desired: Desired, now: float) -> None:
+    def _serve(self, desired: Desired | None, now: float) -> None:
         old, self.desired = self.desired, desired
+        if desired is None:
+            self._serve_nothing(now)
+            return
         if old is not None and epochs.content(old) == epochs.content(desired):
             if self.formation is None:
                 self.planner.again(self._candidates(now), now)  # ``min_peers`` may be another
@@ -263,16 +266,6 @@ class Reconciler(Pipelines):
         if old is not None and old.weights != desired.weights:
             self._abolish()
         self._break(JUST_ASKED, None, now)
-
-    def _abolish(self) -> None:
-        """End the pipeline; the next one has a new name, so that no worker is taken over."""
-        self._drop_next()
-        self._retire(float("inf"))
-        if self.formation is not None:
-            self._unassign(self.formation)
-        self._out += self.registry.end_route(self.pipeline)
-        self.pipeline = self._new_name()
-        self.planner.restart()
 
     def _fail(
         self,

@@ -9,7 +9,8 @@ from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
 from molink.swarm.registry import PeerSession
-from molink.wire.messages.reports import PeerReport, WorkerState
+from molink.swarm.throughput import eta
+from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
@@ -85,6 +86,7 @@ def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
         "device": "",
         "daemon_pid": 0,
         "workers": [],
+        "transfers": [],
     }
     if session is not None:
         shown |= show_report(session.report)
@@ -103,8 +105,7 @@ def show_report(report: PeerReport) -> dict[str, Any]:
         "paused": report.paused,
         "memory": report.device.memory,
         "copied": report.copied,
-        "copying": _bytes(report.copying),
-        "fetching_next": _fetching_next(report),
+        "transfers": [_transfer(one) for one in report.transfers],
         "workers": [
             {
                 "pid": worker.pid,
@@ -123,12 +124,6 @@ def show_report(report: PeerReport) -> dict[str, Any]:
 def _bytes(done_of: tuple[int, int]) -> dict[str, int] | None:
     """How far a transfer is; ``None`` where there is none."""
     return {"done": done_of[0], "total": done_of[1]} if done_of[1] else None
-
-
-def _fetching_next(report: PeerReport) -> dict[str, int] | None:
-    """How far the files of a stage that is to be are."""
-    said = report.prefetched
-    return None if said is None or said.state != "fetching" else _bytes((said.done, said.total))
 
 
 def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
@@ -177,6 +172,19 @@ def show_head(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
             }
             for one in head.requests
         ],
+    }
+
+
+def _transfer(one: TransferState) -> dict[str, Any]:
+    seconds = eta(one.total - one.done, one.rate)
+    return {
+        "model": one.model,
+        "bytes": one.done,
+        "total": one.total,
+        "rate": one.rate,
+        "eta_s": None if seconds is None else round(seconds, 1),
+        "from": one.source,
+        "copy": one.copy,
     }
 
 

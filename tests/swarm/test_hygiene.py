@@ -6,7 +6,7 @@ from molink.swarm.hygiene import (
     clean_report,
     is_model_name,
 )
-from molink.wire.messages.reports import StageFailed
+from molink.wire.messages.reports import StageFailed, TransferState
 from tests.support.swarm import Kit
 
 
@@ -26,6 +26,10 @@ def test_reports(kit: Kit) -> None:
         stage="\x1b[2J",
         models=("toy", "\x1b[31m", ""),
         workers=(kit.worker("ready", 1, 0, (0, 6), pipeline="p1\x07"),),
+        transfers=(
+            TransferState(model="toy", done=1, total=2, source="n\x1bas"),
+            TransferState(model="\x1b[31m", done=1, total=2),
+        ),
     )
     device = msgspec.structs.replace(report.device, read_rate=float("nan"), name="\x07")
     clean = clean_report(msgspec.structs.replace(report, device=device), "peer")
@@ -33,6 +37,7 @@ def test_reports(kit: Kit) -> None:
     assert clean.addresses == ("10.0.0.1", "pc.lan", "fe80::1%eth0")
     assert (clean.stage, clean.models) == ("none", ("toy",))
     assert [worker.pipeline for worker in clean.workers] == ["p1"]
+    assert [(one.model, one.source) for one in clean.transfers] == [("toy", "nas")]
     assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
     assert clean_report(kit.report("a"), "a") == kit.report("a")
 

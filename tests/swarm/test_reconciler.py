@@ -6,6 +6,7 @@ import pytest
 
 from molink.errors import InvariantError
 from molink.facts.profile import Profile
+from molink.swarm.audit import audit
 from molink.swarm.events import (
     Announce,
     Departed,
@@ -13,6 +14,7 @@ from molink.swarm.events import (
     MemberRemoved,
     Reported,
     Reserve,
+    Serve,
     TermRaised,
     Tick,
     Tried,
@@ -551,6 +553,27 @@ def test_another_model_ends_all_pipelines(running: Paper) -> None:
     assert gone == ["p1", "p2"]
     assert running.reconciler.retiring is None
     assert running.reconciler.pipeline == "p3"
+
+
+def test_no_model_releases_all_memory(running: Paper, kit: Kit) -> None:
+    running.obey(beside(running))
+    running.do(Serve(None))
+    sent = running.take()
+    ended = {(p, m.pipeline) for p, m in sent if isinstance(m, Unassign)}
+    assert {("a", "p1"), ("d", "p2")} <= ended
+    assert {m.pipeline for p, m in sent if p == "a" and isinstance(m, RouteGone)} == {"p1", "p2"}
+    audit(running.reconciler)
+    # A worker that was about to begin meanwhile is ended too, and so is nothing else begun.
+    running.report("a", kit.worker("ready", 1, 0, (0, 6), pipeline="p2"))
+    assert ("a", Unassign(pipeline="p2")) in running.take()
+    running.do(Departed("b"))
+    running.wait(20, *"acd")
+    assert not [m for _, m in running.take() if isinstance(m, (Assign, Form, Route, Prefetch))]
+    assert "`molink run MODEL`" in running.reconciler.reason
+    running.serve()
+    running.wait(1, *"acd")
+    running.obey()
+    assert running.reconciler.ready
 
 
 def joined(running: Paper) -> list[tuple[str, Prefetch]]:

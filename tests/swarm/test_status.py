@@ -4,6 +4,7 @@ import msgspec
 
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
 from molink.wire.messages.load import HeadLoad, Load, RequestNow, StageLoad
+from molink.wire.messages.reports import TransferState
 from tests.support.swarm import Kit, Paper
 
 
@@ -30,9 +31,9 @@ def test_the_shape(running: Paper) -> None:
         "version": "1",
         "stage": "auto",
         "memory": 10**11,
+        "paused": "",
         "copied": 0,
-        "copying": None,
-        "fetching_next": None,
+        "transfers": [],
         "workers": [
             {
                 "pid": 1,
@@ -112,10 +113,9 @@ def test_how_busy_it_is(running: Paper) -> None:
         head = HeadLoad("p1", 1, 2, 80, stage, 3, (request,))
         other = StageLoad("p9", stage, 99)
         load = Load((other, one), (head,))
-        session.report = msgspec.structs.replace(session.report, load=load, copying=(5, 10))
+        session.report = msgspec.structs.replace(session.report, load=load)
     status = build_status(running.reconciler, "s1", [], 1)
     peer = status["peers"][1]
-    assert peer["copying"] == {"done": 5, "total": 10}
     assert peer["workers"][0]["load"] == {
         "busy": 34,
         "bubbles": 12,
@@ -156,6 +156,24 @@ def test_names_outlast_loads(running: Paper) -> None:
     text = encode_status(status)
     assert len(text) <= MAX_BYTES
     assert len(json.loads(text)["peers"]) == 600
+
+
+def test_transfers(running: Paper) -> None:
+    session = running.reconciler.registry.sessions["b"]
+    coming = TransferState(model="toy", done=20, total=100, rate=10, source="A")
+    stalled = TransferState(model="toy", done=1, total=2, copy=True)
+    session.report = msgspec.structs.replace(session.report, transfers=(coming, stalled))
+    first, second = build_status(running.reconciler, "s1", [], 1)["peers"][1]["transfers"]
+    assert first == {
+        "model": "toy",
+        "bytes": 20,
+        "total": 100,
+        "rate": 10,
+        "eta_s": 8.0,
+        "from": "A",
+        "copy": False,
+    }
+    assert (second["eta_s"], second["copy"]) == (None, True)
 
 
 def test_it_is_bounded(running: Paper) -> None:

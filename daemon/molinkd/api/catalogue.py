@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from molink.errors import ModelNotFound, RequestError
+from molink.errors import ModelNotFound, RequestError, Unavailable
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.offer import Offer
@@ -22,17 +22,23 @@ class Catalogue:
         Raises:
             ModelNotFound: there is none; the message lists those that there are.
             RequestError: no name, and there is a choice.
+            Unavailable: no model at all is served now.
         """
         models = self._backend.models()
+        if not models:
+            raise Unavailable(
+                "no model is served here now: `molink status` says why, and `molink run MODEL` has "
+                "the swarm serve one"
+            )
         if name is None:
             if len(models) == 1:
                 return models[0]
-            served = ", ".join(model.name for model in models) or "none is served yet"
+            served = ", ".join(model.name for model in models)
             raise RequestError(f"`model`: which one? There are: {served}", "model")
         for model in models:
             if model.name == name:
                 return model
-        names = ", ".join(model.name for model in models) or "none"
+        names = ", ".join(model.name for model in models)
         raise ModelNotFound(f"there is no model {name[:128]!r} here; available: {names}")
 
     async def offer(self, name: str | None) -> Offer:
@@ -41,6 +47,7 @@ class Catalogue:
         Raises:
             RequestError: no name, and there is a choice.
             ModelNotFound: there is no such model.
+            Unavailable: no model at all is served now.
             BrokenModel: its tokenizer can't be loaded.
         """
         model = self.find(name)

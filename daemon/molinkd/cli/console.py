@@ -1,12 +1,17 @@
 """What a daemon in the foreground says on its terminal."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
+from rich.segment import ControlType
 
 from molink.plaintext import printable
+from molink.swarm.throughput import eta
 from molink.wire.messages.instructions import Knocker
+from molink.wire.messages.reports import TransferState
 from molinkd.cli.doorbell import Doorbell
 from molinkd.cli.typed_lines import TypedLines
 from molinkd.peer.launch import (
@@ -18,8 +23,12 @@ from molinkd.peer.launch import (
     NotServed,
     Serving,
     StageNow,
+    Transferring,
     Trouble,
 )
+
+#: Where lines can't be rewritten, how far a transfer is is said this often, in seconds.
+SAY_S = 5.0
 
 
 def adding(uses: int) -> str:
@@ -27,6 +36,55 @@ def adding(uses: int) -> str:
     if uses == 1:
         return "To add a PC, run this there (for each further PC, `molink invite` prints a token):"
     return f"To add up to {uses} PCs, run there:"
+
+
+def transfer_text(one: TransferState) -> str:
+    """How far a transfer is, in a few words: bytes, rate, and how long it will take."""
+    source = f" from {one.source}" if one.source else ""
+    text = f"{one.model}{source}: {one.done / 1e6:.0f} of {one.total / 1e6:.0f} MB"
+    seconds = eta(one.total - one.done, one.rate)
+    if seconds is None:
+        return text
+    return f"{text}, {one.rate / 1e6:.1f} MB/s, {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``12 min`` or ``3.5 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class TransferLine:
+    """How far transfers are: one line that is rewritten on a terminal, else one now and then."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._standing = False
+        self._said = float("-inf")
+
+    def show(self, transfers: Sequence[TransferState]) -> None:
+        """Say it; nothing if there are none."""
+        self.clear()
+        waited_for = [one for one in transfers if not one.copy]
+        if not waited_for:
+            return
+        text = printable("Fetching " + "; ".join(map(transfer_text, waited_for)))
+        if self._console.is_terminal:
+            self._console.print(text[: self._console.width - 1], end="", markup=False)
+            self._standing = True
+        elif self._clock() - self._said >= SAY_S:
+            self._console.print(text, markup=False)
+            self._said = self._clock()
+
+    def clear(self) -> None:
+        """Take away the line that will be rewritten: something else is to be printed."""
+        if self._standing:
+            self._console.control(_BEGIN_ANEW)
+            self._standing = False
+
+
+_BEGIN_ANEW = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 class DaemonConsole:
@@ -43,6 +101,7 @@ class DaemonConsole:
         self._doorbell = None if approve is None else Doorbell(approve, self.say, TypedLines())
         self._console = Console(highlight=False, soft_wrap=True)
         self._known: tuple[Knocker, ...] = ()
+        self._transfers = TransferLine(self._console)
 
     def show(self, event: AnyEvent) -> None:
         """Print one event."""
@@ -60,6 +119,8 @@ class DaemonConsole:
                 self._knocks(event)
             case StageNow():
                 self._line(f"This PC: {escape(event.text)}")
+            case Transferring():
+                self._transfers.show(event.transfers)
             case ModelReady(ready=True):
                 self._line(f"[green]{escape(event.model)} is ready.[/green]")
             case ModelReady():
@@ -96,4 +157,5 @@ class DaemonConsole:
         self._line(f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)")
 
     def _line(self, text: str) -> None:
+        self._transfers.clear()
         self._console.print(printable(text, keep="\n"))

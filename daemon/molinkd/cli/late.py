@@ -16,6 +16,31 @@ _LATE = (
         "Watch the swarm: stages, links, requests, transfers and events, as they are now.",
     ),
     (
+        "run",
+        "molinkd.cli.model_verbs:run_model",
+        "Have the swarm serve a model, unless it does, wait for it, and chat with it.",
+    ),
+    (
+        "pull",
+        "molinkd.cli.model_verbs:pull",
+        "Have a model on this PC: fetch what is missing of it from the Hugging Face hub.",
+    ),
+    (
+        "list",
+        "molinkd.cli.model_verbs:list_models",
+        "Show the models on this PC: their size, where they lie, and which one is served.",
+    ),
+    (
+        "rm",
+        "molinkd.cli.model_verbs:rm",
+        "Delete a model from this PC's disk; never one that is served, nor a folder of yours.",
+    ),
+    (
+        "stop",
+        "molinkd.cli.model_verbs:stop",
+        "Have the swarm serve no model: all PCs release its memory; PCs stay in the swarm.",
+    ),
+    (
         "plan",
         "molinkd.cli.plan:plan",
         "Placement, micro-batches and predicted times of a ring, without starting anything.",

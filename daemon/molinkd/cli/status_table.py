@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from molink.plaintext import printable
+from molink.wire.messages.reports import TransferState
+from molinkd.cli.console import transfer_text
 
 
 def show_status(state: dict[str, Any], *, demo: bool) -> None:
@@ -26,6 +28,8 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
     for peer in state.get("peers", ()):
         if peer.get("reason"):
             console.print(_text(f"{peer.get('name')} is {peer['reason']}", "yellow"))
+        for one in peer.get("transfers", ()):
+            console.print(_text(f"{peer.get('name')} {_transfer(one)}"))
     if state.get("files"):
         console.print(_text(state["files"], "yellow"))
     for pipeline in state.get("pipelines", ()):
@@ -69,6 +73,14 @@ def _stage(worker: dict[str, Any]) -> str:
     first, last = worker["layers"]
     state = worker.get("state", "")
     return f"layers {first}:{last}" + (f" ({state})" if state not in ("", "ready") else "")
+
+
+def _transfer(one: dict[str, Any]) -> str:
+    source = one.get("from", "")
+    state = TransferState(
+        model=one["model"], done=one["bytes"], total=one["total"], rate=one["rate"], source=source
+    )
+    return f"{'copies' if one.get('copy') else 'fetches'} {transfer_text(state)}"
 
 
 def _copy(percent: int) -> str:

@@ -23,6 +23,7 @@ from molink.wire.messages.requests import (
     RevokeReply,
     RevokeRequest,
     ServeModel,
+    StopServing,
     UnrevokeRequest,
 )
 from molinkd.coordinator.connections import PeerConnections
@@ -32,7 +33,13 @@ from molinkd.coordinator.state import State
 
 #: What is answered here.
 Order = (
-    ServeModel | InviteRequest | InvitationsRequest | RevokeRequest | UnrevokeRequest | JudgeRequest
+    ServeModel
+    | StopServing
+    | InviteRequest
+    | InvitationsRequest
+    | RevokeRequest
+    | UnrevokeRequest
+    | JudgeRequest
 )
 Answer = Done | Invite | InvitationsReply | RevokeReply | JudgeReply
 
@@ -75,6 +82,8 @@ class Administration:
         match order:
             case ServeModel():
                 return self._serve(peer, order), None
+            case StopServing():
+                return self._stop(peer, order), None
             case InviteRequest():
                 return self._invite(peer, order), None
             case InvitationsRequest():
@@ -114,6 +123,19 @@ class Administration:
         )
         self._state.save_desired(desired)
         self._happened(Serve(desired))
+        return Done(ref=order.ref)
+
+    def _stop(self, peer: str, order: StopServing) -> Done:
+        served = self._reconciler.desired
+        if served is None:
+            raise RequestError("the swarm serves no model")
+        if not self._door.records[peer].owner and served.source != peer:
+            raise NotAuthorized(
+                f"only the PC that runs the swarm, or the one that brought {served.facts.name}, "
+                "can have it stop"
+            )
+        self._state.save_desired(None)
+        self._happened(Serve(None))
         return Done(ref=order.ref)
 
     def _check_model(self, peer: str, model: str) -> None:

@@ -25,8 +25,11 @@ class ModelTable:
             return None
         return Desired(msgspec.msgpack.decode(row[0], type=ModelFacts), *row[1:])
 
-    def replace(self, desired: Desired) -> None:
+    def replace(self, desired: Desired | None) -> None:
         """Serve this one; a pipeline of another one, or with other weights, is forgotten."""
+        if desired is None:
+            self._db.execute("DELETE FROM models")
+            return
         self._db.execute(
             "DELETE FROM models WHERE facts != ? OR dtype != ? OR quantize != ?",
             (msgspec.msgpack.encode(desired.facts), desired.dtype, desired.quantize),

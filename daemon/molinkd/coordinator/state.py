@@ -248,7 +248,7 @@ class State:
         """The model to be served."""
         return self._model.read()
 
-    def save_desired(self, desired: Desired) -> None:
+    def save_desired(self, desired: Desired | None) -> None:
         """Serve this model; a pipeline of another one, or with other weights, is forgotten."""
         with self._transaction():
             self._model.replace(desired)

@@ -160,10 +160,8 @@ class Assignments:
         return self._prefetcher.state
 
     def describe(self) -> str:
-        """All stages, and how far transfers are, in one line for a person."""
-        under_way = [f"{p}" for p in self._progress.values() if p.total]
-        under_way += [text for text in (self._prefetcher.under_way,) if text]
-        return " ".join([self._keeper.describe(), *under_way])
+        """All stages, and the one that is to be, in one line for a person."""
+        return ", ".join(filter(None, (self._keeper.describe(), self._prefetcher.under_way)))
 
     async def close(self) -> None:
         """End transfers and workers."""

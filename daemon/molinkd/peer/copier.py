@@ -6,9 +6,10 @@ the copy is whole, others may read it here.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from molink.errors import MolinkError, Unavailable
 from molink.facts.model import LayerRange
@@ -54,10 +55,8 @@ class Copier:
         self._pipeline = ""
         self._sources: Sequence[str] = ()
         self._task: asyncio.Task[None] | None = None
-        #: Bytes of files that are here, of the one that comes, and of all.
-        self._here = 0
-        self._coming = Progress()
-        self._total = 0
+        #: Of all files, those that are here and the one that comes.
+        self._progress = Progress()
         self._whole = False
 
     @property
@@ -65,15 +64,8 @@ class Copier:
         """How much of the model is here; 100 only if it is whole."""
         if self._whole:
             return 100
-        done = self._here + self._coming.done
-        return min(99, 100 * done // self._total) if self._total else 0
-
-    @property
-    def coming(self) -> tuple[int, int]:
-        """Bytes that are here and bytes of all while the copy is made; zeros while it is not."""
-        if self._whole or not self._total:
-            return 0, 0
-        return min(self._here + self._coming.done, self._total), self._total
+        done, total = self._progress.done, self._progress.total
+        return min(99, 100 * done // total) if total else 0
 
     def serve(self, route: Route) -> None:
         """A pipeline serves a model, or is to; the sources are the newest ones."""
@@ -108,7 +100,7 @@ class Copier:
         if self._model is not None:
             self._library.withdraw(self._model[1])
         self._model = self._task = None
-        self._here, self._total, self._coming, self._whole = 0, 0, Progress(), False
+        self._progress, self._whole = Progress(), False
 
     async def _keep(self, model: str, root: str) -> None:
         """Have a whole copy for as long as the model is served."""
@@ -136,7 +128,6 @@ class Copier:
         self._on_change()
 
     def _failed(self, model: str, reason: str) -> None:
-        self._coming = Progress()
         if self._pace.failed(reason, self._now()):
             log.info("no whole copy of %s here yet; it is tried again: %s", model, reason)
 
@@ -155,32 +146,42 @@ class Copier:
         await asyncio.to_thread(remove_drafts, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
         missing: dict[str, tuple[int, GroupPlan]] = {}
-        self._here, self._total = 0, sum(plan.nbytes for _, plan in plans)
+        progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
         for layer, plan in plans:
             async with self._turn(fetch=False):
-                sound = await self._store.is_sound(folder, plan, Progress())
-            if sound:
-                self._here += plan.nbytes
-            else:
+                sound = await self._store.is_sound(folder, plan, progress)
+            if not sound:
                 missing[plan.file] = layer, plan
-        while missing:
-            await self._allowed(fetch=True)
-            held = self._layers()
-            layer, plan = min(missing.values(), key=lambda one: distance(one[0], held))
-            # A stage may have needed it meanwhile.
-            if not await self._store.is_sound(folder, plan, Progress()):
-                rest = sum(plan.nbytes for _, plan in missing.values())
-                await asyncio.to_thread(self._store.refuse_copy, rest)
-                turn, self._coming = partial(self._turn, fetch=True), Progress()
-                await self._store.copy_group(folder, root, plan, self._sources, turn, self._coming)
-            self._coming = Progress()
-            self._here += plan.nbytes
-            del missing[plan.file]
-            self._pace.got_on()
-        log.info("all of %s is here (%.0f MB)", model, self._total / 1e6)
+        with self._store.transfers.under_way(model, progress, copy=True):
+            while missing:
+                await self._allowed(fetch=True)
+                held = self._layers()
+                layer, plan = min(missing.values(), key=lambda one: distance(one[0], held))
+                await self._have(folder, root, plan, missing.values())
+                del missing[plan.file]
+                self._pace.got_on()
+        log.info("all of %s is here (%.0f MB)", model, progress.total / 1e6)
         return await asyncio.to_thread(
             holding_of, model, folder, manifest, [plan for _, plan in plans]
         )
+
+    async def _have(
+        self, folder: Path, root: str, plan: GroupPlan, missing: Iterable[tuple[int, GroupPlan]]
+    ) -> None:
+        """Fetch one of the ``missing`` files, unless a stage needed it meanwhile."""
+        progress = self._progress
+        here = progress.done
+        if await self._store.is_sound(folder, plan, progress):
+            return
+        rest = sum(one.nbytes for _, one in missing)
+        await asyncio.to_thread(self._store.refuse_copy, rest)
+        turn = partial(self._turn, fetch=True)
+        try:
+            await self._store.copy_group(folder, root, plan, self._sources, turn, progress)
+        except BaseException:
+            progress.done = here
+            raise
+        progress.done = here + plan.nbytes
 
     # --- giving way ---
 

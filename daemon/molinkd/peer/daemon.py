@@ -18,17 +18,19 @@ from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
+from molink.wire.messages.requests import Bringing
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.peer.addresses import from_here
+from molinkd.peer.bringer import Bringer
 from molinkd.peer.device_probe import Measured, measure_device
 from molinkd.peer.discovery import Announcer
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
 from molinkd.peer.hashing import Hasher
 from molinkd.peer.home import Home, HomeLock
-from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Trouble
+from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.membership import Membership, choose, join, read_membership
@@ -38,6 +40,7 @@ from molinkd.peer.resources import Resources
 from molinkd.peer.runfile import RunFile
 from molinkd.peer.service import AboutLeader, Service, UserCommands
 from molinkd.peer.settings import port_range
+from molinkd.peer.transfers import Transfers
 
 #: Until the answer to an order to stop is out, in seconds.
 _LAST_WORDS_S = 0.2
@@ -55,6 +58,8 @@ class Daemon:
         self._leaving = False
         #: Why the swarm doesn't have this PC.
         self._shut_out: ShutOut | UsageError | None = None
+        self._transfers = Transfers()
+        self._bringer: Bringer | None = None
         self._node: Node | None = None
         self._leadership: Leadership | None = None
 
@@ -93,8 +98,8 @@ class Daemon:
         chosen = choose(known, self._launch.token) if self._launch.role == "join" else None
         library = Library(Hasher(self._home.hashes))
         keys = self._home.keys()
-        founder = Founder(self._launch, self._home, keys, library, self._announce)
-        await founder.find_model()
+        founder = self._founder(self._launch, keys, library)
+        await self._find(founder)
         measuring = asyncio.create_task(self._measure())
         stack.push_async_callback(_cancel, measuring)
         hashing = asyncio.create_task(founder.hash_model())
@@ -120,9 +125,36 @@ class Daemon:
         leadership.serves(founder.model)
         measured = await measuring
         await hashing
+        self._bringer = self._make_bringer(keys, library, leadership)
+        stack.push_async_callback(self._bringer.close)
         node = await self._enter(stack, resources, leadership, measured)
         for work in (founder.serve(node.session), founder.watch()):
             stack.push_async_callback(_cancel, asyncio.create_task(work))
+
+    def _founder(self, launch: Launch, keys: KeyPair, library: Library) -> Founder:
+        return Founder(launch, self._home, keys, library, self._announce, self._transfers)
+
+    async def _find(self, founder: Founder) -> None:
+        """Have the founder's model here, and tell meanwhile how far it is."""
+
+        def tell() -> None:
+            self._announce(Transferring(transfers=self._transfers.shown()))
+
+        telling = asyncio.create_task(self._transfers.watch(tell))
+        try:
+            await founder.find_model()
+        finally:
+            await _cancel(telling)
+
+    def _make_bringer(self, keys: KeyPair, library: Library, leadership: Leadership) -> Bringer:
+        def begin(model: str) -> Founder:
+            return self._founder(msgspec.structs.replace(self._launch, model=model), keys, library)
+
+        def served(model: str) -> None:
+            if self._launch.role == "up":
+                leadership.serves(model)  # so will it be when it is started again
+
+        return Bringer(begin, self._relay, served)
 
     async def _join(
         self,
@@ -155,7 +187,7 @@ class Daemon:
         me = gatekeeper.allow(keys.public)
         gatekeeper.start()
         stack.callback(gatekeeper.close)
-        commands = UserCommands(self._status, self._relay, self._shutdown, self._drain)
+        commands = UserCommands(self._status, self._relay, self._shutdown, self._drain, self._bring)
         offenders = Offenders()
         service = Service(me, library, commands, AboutLeader(self._answer, self._where))
         server: Server[ControlMessage] = Server(
@@ -180,6 +212,7 @@ class Daemon:
             library,
             offenders,
             self._announce,
+            self._transfers,
         )
 
     async def _enter(
@@ -236,6 +269,11 @@ class Daemon:
 
     async def _relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
         return await self._running().relay(message)
+
+    async def _bring(self, model: str) -> Bringing:
+        self._running()
+        assert self._bringer is not None
+        return await self._bringer.ask(model)
 
     async def _shutdown(self, leave: bool) -> None:
         if leave:

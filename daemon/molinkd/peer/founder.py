@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,7 @@ from molinkd.peer.membership import read_membership
 from molinkd.peer.progress import Progress
 from molinkd.peer.quantize import check_files, check_quantize
 from molinkd.peer.session import CoordinatorSession
+from molinkd.peer.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,19 @@ class Founder:
     """The part of a daemon that brings a model, and for ``up`` asks for the first token too."""
 
     def __init__(
-        self, launch: Launch, home: Home, keys: KeyPair, library: Library, announce: Announce
+        self,
+        launch: Launch,
+        home: Home,
+        keys: KeyPair,
+        library: Library,
+        announce: Announce,
+        transfers: Transfers | None = None,
     ) -> None:
+        """``transfers`` are told of what comes from the hub."""
+        self._transfers = transfers or Transfers()
+        #: What is being done about the model, and how far it is.
+        self.state: Literal["looking", "fetching", "hashing"] = "looking"
+        self.progress = Progress(source="hub")
         self._launch = launch
         self._settings = launch.settings
         self._home = home
@@ -66,13 +79,23 @@ class Founder:
             self.model = self.model or (known.model if known is not None else None)
         elif self.model is None:
             return
-        source = await asyncio.to_thread(find_model, self.model)
+        source = await self._find(self.model)
         folder = await asyncio.to_thread(ModelFolder.open, source.path)
         check = check_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
         self._facts = folder.facts(source.name)
         self._source = source
         self._announce(Serving(model=source.name, path=str(source.path)))
+
+    @property
+    def name(self) -> str:
+        """What the model is called; empty until it is found."""
+        return self._source.name if self._source is not None else ""
+
+    async def _find(self, model: str | None) -> ModelSource:
+        self.state, progress = "fetching", self.progress
+        with self._transfers.under_way(model or "", progress):
+            return await in_thread(lambda stop: find_model(model, progress, stop))
 
     async def hash_model(self) -> None:
         """Find out which bytes the model consists of, for those who fetch it.
@@ -83,7 +106,8 @@ class Founder:
         source = self._source
         if source is None or self._facts is None:
             return
-        progress = Progress()
+        self.state = "hashing"
+        progress = self.progress = Progress()
         showing = asyncio.create_task(self._show(progress))
         try:
             holding = await in_thread(
@@ -109,12 +133,12 @@ class Founder:
             await asyncio.sleep(_SHOW_S)
             self._announce(StageNow(text=f"hashing the model's files, once: {progress}"))
 
-    async def serve(self, session: CoordinatorSession) -> None:
-        """Ask the coordinator to serve the model and, for ``up``, for a join token."""
-        if self._facts is None:
-            return
+    def order(self) -> ServeModel | None:
+        """What to ask the coordinator for, once the model is hashed; ``None`` without a model."""
         settings = self._settings
-        order = ServeModel(
+        if self._facts is None:
+            return None
+        return ServeModel(
             ref=0,
             model=self._facts,
             min_peers=settings.min_peers,
@@ -124,6 +148,12 @@ class Founder:
             objective=settings.objective,
             min_stages=settings.min_stages,
         )
+
+    async def serve(self, session: CoordinatorSession) -> None:
+        """Ask the coordinator to serve the model and, for ``up``, for a join token."""
+        order, settings = self.order(), self._settings
+        if order is None:
+            return
         requests: list[ControlMessage] = [order]
         if self._launch.role == "up" and self._launch.invite:
             invite = InviteRequest(ref=0, ttl=settings.token_ttl, uses=settings.token_uses)

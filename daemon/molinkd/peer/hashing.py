@@ -60,6 +60,12 @@ class _Remembered(msgspec.Struct, frozen=True):
     digests: dict[str, bytes]
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """What :class:`_Remembered` says of its file, without its hashes."""
+
+    path: str
+
+
 class Hasher:
     """Hashes parts of files; remembers them in ``folder`` if there is one. Blocks."""
 
@@ -93,6 +99,16 @@ class Hasher:
             except OSError as error:
                 log.warning("the hashes of %s can't be kept, only computed again: %s", path, error)
         return found
+
+    def known(self) -> Iterator[Path]:
+        """The files whose hashes are remembered, whether they are still there or not."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        for file in self._folder.iterdir():
+            try:
+                yield Path(msgspec.msgpack.decode(file.read_bytes(), type=_Named).path)
+            except (OSError, msgspec.MsgspecError):
+                continue
 
     def _file(self, path: str) -> Path | None:
         if self._folder is None:

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from molink.wire.messages.instructions import Knocker
+from molink.wire.messages.reports import TransferState
 from molinkd.peer.settings import Settings
 
 
@@ -67,6 +68,12 @@ class StageNow(LaunchEvent, frozen=True, kw_only=True, tag="stage"):
     text: str
 
 
+class Transferring(LaunchEvent, frozen=True, kw_only=True, tag="transfers"):
+    """How far the files are that come to this PC; twice a second, and with none at the end."""
+
+    transfers: tuple[TransferState, ...] = ()
+
+
 class ModelReady(LaunchEvent, frozen=True, kw_only=True, tag="ready"):
     """Whether requests for a model can be served."""
 
@@ -95,6 +102,15 @@ class Ended(LaunchEvent, frozen=True, kw_only=True, tag="ended"):
 
 
 AnyEvent = (
-    Serving | Listening | Invitation | Knocks | StageNow | ModelReady | NotServed | Trouble | Ended
+    Serving
+    | Listening
+    | Invitation
+    | Knocks
+    | StageNow
+    | Transferring
+    | ModelReady
+    | NotServed
+    | Trouble
+    | Ended
 )
 Announce = Callable[[AnyEvent], None]

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from msgspec import structs
+
 import molink
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
@@ -35,7 +37,7 @@ from molink.wire.messages.instructions import (
     Unassign,
 )
 from molink.wire.messages.leading import SendState, SharedState
-from molink.wire.messages.reports import MAX_LATENCY, PeerReport, Reached
+from molink.wire.messages.reports import MAX_LATENCY, PeerReport, Reached, TransferState
 from molink.wire.messages.requests import LeaveRequest, StatusRequest
 from molink.wire.sockets.endpoints import endpoints
 from molinkd.api.backend import Figures, ServedModel
@@ -46,7 +48,7 @@ from molinkd.peer.copier import Copier
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.heads import Heads
 from molinkd.peer.known_members import KnownMembers
-from molinkd.peer.launch import Knocks, StageNow, Trouble
+from molinkd.peer.launch import Knocks, StageNow, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.link_rates import LinkRates
@@ -133,6 +135,8 @@ class Node:
             resources.announce, self.session, self._assignments, self.requests
         )
         self._members.remember()
+        watching = self._store.transfers.watch(self._tell_transfers)
+        self._watching = asyncio.get_running_loop().create_task(watching)
 
     def start(self, measured: Measured) -> None:
         """Begin to report to the coordinator and to do what it says."""
@@ -152,6 +156,8 @@ class Node:
     async def close(self) -> None:
         """End the session, all requests, transfers and workers."""
         await self._link_rates.close()
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         await self._readiness.close()
         await self.session.close()
         await self._members.close()
@@ -222,8 +228,8 @@ class Node:
             system=sys.platform,
             worker_ports=settings.worker_ports,
             copied=self._copier.percent,
+            transfers=self._transfers(),
             routes=self._heads.known,
-            copying=self._copier.coming,
             load=self._assignments.supervisor.load(),
         )
 
@@ -315,6 +321,16 @@ class Node:
             self._said = text
             self._resources.announce(StageNow(text=text))
 
+    def _transfers(self) -> tuple[TransferState, ...]:
+        """What comes to this PC, with the names of those who send it."""
+        return tuple(
+            structs.replace(one, source=self._members.book.name(one.source))
+            for one in self._store.transfers.shown()
+        )
+
+    def _tell_transfers(self) -> None:
+        self._resources.announce(Transferring(transfers=self._transfers()))
+
     def _models_changed(self, models: Sequence[ServedModel]) -> None:
         self.requests.serve(models)
         for model in models:
@@ -355,6 +371,7 @@ def _open_store(resources: Resources, book: AddressBook) -> Store:
         Sources(resources.context, resources.keys, book).connect,
         _bundled(),
         partial(resources.offenders.blocked, "this PC, as a source of models"),
+        resources.transfers,
     )
 
 

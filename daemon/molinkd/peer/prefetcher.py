@@ -61,10 +61,10 @@ class Prefetcher:
 
     @property
     def under_way(self) -> str:
-        """How far it is, for a person; empty if nothing is fetched."""
-        if self._state is None or self._state.state != "fetching" or not self._progress.total:
+        """What is fetched, for a person; empty if nothing is."""
+        if self._message is None or self._state is None or self._state.state != "fetching":
             return ""
-        return str(self._progress)
+        return "to hold layers {}:{} soon; their files come first".format(*self._message.layers)
 
     async def _fetch(self, message: Prefetch) -> None:
         reason = ""

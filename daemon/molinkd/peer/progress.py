@@ -10,6 +10,10 @@ class Progress:
 
     done: int = 0
     total: int = 0
+    #: Of ``done``, what lay here before.
+    kept: int = 0
+    #: Who sends the bytes: the id of a peer, or ``hub``; empty if nobody does yet.
+    source: str = ""
     #: Work of somebody else that has to be done first.
     ahead: "Progress | None" = field(default=None, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -18,6 +22,16 @@ class Progress:
         """So many more are done."""
         with self._lock:
             self.done += nbytes
+
+    def keep(self, nbytes: int) -> None:
+        """So many lie here already."""
+        with self._lock:
+            self.done += nbytes
+            self.kept += nbytes
+
+    def comes_from(self, source: str) -> None:
+        """Who sends the bytes from now on."""
+        self.source = source
 
     def begin(self) -> None:
         """What was to be done first is: from now on it counts as ours."""

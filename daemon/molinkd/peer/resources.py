@@ -1,6 +1,6 @@
 """What a node uses of its daemon, which had it before the node."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq.asyncio
 
@@ -14,6 +14,7 @@ from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce
 from molinkd.peer.library import Library
 from molinkd.peer.settings import Settings
+from molinkd.peer.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Resources:
     library: Library
     offenders: Offenders
     announce: Announce
+    transfers: Transfers = field(default_factory=Transfers)
 
     @property
     def me(self) -> str:

@@ -16,6 +16,8 @@ from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.joining import Elsewhere, JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
 from molink.wire.messages.requests import (
+    Bringing,
+    BringModel,
     DrainRequest,
     InvitationsRequest,
     InviteRequest,
@@ -24,6 +26,7 @@ from molink.wire.messages.requests import (
     ShutdownRequest,
     StatusReply,
     StatusRequest,
+    StopServing,
     UnrevokeRequest,
 )
 from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
@@ -43,6 +46,8 @@ FOR_USER = (
     RevokeRequest,
     UnrevokeRequest,
     JudgeRequest,
+    StopServing,
+    BringModel,
 )
 
 #: Sends on a connection: identity, message, payload.
@@ -61,6 +66,8 @@ class UserCommands:
     shutdown: Callable[[bool], Awaitable[None]]
     #: Hold no layers for now if true, or do so again.
     drain: Callable[[bool], None]
+    #: Have the swarm serve a model: how far that is.
+    bring: Callable[[str], Awaitable[Bringing]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,16 @@ class Service:
                 self.send(sender.identity, elsewhere, None)
             case StatusRequest():
                 self._reply_status(sender, message.ref, await self._commands.status())
+            case BringModel():
+                far = await self._commands.bring(message.model)
+                self.send(sender.identity, _with_ref(far, message.ref), None)
             case (
                 InviteRequest()
                 | InvitationsRequest()
                 | RevokeRequest()
                 | UnrevokeRequest()
                 | JudgeRequest()
+                | StopServing()
             ):
                 reply, payload = await self._commands.relay(message)
                 self.send(sender.identity, _with_ref(reply, message.ref), payload or None)

@@ -38,6 +38,7 @@ from molinkd.peer.stored import (
     stored_manifest,
 )
 from molinkd.peer.suppliers import Connect, OnLiar, Reputation, Suppliers
+from molinkd.peer.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,14 @@ class Store:
         connect: Connect,
         bundled: Library,
         on_liar: OnLiar,
+        transfers: Transfers | None = None,
     ) -> None:
         """``bundled`` holds models that this PC has but doesn't serve: copies of them are used.
 
-        ``on_liar`` is told of each source that sent altered bytes.
+        ``on_liar`` is told of each source that sent altered bytes; ``transfers`` of what is under
+        way.
         """
+        self.transfers = transfers or Transfers()
         self._root = root
         self._me = me
         self._libraries = (library, bundled)
@@ -99,7 +103,8 @@ class Store:
             async with self._locks[model]:
                 progress = self._metadata[model] = Progress()
                 try:
-                    return await self._get(model, root, sources, None, progress)
+                    with self.transfers.under_way(model, progress):
+                        return await self._get(model, root, sources, None, progress)
                 finally:
                     del self._metadata[model]
 
@@ -118,7 +123,7 @@ class Store:
         """
         progress = progress or Progress()
         progress.ahead = self._metadata.get(model)
-        with self._at_work():
+        with self._at_work(), self.transfers.under_way(model, progress):
             async with self._locks[model]:
                 progress.begin()
                 return await self._get(model, root, sources, layers, progress)
@@ -144,7 +149,9 @@ class Store:
         path = folder / plan.file
         connect, reputation = self._connect, self._reputation
         async with (
-            Suppliers(connect, reputation, root, others, patient=True) as suppliers,
+            Suppliers(
+                connect, reputation, root, others, progress.comes_from, patient=True
+            ) as suppliers,
             new_file(path, COPY) as file,
         ):
             await asyncio.to_thread(file.write, plan.header)
@@ -206,7 +213,9 @@ class Store:
             raise BrokenModel(f"{model} is too large to be fetched from peers")
         others = [peer for peer in sources if peer != self._me]
         try:
-            async with Suppliers(self._connect, self._reputation, root, others) as suppliers:
+            async with Suppliers(
+                self._connect, self._reputation, root, others, progress.comes_from
+            ) as suppliers:
                 folder = await self._from(suppliers, model, root, layers, progress)
         except Unavailable as error:
             raise Unavailable(f"the files of {model} can't be had: {error}") from error
@@ -329,7 +338,7 @@ class Store:
         except (OSError, AlteredModel, BrokenModel) as error:
             log.warning("%s is not as it was fetched (%s): fetching it again", path, error)
             return False
-        progress.add(plan.nbytes)
+        progress.keep(plan.nbytes)
         return True
 
     def _check_disk(self, nbytes: int) -> None:

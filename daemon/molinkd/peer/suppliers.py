@@ -89,10 +89,15 @@ class Suppliers:
         reputation: Reputation,
         root: str,
         peers: Sequence[str],
+        on_source: Callable[[str], None] = lambda _: None,
         *,
         patient: bool = False,
     ) -> None:
-        """``patient``: nobody waits for it, so no source is too slow, nor a failure a warning."""
+        """``on_source`` is told of each that is asked.
+
+        ``patient``: nobody waits for it, so no source is too slow, nor a failure a warning.
+        """
+        self._on_source = on_source
         self._patient = patient
         self._connect = connect
         self._reputation = reputation
@@ -192,6 +197,7 @@ class Suppliers:
                     self._note(peer, error)
                     continue
                 self._source, self._since, self._bytes = source, time.monotonic(), 0
+                self._on_source(peer)
             return len(self._asked), self._source
 
     def _leave(self, number: int, error: MolinkError) -> None:

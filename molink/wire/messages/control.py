@@ -24,6 +24,8 @@ from molink.wire.messages.reports import (
     StageReady,
 )
 from molink.wire.messages.requests import (
+    Bringing,
+    BringModel,
     DrainRequest,
     InvitationsReply,
     InvitationsRequest,
@@ -38,6 +40,7 @@ from molink.wire.messages.requests import (
     ShutdownRequest,
     StatusReply,
     StatusRequest,
+    StopServing,
     UnrevokeRequest,
 )
 from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
@@ -78,6 +81,9 @@ ControlMessage = (
     | StageReady
     | StageFailed
     | ServeModel
+    | StopServing
+    | BringModel
+    | Bringing
     | InviteRequest
     | Invite
     | InvitationsRequest

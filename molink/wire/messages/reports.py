@@ -48,6 +48,25 @@ class Prefetched(Message, frozen=True, kw_only=True):
     total: Count = 0
 
 
+class TransferState(Message, frozen=True, kw_only=True):
+    """Files of a model that come to a peer: ``done`` of ``total`` bytes are here.
+
+    ``rate`` in bytes per second; ``source`` is who sends them, for a person. ``copy``: nobody waits
+    for them.
+    """
+
+    model: Text
+    done: Count
+    total: Count
+    rate: Count = 0
+    source: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    copy: bool = False
+
+
+#: Transfers that a report has room for.
+MAX_TRANSFERS = 4
+
+
 class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     """What a peer is and has; the first message of a session, then twice a second (heartbeat)."""
 
@@ -73,12 +92,12 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     copied: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     #: Why this peer offers no layers for now, though its user wants it to at other times.
     paused: Text = ""
+    #: Files that come to this PC.
+    transfers: Annotated[tuple[TransferState, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     #: Pipelines with a route as this peer knows it: its epoch, and whether it is ready.
     routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=8)] | None = (
         None
     )
-    #: Of the copy of the model that comes: the bytes that are here, and those that there are.
-    copying: tuple[Count, Count] = (0, 0)
     #: For people only, and left out where the report is too long for it.
     load: Load | None = None
 

@@ -4,7 +4,7 @@ Each has a ``ref`` that the answer repeats; where no other is named, it is
 :class:`molink.wire.messages.control.Done`. A daemon asks under its peer's key.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -31,6 +31,36 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     quantize: Quantize = "none"
     objective: Objective = "latency"
     min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+
+
+class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
+    """Desired state: no model; from an owner, or the member that has asked for the present one."""
+
+    ref: Count
+
+
+class BringModel(Message, frozen=True, kw_only=True, tag="bring-model"):
+    """The command line asks its own daemon to have the swarm serve a model, until it is asked for.
+
+    To be repeated: each time the answer, :class:`Bringing`, says how far that is.
+    ``model`` is a folder, or a name of the hub.
+    """
+
+    ref: Count
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+
+
+class Bringing(Message, frozen=True, kw_only=True, tag="bringing"):
+    """How far a daemon is with a :class:`BringModel`, in bytes of ``total``.
+
+    ``asked``: the coordinator knows, and serves it as ``name``.
+    """
+
+    ref: Count
+    state: Literal["looking", "fetching", "hashing", "asked"]
+    name: Text = ""
+    done: Count = 0
+    total: Count = 0
 
 
 class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):

@@ -186,6 +186,14 @@ async def test_bodies_that_are_too_large(client: TestClient) -> None:
     await problem(await client.post("/v1/completions", data=chunks(), headers=JSON), 413)
 
 
+async def test_no_model_at_all(client: TestClient, backend: Any) -> None:
+    backend.models = lambda: ()
+    for model in ({"model": "tiny"}, {}):
+        body = {**model, "messages": HI}
+        error = await problem(await client.post("/v1/chat/completions", json=body), 503)
+        assert "`molink run MODEL`" in error["message"]
+
+
 async def test_unknown_models(client: TestClient) -> None:
     for response in (
         await client.post("/v1/chat/completions", json={"model": "gpt-4", "messages": HI}),

@@ -84,3 +84,15 @@ def test_members_that_were_cut_off(
 def test_why_there_is_no_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     show_status({**STATE, "pipelines": [], "trouble": "no model was asked for"}, demo=False)
     assert "No pipeline: no model was asked for" in capsys.readouterr().out
+
+
+def test_transfers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    fetched = {"model": "m", "bytes": 2_000_000, "total": 10_000_000, "rate": 4_000_000}
+    copied = {**fetched, "rate": 0, "from": "tv", "copy": True}
+    transfers = [{**fetched, "eta_s": 2.0, "from": "nas", "copy": False}, copied]
+    peer = {**STATE["peers"][0], "name": "pc", "transfers": transfers}  # type: ignore[index]
+    show_status({**STATE, "peers": [peer]}, demo=False)
+    out = capsys.readouterr().out
+    assert "pc fetches m from nas: 2 of 10 MB, 4.0 MB/s, 2 s left" in out
+    assert "pc copies m from tv: 2 of 10 MB\n" in out

@@ -49,6 +49,7 @@ from molink.wire.messages.instructions import (
     MemberGone,
     Revoked,
     Route,
+    RouteGone,
     Twin,
     Welcome,
 )
@@ -67,6 +68,7 @@ from molink.wire.messages.requests import (
     ServeModel,
     ShutdownRequest,
     StatusRequest,
+    StopServing,
     UnrevokeRequest,
 )
 from molink.wire.sockets.client import Client, ClientEvents
@@ -626,6 +628,23 @@ async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
     assert scene.state.desired().source == owner.id
     with pytest.raises(NotAuthorized):
         await guest.ask(serve(kit))
+
+
+async def test_the_swarm_serves_nothing_once_it_is_told_to(scene: Scene, kit: Kit) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    with pytest.raises(RequestError, match="serves no model"):
+        await owner.ask(StopServing(ref=0))
+    await owner.ask(serve(kit))
+    await scene.until(lambda: guest.last(Route) and guest.last(Route).ready, owner, guest)
+    with pytest.raises(NotAuthorized, match="only the PC that runs the swarm, or the one"):
+        await guest.ask(StopServing(ref=0))
+    await owner.ask(StopServing(ref=0))
+    await scene.until(lambda: guest.last(RouteGone), owner, guest)
+    assert (scene.state.desired(), scene.state.pipeline()) == (None, None)
+    status = await scene.status(owner)
+    assert (status["model"], status["pipelines"]) == (None, [])
+    assert "molink stop" in status["trouble"]
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import readiness
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyEvent, NotServed, Trouble
+from molinkd.peer.launch import AnyEvent, NotServed, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Holding, Library
 from molinkd.peer.membership import Membership
@@ -258,3 +259,48 @@ async def test_a_source_that_alters_the_chat_template_is_named_and_left(
     scene.coordinator.send(scene.identity, MemberGone(peer=liar.peer))
     await net.until(lambda: scene.node._members.book.get(liar.peer) is None)
     assert "cut_off" not in json.loads(await scene.node.status())
+
+
+class SlowHolding(Holding):
+    """Sends weights once it may."""
+
+    may = threading.Event()
+
+    def read(self, name: str, index: int) -> bytes:
+        if name == "tokenizer.json":
+            self.may.wait()
+        return super().read(name, index)
+
+
+async def test_how_far_files_are_is_told_and_reported(
+    scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
+) -> None:
+    slow, held = serve_files(net, make_model(tmp_path / "model"), SlowHolding)
+    scene.coordinator.send(scene.identity, slow)
+    route = Route(
+        pipeline="p1",
+        epoch=1,
+        model="m",
+        root=held.manifest.root,
+        sources=(slow.peer,),
+        ready=False,
+        head=None,
+        context=0,
+    )
+    scene.coordinator.send(scene.identity, route)
+    told = [Transferring()]
+
+    def coming() -> bool:
+        told[:] = [event for event in scene.events if isinstance(event, Transferring)] or told
+        return bool(told[-1].transfers) and told[-1].transfers[0].done > 0
+
+    await net.until(coming)
+    try:
+        (state,) = told[-1].transfers
+        assert (state.model, state.source) == ("m", "SlowHolding")
+        assert state.done < state.total
+        (reported,) = scene.node._report().transfers
+        assert reported.source == "SlowHolding"
+    finally:
+        SlowHolding.may.set()
+    await net.until(lambda: scene.events[-1] == Transferring())

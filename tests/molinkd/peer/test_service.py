@@ -17,6 +17,8 @@ from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.pipe import MemberKey
 from molink.wire.messages.requests import (
+    Bringing,
+    BringModel,
     DrainRequest,
     InvitationsReply,
     InvitationsRequest,
@@ -26,6 +28,7 @@ from molink.wire.messages.requests import (
     ShutdownRequest,
     StatusReply,
     StatusRequest,
+    StopServing,
     UnrevokeRequest,
 )
 from molink.wire.sockets.curve import KeyPair
@@ -60,6 +63,10 @@ class Commands:
     def drain(self, drain: bool) -> None:
         self.asked.append(("drain", drain))
 
+    async def bring(self, model: str) -> Bringing:
+        self.asked.append(model)
+        return Bringing(ref=0, state="hashing", name="m", done=1, total=2)
+
     async def shutdown(self, leave: bool) -> None:
         self.asked.append(leave)
 
@@ -84,7 +91,9 @@ def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
     service = Service(
         me,
         library,
-        UserCommands(commands.status, commands.relay, commands.shutdown, commands.drain),
+        UserCommands(
+            commands.status, commands.relay, commands.shutdown, commands.drain, commands.bring
+        ),
         AboutLeader(
             lambda peer, request: LeaderReply(
                 ref=request.ref, view=msgspec.structs.replace(request.view, leader=peer)
@@ -153,8 +162,13 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
     await client.request(RevokeRequest(ref=0, target="p"))
     await client.request(UnrevokeRequest(ref=0, target="p"))
     await client.request(DrainRequest(ref=0, drain=True))
+    far, _ = await client.request(BringModel(ref=0, model="owner/m"))
+    assert (far.state, far.name, far.done, far.total) == ("hashing", "m", 1, 2)
+    await client.request(StopServing(ref=0))
     await client.request(ShutdownRequest(ref=0, leave=True))
-    revoke, unrevoke, drain, leave = commands.asked
+    revoke, unrevoke, drain, bring, stop, leave = commands.asked
+    assert bring == "owner/m"
+    assert isinstance(stop, StopServing)
     assert isinstance(revoke, RevokeRequest)
     assert isinstance(unrevoke, UnrevokeRequest)
     assert drain == ("drain", True)
@@ -171,8 +185,10 @@ async def test_others_may_not(net: Net, library: Library) -> None:
     client.send(RevokeRequest(ref=4, target="p"))
     client.send(InvitationsRequest(ref=5))
     client.send(UnrevokeRequest(ref=6, target="p"))
-    client.send(DrainRequest(ref=7, drain=True))
-    await net.until(lambda: server.counters.forbidden == 7)
+    client.send(DrainRequest(ref=9, drain=True))
+    client.send(BringModel(ref=7, model="/etc"))
+    client.send(StopServing(ref=8))
+    await net.until(lambda: server.counters.forbidden == 9)
     assert commands.asked == []
 
 

@@ -105,6 +105,7 @@ async def test_a_stage_fetches_its_layers_only(tmp_path: Path, source: FakeSourc
         here, there = opened.tensors[name], original.tensors[name]
         assert _bytes(folder, here) == _bytes(tmp_path / "model", there)
     assert 0 < progress.done == progress.total
+    assert (progress.source, progress.kept) == ("a", 0)
     weights = sum(n for name, n in source.read_bytes.items() if name.startswith("model."))
     whole = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))
     assert weights < 0.75 * whole

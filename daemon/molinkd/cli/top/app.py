@@ -17,7 +17,6 @@ from textual.widgets import Static
 from molink.errors import MolinkError
 from molinkd.cli.top.feed import Feed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
-from molinkd.cli.top.rates import Rates
 from molinkd.cli.top.status import Status
 from molinkd.cli.top.units import long_time
 from molinkd.cli.top.view import View, make_view, plain
@@ -95,7 +94,6 @@ class TopApp(App[None]):
         """
         super().__init__(ansi_color=True)
         self._ask, self._clock, self._interval = ask, clock, interval
-        self._rates = Rates()
         self._view = first
         self._order = ORDERS[0]
         self._paused = False
@@ -137,7 +135,7 @@ class TopApp(App[None]):
         else:
             self._failure = ""
             if not self._paused:
-                self._view = make_view(status, self._rates, self._clock(), demo=demo)
+                self._view = make_view(status, demo=demo)
         self.show()
 
     def show(self) -> None:

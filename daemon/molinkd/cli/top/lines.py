@@ -204,7 +204,7 @@ def _transfers(transfers: Sequence[TransferView], width: int) -> Iterator[Text]:
         _TITLE,
     )
     for one in transfers:
-        rate = "" if one.rate is None else f"{size(one.rate)}/s"
+        rate = f"{size(one.rate)}/s" if one.rate else ""
         left = "" if one.left_s is None else long_time(one.left_s)
         yield Text(
             f"   {_cell(one.pc, name)} {_cell(one.what, 17)} "

@@ -12,7 +12,7 @@ from molink.errors import WireError
 from molink.facts.scalars import Count
 
 #: Of any figure, so that the arithmetic on it can't fail.
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
 LayerRange = tuple[Count, Count]
 
 
@@ -21,6 +21,17 @@ class Bytes(msgspec.Struct, frozen=True):
 
     done: Count = 0
     total: Count = 0
+
+
+class Transfer(msgspec.Struct, frozen=True, rename={"source": "from"}):
+    """Files that come to a PC, in bytes; bytes/s. ``copy``: nobody waits for them."""
+
+    bytes: Count = 0
+    total: Count = 0
+    rate: Amount = 0.0
+    eta_s: Amount | None = None
+    source: str = ""
+    copy: bool = False
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -70,8 +81,7 @@ class Peer(msgspec.Struct, frozen=True):
     device: str = ""
     memory: Count = 0
     reason: str = ""
-    copying: Bytes | None = None
-    fetching_next: Bytes | None = None
+    transfers: tuple[Transfer, ...] = ()
     workers: tuple[Worker, ...] = ()
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import sys
-import time
 from typing import Annotated
 
 import msgspec
@@ -15,7 +14,6 @@ from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.top.lines import NARROWEST, frame
-from molinkd.cli.top.rates import Rates
 from molinkd.cli.top.status import read_status
 from molinkd.cli.top.view import View, make_view
 
@@ -46,4 +44,4 @@ def top(
 
 def _look(found: local_daemon.Found) -> View:
     _, payload = local_daemon.ask(found, StatusRequest(ref=0))
-    return make_view(read_status(payload), Rates(), time.monotonic(), demo=found.demo)
+    return make_view(read_status(payload), demo=found.demo)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.plaintext import printable
-from molinkd.cli.top.rates import Rates
-from molinkd.cli.top.status import Bytes, Head, Link, Peer, Pipeline, Request, Status, Worker
+from molinkd.cli.top.status import Head, Link, Peer, Pipeline, Request, Status, Worker
 
 #: Characters of a text from elsewhere that are looked at.
 _LONGEST = 400
@@ -98,18 +97,14 @@ class KnockView:
 
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """Files on their way to a PC; ``rate`` in bytes/s, ``None`` while it is not known."""
+    """Files on their way to a PC; bytes/s, and seconds until all are there if that is known."""
 
     pc: str
     what: str
     done: int
     total: int
-    rate: float | None
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until it is over, at this rate."""
-        return (self.total - self.done) / self.rate if self.rate else None
+    rate: float
+    left_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +138,7 @@ def plain(text: str) -> str:
     return printable(text)
 
 
-def make_view(status: Status, rates: Rates, now: float, *, demo: bool = False) -> View:
+def make_view(status: Status, *, demo: bool = False) -> View:
     """The view of a status that was told at ``now``, in seconds of any monotonic clock."""
     names = {peer.id: plain(peer.name) for peer in status.peers}
     peers = {peer.id: peer for peer in status.peers}
@@ -161,7 +156,7 @@ def make_view(status: Status, rates: Rates, now: float, *, demo: bool = False) -
         ),
         rings=tuple(_ring(pipeline, peers, names) for pipeline in status.pipelines),
         others=tuple(_other(peer) for peer in status.peers if peer.id not in shown),
-        transfers=_transfers(status, rates, now),
+        transfers=tuple(_transfers(status)),
         events=tuple(_event(line, status.clock) for line in reversed(status.story)),
     )
 
@@ -287,29 +282,14 @@ def _other(peer: Peer) -> PcView:
     )
 
 
-def _transfers(status: Status, rates: Rates, now: float) -> tuple[TransferView, ...]:
-    under_way = {
-        f"{peer.id} {what}": (plain(peer.name), what, how_far)
-        for peer in status.peers
-        if peer.state == "here"
-        for what, how_far in _coming(peer)
-    }
-    found = rates.look({name: how_far.done for name, (_, _, how_far) in under_way.items()}, now)
-    return tuple(
-        TransferView(pc, what, how_far.done, how_far.total, found[name])
-        for name, (pc, what, how_far) in under_way.items()
-    )
-
-
-def _coming(peer: Peer) -> Iterator[tuple[str, Bytes]]:
-    """Which files come to a PC."""
-    for worker in peer.workers:
-        if worker.state == "fetching" and worker.fetching is not None:
-            yield f"layers {_layers(worker.layers)}", worker.fetching
-    if peer.fetching_next is not None:
-        yield "its next layers", peer.fetching_next
-    if peer.copying is not None:
-        yield "copy of the model", peer.copying
+def _transfers(status: Status) -> Iterator[TransferView]:
+    for peer in status.peers:
+        for one in peer.transfers if peer.state == "here" else ():
+            what = "copy" if one.copy else "weights"
+            source = f"{what} from {one.source}" if one.source else what
+            yield TransferView(
+                plain(peer.name), plain(source), one.bytes, one.total, one.rate, one.eta_s
+            )
 
 
 def _event(line: str, clock: float | None) -> EventView:

@@ -97,8 +97,9 @@ def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
 def serving() -> dict[str, Any]:
     """Three PCs serve; a fourth has no stage, and a fifth is off."""
     status = ring(["alice", "bob", "carol"])
+    copy = {"bytes": 12 * 10**8, "total": 4 * GB, "from": "alice", "copy": True}
     status["peers"] += [
-        peer(7, "laptop", copying={"done": 12 * 10**8, "total": 4 * GB}, device="cpu: Intel i5"),
+        peer(7, "laptop", transfers=[copy], device="cpu: Intel i5"),
         peer(8, "attic", state="away", device="", memory=0),
     ]
     return status
@@ -110,6 +111,8 @@ def loading() -> dict[str, Any]:
     fetching = {"state": "fetching", "fetching": {"done": 340 * 10**6, "total": GB}}
     for index, how in enumerate((fetching, {"state": "loading"})):
         status["peers"][index]["workers"][0] |= {"load": None, **how}
+    coming = {"bytes": 340 * 10**6, "total": GB, "rate": 10**7, "eta_s": 66.0, "from": "bob"}
+    status["peers"][0]["transfers"] = [coming]
     return status
 
 

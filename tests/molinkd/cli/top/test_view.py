@@ -7,7 +7,6 @@ from rich.cells import cell_len
 
 from molink.errors import WireError
 from molinkd.cli.top.lines import NARROWEST, ORDERS, body_lines, frame, head_lines
-from molinkd.cli.top.rates import WINDOW_S, Rates
 from molinkd.cli.top.status import read_status
 from molinkd.cli.top.units import bandwidth, long_time, seconds, size
 from molinkd.cli.top.view import View, make_view
@@ -15,8 +14,8 @@ from tests.molinkd.cli.top import swarms
 from tests.molinkd.cli.top.test_screen import SWARMS
 
 
-def view_of(status: dict[str, Any], rates: Rates | None = None, now: float = 0.0) -> View:
-    return make_view(swarms.told(status), rates or Rates(), now)
+def view_of(status: dict[str, Any]) -> View:
+    return make_view(swarms.told(status))
 
 
 def test_a_ring() -> None:
@@ -79,7 +78,7 @@ def test_an_older_daemon() -> None:
     """It tells of no loads, heads or transfers."""
     status = swarms.serving()
     for peer in status["peers"]:
-        peer.pop("copying", None)
+        peer.pop("transfers", None)
         for worker in peer["workers"]:
             del worker["load"]
     del status["pipelines"][0]["head"], status["clock"]
@@ -107,36 +106,13 @@ def test_what_is_no_status() -> None:
 
 
 def test_transfers() -> None:
-    rates = Rates()
     status = swarms.loading()
-    status["peers"][1] |= {
-        "copying": {"done": 0, "total": 10**9},
-        "fetching_next": {"done": 5, "total": 10},
-    }
-    (weights, following, copy) = view_of(status, rates, 10.0).transfers
-    assert (weights.pc, weights.what, weights.rate, weights.left_s) == (
-        "alice",
-        "layers 0:12",
-        None,
-        None,
-    )
-    assert (following.what, copy.what) == ("its next layers", "copy of the model")
-    status["peers"][0]["workers"][0]["fetching"]["done"] += 20 * 10**6
-    (weights, _, copy) = view_of(status, rates, 12.0).transfers
-    assert (weights.rate, weights.left_s) == (10.0**7, 64.0)
-    assert (copy.rate, copy.left_s) == (0.0, None)
-
-
-def test_rates_are_of_the_last_seconds() -> None:
-    rates = Rates()
-    assert rates.look({"a": 0}, 0.0) == {"a": None}
-    for second in range(1, 11):
-        rates.look({"a": 100 * second}, float(second))
-    slow = rates.look({"a": 1000}, 10 + WINDOW_S)["a"]
-    assert slow == 0.0
-    assert rates.look({"a": 10}, 16.0) == {"a": None}, "it has begun anew"
-    rates.look({}, 17.0)
-    assert rates.look({"a": 20}, 18.0) == {"a": None}, "it was over"
+    status["peers"][1]["transfers"] = [{"bytes": 5, "total": 10, "copy": True}]
+    weights, copy = view_of(status).transfers
+    assert (weights.pc, weights.what) == ("alice", "weights from bob")
+    assert (weights.done, weights.total) == (34 * 10**7, 10**9)
+    assert (weights.rate, weights.left_s) == (1e7, 66)
+    assert (copy.what, copy.rate, copy.left_s) == ("copy", 0, None)
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, NARROWEST, 119, 300])
@@ -175,10 +151,9 @@ def test_the_largest_figures() -> None:
     link = {"latency_s": 1e15, "rate": 1e15, "decode": lanes, "bulk": lanes}
     worker["load"] = {"busy": most, "bubbles": most, "weights": most, "kv": most, "link": link}
     status["story"] = ["nan x", "inf x", "-inf x", "1e400 x", "x", ""]
-    rates = Rates()
-    view_of(status, rates, 0.0)
-    worker["fetching"]["done"] = most - 1
-    view = view_of(status, rates, 1e-9)
+    transfer = {"bytes": most, "total": most, "rate": most, "eta_s": most}
+    status["peers"][0]["transfers"] = [transfer]
+    view = view_of(status)
     assert frame(view, 80)
     worker["state"] = "ready"
     assert frame(view_of(status), 80)

@@ -1,0 +1,270 @@
+"""Verbs about models: ``pull``, ``list``, ``rm``, ``run``, ``stop``."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from molink.checkpoint import hub
+from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.source import DEMO_MODEL, find_model, is_repository, short_name
+from molink.errors import MolinkError, Unavailable, UsageError
+from molink.plaintext import printable
+from molink.swarm.placement import parse_range
+from molink.swarm.throughput import Throughput
+from molink.wire.messages.control import Done
+from molink.wire.messages.reports import TransferState
+from molink.wire.messages.requests import Bringing, BringModel, StopServing
+from molinkd.cli import local_daemon
+from molinkd.cli.console import TransferLine
+from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.home import Home
+from molinkd.peer.models_here import ModelHere, choose, delete, models_here
+from molinkd.peer.progress import Progress
+
+#: Between two looks at what is waited for, in seconds.
+LOOK_S = 0.5
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="Hugging Face name (OWNER/NAME), folder or molink-demo.")
+]
+T = TypeVar("T")
+
+
+def pull(
+    model: ModelArgument,
+    layers: Annotated[
+        str | None, typer.Option(help="Only the files that have layers A:B.  [default: all]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Have a model on this PC: fetch what is missing of it from the Hugging Face hub."""
+    part = parse_range(layers) if layers is not None else None
+    if layers is not None and (part is None or part[0] >= part[1]):
+        raise UsageError(f"--layers is A:B with A < B, not {layers!r}")
+    from_hub = is_repository(model) and not Path(model).expanduser().is_dir()
+    stop, progress = threading.Event(), Progress(source="the hub")
+
+    def get() -> Path:
+        if from_hub and part is not None:
+            return hub.pull(model, progress, stop, part)
+        return find_model(model, progress, stop).path
+
+    path = _watched(get, model, progress, stop)
+    ModelFolder.open(path, part)
+    if as_json:
+        print(json.dumps({"model": model, "path": str(path), "bytes": progress.total}))
+    else:
+        print(printable(f"{model} is here: {path}"))
+
+
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Show the models on this PC: their size, where they lie, and which one is served."""
+    place = Home.find(home)
+    served = _served(place)
+    models = models_here(place)
+    if as_json:
+        print(json.dumps([_as_json(one, served) for one in models], indent=2))
+        return
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("model", "size", "where", "", "path"):
+        table.add_column(column, overflow="fold")
+    for one in models:
+        state = "served" if one.is_called(served) else "" if one.whole else "in part"
+        cells = (one.name, f"{one.size / 1e9:.2f} GB", one.where, state, str(one.path))
+        table.add_row(*map(printable, cells))
+    Console(highlight=False, markup=False).print(table)
+
+
+def rm(
+    model: Annotated[str, typer.Argument(help="As `molink list` shows it.")],
+    hf_cache: Annotated[
+        bool, typer.Option(help="Delete it from the Hugging Face cache too.")
+    ] = False,
+    home: HomeOption = None,
+) -> None:
+    """Delete a model from this PC's disk; never one that is served, nor a folder of yours."""
+    place = Home.find(home)
+    chosen = choose(models_here(place), model, hf_cache=hf_cache)
+    served = _served(place)
+    if served and any(one.is_called(served) for one in chosen):
+        raise UsageError(f"{model} is being served: `molink stop` first, or serve another one")
+    freed = sum(map(delete, chosen))
+    print(printable(f"{model} is deleted: {freed / 1e9:.2f} GB are free again."))
+
+
+def run_model(
+    model: ModelArgument,
+    text: Annotated[str | None, typer.Argument(help="One question; none for a conversation.")] = (
+        None
+    ),
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for it once its files are here.")
+    ] = 600.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MOLINK_API_KEY", help="If the endpoint wants one.")
+    ] = None,
+    home: HomeOption = None,
+) -> None:
+    """Have the swarm serve a model, unless it does, wait for it, and chat with it."""
+    from molinkd.cli.chat import run_chat
+
+    found = local_daemon.find_daemon(Home.find(home))
+    if found is None:
+        raise Unavailable(
+            f"no molink runs here: start one with `molink up --model {model}`, or join one with "
+            "`molink join`"
+        )
+    line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
+    name = _called(model)
+    if local_daemon.fetch_status(found).get("model") != name:
+        name = _bring(found, model, line)
+    endpoint = found.endpoints[0]
+    _wait_served(found, endpoint, name, timeout, line)
+    raise typer.Exit(run_chat(f"{endpoint}/v1", text, name, api_key))
+
+
+def stop(home: HomeOption = None) -> None:
+    """Have the swarm serve no model: all PCs release its memory; PCs stay in the swarm."""
+    found = local_daemon.need_daemon(home)
+    served = local_daemon.fetch_status(found).get("model")
+    reply, _ = local_daemon.ask(found, StopServing(ref=0))
+    assert isinstance(reply, Done)
+    print(printable(f"{served} is not served any more; `molink run MODEL` has a model served."))
+
+
+def _called(model: str) -> str:
+    """The name under which a swarm would serve it."""
+    folder = Path(model).expanduser()
+    if model != DEMO_MODEL and folder.is_dir():
+        return folder.resolve().name
+    return short_name(model)
+
+
+def _served(home: Home) -> str:
+    """The model that the swarm of this PC serves; empty if none is, or nothing runs here."""
+    found = local_daemon.find_daemon(home)
+    try:
+        return (found and local_daemon.fetch_status(found).get("model")) or ""
+    except MolinkError:
+        return ""
+
+
+def _as_json(model: ModelHere, served: str) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "where": model.where,
+        "path": str(model.path),
+        "size": model.size,
+        "total": model.total,
+        "whole": model.whole,
+        "served": bool(served) and model.is_called(served),
+    }
+
+
+# --- waiting ---------------------------------------------------------------------------------
+
+
+def _watched(get: Callable[[], T], model: str, progress: Progress, stop: threading.Event) -> T:
+    """``get()`` in a thread, and how far ``progress`` is in one line meanwhile."""
+    line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
+    speed = Throughput(time.monotonic())
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(get)
+        future.add_done_callback(lambda _: done.set())
+        try:
+            while not done.wait(LOOK_S):
+                _show(line, model, progress, speed)
+        finally:
+            stop.set()
+            line.clear()
+        return future.result()
+
+
+def _show(line: TransferLine, model: str, progress: Progress, speed: Throughput) -> None:
+    speed.observe(progress.done - progress.kept, time.monotonic())
+    if not progress.total:
+        return
+    state = TransferState(
+        model=model[:256],
+        done=max(0, progress.done),
+        total=progress.total,
+        rate=round(speed.rate),
+        source=progress.source,
+    )
+    line.show([state])
+
+
+def _bring(found: local_daemon.Found, model: str, line: TransferLine) -> str:
+    """Have the daemon bring a model and the swarm serve it; returns its name there."""
+    folder = Path(model).expanduser()
+    wanted = str(folder.resolve()) if model != DEMO_MODEL and folder.is_dir() else model
+    speed, doing = Throughput(time.monotonic()), ""
+    while True:
+        far, _ = local_daemon.ask(found, BringModel(ref=0, model=wanted))
+        assert isinstance(far, Bringing)
+        if far.state == "asked":
+            line.clear()
+            return far.name
+        if far.state != doing:
+            speed, doing = Throughput(time.monotonic(), far.done), far.state
+        progress = Progress(far.done, far.total)
+        progress.source = "the hub" if doing == "fetching" else "disk, to hash it once"
+        _show(line, far.name or model, progress, speed)
+        time.sleep(LOOK_S)
+
+
+def _wait_served(
+    found: local_daemon.Found, endpoint: str, name: str, timeout: float, line: TransferLine
+) -> None:
+    """Until the endpoint here can answer with the model ``name``.
+
+    Raises:
+        Unavailable: it can't within ``timeout`` seconds without a transfer; says why.
+    """
+    deadline = time.monotonic() + timeout
+    while not _is_ready(endpoint, name):
+        status = local_daemon.fetch_status(found)
+        transfers = [
+            TransferState(
+                model=f"{one['model']} to {peer['name']}"[:256],
+                done=one["bytes"],
+                total=one["total"],
+                rate=one["rate"],
+                source=one["from"],
+                copy=one["copy"],
+            )
+            for peer in status.get("peers", ())
+            for one in peer.get("transfers", ())
+        ]
+        if any(not one.copy for one in transfers):
+            deadline = time.monotonic() + timeout
+        line.show(transfers)
+        if time.monotonic() >= deadline:
+            line.clear()
+            why = status.get("trouble") or "its pipeline is still being formed"
+            raise Unavailable(f"{name} can't be used yet: {why}; `molink status` shows more")
+        time.sleep(LOOK_S)
+    line.clear()
+
+
+def _is_ready(endpoint: str, name: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{endpoint}/readyz?model={quote(name)}", timeout=10) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False

@@ -1,0 +1,371 @@
+"""Models from the Hugging Face hub, into its own cache, where other programs find them too.
+
+The hub's library lays the cache out and fetches the small files. Weights are fetched here: what is
+there of a file when the line breaks or the program ends is kept, and the rest fetched the next
+time. Each is checked against the SHA-256 that the hub names. The library is imported late: that
+takes half a second, and most commands never need it.
+"""
+
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.folder import weight_map
+from molink.checkpoint.layout import stage_tensors
+from molink.errors import (
+    BrokenModel,
+    GatedModel,
+    ModelError,
+    ModelNotFound,
+    MolinkError,
+    Unavailable,
+)
+from molink.facts.model import LayerRange
+from molink.files import patiently
+
+#: What is fetched: weights and metadata, no pickles.
+PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+#: The same weights again, in the layout of the model's authors.
+DUPLICATES = ("original/*", "consolidated*", "*/*.safetensors")
+#: How files end of which only a part has come.
+DRAFT = ".molink"
+#: Disk space that is left free, in bytes.
+RESERVE_BYTES = 256 << 20
+#: A file is asked for so often without one more byte, after pauses of so many seconds.
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+#: Seconds until a silent line is given up.
+_SILENCE_S = 30.0
+
+
+class Counter(Protocol):
+    """Is told how far it is, in bytes."""
+
+    total: int
+
+    def add(self, nbytes: int) -> None:
+        """So many more have come."""
+        ...
+
+    def keep(self, nbytes: int) -> None:
+        """So many lie here already."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository. ``sha256`` is known of large ones only."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model on the hub, as it is at one commit, and the folder that it has in the cache."""
+
+    id: str
+    commit: str
+    files: tuple[HubFile, ...]
+    cache: Path
+
+    @property
+    def weights(self) -> tuple[HubFile, ...]:
+        """The files that are fetched here."""
+        return tuple(file for file in self.files if file.sha256)
+
+    def blob(self, file: HubFile) -> Path:
+        """Where the cache keeps a large file."""
+        return self.cache / "blobs" / file.sha256
+
+    def draft(self, file: HubFile) -> Path:
+        """What has come of it so far."""
+        return self.blob(file).with_suffix(DRAFT)
+
+    def here(self, file: HubFile) -> int:
+        """Bytes of it that need not be fetched."""
+        for path in (self.cache / "snapshots" / self.commit / file.name, self.blob(file)):
+            if path.is_file():
+                return file.nbytes
+        return min(_size(self.draft(file)), file.nbytes)
+
+
+def cached(repository: str) -> Path | None:
+    """The folder of a model that lies whole in the cache; ``None`` if it doesn't."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            repository,
+            allow_patterns=[*PATTERNS],
+            ignore_patterns=[*DUPLICATES],
+            local_files_only=True,
+            cache_dir=constants.HF_HUB_CACHE,
+        )
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found) if has_weights(Path(found)) else None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether all shards are there; the cache may hold a part of a repository."""
+    present = {file.name for file in folder.glob("*.safetensors")}
+    return bool(present) and present >= set(weight_map(folder).values())
+
+
+def pull(
+    repository: str,
+    counter: Counter,
+    stop: threading.Event,
+    layers: LayerRange | None = None,
+) -> Path:
+    """Have a model in the cache, or the shards that have ``layers``; returns its folder.
+
+    Raises:
+        ModelNotFound: the hub has none of that name, or doesn't show it to us.
+        GatedModel: its authors want to be asked first.
+        Unavailable: the hub can't be reached or breaks off, or ``stop`` was set; what has come is
+            kept.
+        ModelError: the disk is too small.
+        BrokenModel: what came isn't what the hub says.
+    """
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    with _in_words(repository):
+        found = look_up(repository)
+        small = {file.name for file in found.files} - {file.name for file in found.weights}
+        folder = _lay_out(found, small)
+        weights = found.weights if layers is None else _holding(found, folder, layers)
+        check_disk(found, weights)
+        counter.total = sum(file.nbytes for file in weights)
+        for file in weights:
+            _have(found, file, counter, stop)
+        return _lay_out(found, small | {file.name for file in weights})
+
+
+def look_up(repository: str) -> Repository:
+    """Ask the hub what a model consists of. Raises what the hub's library does."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
+    files = tuple(
+        HubFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs is not None else "")
+        for one in info.siblings or ()
+        if _wanted(one.rfilename)
+    )
+    if not any(fnmatch(file.name, "*.safetensors") for file in files):
+        raise BrokenModel(
+            f"{repository} on the hub has no weights that molink reads: *.safetensors"
+        )
+    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    return Repository(repository, str(info.sha), files, cache)
+
+
+def check_disk(found: Repository, files: tuple[HubFile, ...]) -> None:
+    """Whether there is room for what is missing of ``files``.
+
+    Raises:
+        ModelError: there isn't; says how much there is, how much it takes, and what to do.
+    """
+    missing = sum(file.nbytes - found.here(file) for file in files)
+    free = shutil.disk_usage(_existing(found.cache)).free
+    if free < missing + RESERVE_BYTES:
+        raise ModelError(
+            f"{found.id} needs {missing / 1e9:.1f} GB more on the disk of {found.cache.parent}, "
+            f"which has {free / 1e9:.1f} GB free. Free some space (`molink list` shows the models "
+            "here, `molink rm` deletes one), or set HF_HOME to a folder on another disk"
+        )
+
+
+def _existing(path: Path) -> Path:
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def _wanted(name: str) -> bool:
+    return any(fnmatch(name, one) for one in PATTERNS) and not any(
+        fnmatch(name, one) for one in DUPLICATES
+    )
+
+
+def _holding(found: Repository, folder: Path, layers: LayerRange) -> tuple[HubFile, ...]:
+    """The files of weights that hold the tensors of a stage."""
+    config = ModelConfig.load(folder)
+    first, last = layers
+    if not 0 <= first < last <= config.layers:
+        raise ModelError(f"{found.id} has layers 0:{config.layers}; {first}:{last} is no part")
+    modules = [name.removesuffix("weight") for name in stage_tensors(config, first, last)]
+    shards = weight_map(folder)
+    if not shards:
+        return found.weights
+    needed = {
+        file for name, file in shards.items() if any(name.startswith(module) for module in modules)
+    }
+    return tuple(file for file in found.weights if file.name in needed)
+
+
+def _lay_out(found: Repository, names: set[str]) -> Path:
+    """Have ``names`` in the snapshot's folder: small ones are fetched, large ones are there."""
+    from huggingface_hub import constants, snapshot_download
+
+    folder = Path(
+        snapshot_download(
+            found.id,
+            allow_patterns=sorted(names),
+            cache_dir=constants.HF_HUB_CACHE,
+            endpoint=constants.ENDPOINT,
+        )
+    )
+    for file in found.weights:  # where there are no links, the library has made a copy
+        laid_out, blob = folder / file.name, found.blob(file)
+        if file.name in names and not laid_out.is_symlink() and laid_out.is_file():
+            patiently(lambda blob=blob: blob.unlink(missing_ok=True))  # type: ignore[misc]
+    return folder
+
+
+# --- one file --------------------------------------------------------------------------------
+
+
+def _have(found: Repository, file: HubFile, counter: Counter, stop: threading.Event) -> None:
+    """Have a file of weights in the cache, whole and right."""
+    from huggingface_hub.utils._fixes import WeakFileLock
+
+    blob, draft = found.blob(file), found.draft(file)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(draft.with_suffix(".lock")):
+        counter.keep(found.here(file))
+        if found.here(file) == file.nbytes and not draft.is_file():
+            return
+        _fetch(found, file, counter, stop)
+        with draft.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != file.sha256:
+            draft.unlink()
+            raise BrokenModel(
+                f"{file.name} of {found.id} is not what the hub says it is (SHA-256 {digest[:16]}… "
+                f"instead of {file.sha256[:16]}…). It was deleted: pull it again"
+            )
+        patiently(lambda: draft.replace(blob))
+
+
+def _fetch(found: Repository, file: HubFile, counter: Counter, stop: threading.Event) -> None:
+    """Fetch what is missing of a file, again and again while that brings anything."""
+    draft = found.draft(file)
+    fruitless = 0
+    while (before := _size(draft)) < file.nbytes:
+        reason = "it sent too little"
+        try:
+            _fetch_some(found, file, draft, before, counter, stop)
+        except _network_errors() as error:
+            if _is_refusal(error):
+                raise
+            reason = _first_line(error)
+        here = _size(draft)
+        fruitless = 0 if here > before else fruitless + 1
+        if fruitless > len(PAUSES_S):
+            raise Unavailable(
+                f"the hub broke off at {here / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB of "
+                f"{file.name}: {reason}. What has come is kept: run it again to go on from there"
+            )
+        if here < file.nbytes and stop.wait(PAUSES_S[max(0, fruitless - 1)]):
+            raise Unavailable(f"fetching {found.id} was ended; what has come is kept")
+
+
+def _size(draft: Path) -> int:
+    return draft.stat().st_size if draft.is_file() else 0
+
+
+def _fetch_some(
+    found: Repository,
+    file: HubFile,
+    draft: Path,
+    begin: int,
+    counter: Counter,
+    stop: threading.Event,
+) -> None:
+    """One request for a file from byte ``begin`` on. Raises what the hub's library does."""
+    from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    url = hf_hub_url(found.id, file.name, revision=found.commit, endpoint=constants.ENDPOINT)
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={begin}-"}
+    with get_session().stream("GET", url, headers=headers, timeout=_SILENCE_S) as response:
+        hf_raise_for_status(response)
+        with draft.open("r+b" if draft.is_file() else "wb") as out:
+            if response.status_code != 206:  # all of it comes
+                counter.keep(-begin)
+                begin = 0
+            out.truncate(begin)
+            out.seek(begin)
+            for piece in response.iter_bytes():
+                if stop.is_set():
+                    raise Unavailable(f"fetching {found.id} was ended; what has come is kept")
+                out.write(piece[: file.nbytes - begin])
+                begin += len(piece)
+                counter.add(len(piece))
+
+
+# --- what the hub's library raises ------------------------------------------------------------
+
+
+def _network_errors() -> Any:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    # The library's HTTP client isn't ours to name: all its errors have the same base.
+    http: Any = HfHubHTTPError.__mro__[1]
+    return (http, OfflineModeIsEnabled)
+
+
+def _is_refusal(error: Exception) -> bool:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return 400 <= status < 500 and status not in (408, 429)
+
+
+@contextmanager
+def _in_words(repository: str) -> Iterator[None]:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except MolinkError:
+        raise
+    except GatedRepoError as error:
+        raise GatedModel(
+            f"{repository} is gated: its authors want to be asked first. Accept their terms at "
+            f"{hub}/{repository}, then give your token (`hf auth login`, or HF_TOKEN)"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFound(
+            f"no model {repository!r} at {hub}: is the name right (OWNER/NAME)? A private one "
+            "needs your token (`hf auth login`, or HF_TOKEN)"
+        ) from error
+    except (LocalEntryNotFoundError, *_network_errors()) as error:
+        if _is_refusal(error):
+            raise GatedModel(f"{hub} refuses {repository}: {_first_line(error)}") from error
+        raise Unavailable(
+            f"the hub at {hub} can't give {repository} now: {_first_line(error)}. What has come is "
+            "kept. Try again later, or take a model folder from elsewhere (`--model FOLDER`)"
+        ) from error
+    except OSError as error:
+        raise ModelError(f"can't write {repository} to the cache: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

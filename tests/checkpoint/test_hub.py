@@ -1,0 +1,150 @@
+"""Models from the hub: whole, resumed, refused."""
+
+import json
+import shutil
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint import hub
+from molink.checkpoint.folder import ModelFolder, scan_tensors
+from molink.checkpoint.source import find_model
+from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Unavailable
+from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
+from tests.support.models import write_plain_model
+
+
+class Count:
+    def __init__(self) -> None:
+        self.total = self.added = self.kept = 0
+
+    def add(self, nbytes: int) -> None:
+        self.added += nbytes
+
+    def keep(self, nbytes: int) -> None:
+        self.kept += nbytes
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setattr(hub, "PAUSES_S", (0.0, 0.0))
+    with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
+        yield made
+
+
+def pull(layers: tuple[int, int] | None = None) -> tuple[Path, Count]:
+    count = Count()
+    return hub.pull(REPOSITORY, count, threading.Event(), layers), count
+
+
+def weights(served: FakeHub) -> list[Path]:
+    return [path for path in served.files() if path.suffix == ".safetensors"]
+
+
+def test_a_model_is_pulled_into_the_cache_and_found_there(served: FakeHub) -> None:
+    assert hub.cached(REPOSITORY) is None
+    folder, count = pull()
+    assert folder.name == COMMIT
+    ModelFolder.open(folder)
+    assert count.total == count.added == sum(path.stat().st_size for path in weights(served))
+    for path in weights(served):
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    served.status = 503  # from now on it is not needed any more
+    found = find_model(REPOSITORY)
+    assert (found.name, found.path) == ("some-model", folder)
+
+
+def test_what_has_come_is_kept_when_the_connection_is_cut(served: FakeHub) -> None:
+    first = weights(served)[0]
+    size = first.stat().st_size
+    served.cuts = [size // 2, 0]
+    folder, count = pull()
+    assert (folder / first.name).read_bytes() == first.read_bytes()
+    asked = [asked for name, asked in served.asked if name == first.name]
+    assert asked == ["bytes=0-", f"bytes={size // 2}-", f"bytes={size // 2}-"]
+    assert count.added == count.total
+
+
+def test_a_later_run_goes_on_where_the_first_was_cut_off(served: FakeHub) -> None:
+    first = weights(served)[0]
+    size = first.stat().st_size
+    served.cuts = [size // 2, 0, 0, 0]
+    with pytest.raises(Unavailable, match=r"broke off at .* MB of .*safetensors.*kept"):
+        pull()
+    served.asked.clear()
+    _, count = pull()
+    assert served.asked[0] == (first.name, f"bytes={size // 2}-")
+    assert (count.kept, count.kept + count.added) == (size // 2, count.total)
+
+
+def test_a_hub_that_knows_no_ranges(served: FakeHub) -> None:
+    served.ranges = False
+    served.cuts = [100]
+    folder, count = pull()
+    ModelFolder.open(folder)
+    assert count.added + count.kept == count.total
+
+
+def test_other_bytes_than_the_hub_says(served: FakeHub) -> None:
+    served.altered = True
+    with pytest.raises(BrokenModel, match=r"not what the hub says it is.*pull it again"):
+        pull()
+    served.altered = False
+    ModelFolder.open(pull()[0])
+
+
+def test_only_the_shards_of_a_stage(served: FakeHub) -> None:
+    shards = {name: span.file for name, span in scan_tensors(served.folder).items()}
+    index = json.dumps({"weight_map": shards})
+    (served.folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    folder, _ = pull((0, 1))
+    here = {path.name for path in folder.glob("*.safetensors")}
+    assert 0 < len(here) < len(weights(served))
+    ModelFolder.open(folder, (0, 1))
+    assert hub.cached(REPOSITORY) is None
+    with pytest.raises(ModelError, match=r"has layers 0:\d+; 3:99 is no part"):
+        pull((3, 99))
+    ModelFolder.open(find_model(REPOSITORY).path)
+
+
+def test_errors_say_what_to_do(served: FakeHub) -> None:
+    with pytest.raises(ModelNotFound, match=r"no model 'owner/other' at http.*HF_TOKEN") as none:
+        hub.pull("owner/other", Count(), threading.Event())
+    assert none.value.exit_code == 5
+    served.gated = True
+    with pytest.raises(GatedModel, match=r"is gated.*Accept their terms at http.*HF_TOKEN") as gate:
+        pull()
+    assert gate.value.exit_code == 7
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_hub_that_is_out_of_order(served: FakeHub, status: int) -> None:
+    served.status = status
+    with pytest.raises(Unavailable, match=r"can't give owner/some-model now.*Try again"):
+        pull()
+
+
+def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch):
+        pass
+    with pytest.raises(Unavailable, match="can't give owner/some-model now") as down:
+        pull()
+    assert down.value.exit_code == 6
+
+
+def test_a_full_disk_is_said_before(served: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, hub.RESERVE_BYTES))
+    with pytest.raises(ModelError, match=r"needs .* GB more on the disk of .*0\.3 GB .*HF_HOME"):
+        pull()
+    assert served.asked == []
+
+
+def test_it_can_be_ended(served: FakeHub) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Unavailable, match="was ended; what has come is kept"):
+        hub.pull(REPOSITORY, Count(), stop)

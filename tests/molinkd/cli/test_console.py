@@ -1,0 +1,51 @@
+"""What a daemon in the foreground says of its transfers."""
+
+import io
+
+from rich.console import Console
+
+from molink.wire.messages.reports import TransferState
+from molinkd.cli.console import SAY_S, TransferLine, duration
+
+STATE = TransferState(model="m", done=1_000_000, total=9_000_000, rate=4_000_000, source="nas")
+TEXT = "Fetching m from nas: 1 of 9 MB, 4.0 MB/s, 2 s left"
+
+
+def line(*, terminal: bool, times: list[float]) -> tuple[TransferLine, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    return TransferLine(console, lambda: times[0]), out
+
+
+def test_on_a_terminal_one_line_is_rewritten() -> None:
+    shown, out = line(terminal=True, times=[0.0])
+    shown.show([STATE])
+    shown.show([STATE])
+    shown.show([])
+    shown.clear()
+    assert out.getvalue() == f"{TEXT}\r\x1b[2K" * 2
+
+
+def test_elsewhere_it_says_so_now_and_then() -> None:
+    times = [0.0]
+    shown, out = line(terminal=False, times=times)
+    for time in (0.0, 0.5, SAY_S, SAY_S + 0.5):
+        times[0] = time
+        shown.show([STATE])
+    assert out.getvalue() == f"{TEXT}\n" * 2
+
+
+def test_what_nobody_waits_for_is_not_told() -> None:
+    shown, out = line(terminal=False, times=[0.0])
+    shown.show([TransferState(model="m", done=1, total=9, copy=True)])
+    assert out.getvalue() == ""
+
+
+def test_what_is_sent_drives_no_terminal() -> None:
+    shown, out = line(terminal=False, times=[0.0])
+    shown.show([TransferState(model="\x1b[2J", done=1, total=9)])
+    assert "\x1b" not in out.getvalue()
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (3.4, 600.0, 9000.0)] == ["3 s", "10 min", "2.5 h"]

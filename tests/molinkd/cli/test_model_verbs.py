@@ -1,0 +1,85 @@
+"""``molink pull``, ``list``, ``rm``, and what ``run`` and ``stop`` say without a daemon."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint import hub
+from molinkd.cli import model_verbs
+from molinkd.cli.main import run
+from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
+from tests.support.models import MakeModel
+
+
+@pytest.fixture
+def served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: MakeModel
+) -> Iterator[FakeHub]:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(hub, "PAUSES_S", (0.0,))
+    with in_place(make_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
+        yield made
+
+
+def test_pull_list_and_rm(served: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["pull", REPOSITORY]) == 0
+    assert f"{REPOSITORY} is here: " in capsys.readouterr().out
+    served.asked.clear()
+    assert run(["pull", REPOSITORY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == REPOSITORY
+    assert served.asked == []
+
+    assert run(["list", "--json"]) == 0
+    (cached, _) = json.loads(capsys.readouterr().out)
+    assert (cached["name"], cached["where"], cached["served"]) == (REPOSITORY, "cache", False)
+    assert run(["list"]) == 0
+    assert REPOSITORY in capsys.readouterr().out
+
+    assert run(["rm", REPOSITORY]) == 2
+    assert "--hf-cache" in capsys.readouterr().err
+    assert run(["rm", REPOSITORY, "--hf-cache"]) == 0
+    assert "GB are free again" in capsys.readouterr().out
+    assert run(["rm", REPOSITORY, "--hf-cache"]) == 5
+
+
+def test_a_model_that_is_served_is_not_deleted(
+    served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["pull", REPOSITORY]) == 0
+    monkeypatch.setattr(model_verbs, "_served", lambda _: "some-model")
+    assert run(["rm", REPOSITORY, "--hf-cache"]) == 2
+    assert "is being served: `molink stop` first" in capsys.readouterr().err
+    capsys.readouterr()
+    assert run(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["served"] is True
+
+
+def test_progress_is_shown_and_errors_have_their_codes(
+    served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_verbs, "LOOK_S", 0.0)
+    assert run(["pull", REPOSITORY]) == 0
+    assert run(["pull", str(served.folder)]) == 0
+    assert run(["pull", "owner/none"]) == 5
+    assert run(["rm", REPOSITORY, "--hf-cache"]) == 0
+    served.gated = True
+    assert run(["pull", REPOSITORY]) == 7
+    served.gated, served.status = False, 503
+    assert run(["pull", REPOSITORY]) == 6
+    for layers in ("3:1", "x"):
+        assert run(["pull", REPOSITORY, "--layers", layers]) == 2
+    err = capsys.readouterr().err
+    for text in ("no model 'owner/none'", "is gated", "can't give", "--layers is A:B"):
+        assert text in err
+    assert f"Fetching {REPOSITORY} from the hub: " in err
+
+
+@pytest.mark.parametrize("arguments", [["run", "owner/m", "hi"], ["stop"]])
+def test_without_a_daemon(
+    served: FakeHub, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 6
+    assert "`molink up" in capsys.readouterr().err

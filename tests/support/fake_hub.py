@@ -1,0 +1,148 @@
+"""A hub with one model, for the calls that ``huggingface_hub`` and molink make of it."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+REPOSITORY = "owner/some-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub:
+    """What the server gives, and how it misbehaves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        #: Requests for weights: file and range.
+        self.asked: list[tuple[str, str]] = []
+        #: All answers have this status, if there is one.
+        self.status = 0
+        self.gated = False
+        #: The next answers with weights break off after so many bytes each.
+        self.cuts: list[int] = []
+        #: Weights have other bytes than is said.
+        self.altered = False
+        #: Whether ranges are obeyed.
+        self.ranges = True
+        self.url = ""
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if path.is_file())
+
+    def described(self, path: Path) -> dict[str, object]:
+        data = path.read_bytes()
+        sha = hashlib.sha256(data).hexdigest()
+        oid = hashlib.sha1(b"blob %d\0%s" % (len(data), data), usedforsecurity=False).hexdigest()
+        found: dict[str, object] = {"size": len(data), "oid": oid, "blobId": oid}
+        if path.suffix == ".safetensors":
+            found["lfs"] = {"sha256": sha, "oid": sha, "size": len(data), "pointerSize": 100}
+        return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for :attr:`hub`."""
+
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        hub = self.hub
+        path = unquote(urlsplit(self.path).path)
+        if hub.status:
+            self._json(hub.status, {"error": "out of order"}, body=body)
+        elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
+            files = [{"type": "file", "path": p.name, **hub.described(p)} for p in hub.files()]
+            self._json(200, files, body=body)
+        elif path.startswith(f"/api/models/{REPOSITORY}"):
+            files = [{"rfilename": p.name, **hub.described(p)} for p in hub.files()]
+            info = {"id": REPOSITORY, "sha": COMMIT, "siblings": files}
+            self._json(200, info, body=body)
+        elif path.startswith(f"/{REPOSITORY}/resolve/"):
+            self._file(hub.folder / path.rpartition("/")[2], body=body)
+        else:
+            self._json(404, {}, body=body, **{"X-Error-Code": "RepoNotFound"})
+
+    def _json(self, status: int, value: object, *, body: bool, **headers: str) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        for name, one in headers.items():
+            self.send_header(name, one)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if body:
+            self.wfile.write(text)
+
+    def _file(self, path: Path, *, body: bool) -> None:
+        hub = self.hub
+        if hub.gated:
+            self._json(403, {}, body=body, **{"X-Error-Code": "GatedRepo"})
+            return
+        data, weights = path.read_bytes(), path.suffix == ".safetensors"
+        asked = self.headers.get("Range", "") if hub.ranges else ""
+        begin = int(asked.removeprefix("bytes=").rstrip("-") or 0)
+        if body and weights:
+            hub.asked.append((path.name, self.headers.get("Range", "")))
+        described = hub.described(path)
+        lfs = described.get("lfs")
+        etag = lfs["sha256"] if isinstance(lfs, dict) else described["oid"]
+        self.send_response(206 if asked else 200)
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(data) - begin))
+        self.end_headers()
+        if not body:
+            return
+        rest = data[begin:]
+        if weights and hub.altered:
+            rest = bytes(byte ^ 1 for byte in rest)
+        if weights and hub.cuts:
+            rest = rest[: hub.cuts.pop(0)]
+            self.close_connection = True
+        self.wfile.write(rest)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[FakeHub]:
+    """The hub, with the model in ``folder``; meanwhile it listens at ``url``."""
+    hub = FakeHub(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Of", (Handler,), {"hub": hub}))
+    server.daemon_threads = False
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        huggingface_hub.close_session()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def in_place(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """The hub in the place of the real one, for this process, with a cache of its own."""
+    with serving(folder) as hub:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        yield hub
