@@ -124,8 +124,8 @@ async def _store(config: dict[str, Any], folder: Path) -> AsyncIterator[tuple[St
 async def _fetch(config: dict[str, Any], folder: Path) -> None:
     """Fetch all of the model, again and again, until it is cancelled."""
     while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(folder.mkdir)
         async with _store(config, folder) as (store, holder):
             try:
                 await _once(config, store, holder)
@@ -136,7 +136,8 @@ async def _fetch(config: dict[str, Any], folder: Path) -> None:
 async def _once(config: dict[str, Any], store: Store, holder: str) -> None:
     model, root, layers = "m", config["root"], (0, LAYERS)
     if config["kind"] == "copy":
-        copier = Copier(store, Library(), lambda: (0, 0), lambda: None, wanted=True)
+        whole = asyncio.Event()
+        copier = Copier(store, Library(), lambda: (0, 0), whole.set, wanted=True)
         route = Route(
             pipeline="p1",
             epoch=1,
@@ -149,23 +150,22 @@ async def _once(config: dict[str, Any], store: Store, holder: str) -> None:
         )
         copier.serve(route)
         try:
-            while copier.percent < 100:
-                await asyncio.sleep(0.1)
+            await whole.wait()
         finally:
             await copier.close()
     elif config["kind"] == "prefetch":
-        await store.stage(model, root, layers, [holder], Progress())
+        await store.stage(model, root, layers, [holder], Progress(), paced=True)
     else:
         await store.stage(model, root, layers, [holder])
 
 
 async def fetch(config: dict[str, Any]) -> None:
-    """Fetch between ``on`` and ``off``, until stdin ends."""
+    """Fetch between the name of a kind and ``off``, until an empty line."""
     with tempfile.TemporaryDirectory(prefix="molink-bench-") as base:
         task: asyncio.Task[None] | None = None
         while (line := await _line()).strip():
-            if line.strip() == "on":
-                config["bytes"] = 0
+            if line.strip() != "off":
+                config |= {"bytes": 0, "kind": line.strip()}
                 task = asyncio.create_task(_fetch(config, Path(base) / "store"))
             elif task is not None:
                 task.cancel()

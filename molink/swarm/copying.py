@@ -5,10 +5,14 @@ files on the disk of its new PC, and no PC is the only one with any of them. Nob
 so whatever somebody waits for goes first.
 """
 
+from collections.abc import Collection
+
 from molink.facts.model import LayerRange
 
 #: After a chunk the next one waits this many times as long as that one took.
 REST = 4.0
+#: At most so long after one that was fetched, in seconds: on a slow line its pace gives way.
+LONGEST_REST = 0.25
 #: First and longest pause after a failure, in seconds; each is twice the one before.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
 #: Of a disk, a copy leaves this share free, and as much as it takes itself.
@@ -31,6 +35,17 @@ def has_room(missing: int, free: int, total: int) -> bool:
     return free - missing >= max(missing, FREE_SHARE * total)
 
 
+def ranges(layers: Collection[int], most: int = 8) -> tuple[LayerRange, ...]:
+    """Layers as half-open ranges, in order; the first ``most`` of them."""
+    found: list[LayerRange] = []
+    for layer in sorted(layers):
+        if found and found[-1][1] == layer:
+            found[-1] = found[-1][0], layer + 1
+        else:
+            found.append((layer, layer + 1))
+    return tuple(found[:most])
+
+
 class CopyPace:
     """When a copy goes on. All times in seconds."""
 
@@ -50,9 +65,10 @@ class CopyPace:
             return None
         return max(0.0, self._next - now)
 
-    def took(self, seconds: float, now: float) -> None:
-        """A chunk has come, or a file was looked at."""
-        self._next = now + REST * seconds
+    def took(self, seconds: float, now: float, *, fetch: bool) -> None:
+        """A chunk has come (``fetch``), or a file was looked at."""
+        rest = REST * seconds
+        self._next = now + (min(rest, LONGEST_REST) if fetch else rest)
 
     def got_on(self) -> None:
         """A file is whole: a failure after this is a first one."""

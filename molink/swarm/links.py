@@ -42,6 +42,10 @@ class Links:
             ASSUMED_RATE if rate is None else rate,
         )
 
+    def known(self, by: str, to: str) -> bool:
+        """Whether anything was measured between them."""
+        return (by, to) in self._measured or (to, by) in self._measured
+
     def placed(self) -> None:
         """A model is being placed by what is known now."""
         self._seen = dict(self._measured)

@@ -149,6 +149,11 @@ def place(
         return Unplaceable("; ".join([str(reason), *named]))
 
 
+def row_bytes(facts: ModelFacts, dtype: str) -> int:
+    """Bytes of a row on its way from stage to stage, unpacked."""
+    return facts.hidden * DTYPE_SIZES.get(dtype, facts.element_bytes)
+
+
 def parse_range(stage: str) -> LayerRange | None:
     """The half-open range of ``A:B``; ``None`` for ``auto``, ``none`` and what is no range."""
     first, colon, last = stage.partition(":")
@@ -253,14 +258,13 @@ class _Placer:
     def hops(self) -> Hops:
         """The links between all auto peers."""
         rows = ROWS[self.aim.objective]
-        wide = DTYPE_SIZES.get(self.common.dtype, self.facts.element_bytes)
-        row_bytes = rows * self.facts.hidden * wide
+        volume = rows * row_bytes(self.facts, self.common.dtype)
 
         def hop(one: Candidate, other: Candidate) -> Hop | None:
             if one is other or other.peer in one.blocked:
                 return None
             latency, rate = self.links.between(one.peer, other.peer)
-            busy, tokens_busy = row_bytes / rate, rows * TOKEN_BYTES / rate
+            busy, tokens_busy = volume / rate, rows * TOKEN_BYTES / rate
             return Hop(latency + busy, busy, latency + tokens_busy, tokens_busy)
 
         return [[hop(one, other) for other in self.free] for one in self.free]

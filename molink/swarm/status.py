@@ -1,11 +1,14 @@
 """What ``molink status --json`` shows, built from the reconciler's view."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from molink.facts.device import Device
+from molink.facts.ringtimes import TOKEN_BYTES
+from molink.swarm.copying import ranges
 from molink.swarm.formation import Formation
+from molink.swarm.placement import row_bytes
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
 from molink.swarm.registry import PeerSession
@@ -105,6 +108,7 @@ def show_report(report: PeerReport) -> dict[str, Any]:
         "paused": report.paused,
         "memory": report.device.memory,
         "copied": report.copied,
+        "held": [list(layers) for layers in report.held],
         "transfers": [_transfer(one) for one in report.transfers],
         "workers": [
             {
@@ -202,9 +206,25 @@ def _files(reconciler: Reconciler) -> str:
     if len(holders) > 1:
         return ""
     if not holders:
-        return f"No PC that is here has all files of {name}"
+        missing = _missing(desired.facts.layers, [one.report for one in sessions.values()])
+        if not missing:
+            return f"No PC that is here has all files of {name}; together they have all layers"
+        return (
+            f"No PC that is here has all files of {name}, and none has those of layers {missing}. "
+            "Start a PC that has them, or bring the model again (`molink run`)"
+        )
     only = reconciler.registry.name(holders[0])
     return f"Only {only} has all files of {name} so far"
+
+
+def _missing(layers: int, reports: Iterable[PeerReport]) -> str:
+    """Which layers' files are on no PC, as ``2:4, 7:8``; empty if there are none."""
+    here = set[int]()
+    for report in reports:
+        loaded = [one.layers for one in report.workers if one.state not in ("fetching", "failed")]
+        for first, last in (*report.held, *loaded):
+            here.update(range(first, min(last, layers)))
+    return ", ".join(f"{first}:{last}" for first, last in ranges(set(range(layers)) - here))
 
 
 def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
@@ -237,16 +257,29 @@ def _micro_batches(formation: Formation | None) -> int:
 
 
 def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
-    def shown(stage: StageRecord) -> dict[str, Any]:
+    stages, links = formation.record.stages, reconciler.planner.links
+
+    def shown(stage: StageRecord, after: StageRecord) -> dict[str, Any]:
         session = reconciler.registry.sessions.get(stage.peer)
         return {
             "peer": stage.peer,
             "layers": list(stage.layers),
             "device": device_text(session.report.device) if session is not None else "",
             "decode_s": stage.profile.decode_s(1),
+            "link_s": link_s(stage, after) if after is not stage else 0.0,
+            "link_measured": links.known(stage.peer, after.peer),
         }
 
-    return [shown(stage) for stage in formation.record.stages]
+    def link_s(stage: StageRecord, after: StageRecord) -> float:
+        """Seconds until a row, or its token, is at the next stage."""
+        latency, rate = links.between(stage.peer, after.peer)
+        assert reconciler.desired is not None
+        row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
+        return latency + (TOKEN_BYTES if after is stages[0] else row) / rate
+
+    return [
+        shown(stage, after) for stage, after in zip(stages, stages[1:] + stages[:1], strict=True)
+    ]
 
 
 def device_text(device: Device) -> str:

@@ -1,14 +1,16 @@
 """Two PCs with one key: a state folder was copied, and both run.
 
 Each would take the other's place with every report. A connection that is heard again after
-another of the same peer is still there, so both are; once or twice that may be words that were
-under way when a peer came back by a new connection.
+another of the same peer is still there, so both are. For a moment that may be words that waited to
+be read when a peer came back by a new connection; so it has to go on for seconds.
 """
 
+import math
 from dataclasses import dataclass
 
-#: So often in a row an earlier connection is heard again before both count as running.
-RETURNS = 3
+#: So often an earlier connection is heard again before both count as running, and what counts as
+#: once, in seconds: a peer reports twice a second.
+RETURNS, ONCE_S = 6, 0.5
 
 
 @dataclass(slots=True)
@@ -18,6 +20,7 @@ class _Heard:
     #: Of the two the one that came later.
     newer: bytes = b""
     returns: int = 0
+    returned: float = -math.inf
     #: The PC that came later, once it is clear that there are two.
     shut: bytes = b""
 
@@ -28,7 +31,7 @@ class Twins:
     def __init__(self) -> None:
         self._peers: dict[str, _Heard] = {}
 
-    def heard(self, peer: str, connection: bytes) -> bool:
+    def heard(self, peer: str, connection: bytes, now: float) -> bool:
         """A peer reports on a connection; whether that is one of a PC that came second."""
         heard = self._peers.get(peer)
         if heard is None:
@@ -39,7 +42,8 @@ class Twins:
         if connection == heard.latest:
             return False
         if connection == heard.before:
-            heard.returns += 1
+            if now >= heard.returned + ONCE_S:
+                heard.returns, heard.returned = heard.returns + 1, now
         else:
             heard.newer, heard.returns = connection, 0
         heard.before, heard.latest = heard.latest, connection

@@ -31,6 +31,7 @@ from molink.swarm.replica import (
     next_lineage,
 )
 from molink.swarm.terms import first_term
+from molink.swarm.twins import Twins
 from molink.wire.messages.base import Payload
 from molink.wire.messages.instructions import Knock
 from molink.wire.messages.leading import Noted, SendState, SharedState
@@ -145,6 +146,7 @@ class Coordinator(Process):
         self._replication = Replication()
         self._shared: tuple[Version, bytes] = ((-1, -1), b"")
         self._connections: dict[str, bytes] = {}
+        self._twins = Twins()
         self.listener = Listener(world.network, self, PORT, self.key, self._handle, self._admits)
         self.listener.on_disconnect = self._knock_soon
         self.on_death.append(lambda: world.network.died(self))
@@ -167,7 +169,7 @@ class Coordinator(Process):
         """A peer leaves, or is shut out."""
         member = self.disk.members[peer]
         self.disk.put(replace(member, standing="left" if why == "left" else "revoked"))
-        self._connections.pop(peer, None)
+        self._forget(peer)
         self._happened(MemberRemoved(peer, why))
         self.listener.expel(peer)
 
@@ -183,13 +185,15 @@ class Coordinator(Process):
     def _knock(self) -> None:
         for peer, identity in list(self._connections.items()):
             if not self.listener.send(identity, Knock()):
-                del self._connections[peer]
+                self._forget(peer)
                 self._happened(Disconnected(peer))
 
     def _handle(self, sender: Sender, message: Any, payload: Any) -> None:
         peer = sender.user_id
         match message:
             case PeerReport():
+                # No PC has a copy of another's state folder.
+                assert not self._twins.heard(peer, sender.identity, self.time())
                 fresh = self._connections.get(peer) != sender.identity
                 self._connections[peer] = sender.identity
                 if fresh:
@@ -204,8 +208,12 @@ class Coordinator(Process):
             case StageLoaded() | StageReady() | StageFailed():
                 self._happened(StageSaid(peer, message))
             case Goodbye():
-                self._connections.pop(peer, None)
+                self._forget(peer)
                 self._happened(Departed(peer))
+
+    def _forget(self, peer: str) -> None:
+        self._connections.pop(peer, None)
+        self._twins.forget(peer)
 
     def _tell(self, peer: str, message: Any, payload: Any = None) -> None:
         identity = self._connections.get(peer)

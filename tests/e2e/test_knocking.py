@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from molinkd.peer.home import Home
-from tests.support.processes import Process, Tools, environment
+from tests.support.processes import START_S, Process, Tools, environment
 from tools.wan import VethPair, unavailable
 
 CPU = ["--threads", "1", "--device", "cpu"]
@@ -83,6 +84,24 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
     tools.wait_for(lambda: "second" in loopback.names(), second)
     assert loopback.up.status()["knocks"] == []
     assert "second" in tools.run_molink(loopback.first, "invite", "--list").stdout
+
+
+def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
+    """The PC that came first stays; the other one is told, and ends."""
+    second, copy = loopback.root / "second", loopback.root / "copy"
+    copy.mkdir()
+    for name in ("peer.key", "swarm.json"):
+        shutil.copyfile(second / name, copy / name)
+    twin = tools.Process(copy, ["join", "--name", "copy", *loopback.options])
+    loopback.started.append(twin)
+    assert twin.process.wait(START_S) == 2, twin.output
+    assert "is a copy of that PC's" in twin.output
+    # One that forgets the swarm, but not its key, is told before anybody is asked.
+    (copy / "swarm.json").unlink()
+    done = tools.run_molink(copy, "join", loopback.where, *loopback.options)
+    assert (done.returncode, "peer.key" in done.stderr) == (2, True), done.stderr
+    states = {peer["name"]: peer["state"] for peer in loopback.up.status()["peers"]}
+    assert states["second"] == "here"
 
 
 def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:

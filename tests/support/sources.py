@@ -22,6 +22,9 @@ class LibrarySource:
     async def read(self, root: str, part: str, index: int) -> bytes:
         return self.library.held(root).read(part, index)
 
+    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
+        return (await self.read(root, part, index))[begin : begin + length]
+
 
 def connect_to(
     peers: Mapping[str, Source], connected: list[str]

@@ -3,7 +3,25 @@
 import pytest
 
 from molink.facts.model import LayerRange
-from molink.swarm.copying import FIRST_PAUSE, LONGEST_PAUSE, REST, CopyPace, distance, has_room
+from molink.swarm.copying import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    LONGEST_REST,
+    REST,
+    CopyPace,
+    distance,
+    has_room,
+    ranges,
+)
+
+
+def test_on_a_slow_line_it_is_the_pace_that_gives_way() -> None:
+    pace = CopyPace()
+    pace.serving = True
+    pace.took(0.01, 10.0, fetch=True)
+    assert pace.wait(10.0, fetch=True) == pytest.approx(REST * 0.01)
+    pace.took(2.0, 20.0, fetch=True)
+    assert pace.wait(20.0, fetch=True) == LONGEST_REST
 
 
 @pytest.mark.parametrize(
@@ -31,7 +49,7 @@ def test_it_rests_for_a_multiple_of_what_a_chunk_took() -> None:
     pace = CopyPace()
     pace.serving = True
     assert pace.wait(100.0, fetch=True) == 0.0
-    pace.took(0.5, 100.5)
+    pace.took(0.5, 100.5, fetch=False)
     assert pace.wait(100.5, fetch=True) == REST * 0.5
     assert pace.wait(101.5, fetch=False) == REST * 0.5 - 1.0
     assert pace.wait(200.0, fetch=True) == 0.0
@@ -63,3 +81,9 @@ def test_failures_wait_longer_each_time_and_are_news_once() -> None:
     pace.got_on()
     assert pace.failed("the disk is full", 60.0)
     assert pace.wait(60.0, fetch=True) == FIRST_PAUSE
+
+
+def test_ranges_of_layers() -> None:
+    assert ranges(()) == ()
+    assert ranges({4, 0, 1, 6, 5}) == ((0, 2), (4, 7))
+    assert ranges(range(0, 40, 2), most=2) == ((0, 1), (2, 3))

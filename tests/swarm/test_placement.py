@@ -1,5 +1,6 @@
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import MARGIN_PART, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm import placement
+from molink.swarm.links import Links
 from molink.swarm.partition import Costs, Gap, Runner, share_out
 from molink.swarm.placement import (
     MAX_STAGES,
@@ -377,3 +379,77 @@ def test_costs_are_those_of_the_footprint(
     need = Footprint.of(model, StageSetup(kind=kind))
     expected = need.needs(layers, opens=opens, closes=closes)
     assert Costs.of(need).memory(layers, opens=opens, closes=closes) == expected
+
+
+# --- over links ----------------------------------------------------------------------------------
+
+
+def over(latency: float, *names: str) -> Links:
+    """Links of that latency between all, in seconds."""
+    links = Links()
+    for by, to in itertools.permutations(names, 2):
+        links.measured(by, to, latency, None)
+    return links
+
+
+def ring(placed: Placement | Unplaceable) -> list[str]:
+    assert isinstance(placed, Placement), placed
+    return [stage.peer for stage in placed.stages]
+
+
+def test_one_that_holds_the_model_is_enough() -> None:
+    placed = placement.place(facts(), [peer("a"), peer("b", rate=20e9), peer("c")])
+    assert ring(placed) == ["b"]
+    assert placed.spares == ("a", "c")
+    assert placed.turn == placed.cost == pytest.approx(8.5 / 20)
+    wanted = placement.place(facts(), [peer("a"), peer("b"), peer("c")], aim=Aim("latency", 2))
+    assert ring(wanted) == ["a", "b"]
+
+
+def test_many_streams_are_worth_more_stages() -> None:
+    peers = [peer("a"), peer("b"), peer("c")]
+    assert len(ring(placement.place(facts(), peers, aim=Aim("throughput")))) == 3
+    far = placement.place(facts(), peers, aim=Aim("throughput"), links=over(30.0, *"abc"))
+    assert len(ring(far)) == 1
+
+
+def test_room_for_a_conversation_is_worth_a_hop() -> None:
+    # 8.5 GB of weights, and 1 GB for each 1000 tokens.
+    model = facts(kv=GB // 8000, context=32768)
+    for memory, stages in ((20, 1), (14, 2)):
+        peers = [peer("a", memory_for(memory * GB)), peer("b", memory_for(memory * GB))]
+        found = placement.place(model, peers, links=over(0.03, *"ab"))
+        assert len(ring(found)) == stages
+        assert found.tokens == 8192
+    alone = placement.place(model, [peer("a", memory_for(14 * GB))])
+    assert alone.tokens == 2048
+    # What serves with less is left for it.
+    serving = [("a", (0, 8))]
+    assert ring(placement.place(model, peers, serving=serving)) != ["a"]
+
+
+def test_what_serves_stays_where_another_ring_is_hardly_better() -> None:
+    peers = [peer("a"), peer("b", rate=10.9e9), peer("c", rate=12e9)]
+    assert ring(placement.place(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
+    assert ring(placement.place(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
+    # Too few stages, one that is not there, or layers that it has no room for.
+    pair = placement.place(facts(), peers, aim=Aim("latency", 2), serving=[("a", (0, 8))])
+    assert len(ring(pair)) == 2
+    assert ring(placement.place(facts(), peers[:2], serving=[("z", (0, 8))])) == ["b"]
+    small = [peer("a", memory_for(3 * GB)), peer("b")]
+    assert ring(placement.place(facts(), small, serving=[("a", (0, 8))])) == ["b"]
+
+
+def test_closed_ports_are_named_where_memory_would_do() -> None:
+    closed = frozenset("ab")
+    peers = [
+        replace(peer(name, memory_for(5 * GB)), blocked=closed - {name}) for name in ("a", "b")
+    ]
+    found = placement.place(facts(), peers)
+    assert isinstance(found, Unplaceable)
+    assert "no ring of peers that can connect to each other has room for it" in found.reason
+
+
+def test_named_layers_are_decided_by_hand() -> None:
+    peers = [peer("a", stage="0:2"), peer("b"), peer("c", rate=1e9)]
+    assert sorted(ring(placement.place(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]

@@ -33,6 +33,7 @@ def test_the_shape(running: Paper) -> None:
         "memory": 10**11,
         "paused": "",
         "copied": 0,
+        "held": [],
         "transfers": [],
         "workers": [
             {
@@ -53,7 +54,14 @@ def test_the_shape(running: Paper) -> None:
         "ready": True,
         "micro_batches": 3,
         "stages": [
-            {"peer": p, "layers": layers, "device": "cpu: CPU", "decode_s": 0.01}
+            {
+                "peer": p,
+                "layers": layers,
+                "device": "cpu: CPU",
+                "decode_s": 0.01,
+                "link_s": 0.001 + (64 / 12.5e6 if p == "c" else 0.0),
+                "link_measured": False,
+            }
             for p, layers in (("a", [0, 2]), ("b", [2, 4]), ("c", [4, 6]))
         ],
         "blocks": 80,
@@ -98,7 +106,11 @@ def test_who_alone_has_the_files(running: Paper) -> None:
 
     assert files("a", "b") == files("a", b=100) == files(b=100, c=100) == ""
     assert files("a", b=99) == "Only A has all files of toy so far"
-    assert files(b=99) == "No PC that is here has all files of toy"
+    assert "has all files of toy; together they have all layers" in files(b=99)
+    for peer, held in (("a", ((0, 2),)), ("b", ()), ("c", ((1, 2), (4, 5)))):
+        session = running.reconciler.registry.sessions[peer]
+        session.report = msgspec.structs.replace(session.report, held=held, workers=())
+    assert "and none has those of layers 2:4, 5:6. Start a PC that has them" in files()
     for peer in "bc":
         running.reconciler.registry.drop(peer)
     assert files("a") == ""  # one PC is no swarm

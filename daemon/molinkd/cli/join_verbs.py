@@ -152,10 +152,7 @@ def _find(settings: "Settings", wanted: str | None) -> "Nearby | None":
     from molinkd.peer.discovery import look_around
 
     print("Looking for swarms on this network …", flush=True)
-    try:
-        found = look_around(settings.host)
-    except OSError as error:
-        raise Unavailable(f"can't look for swarms on this network: {error}") from None
+    found = look_around(settings.host)
     if wanted is not None:
         found = [one for one in found if wanted in (one.name, one.swarm)]
     if not found:

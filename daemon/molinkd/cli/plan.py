@@ -14,6 +14,9 @@ from molink.facts.model import Objective
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import Described, OneMore, SwarmPlan, plan_swarm
 from molink.swarm.placement import MAX_STAGES, Aim
+from molinkd.cli.live_plan import explain, show
+from molinkd.cli.local_daemon import fetch_status, need_daemon
+from molinkd.cli.swarm_verbs import HomeOption
 
 _PCS = 3
 #: PCs whose placement is explained.
@@ -48,9 +51,20 @@ def plan(
     streams: Annotated[int, typer.Option(help="Requests that decode at once.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the request looked at.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=2, help="Of its answer.")] = 32,
+    live: Annotated[
+        bool, typer.Option("--live", help="Explain the ring that serves now instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    home: HomeOption = None,
 ) -> None:
     """Placement, micro-batches and predicted times of a ring, by rooflines: nothing is started."""
+    if live:
+        explained = explain(fetch_status(need_daemon(home)))
+        if as_json:
+            print(json.dumps(explained.as_json(), indent=2))
+        else:
+            show(explained)
+        return
     devices = [name.strip() for name in device.split(",")]
     if len(devices) == 1:
         devices *= stages or _PCS

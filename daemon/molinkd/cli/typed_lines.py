@@ -41,26 +41,29 @@ else:
     class TypedLines:
         """The lines of a terminal."""
 
+        def __init__(self, descriptor: int = 0) -> None:
+            self._descriptor = descriptor
+
         def next(self, patience: float) -> str | None:
             """The line that is finished within so many seconds, if one is.
 
             Raises:
                 EOFError: there will be no more.
             """
-            ready, _, _ = select.select([0], [], [], patience)
+            ready, _, _ = select.select([self._descriptor], [], [], patience)
             if not ready:
                 return None
-            if _in_background():
+            if _in_background(self._descriptor):
                 time.sleep(patience)  # the line is for the program in the foreground
                 return None
-            data = os.read(0, 4096)
+            data = os.read(self._descriptor, 4096)
             if not data:
                 raise EOFError
             return data.decode("utf-8", "replace")[:_MAX]
 
-    def _in_background() -> bool:
+    def _in_background(descriptor: int) -> bool:
         """Whether a read would stop the process."""
         try:
-            return os.tcgetpgrp(0) != os.getpgrp()
+            return os.tcgetpgrp(descriptor) != os.getpgrp()
         except OSError:
             return False  # not the terminal that this process belongs to

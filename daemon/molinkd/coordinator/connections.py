@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from molink.swarm.twins import Twins
@@ -27,7 +28,7 @@ class PeerConnections:
 
     def is_twin(self, peer: str, identity: bytes) -> bool:
         """Whether a report comes from a second PC with this peer's key."""
-        return self._twins.heard(peer, identity)
+        return self._twins.heard(peer, identity, time.monotonic())
 
     def heard(self, peer: str, identity: bytes) -> bool:
         """A peer reports on a connection; whether that is another one than before."""

@@ -93,8 +93,8 @@ class Reception:
         """
         if self._porch is None:
             raise RequestError(
-                "nobody can knock here: the PC that leads the swarm has `discovery = false`, or "
-                "had no port for it. `molink invite` prints a token instead"
+                "no PC can knock here: the PC that leads the swarm has `discovery = false`, runs "
+                "`molink coordinator` alone, or had no free port. `molink invite` prints a token"
             )
         return self._porch.judge(code, by, refuse=refuse)
 
@@ -120,5 +120,6 @@ class Reception:
 
     def _admit(self, public_key: str, name: str, by: str) -> None:
         member = self._door.admit(public_key, name, by)
+        log.info("%s (%s) knocked, and was let in by %s", member.name, member.peer, by)
         if member.peer not in self._reconciler.registry.members:
             self._happened(MemberAdded(member))

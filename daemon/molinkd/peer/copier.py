@@ -13,7 +13,7 @@ from pathlib import Path
 
 from molink.errors import MolinkError, Unavailable
 from molink.facts.model import LayerRange
-from molink.swarm.copying import CopyPace, distance
+from molink.swarm.copying import CopyPace, distance, ranges
 from molink.swarm.fetch_plan import GroupPlan
 from molink.wire.messages.instructions import Route
 from molinkd.peer.library import Holding, Library
@@ -58,6 +58,9 @@ class Copier:
         #: Of all files, those that are here and the one that comes.
         self._progress = Progress()
         self._whole = False
+        #: All layers, and the files that are not here, each with the first layer that needs it.
+        self._all: frozenset[int] = frozenset()
+        self._missing: dict[str, tuple[int, GroupPlan]] = {}
 
     @property
     def percent(self) -> int:
@@ -66,6 +69,11 @@ class Copier:
             return 100
         done, total = self._progress.done, self._progress.total
         return min(99, 100 * done // total) if total else 0
+
+    @property
+    def held(self) -> tuple[LayerRange, ...]:
+        """The layers all of whose files are here."""
+        return ranges(self._all - {layer for layer, _ in self._missing.values()})
 
     def serve(self, route: Route) -> None:
         """A pipeline serves a model, or is to; the sources are the newest ones."""
@@ -101,6 +109,7 @@ class Copier:
             self._library.withdraw(self._model[1])
         self._model = self._task = None
         self._progress, self._whole = Progress(), False
+        self._all, self._missing = frozenset(), {}
 
     async def _keep(self, model: str, root: str) -> None:
         """Have a whole copy for as long as the model is served."""
@@ -139,24 +148,25 @@ class Copier:
             OSError: a file that was here is gone.
         """
         await self._allowed(fetch=False)
-        folder = await self._store.metadata(model, root, self._sources)
+        folder = await self._store.metadata(model, root, self._sources, paced=self._pace.serving)
         manifest = await asyncio.to_thread(stored_manifest, folder, root)
         if manifest is None:
             raise Unavailable(f"{folder} was altered at this moment")
         await asyncio.to_thread(remove_drafts, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
-        missing: dict[str, tuple[int, GroupPlan]] = {}
+        missing = self._missing = {plan.file: (layer, plan) for layer, plan in plans}
+        self._all = frozenset(layer for layer, _ in plans)
         progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
-        for layer, plan in plans:
+        for _, plan in plans:
             async with self._turn(fetch=False):
                 sound = await self._store.is_sound(folder, plan, progress)
-            if not sound:
-                missing[plan.file] = layer, plan
+            if sound:
+                del missing[plan.file]
         with self._store.transfers.under_way(model, progress, copy=True):
             while missing:
                 await self._allowed(fetch=True)
                 held = self._layers()
-                layer, plan = min(missing.values(), key=lambda one: distance(one[0], held))
+                _, plan = min(missing.values(), key=lambda one: distance(one[0], held))
                 await self._have(folder, root, plan, missing.values())
                 del missing[plan.file]
                 self._pace.got_on()
@@ -194,7 +204,7 @@ class Copier:
         await self._allowed(fetch=fetch)
         begun = self._now()
         yield
-        self._pace.took(self._now() - begun, self._now())
+        self._pace.took(self._now() - begun, self._now(), fetch=fetch)
 
     async def _allowed(self, *, fetch: bool) -> None:
         while True:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from molink.errors import Unavailable
 from molink.swarm.nearby import (
     MAX_SWARMS,
     SERVICE,
@@ -132,10 +133,18 @@ def look_around(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> lis
     """Swarms that announce themselves where ``host`` can be reached; blocks for so long at most.
 
     Raises:
-        OSError: this PC can't take part in multicast.
+        Unavailable: this PC can't take part in multicast.
     """
+    from zeroconf import Error
+
     interfaces = multicast_addresses(host)
-    return _Look(interfaces).run(seconds, more) if interfaces else []
+    try:
+        return _Look(interfaces).run(seconds, more) if interfaces else []
+    except (OSError, Error) as error:
+        raise Unavailable(
+            f"can't look for swarms on this network: {error!r}. Name the first PC instead, as in "
+            "`molink join 192.168.1.7`, or join by a token"
+        ) from None
 
 
 class _Look:

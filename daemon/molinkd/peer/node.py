@@ -228,6 +228,7 @@ class Node:
             system=sys.platform,
             worker_ports=settings.worker_ports,
             copied=self._copier.percent,
+            held=self._copier.held,
             transfers=self._transfers(),
             routes=self._heads.known,
             load=self._assignments.supervisor.load(),

@@ -70,7 +70,12 @@ class Prefetcher:
         reason = ""
         try:
             await self._store.stage(
-                message.model, message.root, message.layers, message.sources, self._progress
+                message.model,
+                message.root,
+                message.layers,
+                message.sources,
+                self._progress,
+                paced=True,
             )
         except MolinkError as error:
             reason = str(error)

@@ -97,7 +97,9 @@ class ServedModels:
                 del self._tasks[model]
 
     async def _load(self, route: Route) -> ServedModel:
-        folder = await self._store.metadata(route.model, route.root, route.sources)
+        folder = await self._store.metadata(
+            route.model, route.root, route.sources, paced=route.ready
+        )
         config = await asyncio.to_thread(ModelConfig.load, folder)
         context = self._context(route.model) or config.context  # as known by now
         return ServedModel(route.model, folder, context, int(time.time()))

@@ -1,6 +1,5 @@
 """What this peer's control socket answers: model files to members, everything to its own user."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from molink.wire.messages.requests import (
 )
 from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
 from molink.wire.sockets.server import Sender
+from molinkd.peer.chunks import Chunks
 from molinkd.peer.library import Library
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Service:
         self._library = library
         self._commands = commands
         self._leader = leader
+        self._chunks = Chunks()
         self.send: SendTo = lambda *_: None
 
     def permits(self, user: str, message: ControlMessage) -> bool:
@@ -145,8 +146,8 @@ class Service:
         self.send(sender.identity, reply, data)
 
     async def _read(self, sender: Sender, message: ReadRequest) -> None:
-        holding = self._library.held(message.root)
-        data = await asyncio.to_thread(holding.read, message.part, message.index)
+        chunk = await self._chunks.get(self._library.held(message.root), message)
+        data = chunk[message.begin :][: message.length] if message.length else chunk
         reply = ReadReply(ref=message.ref, payload=Payload("u8", (len(data),)))
         self.send(sender.identity, reply, data)
 

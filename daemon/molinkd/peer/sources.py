@@ -36,7 +36,11 @@ class PeerSource:
 
     async def read(self, root: str, part: str, index: int) -> bytes:
         """A chunk of one of its parts."""
-        request = ReadRequest(ref=0, root=root, part=part, index=index)
+        return await self.read_slice(root, part, index, 0, 0)
+
+    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
+        """``length`` bytes of a chunk from ``begin`` on; 0: all of it."""
+        request = ReadRequest(ref=0, root=root, part=part, index=index, begin=begin, length=length)
         reply, payload = await self._client.request(request, timeout=_READ_S)
         if not isinstance(reply, ReadReply) or payload is None:
             raise WireError(f"a {type(reply).__name__} is no part of a model")

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
 from molink.files import patiently
 from molink.swarm.copying import has_room
 from molink.swarm.fetch_plan import GroupPlan, Piece, cut
+from molink.swarm.transfer import MIN_RATE
 from molink.wire.sockets.secrets import private_folder
+from molinkd.peer.gate import together
 from molinkd.peer.hashing import Stamp, in_thread
 from molinkd.peer.library import Library, folder_name
 from molinkd.peer.progress import Progress
@@ -44,6 +46,9 @@ log = logging.getLogger(__name__)
 
 #: Requests under way to one source.
 IN_FLIGHT = 8
+#: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
+#: what the coordinator takes for too slow.
+PACED_FLOOR = 2.0 * MIN_RATE
 #: Disk space that is left free, in bytes.
 RESERVE_BYTES = 64 << 20
 #: Folders of other versions of a model that are kept, beside those that are in use.
@@ -93,8 +98,12 @@ class Store:
         for left_over in root.glob(".*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
 
-    async def metadata(self, model: str, root: str, sources: Sequence[str]) -> Path:
+    async def metadata(
+        self, model: str, root: str, sources: Sequence[str], *, paced: bool = False
+    ) -> Path:
         """A folder with at least config, tokenizer and chat template of the model with that root.
+
+        ``paced``: a pipeline serves, to which it gives way.
 
         Raises:
             MolinkError: no source could give them; says what each answered.
@@ -104,7 +113,7 @@ class Store:
                 progress = self._metadata[model] = Progress()
                 try:
                     with self.transfers.under_way(model, progress):
-                        return await self._get(model, root, sources, None, progress)
+                        return await self._get(model, root, sources, None, progress, paced)
                 finally:
                     del self._metadata[model]
 
@@ -115,8 +124,10 @@ class Store:
         layers: tuple[int, int],
         sources: Sequence[str],
         progress: Progress | None = None,
+        *,
+        paced: bool = False,
     ) -> Path:
-        """A folder with all that a stage of ``layers`` (half-open) loads.
+        """A folder with all that a stage of ``layers`` (half-open) loads; ``paced`` as above.
 
         Raises:
             MolinkError: no source could give it, or the disk is full; says what each answered.
@@ -126,7 +137,7 @@ class Store:
         with self._at_work(), self.transfers.under_way(model, progress):
             async with self._locks[model]:
                 progress.begin()
-                return await self._get(model, root, sources, layers, progress)
+                return await self._get(model, root, sources, layers, progress, paced)
 
     async def copy_group(
         self,
@@ -150,7 +161,7 @@ class Store:
         connect, reputation = self._connect, self._reputation
         async with (
             Suppliers(
-                connect, reputation, root, others, progress.comes_from, patient=True
+                connect, reputation, root, others, progress.comes_from, patient=True, paced=True
             ) as suppliers,
             new_file(path, COPY) as file,
         ):
@@ -198,6 +209,7 @@ class Store:
         sources: Sequence[str],
         layers: tuple[int, int] | None,
         progress: Progress,
+        paced: bool,
     ) -> Path:
         if not root:
             raise Unavailable(
@@ -214,7 +226,13 @@ class Store:
         others = [peer for peer in sources if peer != self._me]
         try:
             async with Suppliers(
-                self._connect, self._reputation, root, others, progress.comes_from
+                self._connect,
+                self._reputation,
+                root,
+                others,
+                progress.comes_from,
+                paced=paced,
+                floor=PACED_FLOOR,
             ) as suppliers:
                 folder = await self._from(suppliers, model, root, layers, progress)
         except Unavailable as error:
@@ -374,15 +392,4 @@ class Store:
                 progress.add(piece.length)
                 self.received += piece.length
 
-        await _all(work() for _ in range(at_once))
-
-
-async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run coroutines together; the first error ends the others and is raised as it is."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await together(work() for _ in range(at_once))

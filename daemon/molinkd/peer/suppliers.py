@@ -12,9 +12,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, Self, TypeVar
 
 from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, manifest_bytes
-from molink.errors import AlteredModel, MolinkError, Unavailable
+from molink.errors import AlteredModel, MolinkError, Unavailable, WireError
 from molink.swarm.fetch_plan import Piece
 from molink.swarm.transfer import MIN_RATE
+from molinkd.peer.gate import Gate, together
 from molinkd.peer.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ class Source(Protocol):
 
     async def read(self, root: str, part: str, index: int) -> bytes:
         """A chunk of one of its parts."""
+        ...
+
+    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
+        """``length`` bytes of a chunk from ``begin`` on."""
         ...
 
 
@@ -92,11 +97,17 @@ class Suppliers:
         on_source: Callable[[str], None] = lambda _: None,
         *,
         patient: bool = False,
+        paced: bool = False,
+        floor: float = 0.0,
     ) -> None:
         """``on_source`` is told of each that is asked.
 
         ``patient``: nobody waits for it, so no source is too slow, nor a failure a warning.
+        ``paced``: a pipeline serves, and the transfer gives way to it, but for ``floor`` bytes per
+        second.
         """
+        self._paced, self._floor = paced, floor
+        self._gate = Gate(floor)
         self._on_source = on_source
         self._patient = patient
         self._connect = connect
@@ -147,11 +158,33 @@ class Suppliers:
             keep(data)
 
         async def ask(source: Source) -> None:
-            data = await source.read(self._root, piece.part.name, piece.index)
+            if self._paced:
+                data = await self._slices(source, piece)
+            else:
+                data = await source.read(self._root, piece.part.name, piece.index)
             await asyncio.to_thread(take, data)
             self._bytes += len(data)
 
         await self._ask(ask)
+
+    async def _slices(self, source: Source, piece: Piece) -> bytes:
+        """A chunk, slice by slice, each when it is its turn."""
+        gate, data = self._gate, bytearray(piece.length)
+
+        async def get(begin: int, length: int) -> None:
+            async with gate.slice(length):
+                part = await source.read_slice(
+                    self._root, piece.part.name, piece.index, begin, length
+                )
+            if len(part) != length:
+                raise WireError(f"it sent {len(part)} of {length} bytes of a chunk")
+            data[begin : begin + length] = part
+
+        size = gate.size
+        await together(
+            get(begin, min(size, piece.length - begin)) for begin in range(0, piece.length, size)
+        )
+        return bytes(data)
 
     async def _raw_manifest(self, source: Source, progress: Progress) -> bytes:
         raw = bytearray()
@@ -197,6 +230,7 @@ class Suppliers:
                     self._note(peer, error)
                     continue
                 self._source, self._since, self._bytes = source, time.monotonic(), 0
+                self._gate = Gate(self._floor)
                 self._on_source(peer)
             return len(self._asked), self._source
 
@@ -214,7 +248,7 @@ class Suppliers:
         others = any(not self._reputation.lie(peer) for peer in self._left)
         if (
             others
-            and not self._patient
+            and not (self._patient or self._paced)
             and seconds >= TRIAL_S
             and self._bytes < SLOW_RATE * seconds
         ):

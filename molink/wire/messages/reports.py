@@ -92,6 +92,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     copied: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     #: Why this peer offers no layers for now, though its user wants it to at other times.
     paused: Text = ""
+    #: Layers of that model all of whose files do; so many ranges as there is room for.
+    held: Annotated[tuple[LayerRange, ...], msgspec.Meta(max_length=8)] = ()
     #: Files that come to this PC.
     transfers: Annotated[tuple[TransferState, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     #: Pipelines with a route as this peer knows it: its epoch, and whether it is ready.

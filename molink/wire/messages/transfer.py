@@ -25,12 +25,17 @@ class ManifestPart(Message, frozen=True, kw_only=True, tag="manifest-part"):
 
 
 class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
-    """Read chunk ``index`` of a file or tensor of the model with that root."""
+    """Read chunk ``index`` of a file or tensor of the model with that root.
+
+    With a ``length``, so many bytes of it from ``begin`` on.
+    """
 
     ref: Count
     root: Root
     part: Text
     index: Index
+    begin: Index = 0
+    length: Index = 0
 
 
 class ReadReply(Message, frozen=True, kw_only=True, tag="data"):

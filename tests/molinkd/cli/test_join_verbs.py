@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from molinkd.cli.doorbell import Doorbell
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.main import run
 from molinkd.cli.typed_lines import TypedLines
+from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
 from molinkd.peer.knock import Code
 from molinkd.peer.launch import Invitation, Knocks, Launch
@@ -241,6 +243,26 @@ def test_codes_are_typed_while_somebody_knocks() -> None:
     bell.ring(somebody=True)
     assert lines.read.wait(30)
     assert said == ["molink: no PC that waits shows 1111-1111", "pc is a member now."]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a console's keys can't be piped")
+def test_typed_lines() -> None:
+    descriptor, keyboard = os.pipe()
+    try:
+        lines = TypedLines(descriptor)
+        assert lines.next(0.0) is None
+        os.write(keyboard, b"4827-1931\n")
+        assert lines.next(30.0) == "4827-1931\n"
+        os.close(keyboard)
+        with pytest.raises(EOFError):
+            lines.next(30.0)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_demo_is_announced_to_nobody() -> None:
+    swarm = DemoSwarm(Home.find(), 2, "auto", None, lambda *_: None)
+    assert not swarm._settings(1).discovery
 
 
 def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> None:

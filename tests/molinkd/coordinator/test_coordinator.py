@@ -31,7 +31,7 @@ from molink.errors import (
 )
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
-from molink.swarm import registry
+from molink.swarm import registry, twins
 from molink.swarm.invitations import MAX_INVITATIONS
 from molink.swarm.join_rate import JoinRate, Rate
 from molink.swarm.nearby import Nearby
@@ -881,8 +881,11 @@ async def test_without_discovery_nobody_can_knock(scene: Scene) -> None:
     assert (await scene.status(owner))["knocks"] == []
 
 
-async def test_of_two_pcs_with_one_key_the_second_is_told(scene: Scene) -> None:
+async def test_of_two_pcs_with_one_key_the_second_is_told(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A state folder was copied, and both run."""
+    monkeypatch.setattr(twins, "ONCE_S", 0.0)
     owner = await scene.peer()
     first = await scene.join(await scene.token(owner))
     await scene.until(lambda: first.last(Welcome), first)

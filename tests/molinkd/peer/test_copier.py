@@ -140,8 +140,13 @@ async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
     shelf.parts.clear()
     shelf.most_at_once = 0
     pc.layers = (2, 3)
+    shelf.gate.clear()
     pc.serve(root, "a")
+    await until(lambda: shelf.parts)
+    assert pc.copier.held == ((2, 3),)
+    shelf.gate.set()
     await pc.whole()
+    assert pc.copier.held == ((0, LAYERS),)
     assert shelf.layers == [3, 1, 0]
     assert shelf.most_at_once == 1
     folder = pc.library.held(root).folder

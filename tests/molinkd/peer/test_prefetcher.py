@@ -26,7 +26,10 @@ class FakeStore:
         layers: tuple[int, int],
         sources: Sequence[str],
         progress: Progress,
+        *,
+        paced: bool,
     ) -> Path:
+        assert paced
         self.calls.append(layers)
         progress.done, progress.total = 1_000_000, 4_000_000
         self.asked.set()

@@ -18,7 +18,7 @@ class FakeStore:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def metadata(self, model: str, root: str, sources: Sequence[str]) -> Path:
+    async def metadata(self, model: str, root: str, sources: Sequence[str], *, paced: bool) -> Path:
         await self.go_on.wait()
         return Path(model)
 

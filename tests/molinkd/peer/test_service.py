@@ -1,5 +1,6 @@
 """The control socket: files for members, everything else for the user of this PC alone."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,7 @@ from molink.wire.messages.requests import (
 )
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
-from molinkd.peer.library import Library
+from molinkd.peer.library import Holding, Library
 from molinkd.peer.service import AboutLeader, Service, UserCommands
 from molinkd.peer.sources import PeerSource, Sources
 from tests.support.models import write_tensors
@@ -140,6 +141,31 @@ async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
     sources = Sources(net.context, mine, book)
     async with sources.connect(me) as source:
         assert (await source.manifest(root(library), 0))[0] > 0
+
+
+async def test_slices_of_a_chunk_are_read_from_the_disk_once(
+    net: Net, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = start(net, library, "me")
+    source = PeerSource(net.client(control_codec(), net.member(), server.port))
+    made = root(library)
+    whole = await source.read(made, "t", 0)
+    reads: list[int] = []
+    read = Holding.read
+
+    def counted(self: Holding, name: str, index: int) -> bytes:
+        reads.append(index)
+        return read(self, name, index)
+
+    monkeypatch.setattr(Holding, "read", counted)
+    places = [(0, 100), (100, 1000), (len(whole) - 5, 5)]
+    got = await asyncio.gather(*(source.read_slice(made, "t", 0, *place) for place in places))
+    assert got == [whole[begin : begin + length] for begin, length in places]
+    assert reads == [0]
+    for index in range(2):
+        with pytest.raises(RequestError, match="no number 7"):
+            await source.read_slice(made, "t", 7, 0, 10)
+        assert len(reads) == 2 + index
 
 
 async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> None:

@@ -16,6 +16,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Part, manifest_bytes
 from molink.errors import BrokenModel, MolinkError, Unavailable
+from molink.swarm import pacing
 from molink.swarm.fetch_plan import group_tensors, plan_group
 from molinkd.peer import store as store_module
 from molinkd.peer import suppliers as suppliers_module
@@ -597,3 +598,38 @@ def test_what_a_quantized_weight_takes_is_bounded() -> None:
         plan_group("layer-0000", {name: (64, 64)}, quantized_parts(1 << 30), "nf4")
     with pytest.raises(MolinkError, match="up_proj"):
         plan_group("layer-0000", {name: (32, 64)}, quantized_parts(90), "nf4")
+
+
+class SlicedSource(FakeSource):
+    """Knows in which slices it was read; sends less than it should if it is ``short``."""
+
+    def __init__(self, library: Library, *, short: bool = False) -> None:
+        super().__init__(library)
+        self.slices: list[int] = []
+        self.short = short
+
+    async def read_slice(self, root: str, part: str, index: int, begin: int, length: int) -> bytes:
+        self.slices.append(length)
+        data = await super().read_slice(root, part, index, begin, length)
+        return data[1:] if self.short else data
+
+
+async def test_a_paced_stage_comes_slice_by_slice(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "SLICE", 1000)
+    monkeypatch.setattr(pacing, "MAX_SLICE", 1000)
+    sliced = SlicedSource(source.library)
+    short = SlicedSource(source.library, short=True)
+    case = Case(tmp_path / "store", {"a": short, "b": sliced})
+    folder = await case.store.stage("m", case.root, (1, 3), ["a", "b"], paced=True)
+    ModelFolder.open(folder, (1, 3))
+    assert short.slices
+    assert case.connected == ["a", "b"]
+    assert case.liars == {}
+    assert max(sliced.slices) == 1000
+    assert len(sliced.slices) > 20
+    # Other stages, and those that nothing serves meanwhile, come as fast as they can.
+    sliced.slices.clear()
+    await case.store.stage("m", case.root, (0, 1), ["b"])
+    assert sliced.slices == []

@@ -1,0 +1,110 @@
+"""``molink plan --live``: the ring that serves, by what was measured of its stages and links."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from molink.errors import Unavailable
+from molink.plaintext import printable
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStage:
+    """One stage: ``step_s`` of one decode row, and ``link_s`` until its row is at the next one.
+
+    ``measured`` is whether anything is known of that link; else it is assumed.
+    """
+
+    peer: str
+    device: str
+    layers: tuple[int, int]
+    step_s: float
+    link_s: float
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlan:
+    """The ring in its order; ``turn_s`` is the least time per token, ``spares`` with the reason."""
+
+    model: str
+    objective: str
+    stages: tuple[LiveStage, ...]
+    turn_s: float
+    bottleneck: str
+    spares: dict[str, str]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values to be dumped."""
+        return asdict(self)
+
+
+def explain(status: dict[str, Any]) -> LivePlan:
+    """The plan of a swarm, by ``molink status --json``.
+
+    Raises:
+        Unavailable: it has no ring; says why.
+    """
+    pipelines = [one for one in status["pipelines"] if one.get("ready") and one["stages"]]
+    if not pipelines:
+        reasons = [one.get("reason", "") for one in status["pipelines"]]
+        why = next((reason for reason in reasons if reason), status.get("trouble", ""))
+        raise Unavailable(f"no ring is ready: {why or 'nothing is served'}")
+    names = {peer["id"]: printable(peer["name"]) for peer in status["peers"]}
+    stages = tuple(
+        LiveStage(
+            peer=names.get(one["peer"], one["peer"]),
+            device=printable(one["device"]),
+            layers=(one["layers"][0], one["layers"][1]),
+            step_s=one["decode_s"],
+            link_s=one.get("link_s", 0.0),
+            measured=one.get("link_measured", False),
+        )
+        for one in pipelines[0]["stages"]
+    )
+    used = {one["peer"] for one in pipelines[0]["stages"]}
+    spares = {
+        names[peer["id"]]: printable(peer.get("reason", ""))
+        for peer in status["peers"]
+        if peer["state"] == "here" and peer["id"] not in used
+    }
+    turn = sum(one.step_s + one.link_s for one in stages)
+    objective = status.get("objective", "latency")
+    return LivePlan(status["model"], objective, stages, turn, _bottleneck(stages), spares)
+
+
+def show(plan: LivePlan) -> None:
+    """For a person."""
+    console = Console(highlight=False)
+    console.print(f"{printable(plan.model)}, placed for {plan.objective}", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("stage", "PC", "device", "layers", "step", "link to next"):
+        table.add_column(column)
+    for index, one in enumerate(plan.stages):
+        link = f"{1e3 * one.link_s:.1f} ms{'' if one.measured else ' (assumed)'}"
+        first, last = one.layers
+        step = f"{1e3 * one.step_s:.1f} ms" if one.step_s else "not measured"
+        row = (str(index), one.peer, one.device, f"{first}:{last}", step, link)
+        table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
+    console.print(table)
+    console.print(f"Least time per token of this ring: {1e3 * plan.turn_s:.1f} ms")
+    console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
+    for name, why in plan.spares.items():
+        console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
+
+
+def _bottleneck(stages: tuple[LiveStage, ...]) -> str:
+    steps, links = sum(one.step_s for one in stages), sum(one.link_s for one in stages)
+    total = steps + links
+    if not total:
+        return "nothing is measured yet"
+    if links > steps:
+        worst = max(stages, key=lambda one: one.link_s)
+        after = stages[(stages.index(worst) + 1) % len(stages)]
+        what = f"the links, most of all from {worst.peer} to {after.peer}"
+        return f"{what}: {100 * links / total:.0f} % of the time per token"
+    slowest = max(stages, key=lambda one: one.step_s)
+    what = f"computing, most of all on {slowest.peer}"
+    return f"{what}: {100 * steps / total:.0f} % of the time per token"

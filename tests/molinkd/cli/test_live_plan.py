@@ -1,0 +1,56 @@
+"""``molink plan --live``: what it makes of a status."""
+
+from typing import Any
+
+import pytest
+
+from molink.errors import Unavailable
+from molinkd.cli.live_plan import explain, show
+from molinkd.cli.main import run
+
+
+def stage(peer: str, step_s: float, link_s: float, *, measured: bool = True) -> dict[str, Any]:
+    found = {"peer": peer, "layers": [0, 3], "device": "cpu: CPU", "decode_s": step_s}
+    return {**found, "link_s": link_s, "link_measured": measured}
+
+
+def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    pipeline = {"ready": True, "stages": list(stages), "reason": ""}
+    peers = [
+        {"id": peer, "name": peer.upper(), "state": state, "reason": "a spare" * (peer == "c")}
+        for peer, state in (("a", "here"), ("b", "here"), ("c", "here"), ("d", "away"))
+    ]
+    return {"model": "toy", "peers": peers, "pipelines": [pipeline], "trouble": "", **more}
+
+
+def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = explain(status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False)))
+    assert plan.turn_s == pytest.approx(0.065)
+    assert plan.bottleneck == "the links, most of all from A to B: 77 % of the time per token"
+    assert plan.spares == {"C": "a spare"}
+    assert plan.as_json()["stages"][1]["measured"] is False
+    show(plan)
+    shown = capsys.readouterr().out
+    for text in ("30.0 ms", "20.0 ms (assumed)", "65.0 ms", "No stage: C (a spare)"):
+        assert text in shown
+
+
+def test_one_stage_is_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = explain(status(stage("a", 0.010, 0.0)))
+    assert plan.bottleneck == "computing, most of all on A: 100 % of the time per token"
+    show(plan)
+    assert "assumed" not in capsys.readouterr().out
+    assert explain(status(stage("a", 0.0, 0.0))).bottleneck == "nothing is measured yet"
+
+
+def test_no_ring() -> None:
+    waiting = {"ready": False, "stages": [], "reason": "waiting for peers"}
+    with pytest.raises(Unavailable, match="no ring is ready: waiting for peers"):
+        explain(status(pipelines=[waiting]))
+    with pytest.raises(Unavailable, match="nothing is served"):
+        explain(status(pipelines=[]))
+
+
+def test_no_daemon(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--live", "--home", str(tmp_path)]) == Unavailable.exit_code
+    assert "molink" in capsys.readouterr().err

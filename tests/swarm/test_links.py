@@ -1,0 +1,34 @@
+from molink.swarm.links import ASSUMED_LATENCY, ASSUMED_RATE, Links
+
+
+def test_what_one_direction_lacks_the_other_one_tells() -> None:
+    links = Links()
+    assert links.between("a", "b") == (ASSUMED_LATENCY, ASSUMED_RATE)
+    links.measured("a", "b", 0.02, None)
+    assert links.between("a", "b") == links.between("b", "a") == (0.02, ASSUMED_RATE)
+    links.measured("b", "a", 0.03, 2e6)
+    assert links.between("a", "b") == (0.02, 2e6)
+    assert links.between("b", "a") == (0.03, 2e6)
+    links.measured("b", "a", None, 3e6)
+    assert links.between("b", "a") == (0.03, 3e6)
+    links.forget("b")
+    assert links.between("b", "a") == (ASSUMED_LATENCY, ASSUMED_RATE)
+
+
+def test_jitter_is_no_news() -> None:
+    links = Links()
+    links.measured("a", "b", 0.002, None)
+    assert not links.news
+    links.measured("a", "b", 0.020, None)
+    assert links.news
+    links.placed()
+    assert not links.news
+    for latency, rate, news in [
+        (0.023, None, False),
+        (0.017, None, False),
+        (0.028, None, True),
+        (0.020, 11e6, False),
+        (0.020, 20e6, True),
+    ]:
+        links.measured("a", "b", latency, rate)
+        assert links.news == news
