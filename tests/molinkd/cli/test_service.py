@@ -43,6 +43,7 @@ def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     text = (tmp_path / "systemd" / "user" / "molink.service").read_text(encoding="utf-8")
     assert '"/opt/my python" "-m" "molinkd"' in text
     assert '"/home/a b/50%%$$x"' in text  # `%` and `$` mean something to systemd
+    assert "Restart=on-failure" in text
     assert "${" not in text
     verbs = [command[2] for command in system.told]
     assert verbs == ["daemon-reload", "enable", "restart"]
@@ -78,6 +79,7 @@ def test_a_task_holds_its_command() -> None:
     assert texts["Arguments"] == r'-m molinkd "D:\a & b"'
     assert texts["UserId"] == r"PC\<me>"
     assert texts["ExecutionTimeLimit"] == "PT0S"  # it may run for ever
+    assert texts["Count"] == "999"  # it is started again after a failure
     assert texts["LogonType"] == "InteractiveToken"
 
 
