@@ -18,13 +18,19 @@ class Links:
         self._measured: dict[tuple[str, str], LinkFacts] = {}
         #: As they were when a model was last placed.
         self._seen: dict[tuple[str, str], LinkFacts] = {}
+        #: Whether something was so different from that meanwhile that it may matter.
+        self.news = False
 
     def measured(self, by: str, to: str, latency: float | None, rate: float | None) -> None:
         """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
+        if latency is None and rate is None:
+            return
         old = self._measured.get((by, to), LinkFacts())
-        self._measured[by, to] = LinkFacts(
+        new = self._measured[by, to] = LinkFacts(
             old.latency if latency is None else latency, old.rate if rate is None else rate
         )
+        if _differ(new, self._seen.get((by, to), LinkFacts())):
+            self.news = True
 
     def forget(self, peer: str) -> None:
         """The peer is gone: it may come back elsewhere."""
@@ -49,13 +55,7 @@ class Links:
     def placed(self) -> None:
         """A model is being placed by what is known now."""
         self._seen = dict(self._measured)
-
-    @property
-    def news(self) -> bool:
-        """Whether something differs so much from what the last placement saw that it may matter."""
-        return any(
-            _differ(now, self._seen.get(pair, LinkFacts())) for pair, now in self._measured.items()
-        )
+        self.news = False
 
 
 def _differ(new: LinkFacts, old: LinkFacts) -> bool:

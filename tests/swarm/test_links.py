@@ -26,9 +26,15 @@ def test_jitter_is_no_news() -> None:
     for latency, rate, news in [
         (0.023, None, False),
         (0.017, None, False),
-        (0.028, None, True),
         (0.020, 11e6, False),
-        (0.020, 20e6, True),
+        (0.028, None, True),
+        (0.028, 20e6, True),
     ]:
         links.measured("a", "b", latency, rate)
         assert links.news == news
+        if news:
+            links.placed()
+    assert not links.news
+    assert links.known("b", "a")
+    links.measured("a", "c", None, None)
+    assert not links.known("a", "c")

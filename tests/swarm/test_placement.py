@@ -1,4 +1,5 @@
 import itertools
+import math
 import re
 from dataclasses import replace
 
@@ -321,7 +322,7 @@ stages = st.one_of(
 swarms = st.lists(
     st.tuples(
         st.integers(0, 30),
-        st.sampled_from([0.0, 1.0, 3.0, 7.5]),
+        st.sampled_from([0.0, 1.0, 3.0, 7.5, 1e-320, math.inf, math.nan]),
         stages,
         st.booleans(),
         st.booleans(),

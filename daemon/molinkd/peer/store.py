@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 8
 #: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
 #: what the coordinator takes for too slow.
-PACED_FLOOR = 2.0 * MIN_RATE
+PACED_FLOOR = 1.25 * MIN_RATE
 #: Disk space that is left free, in bytes.
 RESERVE_BYTES = 64 << 20
 #: Folders of other versions of a model that are kept, beside those that are in use.
