@@ -56,7 +56,7 @@ class Invitations:
         if not owner and not 0 < ttl <= _MAX_TTL_OF_OTHERS:
             raise NotAuthorized(
                 f"an invitation for more than {_MAX_TTL_OF_OTHERS // 86400} days can only be made "
-                "on the PC that runs the swarm"
+                "on the swarm's first PC"
             )
         expires = math.ceil(now + ttl) if ttl else 0
         id = f"{PREFIX}{secrets.token_hex(6)}"

@@ -27,7 +27,7 @@ def stage(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Folder, Hugging Face name or molink-demo.")
     ] = DEMO_MODEL,
-    layers: Annotated[str | None, typer.Option(help="Layers A:B.  [default: all]")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers A:B.  \\[default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[
         int, typer.Option("--threads", "-t", min=0, help="On the CPU; 0 = torch's default.")

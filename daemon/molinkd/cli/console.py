@@ -14,6 +14,7 @@ from molink.wire.messages.instructions import Knocker
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.doorbell import Doorbell
 from molinkd.cli.typed_lines import TypedLines
+from molinkd.cli.units import long_time
 from molinkd.peer.launch import (
     AnyEvent,
     Invitation,
@@ -45,14 +46,7 @@ def transfer_text(one: TransferState) -> str:
     seconds = eta(one.total - one.done, one.rate)
     if seconds is None:
         return text
-    return f"{text}, {one.rate / 1e6:.1f} MB/s, {duration(seconds)} left"
-
-
-def duration(seconds: float) -> str:
-    """``45 s``, ``12 min`` or ``3.5 h``."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return f"{text}, {one.rate / 1e6:.1f} MB/s, {long_time(seconds)} left"
 
 
 class TransferLine:

@@ -16,30 +16,32 @@ from molinkd.cli.swarm_verbs import HomeOption
 
 ModelOption = Annotated[
     str | None,
-    typer.Option(help="Folder, Hugging Face name or molink-demo.  [default: the one served last]"),
+    typer.Option(
+        help="Folder, Hugging Face name or molink-demo.  \\[default: the one served last]"
+    ),
 ]
 StageOption = Annotated[
-    str | None, typer.Option(help="Layers to hold here: auto, none or A:B.  [default: auto]")
+    str | None, typer.Option(help="Layers to hold here: auto, none or A:B.  \\[default: auto]")
 ]
 NameOption = Annotated[str | None, typer.Option(help="This PC's name in the swarm.")]
 HostOption = Annotated[
     str | None,
-    typer.Option(help="Address for other PCs to reach this one at.  [default: all interfaces]"),
+    typer.Option(help="Address for other PCs to reach this one at.  \\[default: all interfaces]"),
 ]
 AdvertiseOption = Annotated[
     str | None, typer.Option(help="Addresses to tell to others, comma separated.")
 ]
 EndpointHostOption = Annotated[
-    str | None, typer.Option(help="Address of the chat endpoint.  [default: 127.0.0.1]")
+    str | None, typer.Option(help="Address of the chat endpoint.  \\[default: 127.0.0.1]")
 ]
 EndpointPortOption = Annotated[
-    int | None, typer.Option("--endpoint-port", "--port", help="[default: 5465]")
+    int | None, typer.Option("--endpoint-port", "--port", help="\\[default: 5465]")
 ]
 CoordinatorPortOption = Annotated[
     int | None, typer.Option(help="For the coordinator while it runs here. \\[default: 5466]")
 ]
-ControlPortOption = Annotated[int | None, typer.Option(help="[default: 5467]")]
-WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  [default: 5468-5479]")]
+ControlPortOption = Annotated[int | None, typer.Option(help="\\[default: 5467]")]
+WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  \\[default: 5468-5479]")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.")]
 MemoryOption = Annotated[
     str | None,
@@ -47,16 +49,16 @@ MemoryOption = Annotated[
 ]
 QuantizeOption = Annotated[
     Quantize | None,
-    typer.Option(help="Keep the layers' weights in 8 or 4 bits.  [default: none]"),
+    typer.Option(help="Keep the layers' weights in 8 or 4 bits.  \\[default: none]"),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(help="Compute threads on the CPU.")]
 ChunkOption = Annotated[
     str | None,
-    typer.Option(help="Rows of a prefill chunk: a number, or auto, as measured.  [default: auto]"),
+    typer.Option(help="Rows of a prefill chunk: a number, or as measured.  \\[default: auto]"),
 ]
 SchedulingOption = Annotated[
     str | None,
-    typer.Option("--scheduling-policy", help="Whose turn it is among requests.  [default: fcfs]"),
+    typer.Option("--scheduling-policy", help="Whose turn it is among requests.  \\[default: fcfs]"),
 ]
 BackgroundOption = Annotated[
     bool, typer.Option("--background", help="Return once it runs; `molink down` ends it.")
@@ -83,22 +85,24 @@ def up(
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
     scheduling_policy: SchedulingOption = None,
-    dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
+    dtype: Annotated[
+        DTypeChoice | None, typer.Option(help="Compute in.  \\[default: auto]")
+    ] = None,
     quantize: QuantizeOption = None,
     min_peers: Annotated[
-        int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
+        int | None, typer.Option(help="Peers with a stage to wait for at first.  \\[default: 1]")
     ] = None,
     objective: Annotated[
         Objective | None,
         typer.Option(
             help="Place stages for one stream's time per token, or for the tokens per second of "
-            "many.  [default: latency]"
+            "many.  \\[default: latency]"
         ),
     ] = None,
     min_stages: Annotated[
         int | None,
         typer.Option(
-            help="Stages to have at least, if there are so many PCs. [default: min-peers]"
+            help="Stages to have at least, if there are so many PCs. \\[default: min-peers]"
         ),
     ] = None,
     api_key: KeyOption = None,
@@ -163,7 +167,7 @@ def demo(
     quantize: Annotated[
         Quantize, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
     ] = "none",
-    model: Annotated[str | None, typer.Option(help="[default: the bundled demo model]")] = None,
+    model: Annotated[str | None, typer.Option(help="\\[default: the bundled demo model]")] = None,
     home: HomeOption = None,
 ) -> None:
     """Run a whole swarm on this PC with the bundled model, until Ctrl-C."""
@@ -175,7 +179,7 @@ def demo(
 
 def coordinator(
     host: HostOption = None,
-    port: Annotated[int | None, typer.Option(help="[default: 5466]")] = None,
+    port: Annotated[int | None, typer.Option(help="\\[default: 5466]")] = None,
     advertise: AdvertiseOption = None,
     name: NameOption = None,
     home: HomeOption = None,

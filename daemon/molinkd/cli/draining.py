@@ -19,7 +19,10 @@ def drain(
     ] = 120.0,
     home: HomeOption = None,
 ) -> None:
-    """Hold no layers on this PC until `molink resume`: the others take them, and memory is free."""
+    """Hold no layers on this PC: the others take them, and memory is free.
+
+    It lasts until `molink resume`, or until molink is started here again.
+    """
     from molinkd.cli import local_daemon
 
     found = local_daemon.need_daemon(home)

@@ -56,8 +56,8 @@ def leave(
     if member.own and not dissolve:
         raise UsageError(
             "this PC has made the swarm, and only it can shut other PCs out. To end the swarm for "
-            "everyone, run `molink leave --dissolve`; to pause this PC, press Ctrl-C in its "
-            "terminal: the others go on."
+            "everyone, run `molink leave --dissolve`; to pause this PC, `molink down`: "
+            "the others go on."
         )
     note = read_run_file(place.run_file)
     try:

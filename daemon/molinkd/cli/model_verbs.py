@@ -44,7 +44,7 @@ T = TypeVar("T")
 def pull(
     model: ModelArgument,
     layers: Annotated[
-        str | None, typer.Option(help="Only the files that have layers A:B.  [default: all]")
+        str | None, typer.Option(help="Only the files that have layers A:B.  \\[default: all]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

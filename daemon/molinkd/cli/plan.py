@@ -30,7 +30,7 @@ def plan(
             min=1,
             max=MAX_STAGES,
             help="Stages of the ring at least; so many PCs if one device is named.  "
-            "[default: 3 PCs of one device]",
+            "\\[default: 3 PCs of one device]",
         ),
     ] = None,
     device: Annotated[

@@ -11,7 +11,7 @@ from molink.plaintext import printable
 
 HomeOption = Annotated[
     Path | None,
-    typer.Option(help="State folder.  [default: MOLINK_HOME, else the platform's own]"),
+    typer.Option(help="State folder.  \\[default: MOLINK_HOME, else the platform's own]"),
 ]
 
 
@@ -36,7 +36,7 @@ def chat(
         None
     ),
     url: Annotated[
-        str | None, typer.Option(help="Endpoint.  [default: that of the molink on this PC]")
+        str | None, typer.Option(help="Endpoint.  \\[default: that of the molink on this PC]")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first there is.")] = None,
     api_key: Annotated[
@@ -113,7 +113,7 @@ def revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
     home: HomeOption = None,
 ) -> None:
-    """Shut a peer out of the swarm for good; only on the PC that runs the swarm."""
+    """Shut a peer out of the swarm for good; only on the swarm's first PC."""
     from molinkd.cli import local_daemon
     from molinkd.cli.invitation_table import who_stays
     from molinkd.peer.home import Home
@@ -131,7 +131,7 @@ def un_revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer that was revoked.")],
     home: HomeOption = None,
 ) -> None:
-    """Let a peer that was revoked into the swarm again; only on the PC that runs the swarm."""
+    """Let a peer that was revoked into the swarm again; only on the swarm's first PC."""
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 

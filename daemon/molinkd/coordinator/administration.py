@@ -131,7 +131,7 @@ class Administration:
             raise RequestError("the swarm serves no model")
         if not self._door.records[peer].owner and served.source != peer:
             raise NotAuthorized(
-                f"only the PC that runs the swarm, or the one that brought {served.facts.name}, "
+                f"only the swarm's first PC, or the one that brought {served.facts.name}, "
                 "can have it stop"
             )
         self._state.save_desired(None)
@@ -147,8 +147,8 @@ class Administration:
             return
         if (served.source, served.facts.name) != (peer, model):
             raise NotAuthorized(
-                f"the swarm serves {served.facts.name}; only the PC that runs it can have it serve "
-                "another model (`molink up --model …` there)"
+                f"the swarm serves {served.facts.name}; only its first PC can have it serve "
+                "another model (`molink run MODEL` there)"
             )
 
     def _invite(self, peer: str, order: InviteRequest) -> Invite:
@@ -178,7 +178,7 @@ class Administration:
 
     def _check_owner(self, peer: str) -> None:
         if not self._door.records[peer].owner:
-            raise NotAuthorized("only the PC that runs the swarm may revoke")
+            raise NotAuthorized("only the swarm's first PC may revoke")
 
     def _name(self, peer: str) -> str:
         """What people call a peer that is a member, or was one."""

@@ -106,7 +106,7 @@ class Door:
         record, owner = self.invitations.get(id), self.records[by].owner
         if not owner and (record is None or record.creator != by):
             raise NotAuthorized(
-                "only the PC that runs the swarm may end an invitation that another one has made"
+                "only the swarm's first PC may end an invitation that another one has made"
             )
         if record is None:
             raise RequestError(f"there is no invitation {id}", param="target")
@@ -187,8 +187,8 @@ class Door:
         known = self.records.get(peer)
         if known is not None and known.standing == "revoked":
             raise ShutOut(
-                f"this PC was shut out of the swarm. `molink un-revoke {known.name}` on the PC "
-                "that runs the swarm lets it in again"
+                f"this PC was shut out of the swarm. `molink un-revoke {known.name}` on the "
+                "swarm's first PC lets it in again"
             )
         return peer, known
 

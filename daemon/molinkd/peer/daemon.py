@@ -287,7 +287,7 @@ class Daemon:
     def _revoked(self, swarm: str) -> None:
         self._shut_out = ShutOut(
             f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
-            "the PC that runs the swarm lets it in again, then start it with `molink join`; "
+            "the swarm's first PC lets it in again, then start it with `molink join`; "
             "`molink leave` here forgets the swarm"
         )
         self._stop.set()

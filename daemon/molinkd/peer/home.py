@@ -131,8 +131,8 @@ class HomeLock:
         """
         if not self.try_acquire():
             raise UsageError(
-                f"another molink daemon uses {self._path.parent}. See `molink status`; stop it "
-                "with Ctrl-C in its terminal, or give this one its own folder with --home."
+                f"another molink daemon uses {self._path.parent}. See `molink status`; "
+                "`molink down` ends it. Or give this one its own folder with --home."
             )
 
     def release(self) -> None:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -123,11 +124,11 @@ def _cached() -> Iterator[ModelHere]:
 
 
 def _folders(home: Home) -> Iterator[ModelHere]:
-    """Folders whose files were hashed: those that were brought from here."""
+    """Folders whose files were hashed: those that were brought from here; not the bundled one."""
     from huggingface_hub import constants
 
     seen = {path.parent for path in Hasher(home.hashes).known()}
-    others = (Path(constants.HF_HUB_CACHE), home.root)
+    others = (Path(constants.HF_HUB_CACHE), home.root, Path(str(files("molink"))))
     for folder in sorted(seen):
         if (folder / "config.json").is_file() and not any(map(folder.is_relative_to, others)):
             yield ModelHere(folder.name, "folder", folder, _size(folder))

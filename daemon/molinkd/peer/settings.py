@@ -256,8 +256,11 @@ def _parse(name: str, value: object, where: str) -> object:
             raise UsageError(f"{where}: {name}: {error}") from None
     if name in ("advertise", "allowed_hosts", "pause_times"):
         return [part.strip() for part in value.split(",") if part.strip()]
-    if name in ("chunk_tokens", "micro_batches") and value.strip().lower() == "auto":
-        return 0
+    if name in ("chunk_tokens", "micro_batches"):
+        if value.strip().lower() == "auto":
+            return 0
+        if not value.strip().isdecimal():
+            raise UsageError(f"{where}: `{name}` is a number or auto, not {value!r}")
     if name == "record" and value:
         return str(Path(value).absolute())  # workers run elsewhere
     if name == "worker_ports":

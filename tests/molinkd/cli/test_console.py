@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from molink.wire.messages.reports import TransferState
-from molinkd.cli.console import SAY_S, TransferLine, duration
+from molinkd.cli.console import SAY_S, TransferLine
 
 STATE = TransferState(model="m", done=1_000_000, total=9_000_000, rate=4_000_000, source="nas")
 TEXT = "Fetching m from nas: 1 of 9 MB, 4.0 MB/s, 2 s left"
@@ -45,7 +45,3 @@ def test_what_is_sent_drives_no_terminal() -> None:
     shown, out = line(terminal=False, times=[0.0])
     shown.show([TransferState(model="\x1b[2J", done=1, total=9)])
     assert "\x1b" not in out.getvalue()
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (3.4, 600.0, 9000.0)] == ["3 s", "10 min", "2.5 h"]

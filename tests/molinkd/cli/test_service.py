@@ -46,7 +46,7 @@ def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     assert "Restart=on-failure" in text
     assert "${" not in text
     verbs = [command[2] for command in system.told]
-    assert verbs == ["daemon-reload", "enable", "restart"]
+    assert verbs == ["daemon-reload", "daemon-reload", "enable", "restart"]
     assert service.status() == (True, "active")
 
 
@@ -127,6 +127,21 @@ def test_installing_says_what_was_done(
     assert "molink does not run." in out
     assert run(["service", "uninstall"]) == 0
     assert "gone" in capsys.readouterr().out
+
+
+def test_without_a_session_the_daemon_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = System(lambda command: "--user" in command)
+    monkeypatch.setattr(verbs, "the_service", lambda: systemd(system, tmp_path / "config"))
+    monkeypatch.setattr(verbs, "read_run_file", lambda _: object())  # a daemon runs
+    monkeypatch.setattr(verbs, "end_daemon", lambda *_: pytest.fail("it was ended"))
+    home = Home(tmp_path / "home").create()
+    Membership(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
+    assert run(["service", "install", "--home", str(home.root)]) == 1
+    told = capsys.readouterr().err
+    assert "daemon-reload` failed" in told
+    assert "molink up --background" in told
 
 
 @pytest.mark.parametrize(("own", "role"), [(True, "up"), (False, "join")])

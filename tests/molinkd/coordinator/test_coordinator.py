@@ -528,7 +528,7 @@ async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
     (shown,) = (await scene.status(owner))["revoked"]
     assert shown["id"] == guest.id
     member = await scene.join(await scene.token(owner))
-    with pytest.raises(NotAuthorized, match="only the PC that runs the swarm"):
+    with pytest.raises(NotAuthorized, match="only the swarm's first PC"):
         await member.ask(UnrevokeRequest(ref=0, target=guest.id))
     await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
     back = await scene.peer(guest.keys)
@@ -620,7 +620,7 @@ async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
     await guest.ask(serve(kit, min_peers=2))
     for peer, name in ((guest, "evil"), (other, "evil"), (other, "toy")):
         model = msgspec.structs.replace(kit.facts, name=name)
-        with pytest.raises(NotAuthorized, match="the swarm serves toy; only the PC that runs it"):
+        with pytest.raises(NotAuthorized, match="the swarm serves toy; only its first PC"):
             await peer.ask(ServeModel(ref=0, model=model))
     assert scene.state.desired().facts.name == "toy"
     new = msgspec.structs.replace(kit.facts, name="new")
@@ -637,7 +637,7 @@ async def test_the_swarm_serves_nothing_once_it_is_told_to(scene: Scene, kit: Ki
         await owner.ask(StopServing(ref=0))
     await owner.ask(serve(kit))
     await scene.until(lambda: guest.last(Route) and guest.last(Route).ready, owner, guest)
-    with pytest.raises(NotAuthorized, match="only the PC that runs the swarm, or the one"):
+    with pytest.raises(NotAuthorized, match="only the swarm's first PC, or the one"):
         await guest.ask(StopServing(ref=0))
     await owner.ask(StopServing(ref=0))
     await scene.until(lambda: guest.last(RouteGone), owner, guest)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint import hub
-from molink.checkpoint.source import DEMO_MODEL
+from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import ModelNotFound, UsageError
 from molinkd.peer.hashing import Hasher
 from molinkd.peer.home import Home
@@ -34,6 +34,11 @@ def home(tmp_path: Path) -> Home:
 
 def by_place(home: Home) -> dict[str, ModelHere]:
     return {one.where: one for one in models_here(home)}
+
+
+def test_the_bundled_model_is_no_folder_of_a_user(home: Home) -> None:
+    Library(Hasher(home.hashes)).add(DEMO_MODEL, demo_model().path)  # it was served from here
+    assert [(one.name, one.where) for one in models_here(home)] == [(DEMO_MODEL, "bundled")]
 
 
 async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:

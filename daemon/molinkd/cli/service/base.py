@@ -32,6 +32,9 @@ class ServiceStatus(NamedTuple):
 class Service(Protocol):
     """The service ``molink`` of the user who asks. All raise :class:`MolinkError`."""
 
+    def check(self) -> None:
+        """Raise if this user can have no service here; changes nothing."""
+
     def install(self, command: Sequence[str]) -> str:
         """Have ``command`` run now and after each start of the PC; returns what else to know."""
 

@@ -11,6 +11,9 @@ from molinkd.cli.service.base import Run, ServiceStatus, demand, run_command, te
 
 UNIT = "molink.service"
 _SYSTEMCTL = ("systemctl", "--user")
+_INSTEAD = (
+    "have your system run `molink up --background` or `molink join --background` at its start"
+)
 
 
 class SystemdService:
@@ -21,13 +24,18 @@ class SystemdService:
         config = environment.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         self.path = Path(config) / "systemd" / "user" / UNIT
 
+    def check(self) -> None:
+        """Whether systemd runs units of this user: without a session of its own it doesn't."""
+        if shutil.which("systemctl") is None and self._run is run_command:
+            raise MolinkError(f"there is no systemd on this PC: {_INSTEAD}")
+        try:
+            demand(self._run, [*_SYSTEMCTL, "daemon-reload"])
+        except MolinkError as error:
+            raise MolinkError(f"{error}. Log in on this PC as yourself, or {_INSTEAD}") from error
+
     def install(self, command: Sequence[str]) -> str:
         """Write, enable and start the unit; see the protocol."""
-        if shutil.which("systemctl") is None and self._run is run_command:
-            raise MolinkError(
-                "there is no systemd on this PC: have your system run `molink up --background` or "
-                "`molink join --background` at its start"
-            )
+        self.check()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = Template(template(UNIT)).substitute(COMMAND=" ".join(map(_quoted, command)))
         self.path.write_text(text, encoding="utf-8")

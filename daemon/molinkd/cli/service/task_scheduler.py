@@ -23,6 +23,9 @@ class TaskSchedulerService:
     def __init__(self, run: Run = run_command) -> None:
         self._run = run
 
+    def check(self) -> None:
+        """Each user has tasks."""
+
     def install(self, command: Sequence[str]) -> str:
         """Make and start the task; see the protocol."""
         text = describe(command, _user())

@@ -32,11 +32,13 @@ def install(home: HomeOption = None) -> None:
     """Have this PC's part in its swarm run from now on, and again when the PC was switched off."""
     place = Home.find(home)
     member = _member(place)
+    service = the_service()
+    service.check()  # before the daemon is ended for it
     note = read_run_file(place.run_file)
     if note is not None:
         end_daemon(place, note)
         print("The daemon that ran here was ended: the service goes on in its place.")
-    more = the_service().install(command(place))
+    more = service.install(command(place))
     print(printable(f"This PC's part in swarm {member.swarm} is a service now. {more}"))
 
 

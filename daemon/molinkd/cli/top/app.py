@@ -18,8 +18,8 @@ from molink.errors import MolinkError
 from molinkd.cli.top.feed import Feed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
 from molinkd.cli.top.status import Status
-from molinkd.cli.top.units import long_time
 from molinkd.cli.top.view import View, make_view, plain
+from molinkd.cli.units import long_time
 
 #: Seconds between two looks at the swarm.
 INTERVAL_S = 1.0

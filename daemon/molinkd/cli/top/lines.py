@@ -10,7 +10,6 @@ from typing import Literal
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
-from molinkd.cli.top.units import bandwidth, long_time, seconds, size
 from molinkd.cli.top.view import (
     KnockView,
     PcView,
@@ -20,6 +19,7 @@ from molinkd.cli.top.view import (
     TransferView,
     View,
 )
+from molinkd.cli.units import bandwidth, long_time, seconds, size
 
 #: In what order requests are shown.
 Order = Literal["oldest", "fastest", "longest"]
@@ -112,9 +112,9 @@ def _knocks(knocks: Sequence[KnockView], width: int) -> Iterator[Text]:
 
 def _ring(ring: RingView, width: int) -> Iterator[Text]:
     """Two lines for each stage: the stage, and its link to the next one."""
-    name, device = _shares(width - 47, 16, 44)
+    name, device = _shares(width - 48, 15, 44)
     yield Text(
-        f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'memory':>14} "
+        f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'memory':>15} "
         f"{'busy':>5} {'bubble':>6} {'step':>7}",
         _TITLE,
     )
@@ -134,7 +134,7 @@ def _stage(stage: StageView, name: int, device: int) -> Text:
     memory = f"{size(stage.used)}/{size(stage.memory)}" if stage.used else size(stage.memory)
     line = Text(f"{stage.number:>2} ")
     line.append(_cell(stage.pc, name), "bold")
-    line.append(f" {stage.layers:>6} {_cell(stage.device, device)} {memory:>14} ")
+    line.append(f" {stage.layers:>6} {_cell(stage.device, device)} {memory:>15} ")
     if stage.doing:
         line.append(stage.doing, _WARNING)
     else:

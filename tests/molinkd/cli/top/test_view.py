@@ -8,8 +8,8 @@ from rich.cells import cell_len
 from molink.errors import WireError
 from molinkd.cli.top.lines import NARROWEST, ORDERS, body_lines, frame, head_lines
 from molinkd.cli.top.status import read_status
-from molinkd.cli.top.units import bandwidth, long_time, seconds, size
 from molinkd.cli.top.view import View, make_view
+from molinkd.cli.units import bandwidth, long_time, seconds, size
 from tests.molinkd.cli.top import swarms
 from tests.molinkd.cli.top.test_screen import SWARMS
 
@@ -123,6 +123,15 @@ def test_no_line_is_wider_than_the_screen(swarm: Any, width: int) -> None:
         for line in frame(view, width, order):
             assert cell_len(line.plain) <= width
             assert line.plain.isprintable()
+
+
+def test_figures_of_usual_sizes_are_shown_whole() -> None:
+    status = swarms.ring(["alice", "bob"])
+    for one in status["peers"]:
+        one["memory"] = 12_600_000_000
+        one["workers"][0]["load"] |= {"weights": 69_300_000, "kv": 0}
+    lines = [line.plain for line in frame(view_of(status), NARROWEST)]
+    assert sum("69.3 MB/12.6 GB" in line and line.endswith(" 2.1 ms") for line in lines) == 2
 
 
 def test_hostile_texts_are_shown_as_they_are() -> None:
