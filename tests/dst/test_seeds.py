@@ -32,7 +32,7 @@ def test_a_seed_is_the_same_again() -> None:
 def test_faults_matter() -> None:
     """What the product has against them is needed."""
     counts: dict[str, int] = {}
-    for outcome in run_all(range(60)):
+    for outcome in run_all(range(100)):
         for name, count in outcome.counts.items():
             counts[name] = counts.get(name, 0) + count
     for name in ("epochs", "stale", "strangers", "duplicates", "resent", "unbound"):

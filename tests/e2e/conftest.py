@@ -1,5 +1,6 @@
 """A demo that tests share, and what drives real processes."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
 from tests.support.processes import Process, Tools, wait_for
+
+# Whoever runs the tests in the background may have them ignore Ctrl-C; what they start would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -58,18 +58,29 @@ def test_top_without_a_terminal(demo: Process, tools: type[Tools]) -> None:
     """On the PC with the coordinator, and on another one: the whole swarm at work."""
     elsewhere = demo.home.root / "demo" / "peer-2"
     client = tools.client(demo.found().endpoints[0])
-    stream = client.chat.completions.create(
-        model="molink-demo", messages=QUESTION, stream=True, **LONG
-    )
-    next(stream)
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            with client.chat.completions.create(
+                model="molink-demo", messages=QUESTION, stream=True, **LONG
+            ) as stream:
+                for _ in stream:
+                    if over.is_set():
+                        break
 
     def at_work() -> bool:
         done = tools.run_molink(elsewhere, "top", "--json")
         (ring,) = json.loads(done.stdout)["rings"]
         return bool(ring["requests"]) and all(stage["used"] for stage in ring["stages"])
 
-    tools.wait_for(at_work, demo)
-    stream.close()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        tools.wait_for(at_work, demo)
+    finally:
+        over.set()
+        asking.join()
     done = tools.run_molink(demo.home.root, "top")
     assert done.returncode == 0, done.stderr
     for text in ("demo-1", "demo-2", "demo-3", "READY", "> link to", "EVENTS", "is ready"):

@@ -6,8 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools.wan import Node, Rig, RigError, Shaper, VethPair, unavailable
@@ -214,6 +216,9 @@ def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"up\n"
     assert len(existing(owner.pid)) == 2
+    # Before that, its program is on no node yet.
+    while "sleep" not in [p.name() for p in psutil.Process(owner.pid).children(recursive=True)]:
+        time.sleep(0.01)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     remove_stale()

@@ -114,7 +114,7 @@ class FakeStore:
         self.folder = folder
         self.failures = failures
 
-    async def metadata(self, model: str, root: str, sources: object) -> Path:
+    async def metadata(self, model: str, root: str, sources: object, *, paced: bool) -> Path:
         self.failures -= 1
         if self.failures >= 0:
             raise Unavailable("not yet")
@@ -154,7 +154,7 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
 
 async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net: Net, tmp_path: Path) -> None:
     class Broken(FakeStore):
-        async def metadata(self, *_: object) -> Path:
+        async def metadata(self, *_: object, paced: bool) -> Path:
             raise RecursionError("too deep")
 
     troubles: list[str] = []
