@@ -87,25 +87,28 @@ async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def attack(number: int, data: bytes, leaves: bool, cut: int) -> None:
-        async with turns:
-            reader, writer = await asyncio.open_connection("127.0.0.1", fuzzed.port)
-            received = b""
-            try:
-                writer.write(data[:cut])
-                await asyncio.sleep(0)
-                writer.write(data[cut:])
-                if not leaves:
-                    received = await asyncio.wait_for(reader.read(), 60)
-            except ConnectionError:
-                pass
-            finally:
-                writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", fuzzed.port)
+        received = b""
+        try:
+            writer.write(data[:cut])
+            await asyncio.sleep(0)
+            writer.write(data[cut:])
+            if not leaves:
+                received = await asyncio.wait_for(reader.read(), 60)
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            pytest.fail(f"no end of the answer to {number} of seed {seed}, cut at {cut}: {data!r}")
+        finally:
+            writer.close()
+            turns.release()
         statuses = {int(status) for status in STATUS.findall(received)}
         assert max(statuses, default=0) < 500, f"{number} of seed {seed}: {data!r}\n{received!r}"
         seen.update(statuses)
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
+            await turns.acquire()  # so that they are sent while others are made
             data = random_bytes(rng)
             leaves, cut = rng.random() < 0.2, rng.randrange(len(data) + 1)
             group.create_task(attack(number, data, leaves, cut))

@@ -48,6 +48,8 @@ class Victim:
 async def victim(net: Any) -> AsyncIterator[Victim]:
     made = Victim(net)
     await made.serves()
+    # Its answer may come before the monitor says that the member is none of the strangers.
+    await net.until(lambda: made.server.counters.strangers == 0)
     before = psutil.Process().memory_info().rss
     yield made
     await made.serves()
