@@ -6,12 +6,14 @@ By data sheets (:mod:`molink.sim.roofline`) instead of measurements; nothing is 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.placement_facts import model_facts
+from molink.checkpoint.quantization import quantized_bytes
 from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_PART
-from molink.facts.model import ModelFacts, Objective
+from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.ringtimes import RingTimes
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
 from molink.sim.pipeline import CONTEXT
@@ -49,6 +51,7 @@ class Described:
         shape = load_model(name)
         weight = shape.bytes_per_parameter
         ends = int(shape.vocabulary * shape.hidden * weight)
+        merged = (int(shape.layer_parameters / shape.hidden), shape.hidden)
         facts = ModelFacts(
             name=shape.name,
             layers=shape.layers,
@@ -57,6 +60,10 @@ class Described:
             last_bytes=ends,
             kv_bytes=shape.kv_bytes,
             context=CONTEXT,
+            projection_bytes=int(shape.layer_parameters * weight),
+            int8_bytes=quantized_bytes(merged, "int8", 0),
+            nf4_bytes=quantized_bytes(merged, "nf4", 0),
+            widest=2 * shape.intermediate * shape.hidden,
             row_elements=2 * shape.intermediate + shape.hidden,
             hidden=shape.hidden,
             vocabulary=shape.vocabulary,
@@ -181,12 +188,25 @@ def plan_swarm(
     )
 
 
+def least_quantized(model: Described, devices: Sequence[str]) -> Quantize | None:
+    """What makes the weights just small enough for ``devices``; ``None`` if nothing does."""
+    mode: Quantize
+    for mode in get_args(Quantize):
+        if isinstance(_place(model, devices, LinkProfile(), Aim(), mode), Placement):
+            return mode
+    return None
+
+
 def _peers(devices: Sequence[str]) -> list[tuple[str, str]]:
     return [(f"pc{index}", device) for index, device in enumerate(devices)]
 
 
 def _place(
-    model: Described, devices: Sequence[str], link: LinkProfile, aim: Aim
+    model: Described,
+    devices: Sequence[str],
+    link: LinkProfile,
+    aim: Aim,
+    quantize: Quantize = "none",
 ) -> Placement | Unplaceable:
     peers = _peers(devices)
     links = Links()
@@ -194,7 +214,7 @@ def _place(
         for to, _ in peers:
             links.measured(by, to, link.latency, link.rate)
     candidates = [_candidate(peer, device) for peer, device in peers]
-    return place(model.facts, candidates, aim=aim, links=links)
+    return place(model.facts, candidates, quantize=quantize, aim=aim, links=links)
 
 
 def _candidate(peer: str, device: str) -> Candidate:

@@ -16,7 +16,13 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.http_fuzz import random_body, random_bytes
 
 #: Quick enough that a request which never becomes complete holds nothing up.
-QUICK = ApiSettings(header_timeout_s=0.5, body_timeout_s=0.5, keepalive_s=0.5, max_bodies=256)
+QUICK = ApiSettings(
+    header_timeout_s=0.5,
+    body_timeout_s=0.5,
+    min_body_rate=1 << 20,
+    keepalive_s=0.5,
+    max_bodies=256,
+)
 #: Connections of random bytes that are open at once.
 AT_ONCE = 64
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
@@ -98,7 +104,8 @@ async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
         except ConnectionError:
             pass
         except TimeoutError:
-            pytest.fail(f"no end of the answer to {number} of seed {seed}, cut at {cut}: {data!r}")
+            shown = f"{number} of seed {seed}, {len(data)} bytes, cut at {cut}"
+            pytest.fail(f"no end of the answer to {shown}: {data[:2000]!r}")
         finally:
             writer.close()
             turns.release()

@@ -1,0 +1,67 @@
+"""The table of docs/guide.md: which model fits which PCs, and how fast one stream would be.
+
+By data sheets (``configs/devices``) and the product's own placement; nothing is measured. To print
+it: ``python -m tools.fit_table``.
+"""
+
+from molink.errors import UsageError
+from molink.sim.profiles import LinkProfile
+from molink.sim.swarm_plan import Described, least_quantized, plan_swarm
+from molink.swarm.placement import Aim
+
+#: PCs, a device each.
+SWARMS = (
+    ("rtx4060",),
+    ("rtx3060",),
+    ("rtx4060", "rtx3060"),
+    ("rtx3060", "rtx3060"),
+    ("rtx3090",),
+    ("rtx3060", "rtx3090"),
+    ("rtx3090", "rtx3090"),
+    ("rtx3060", "rtx3060", "rtx3060", "rtx3060"),
+    ("rtx3090", "rtx3090", "rtx3090", "rtx4090"),
+    ("rtx5090", "rtx5090", "rtx4090"),
+)
+MODELS = ("qwen-7b", "llama-3-8b", "llama-2-13b", "qwen2.5-32b")
+#: Each link, in Mbps and ms one way.
+LINKS = (LinkProfile(1000, 1), LinkProfile(100, 10))
+
+
+def cell(devices: tuple[str, ...], model: str) -> str:
+    """Tokens a second of one stream on each of ``LINKS``, or how it fits at all."""
+    described, figures = Described.named(model), []
+    for link in LINKS:
+        try:
+            planned = plan_swarm(
+                described,
+                devices,
+                link,
+                Aim("latency", 1),
+                streams=1,
+                prompt_tokens=512,
+                output_tokens=32,
+            )
+        except UsageError:
+            mode = least_quantized(described, devices)
+            return f"with {mode}" if mode else "-"
+        figures.append(f"{1 / planned.forecast.tpot_s:.0f}")
+        room = min(stage.kv_tokens for stage in planned.stages)
+    return f"{' / '.join(figures)} ({room // 1000 or '< 1'}k)"
+
+
+def named(devices: tuple[str, ...]) -> str:
+    """``2 x rtx3060``, and so on."""
+    return ", ".join(f"{devices.count(one)} x {one}" for one in dict.fromkeys(devices))
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    print(f"| PCs | {' | '.join(MODELS)} |")
+    print(f"|---|{'---|' * len(MODELS)}")
+    for devices in SWARMS:
+        cells = " | ".join(cell(devices, model) for model in MODELS)
+        print(f"| {named(devices)} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()
