@@ -1,0 +1,22 @@
+"""What the guide's table says of PCs and models."""
+
+from pathlib import Path
+
+from molink.sim.swarm_plan import Described, least_quantized
+from tools import fit_table
+
+
+def test_weights_shrink_as_far_as_they_must() -> None:
+    model = Described.named("llama-3-8b")
+    assert least_quantized(model, ["rtx3090"]) == "none"
+    assert least_quantized(model, ["rtx3060"]) == "int8"
+    assert least_quantized(Described.named("llama-2-13b"), ["rtx3060"]) == "nf4"
+    assert least_quantized(model, ["rtx4060"]) is None
+
+
+def test_the_guide_has_the_table() -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
+    text = guide.read_text(encoding="utf-8")
+    devices = ("rtx3060", "rtx3060")
+    cells = [fit_table.cell(devices, model) for model in fit_table.MODELS]
+    assert f"| {fit_table.named(devices)} | {' | '.join(cells)} |" in text
