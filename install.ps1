@@ -6,7 +6,6 @@ $ProgressPreference = 'SilentlyContinue'
 
 $Torch = '2.13.0'
 # The default index has CPU builds for Windows; CUDA builds are in PyTorch's own.
-$CudaIndex = 'https://download.pytorch.org/whl/cu130'
 $CpuIndex = 'https://download.pytorch.org/whl/cpu'
 # Free disk space in MB that an installation takes with each build of torch, downloads included.
 $NeedCpu = 3000
@@ -210,7 +209,10 @@ function Install-Torch([string] $Flavour) {
     if ($have -like "$Torch*" -and ($Flavour -eq 'cpu' -or $have -like '*+cu*')) { return }
     Say "Installing torch $Torch ($Flavour build); this is the large one"
     $index = $CpuIndex
-    if ($Flavour -eq 'cuda') { $index = $CudaIndex }
+    if ($Flavour -eq 'cuda') {
+        $index = Invoke-Python @('requirements\cuda_index.py')
+        if ($LASTEXITCODE -ne 0) { exit 1 }
+    }
     $reach = 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5).close()'
     if ($null -ne (Get-Output @($VenvPython) @('-c', $reach, "$index/torch/"))) {
         # --force-reinstall, since a CPU build has the same version as a CUDA build.

@@ -182,8 +182,15 @@ install_torch() {
   esac
   say "Installing torch $TORCH ($flavour build); this is the large one"
   if [ "$flavour" = cuda ]; then
+    local index
+    index=$(.venv/bin/python requirements/cuda_index.py) || exit 1
     # A CPU build has the same version, so it would be kept.
     [ -z "$(installed_torch)" ] || source=(--force-reinstall)
+    if [ "${index##*/}" != cu130 ]; then
+      echo "The NVIDIA driver is an older one: taking the build of $index"
+      pip_install "installing torch" ${source[@]+"${source[@]}"} --index-url "$index" "torch==$TORCH"
+      return
+    fi
     pip_install "installing torch" ${source[@]+"${source[@]}"} --require-hashes --no-deps \
       -r requirements/torch.txt
     return
