@@ -1,0 +1,242 @@
+"""How soon a swarm of many daemons forms, and what its control plane costs then.
+
+    python -m tools.swarm_bench [--peers 10,25,50] [--seconds 20] [--in-each 10] [--repeats 3]
+
+All daemons run on this PC, ``--in-each`` of them in a process, with homes, keys, sockets and
+endpoints of their own; the first one's coordinator is a process as ever. The stages are emulated
+(:mod:`tools.emulation`): as many as the bundled model has layers; all other PCs are spares.
+
+All have joined before. *Formed* is from the order to start until the last daemon says that the
+model is ready. Then nothing is asked: what the processes compute and what goes over loopback is the
+control plane alone, so nothing else may use loopback meanwhile.
+"""
+
+import argparse
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Invitation, Launch, Listening, ModelReady
+from molinkd.peer.settings import Settings
+from tools.emulation.model import Emulation
+from tools.swarm_bench.host import Order, Said
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "Loopback Pseudo-Interface 1"
+_START_S = 300.0
+
+
+class HostProcess:
+    """A process with several daemons."""
+
+    def __init__(self, emulation: Path, said: "queue.Queue[Said]") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.swarm_bench.host", str(emulation)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._said = said
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._said.put(msgspec.json.decode(line, type=Said))
+
+    def start(self, launches: list[Launch]) -> None:
+        """Start a daemon for each."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(Order(tuple(launches))) + b"\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        """End all of them."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one swarm: seconds, and what each peer costs in a quiet second."""
+
+    peers: int
+    formed_s: float
+    cpu_ms: float
+    coordinator_ms: float
+    kilobytes: float
+
+
+class Bench:
+    """Swarms in a folder of their own."""
+
+    def __init__(self, folder: Path, in_each: int) -> None:
+        self._folder, self._in_each = folder, in_each
+        self._said: queue.Queue[Said] = queue.Queue()
+        rows = folder / "rows.bin"
+        rows.write_bytes(os.urandom(64 * Emulation(activations="").row_bytes))
+        self._emulation = folder / "emulation.json"
+        made = Emulation(activations=str(rows), stages=16)
+        self._emulation.write_bytes(msgspec.json.encode(made))
+
+    def run(self, peers: int, seconds: float) -> Measured:
+        """Have ``peers`` PCs join, end all, start all again, and look at them for a while."""
+        homes = [self._folder / f"{peers}" / f"pc{number}" for number in range(peers)]
+        self._join(homes)
+        with ExitStack() as stack:
+            hosts = list(self._hosts(len(homes), stack))
+            time.sleep(5)  # imports are no part of it
+            began = time.monotonic()
+            for host, mine in zip(hosts, self._shares(homes), strict=True):
+                host.start([self._launch(home, homes) for home in mine])
+            formed = self._until_ready(homes) - began
+            time.sleep(5)
+            return self._look(hosts, peers, formed, seconds)
+
+    def _look(
+        self, hosts: list[HostProcess], peers: int, formed: float, seconds: float
+    ) -> Measured:
+        daemons = [psutil.Process(host.process.pid) for host in hosts]
+        (coordinator,) = (
+            child
+            for child in daemons[0].children()
+            if "molinkd.coordinator" in " ".join(child.cmdline())
+        )
+        before = _cpu(daemons), _cpu([coordinator]), _loopback()
+        time.sleep(seconds)
+        after = _cpu(daemons), _cpu([coordinator]), _loopback()
+        cpu, central, carried = (b - a for a, b in zip(before, after, strict=True))
+        return Measured(
+            peers=peers,
+            formed_s=formed,
+            cpu_ms=1e3 * cpu / seconds / peers,
+            coordinator_ms=1e3 * central / seconds / peers,
+            kilobytes=carried / 1e3 / seconds / peers,
+        )
+
+    def _join(self, homes: list[Path]) -> None:
+        """Make all members, of a swarm that is stopped again; tokens let few in at once."""
+        with ExitStack() as stack:
+            hosts = list(self._hosts(len(homes), stack))
+            hosts[0].start([self._launch(homes[0], homes)])
+            token = ""
+            while not token:
+                event = self._said.get(timeout=_START_S).event
+                token = event.token if isinstance(event, Invitation) else ""
+            shares = list(self._shares(homes))
+            for number, home in enumerate(homes[1:], 1):
+                Home(home).create()
+                shutil.copy(Home(homes[0]).device, Home(home).device)
+                host = next(index for index, share in enumerate(shares) if home in share)
+                hosts[host].start([self._launch(home, homes, token)])
+                self._until_listening(home)
+                time.sleep(0.5 if number > 8 else 0.0)
+            self._until_ready(homes)
+
+    def _hosts(self, peers: int, stack: ExitStack) -> Iterator[HostProcess]:
+        for _ in range(-(-peers // self._in_each)):
+            host = HostProcess(self._emulation, self._said)
+            stack.callback(host.end)
+            yield host
+
+    def _shares(self, homes: list[Path]) -> Iterator[list[Path]]:
+        for first in range(0, len(homes), self._in_each):
+            yield homes[first : first + self._in_each]
+
+    def _launch(self, home: Path, homes: list[Path], token: str | None = None) -> Launch:
+        first = home == homes[0]
+        settings = Settings(
+            name=home.name,
+            host="127.0.0.1",
+            endpoint_port=0,
+            coordinator_port=0,
+            control_port=0,
+            worker_ports=(0, 0),
+            discovery=False,
+            spare_worker=False,
+            copies=False,
+            keep_awake=False,
+            stages_here=min(64, len(homes)),
+            device="cpu",
+            min_peers=len(homes),
+            min_stages=16,
+            token_uses=255,
+            log_level="warning",
+        )
+        role = "up" if first else "join"
+        return Launch(home=str(home), settings=settings, role=role, token=token)
+
+    def _until_listening(self, home: Path) -> None:
+        while True:
+            said = self._said.get(timeout=_START_S)
+            if said.home == str(home) and isinstance(said.event, Listening):
+                return
+
+    def _until_ready(self, homes: list[Path]) -> float:
+        """When the last daemon had the model ready."""
+        ready: dict[str, float] = {}
+        while len(ready) < len(homes):
+            said = self._said.get(timeout=_START_S)
+            if isinstance(said.event, ModelReady):
+                if said.event.ready:
+                    ready[said.home] = said.at
+                else:
+                    ready.pop(said.home, None)
+        return max(ready.values())
+
+
+def _cpu(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def _loopback() -> int:
+    return int(psutil.net_io_counters(pernic=True)[_LOOPBACK].bytes_sent)
+
+
+def main() -> None:
+    """Measure, and print a table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", default="10,25,50")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--in-each", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    print(
+        "| daemons | formed in, s | CPU of each, ms/s | coordinator, ms/s for each | kB/s of each |"
+    )
+    print("|---:|---:|---:|---:|---:|")
+    for peers in map(int, options.peers.split(",")):
+        found = []
+        for _ in range(options.repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                bench = Bench(Path(folder), options.in_each)
+                found.append(bench.run(peers, options.seconds))
+        formed = [one.formed_s for one in found]
+        print(
+            f"| {peers} | {statistics.median(formed):.1f} ({min(formed):.1f}–{max(formed):.1f})"
+            f" | {statistics.median(one.cpu_ms for one in found):.1f}"
+            f" | {statistics.median(one.coordinator_ms for one in found):.2f}"
+            f" | {statistics.median(one.kilobytes for one in found):.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""``python -m tools.swarm_bench.host EMULATION``: several daemons in one process.
+
+It starts those of each :class:`Order` on its standard input, prints each of their events as
+:class:`Said`, and ends all at the end of its input. Their stages are emulated: real processes and
+sockets that compute nothing.
+"""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from functools import partial
+
+import msgspec
+
+from molink.errors import MolinkError
+from molink.wire.sockets.loop import EventLoop
+from molinkd.descriptors import raise_descriptor_limit
+from molinkd.peer import assignments
+from molinkd.peer.daemon import Daemon
+from molinkd.peer.launch import AnyEvent, Launch
+from molinkd.peer.supervisor import Supervisor
+
+_PRINTING = threading.Lock()
+
+
+class Order(msgspec.Struct, frozen=True):
+    """The daemons to start now."""
+
+    launches: tuple[Launch, ...]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """An event of the daemon with that state folder; ``at`` is this PC's monotonic clock."""
+
+    home: str
+    at: float
+    event: AnyEvent
+
+
+def _say(home: str, event: AnyEvent) -> None:
+    line = msgspec.json.encode(Said(home, time.monotonic(), event))
+    with _PRINTING:
+        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
+
+
+async def _run_one(daemon: Daemon, home: str) -> None:
+    try:
+        await daemon.run()
+    except MolinkError as error:
+        print(f"{home}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+async def _run() -> None:
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lines.put_nowait, b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    daemons: list[Daemon] = []
+    async with asyncio.TaskGroup() as group:
+        while line := await lines.get():
+            for launch in msgspec.json.decode(line, type=Order).launches:
+                daemon = Daemon(launch, partial(_say, launch.home))
+                daemons.append(daemon)
+                group.create_task(_run_one(daemon, launch.home))
+        for daemon in daemons:
+            daemon.stop()
+
+
+def main() -> None:
+    """Run the daemons that are asked for."""
+    raise_descriptor_limit()
+    worker = (sys.executable, "-m", "tools.emulation.worker", sys.argv[1])
+    assignments.Supervisor = partial(Supervisor, command=worker)  # type: ignore[assignment, misc]
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        runner.run(_run())
+
+
+if __name__ == "__main__":
+    main()
