@@ -16,7 +16,7 @@ from molinkd.cli.top.feed import Feed
 async def picture(size: tuple[int, int]) -> str:
     """The screen as SVG."""
     feed = Feed(None)
-    app = TopApp(feed.ask)
+    app = TopApp(feed.ask, feed.tell)
     try:
         async with app.run_test(size=size) as pilot:
             await app.look()

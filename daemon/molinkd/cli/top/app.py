@@ -10,11 +10,13 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.events import Resize
+from textual.events import Key, Resize
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
 from molink.errors import MolinkError
+from molink.wire.messages.control import ControlMessage
+from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest
 from molinkd.cli.top.feed import Feed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
 from molinkd.cli.top.status import Status
@@ -26,14 +28,20 @@ INTERVAL_S = 1.0
 
 #: Asks for the status, and whether it is that of a demo; raises ``MolinkError``.
 Ask = Callable[[], Awaitable[tuple[Status, bool]]]
+#: Has the daemon here do what its user wants; raises ``MolinkError``.
+Tell = Callable[[ControlMessage], Awaitable[ControlMessage]]
 
-_KEYS_LINE = "? help   q quit   p pause   s sort   up/down PgUp/PgDn Home/End scroll"
+_KEYS_LINE = "? help  q quit  p pause  s sort  a approve  d drain  up/down PgUp/PgDn scroll"
+#: How long what came of a command is shown, in seconds.
+_SAID_S = 8.0
 _HELP = """\
 Keys
   ?  h         this help; any key closes it
   q  Ctrl-C    quit; the swarm goes on
   p  Space     pause and go on
   s            order of requests: oldest, fastest, longest first
+  a            let a PC in that waits to join, or send it away
+  d            have this PC hold no layers, or hold some again
   up down PgUp PgDn Home End    scroll
 
 Ring
@@ -65,6 +73,71 @@ class Help(ModalScreen[None]):
         self.dismiss()
 
 
+class Approval(ModalScreen[JudgeRequest | None]):
+    """Takes the code of a PC that waits; it has to be typed, so that it is compared."""
+
+    CSS = """
+    Approval { align: center middle; }
+    Approval > VerticalScroll { width: 60; max-width: 100%; height: 6; border: ascii; }
+    Approval Input { border: none; height: 1; padding: 0; margin-top: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "close", priority=True),
+        Binding("ctrl+r", "refuse", priority=True),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """What to type, and where."""
+        text = (
+            "Type the code that the joining PC itself shows.\n"
+            "Enter lets it in, Ctrl-R sends it away, Esc does nothing."
+        )
+        with VerticalScroll(can_focus=False):
+            yield Static(Text(text))
+            yield Input(max_length=64)
+
+    def on_input_submitted(self) -> None:
+        """Let it in."""
+        self._decide(refuse=False)
+
+    def action_refuse(self) -> None:
+        """Send it away."""
+        self._decide(refuse=True)
+
+    def action_close(self) -> None:
+        """Do nothing."""
+        self.dismiss(None)
+
+    def _decide(self, *, refuse: bool) -> None:
+        code = self.query_one(Input).value.strip()
+        if code:
+            self.dismiss(JudgeRequest(ref=0, code=code, refuse=refuse))
+
+
+class Draining(ModalScreen[DrainRequest | None]):
+    """Asks which of the two is meant."""
+
+    CSS = """
+    Draining { align: center middle; }
+    Draining > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
+    """
+
+    def compose(self) -> ComposeResult:
+        """The choice."""
+        text = (
+            "d  this PC holds no layers: the others take them\n"
+            "r  this PC offers to hold layers again\n"
+            "Any other key does nothing."
+        )
+        yield Static(Text(text))
+
+    def on_key(self, event: Key) -> None:
+        """Any key ends it."""
+        wanted = {"d": True, "r": False}.get(event.key)
+        event.stop()
+        self.dismiss(None if wanted is None else DrainRequest(ref=0, drain=wanted))
+
+
 class TopApp(App[None]):
     """The swarm on one screen."""
 
@@ -79,26 +152,32 @@ class TopApp(App[None]):
         Binding("p,space", "pause"),
         Binding("s", "sort"),
         Binding("question_mark,h,f1", "help"),
+        Binding("a", "approve"),
+        Binding("d", "drain"),
     ]
 
     def __init__(
         self,
         ask: Ask,
+        tell: Tell,
         first: View | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval: float = INTERVAL_S,
     ) -> None:
         """``ask`` is called every ``interval`` seconds; ``clock`` is in seconds, too.
 
-        ``first`` is shown until there is an answer.
+        ``tell`` is called for what the user wants of the daemon. ``first`` is shown until there is
+        an answer.
         """
         super().__init__(ansi_color=True)
-        self._ask, self._clock, self._interval = ask, clock, interval
+        self._ask, self._tell, self._clock, self._interval = ask, tell, clock, interval
         self._view = first
         self._order = ORDERS[0]
         self._paused = False
         #: Why there is no answer, and since when; empty while there is one.
         self._failure, self._since = "", 0.0
+        #: What came of the last command, and when.
+        self._said, self._said_at = "", 0.0
         self._parts = {name: Static(id=name) for name in ("head", "all", "keys")}
         self._shown: dict[str, list[Text]] = {}
 
@@ -160,7 +239,8 @@ class TopApp(App[None]):
             line.truncate(width, overflow="crop")
         self._put("head", head)
         self._put("all", body)
-        self._put("keys", [Text(_KEYS_LINE, "bold", overflow="crop", no_wrap=True)])
+        said = self._said if self._clock() - self._said_at < _SAID_S else ""
+        self._put("keys", [Text(said or _KEYS_LINE, "bold", overflow="crop", no_wrap=True)])
 
     def _put(self, where: str, lines: list[Text]) -> None:
         """Only what is new is drawn: a quiet swarm costs nothing."""
@@ -182,12 +262,44 @@ class TopApp(App[None]):
         """Explain keys and columns."""
         self.push_screen(Help())
 
+    def action_approve(self) -> None:
+        """Ask for the code of a PC that waits, and let it in or send it away."""
+        self.push_screen(Approval(), self._ordered)
+
+    def action_drain(self) -> None:
+        """Have this PC hold no layers, or some again."""
+        self.push_screen(Draining(), self._ordered)
+
+    def _ordered(self, message: JudgeRequest | DrainRequest | None) -> None:
+        if message is not None:
+            self.run_worker(self._carry_out(message), exit_on_error=True)
+
+    async def _carry_out(self, message: JudgeRequest | DrainRequest) -> None:
+        """Tell the daemon, and show what came of it."""
+        try:
+            reply = await self._tell(message)
+        except MolinkError as error:
+            text = plain(str(error))
+        else:
+            text = _outcome(message, reply)
+        self._said, self._said_at = text, self._clock()
+        self.show()
+
+
+def _outcome(message: JudgeRequest | DrainRequest, reply: ControlMessage) -> str:
+    if isinstance(message, DrainRequest):
+        if message.drain:
+            return "The layers of this PC go to the others as soon as these can take them."
+        return "This PC offers to hold layers again."
+    name = plain(reply.name) if isinstance(reply, JudgeReply) else "The PC"
+    return f"{name} was refused." if message.refuse else f"{name} is a member now."
+
 
 async def watch(home: Path | None, first: View) -> None:
     """Show the swarm of the daemon of ``home``, ``first`` at first, until the user quits."""
     feed = Feed(home)
     try:
-        await TopApp(feed.ask, first).run_async()
+        await TopApp(feed.ask, feed.tell, first).run_async()
     finally:
         await feed.close()
         feed.end()

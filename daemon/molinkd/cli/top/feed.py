@@ -46,6 +46,16 @@ class Feed:
             raise
         return read_status(b"" if payload is None else bytes(payload)), found.demo
 
+    async def tell(self, message: ControlMessage) -> ControlMessage:
+        """The daemon's answer to something that its user wants.
+
+        Raises:
+            MolinkError: as :meth:`ask`, or it can't be done.
+        """
+        client = await self._connected(need_daemon(self._home))
+        reply, _ = await client.request(message, timeout=ANSWER_S)
+        return reply
+
     async def _connected(self, found: Found) -> Client[ControlMessage]:
         if self._client is not None and found == self._found:
             return self._client

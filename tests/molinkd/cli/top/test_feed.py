@@ -10,7 +10,8 @@ import pytest
 from molink.errors import Unavailable, WireError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.requests import StatusReply
+from molink.wire.messages.control import Done
+from molink.wire.messages.requests import DrainRequest, StatusReply
 from molink.wire.sockets.server import Sender, Server
 from molinkd.cli.top import feed as feed_module
 from molinkd.cli.top.feed import Feed
@@ -33,6 +34,9 @@ class FakeDaemon:
 
     def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
         self.asked.append(sender.identity)
+        if isinstance(message, DrainRequest):
+            self.server.send(sender.identity, Done(ref=message.ref))
+            return
         reply = StatusReply(ref=message.ref, payload=Payload("u8", (len(self.status),)))
         self.server.send(sender.identity, reply, self.status)
 
@@ -48,6 +52,7 @@ async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Pa
         for _ in range(3):
             status, demo = await feed.ask()
             assert (status.swarm, demo) == ("home", False)
+        assert isinstance(await feed.tell(DrainRequest(ref=0, drain=True)), Done)
         assert len(set(first.asked)) == 1
         place.run_file.unlink()
         with pytest.raises(Unavailable):
@@ -55,7 +60,7 @@ async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Pa
         second = FakeDaemon(net, place, msgspec.json.encode(swarms.alone()))
         status, _ = await feed.ask()
         assert len(status.peers) == len(second.asked) == 1
-        assert len(first.asked) == 3
+        assert len(first.asked) == 4
         second.status = b"{"
         with pytest.raises(WireError):
             await feed.ask()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from molink.errors import MolinkError, Unavailable
+from molink.errors import MolinkError, RequestError, Unavailable
+from molink.wire.messages.control import ControlMessage, Done
+from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest
 from molinkd.cli.top.app import TopApp
 from molinkd.cli.top.status import Status
 from tests.molinkd.cli.top import swarms
@@ -31,12 +33,22 @@ class Daemon:
 
     def __init__(self, answer: Status | MolinkError) -> None:
         self.answer = answer
+        self.told: list[ControlMessage] = []
+        self.refusal: MolinkError | None = None
         self.now = 1000.0
 
     async def ask(self) -> tuple[Status, bool]:
         if isinstance(self.answer, MolinkError):
             raise self.answer
         return self.answer, False
+
+    async def tell(self, message: ControlMessage) -> ControlMessage:
+        self.told.append(message)
+        if self.refusal is not None:
+            raise self.refusal
+        if isinstance(message, JudgeRequest):
+            return JudgeReply(ref=0, name="den\x1b[2J")
+        return Done(ref=0)
 
     def clock(self) -> float:
         return self.now
@@ -58,7 +70,7 @@ def compare(name: str, text: str) -> None:
 
 def swarm_of(status: dict[str, Any]) -> tuple[Daemon, TopApp]:
     daemon = Daemon(swarms.told(status))
-    return daemon, TopApp(daemon.ask, None, daemon.clock, interval=3600.0)
+    return daemon, TopApp(daemon.ask, daemon.tell, None, daemon.clock, interval=3600.0)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
@@ -96,6 +108,46 @@ async def test_help() -> None:
         await pilot.press("x")
         await pilot.pause()
         assert "Keys" not in screen(app)
+
+
+async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
+    daemon, app = swarm_of(swarms.knocking())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        await pilot.press("a")
+        await pilot.pause()
+        compare("approve-80x24", screen(app))
+        await pilot.press("enter")
+        assert not daemon.told, "nothing was typed"
+        await pilot.press(*"4829", "minus", "enter")
+        await pilot.pause()
+        assert "is a member now." in screen(app)
+        assert "\x1b" not in screen(app)
+        daemon.now += 60.0
+        await app.look()
+        await pilot.pause()
+        assert "? help" in screen(app)
+        daemon.refusal = RequestError("no PC that waits shows the code 1")
+        await pilot.press("a", "1", "ctrl+r")
+        await pilot.pause()
+        assert "no PC that waits shows the code 1" in screen(app)
+        await pilot.press("a", "2", "escape")
+        await pilot.pause()
+    assert daemon.told == [
+        JudgeRequest(ref=0, code="4829-", refuse=False),
+        JudgeRequest(ref=0, code="1", refuse=True),
+    ]
+
+
+async def test_this_pc_gives_its_layers_away_and_takes_some_again() -> None:
+    daemon, app = swarm_of(swarms.serving())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        for keys in ("dx", "dd", "dr"):
+            await pilot.press(*keys)
+            await pilot.pause()
+        assert "offers to hold layers again" in screen(app)
+    assert daemon.told == [DrainRequest(ref=0, drain=True), DrainRequest(ref=0, drain=False)]
 
 
 async def test_a_pause_keeps_the_figures() -> None:
