@@ -14,7 +14,7 @@ from pathlib import Path
 
 START_S = 300.0
 _ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
-_TOKEN = re.compile(r"molink join (\S+)")
+_TOKEN = re.compile(r"molink join (molink-\S+)")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,299 @@
+"""The product as it is beside llama.cpp's RPC, over the same emulated network. Linux and root.
+
+    python -m tools.make_bench_model FOLDER
+    python -m tools.bench_rival FOLDER --llama PATH/TO/llama.cpp/bin [--mbps 5,20,100] [--repeats 2]
+
+Each side has a rig of its own (:mod:`tools.wan`) with as many nodes, a namespace each, and a thread
+of compute on each: molink's daemons with the model folder, as a user starts them; molink with a
+plain link policy; llama.cpp's server on the first node, with its RPC servers on the others, and the
+same weights as f16 GGUF. All are started over a fast network, which is then slowed down. The same
+requests at the same times go to each side's endpoint, from its own first node, one side after the
+other, with the order turning from repeat to repeat.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+
+from molink.bench.sample import Sample
+from tools.serving.client import complete, make_prompt
+from tools.serving.process import START_S
+from tools.wan import Node, Rig, RigError, unavailable
+
+#: Where llama.cpp's RPC servers and its server listen, each in a namespace of its own.
+_RPC_PORT, _HTTP_PORT = 50052, 8080
+_ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
+_TOKEN = re.compile(r"molink join (molink-\S+)")
+#: What molink adds to a plain pipeline is off; as many micro-batches as stages are in flight.
+PLAIN = {
+    "MOLINK_LINK_POLICY": "concurrent",
+    "MOLINK_CUT_THROUGH": "false",
+    "MOLINK_COMPRESSION": "none",
+    "MOLINK_UNPAIRED_PREFILL": "false",
+}
+FIGURES = ("first token", "per token", "worst gap", "whole answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at random times: ``rate`` a second, of so many tokens."""
+
+    requests: int
+    rate: float
+    prompt_tokens: int
+    output_tokens: int
+    seed: int
+
+
+class Side:
+    """One system on a rig of its own."""
+
+    def __init__(self, name: str, nodes: int) -> None:
+        self.name, self.nodes = name, nodes
+        self.rig = Rig([Node(f"pc{index}") for index in range(nodes)])
+        self.url = ""
+        self._logs: list[Path] = []
+
+    def run(
+        self, index: int, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
+        """Start a program on a node, with its output in ``log``."""
+        with log.open("wb") as output:
+            return self.rig.run(
+                index,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
+
+    def slow_down(self, mbps: float, delay_ms: float, queue: int) -> None:
+        """From now on every node has such a connection; ``queue`` in bytes."""
+        for index in range(self.nodes):
+            self.rig.change(
+                index, up_mbps=mbps, down_mbps=mbps, delay_ms=delay_ms, queue_bytes=queue
+            )
+
+    def measure(self, load: Load) -> list[Sample]:
+        """The requests, sent from the first node."""
+        command = [sys.executable, "-m", "tools.bench_rival", "client", self.url]
+        process = self.rig.run(
+            0, [*command, json.dumps(asdict(load))], stdout=subprocess.PIPE, cwd=_ROOT
+        )
+        told, _ = process.communicate()
+        if process.returncode != 0:
+            raise RuntimeError(f"the requests to {self.name} failed")
+        return [Sample(**{**one, "texts": tuple(one["texts"])}) for one in json.loads(told)]
+
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@contextlib.contextmanager
+def molink(
+    name: str, model: Path, nodes: int, environment: Mapping[str, str], folder: Path
+) -> Iterator[Side]:
+    """A swarm, each PC of which holds a stage."""
+    side = Side(name, nodes)
+    with side.rig:
+        common = ["--threads", "1", "--device", "cpu"]
+        first = ["up", "--model", str(model), "--min-stages", str(nodes), "--dtype", "bf16"]
+        token = ""
+        for index in range(nodes):
+            home, log = folder / f"{name} {index}", folder / f"{name} {index}.log"
+            verb = first if index == 0 else ["join", token]
+            command = [sys.executable, "-m", "molinkd", *verb, *common]
+            own = {**environment, "MOLINK_HOME": str(home), "MOLINK_COPIES": "false"}
+            own |= {"MOLINK_SPARE_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
+            process = side.run(index, command, log, own)
+            if index == 0:
+                token = _wait_for(log, _TOKEN, process)
+                side.url = f"http://127.0.0.1:{_wait_for(log, _ENDPOINT, process)}"
+        _wait_ready(side, f"{side.url}/readyz")
+        _wait_for_stages(side, nodes, folder / f"{name} 0")
+        yield side
+
+
+@contextlib.contextmanager
+def llama(binaries: Path, model: Path, nodes: int, slots: int, folder: Path) -> Iterator[Side]:
+    """llama.cpp's server, with the layers on all nodes."""
+    side = Side("llama.cpp RPC", nodes)
+    with side.rig:
+        server = next(binaries.glob("*rpc-server"))
+        where = []
+        for index in range(1, nodes):
+            command = [str(server), "-H", side.rig.address(index)]
+            side.run(index, [*command, "-p", str(_RPC_PORT), "-t", "1"], folder / f"rpc{index}", {})
+            where.append(f"{side.rig.address(index)}:{_RPC_PORT}")
+        time.sleep(2.0)
+        command = [str(binaries / "llama-server"), "-m", str(model), "--rpc", ",".join(where)]
+        # What is offloaded goes to the RPC servers; the first node keeps its share.
+        split = ",".join(["1"] * (nodes - 1))
+        layers = str(round(24 * (nodes - 1) / nodes))
+        command += ["-ngl", layers, "-ts", split, "-t", "1", "-tb", "1", "-np", str(slots)]
+        command += ["-c", str(2048 * slots), "--port", str(_HTTP_PORT), "--no-webui"]
+        side.run(0, command, folder / "llama-server", {})
+        side.url = f"http://127.0.0.1:{_HTTP_PORT}"
+        _wait_ready(side, f"{side.url}/health")
+        yield side
+
+
+def _wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[bytes]") -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        found = pattern.search(log.read_text("utf-8", "replace"))
+        if found is not None:
+            return found[1]
+        time.sleep(0.1)
+    raise RuntimeError(f"no {pattern.pattern!r} in: {log.read_text('utf-8', 'replace')}")
+
+
+def _wait_ready(side: Side, url: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        asked = side.rig.run(
+            0,
+            ["curl", "-s", "-o", os.devnull, "-w", "%{http_code}", "-m", "5", url],
+            stdout=subprocess.PIPE,
+        )
+        if asked.communicate()[0] == b"200":
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"{side.name} was not ready within {START_S:.0f} s")
+
+
+def _wait_for_stages(side: Side, stages: int, home: Path) -> None:
+    """Until the ring has so many: PCs that come later join it while it serves."""
+    deadline = time.monotonic() + START_S
+    command = [sys.executable, "-m", "molinkd", "status", "--json", "--home", str(home)]
+    while time.monotonic() < deadline:
+        asked = side.rig.run(0, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        told = asked.communicate()[0]
+        rings = json.loads(told)["pipelines"] if asked.returncode == 0 else []
+        if any(ring["ready"] and len(ring["stages"]) == stages for ring in rings):
+            return
+        time.sleep(1.0)
+    raise RuntimeError(f"{side.name} has no ring of {stages} stages within {START_S:.0f} s")
+
+
+# --- the requests ----------------------------------------------------------------------------
+
+
+async def send(url: str, load: Load) -> list[Sample]:
+    """All requests of a load, each at its time."""
+    chance = random.Random(load.seed)
+    times = [0.0]
+    while len(times) < load.requests:
+        times.append(times[-1] + chance.expovariate(load.rate))
+    prompts = [
+        make_prompt(chance.randint(load.prompt_tokens // 4, 2 * load.prompt_tokens), load.seed + i)
+        for i in range(load.requests)
+    ]
+
+    async def one(session: aiohttp.ClientSession, at: float, prompt: str) -> Sample:
+        await asyncio.sleep(at)
+        return await complete(session, url, prompt, load.output_tokens)
+
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        asked = (one(session, at, prompt) for at, prompt in zip(times, prompts, strict=True))
+        return list(await asyncio.gather(*asked))
+
+
+def figures(samples: Sequence[Sample]) -> tuple[float, ...]:
+    """Of one load: means of first token, time per token and whole answer, and the worst gap."""
+    return (
+        statistics.mean(one.ttft for one in samples),
+        statistics.mean(one.tpot or 0.0 for one in samples),
+        max(gap for one in samples for gap in one.itl),
+        statistics.mean(one.latency for one in samples),
+    )
+
+
+def show(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
+    """Rows of a Markdown table: the median of the repeats, and from which to which."""
+    for name, repeats in found.items():
+        cells = []
+        for values in zip(*repeats, strict=True):
+            spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
+            cells.append(f"{statistics.median(values):.3g}{spread}")
+        print(f"| {mbps:g} | {name} | {' | '.join(cells)} |", flush=True)
+
+
+def client(url: str, load: str) -> None:
+    """In a namespace: send a load, and print what came of it."""
+    samples = asyncio.run(send(url, Load(**json.loads(load))))
+    print(json.dumps([asdict(one) for one in samples]))
+
+
+def main() -> None:
+    """Measure, and print a table as Markdown."""
+    if sys.argv[1:2] == ["client"]:
+        client(*sys.argv[2:4])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="of tools.make_bench_model")
+    parser.add_argument("--llama", type=Path, help="folder of llama-server and rpc-server")
+    parser.add_argument("--mbps", default="5,20,100")
+    parser.add_argument("--delay-ms", type=float, default=30.0, help="one way")
+    parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes in a router")
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=10)
+    parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    options = parser.parse_args()
+    reason = unavailable()
+    if reason is not None:
+        raise RigError(reason)
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        root = Path(place)
+        plain = {**PLAIN, "MOLINK_MICRO_BATCHES": str(options.nodes)}
+        sides = [
+            stack.enter_context(molink("molink", options.folder, options.nodes, {}, root)),
+            stack.enter_context(molink("plain", options.folder, options.nodes, plain, root)),
+        ]
+        if options.llama is not None:
+            gguf = next(options.folder.glob("*.gguf"))
+            slots = min(options.requests, 8)
+            sides.append(
+                stack.enter_context(llama(options.llama, gguf, options.nodes, slots, root))
+            )
+        print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
+        print("|---:|---|---:|---:|---:|---:|")
+        for mbps in map(float, options.mbps.split(",")):
+            found: dict[str, list[tuple[float, ...]]] = {side.name: [] for side in sides}
+            for side in sides:
+                side.slow_down(mbps, options.delay_ms, options.queue)
+            for repeat in range(options.repeats):
+                load = Load(
+                    options.requests,
+                    options.rate,
+                    options.prompt_tokens,
+                    options.output_tokens,
+                    seed=repeat,
+                )
+                for side in sides[:: -1 if repeat % 2 else 1]:
+                    found[side.name].append(figures(side.measure(load)))
+            show(mbps, found)
+
+
+if __name__ == "__main__":
+    main()
