@@ -8,7 +8,7 @@
     │   └── PortInUse            no free port; names the option
     ├── ModelError               a model folder that can't be served
     │   ├── ModelNotFound        no such model (HTTP 404)
-    │   ├── GatedModel           the hub doesn't give it to this user (exit code 7)
+    │   ├── GatedModel           the hub doesn't give it to this user (exit code 12)
     │   ├── UnsupportedModel     architecture or feature we don't implement
     │   ├── BrokenModel          a file missing, truncated or inconsistent; names it
     │   └── AlteredModel         bytes of another PC that aren't those of the model's owner
@@ -19,7 +19,7 @@
     │   └── KnockUnanswered      nobody has let this PC into a swarm in time (exit code 11)
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
-    ├── NotAuthorized            a peer that may not do this
+    ├── NotAuthorized            a peer that may not do this (exit code 7)
     │   ├── ShutOut              this PC was revoked (exit code 9)
     │   └── KnockRefused         a swarm, or this PC's user, has refused (exit code 10)
     ├── StateError               a state folder that can't be used; names the file
@@ -69,7 +69,7 @@ class ModelNotFound(ModelError):
 class GatedModel(ModelError):
     """The hub has the model, and doesn't give it to this user."""
 
-    exit_code = 7
+    exit_code = 12
 
 
 class UnsupportedModel(ModelError):

@@ -17,7 +17,7 @@ from molink.swarm.placement import Candidate
 from molink.swarm.planner import Planner
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.registry import Registry
-from molink.swarm.terms import next_epoch
+from molink.swarm.terms import epoch_text, next_epoch
 from molink.wire.messages.instructions import Instruction, Unassign
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Pipelines:
             f"{self.registry.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
             for stage in stages
         )
-        self._note(now, f"epoch {record.epoch}: {layout}")
+        self._note(now, f"epoch {epoch_text(record.epoch)}: {layout}")
         self.phases.reach("decided", now)
         return Formation(record, "loading", now, self.desired.facts)
 
@@ -124,7 +124,7 @@ class Pipelines:
             formation.state = "ready"
             self.phases.reach("formed", now)
             self.reason = ""
-            self._note(now, f"epoch {formation.record.epoch} is ready")
+            self._note(now, f"epoch {epoch_text(formation.record.epoch)} is ready")
 
     def _sign(self, now: float) -> None:
         """What is being formed gets on, or may still do so: it isn't late."""
@@ -151,7 +151,7 @@ class Pipelines:
     def _promote(self, old: Formation, now: float) -> None:
         """What served is broken, and what was made beside it isn't: go on with that."""
         assert self.next is not None
-        self._note(now, f"epoch {self.next.record.epoch} goes on in its place")
+        self._note(now, f"epoch {epoch_text(self.next.record.epoch)} goes on in its place")
         self._out += self.registry.end_route(self.pipeline)
         self._unassign(old)
         self._out.append(Commit(self.next.record))

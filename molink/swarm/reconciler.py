@@ -32,6 +32,7 @@ from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
 from molink.swarm.reach import Unreachable, how_to_open
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
 from molink.swarm.running_time import RunningTime
+from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
 from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded
 
@@ -249,7 +250,9 @@ class Reconciler(Pipelines):
             if formation.state == "loading":
                 formation.loaded[message.stage] = message
                 self._sign(now)
-                self._note(now, f"stage {message.stage} of epoch {message.epoch} has loaded")
+                self._note(
+                    now, f"stage {message.stage} of epoch {epoch_text(message.epoch)} has loaded"
+                )
         elif formation.state != "loading":
             formation.ready.add(message.stage)
 
@@ -281,7 +284,7 @@ class Reconciler(Pipelines):
         if formation is not self.next:
             self._break(reason, blamed, now, doubt=doubt, at_once=at_once)
             return
-        self._note(now, f"epoch {formation.record.epoch} is given up: {reason}")
+        self._note(now, f"epoch {epoch_text(formation.record.epoch)} is given up: {reason}")
         serves = self.formation is not None and blamed in self.formation.peers
         if blamed is not None and not serves:
             self.planner.failed(blamed, reason, now, doubt=doubt, at_once=at_once)
@@ -420,7 +423,8 @@ class Reconciler(Pipelines):
             return
         formation.linking(record, now)
         self.phases.reach("loaded", now)
-        self._note(now, f"form epoch {record.epoch}: {blocks} blocks, K = {record.micro_batches}")
+        epoch = epoch_text(record.epoch)
+        self._note(now, f"form epoch {epoch}: {blocks} blocks, K = {record.micro_batches}")
         if formation is self.formation:
             self._sign(now)
             self.reason = "forming the ring"

@@ -40,6 +40,12 @@ def term_of(epoch: int) -> int:
     return epoch >> _SHARE
 
 
+def epoch_text(epoch: int) -> str:
+    """An epoch for a person: ``3``; ``2.3`` for the third after the second change of leader."""
+    changes, number = round_of(term_of(epoch)), epoch & _OWN
+    return f"{changes}.{number + 1}" if changes else str(epoch)
+
+
 def next_epoch(last: int, term: int) -> int:
     """The epoch after ``last``, in ``term``."""
     return max(last + 1, term << _SHARE)

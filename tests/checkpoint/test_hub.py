@@ -117,7 +117,7 @@ def test_errors_say_what_to_do(served: FakeHub) -> None:
     served.gated = True
     with pytest.raises(GatedModel, match=r"is gated.*Accept their terms at http.*HF_TOKEN") as gate:
         pull()
-    assert gate.value.exit_code == 7
+    assert gate.value.exit_code == 12
 
 
 @pytest.mark.parametrize("status", [500, 503])

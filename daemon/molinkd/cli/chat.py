@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,17 @@ from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
 #: A path is no command, nor is a question that only begins with a slash.
 _COMMAND = re.compile(r"/[A-Za-z?]+$")
+#: A command of molink in a hint, where no home is known.
+_TYPED = "`molink {}`".format
 _HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What is sent with every question. ``options`` are further fields of the request."""
+    """What is sent with every question. ``options`` are further fields of the request.
+
+    ``typed`` is the ``Home.typed`` of the home whose endpoint it is.
+    """
 
     base_url: str
     model: str
@@ -32,6 +37,7 @@ class Conversation:
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
+    typed: Callable[[str], str] = _TYPED
 
     def clear(self) -> None:
         """Forget everything that was said."""
@@ -65,6 +71,7 @@ def run_chat(
     system: str | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
+    typed: Callable[[str], str] = _TYPED,
 ) -> int:
     """Talk with the model at ``base_url`` (which ends with ``/v1``); returns an exit code.
 
@@ -79,8 +86,10 @@ def run_chat(
         text = sys.stdin.read().strip()
     try:
         with asyncio.Runner() as runner:
-            name = model or runner.run(_first_model(base_url, api_key))
-            conversation = Conversation(base_url, name, api_key, system, options)
+            conversation = Conversation(
+                base_url, model or "", api_key, system, options, typed=typed
+            )
+            conversation.model = model or runner.run(_first_model(conversation))
             if text is not None:
                 return _one_shot(runner, conversation, text)
             return _interactive(runner, conversation, errors)
@@ -184,7 +193,7 @@ async def stream_answer(conversation: Conversation) -> AsyncGenerator[str, None]
                         return
                     yield _content(json.loads(event))
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise _unreachable(conversation.base_url, error) from error
+        raise _unreachable(conversation, error) from error
     except ValueError as error:
         raise Unavailable(f"{url} doesn't speak the OpenAI API: {error}") from error
     raise Unavailable(f"{url} broke off in the middle of its answer")
@@ -197,9 +206,8 @@ def _content(event: dict[str, Any]) -> str:
     return choices[0].get("delta", {}).get("content") or ""
 
 
-async def _first_model(base_url: str, api_key: str | None) -> str:
-    conversation = Conversation(base_url, "", api_key)
-    url = f"{base_url.rstrip('/')}/models"
+async def _first_model(conversation: Conversation) -> str:
+    url = f"{conversation.base_url.rstrip('/')}/models"
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT, headers=_headers(conversation)) as session,
@@ -208,10 +216,11 @@ async def _first_model(base_url: str, api_key: str | None) -> str:
             await _check(response)
             models = json.loads(await response.read())["data"]
             if not models:
-                raise ModelNotFound(f"{base_url} serves no model; `molink status` says why")
+                status = conversation.typed("status")
+                raise ModelNotFound(f"{conversation.base_url} serves no model; {status} says why")
             return str(models[0]["id"])
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise _unreachable(base_url, error) from error
+        raise _unreachable(conversation, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise Unavailable(f"{url} doesn't speak the OpenAI API: {error}") from error
 
@@ -228,6 +237,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         message = str(json.loads(await response.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{response.url} answered {response.status} {response.reason}"
+    if response.status == 401:
+        raise RequestError(f"{message} (here: `--api-key KEY`, or MOLINK_API_KEY)")
     if response.status == 404:
         raise ModelNotFound(message)
     if response.status in (429, 503):
@@ -235,10 +246,11 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     raise RequestError(message)
 
 
-def _unreachable(base_url: str, error: Exception) -> Unavailable:
+def _unreachable(conversation: Conversation, error: Exception) -> Unavailable:
     reason = str(error) or type(error).__name__
+    hints = f"{conversation.typed('status')}, {conversation.typed('up')}"
     return Unavailable(
-        f"no answer from {base_url}: {reason}; is molink running? (`molink status`, `molink up`)"
+        f"no answer from {conversation.base_url}: {reason}; is molink running? ({hints})"
     )
 
 

@@ -32,10 +32,11 @@ from molinkd.peer.launch import (
 SAY_S = 5.0
 
 
-def adding(uses: int) -> str:
-    """What comes before a join token for so many PCs."""
+def adding(uses: int, typed: Callable[[str], str]) -> str:
+    """What comes before a join token for so many PCs; ``typed`` as in :class:`DaemonConsole`."""
     if uses == 1:
-        return "To add a PC, run this there (for each further PC, `molink invite` prints a token):"
+        invite = typed("invite")
+        return f"To add a PC, run this there (for each further PC, {invite} prints a token):"
     return f"To add up to {uses} PCs, run there:"
 
 
@@ -85,13 +86,18 @@ class DaemonConsole:
     """Prints a daemon's events for a person."""
 
     def __init__(
-        self, approve: Callable[[str], str] | None = None, *, foreground: bool = True
+        self,
+        approve: Callable[[str], str] | None = None,
+        *,
+        foreground: bool = True,
+        typed: Callable[[str], str] = "`molink {}`".format,
     ) -> None:
         """``approve(code)`` lets a PC in whose code is typed here; ``None``: nobody can type.
 
-        ``foreground``: the daemon runs in this terminal.
+        ``foreground``: the daemon runs in this terminal. ``typed`` is the ``Home.typed`` of its
+        home.
         """
-        self._foreground = foreground
+        self._foreground, self._typed = foreground, typed
         self._doorbell = None if approve is None else Doorbell(approve, self.say, TypedLines())
         self._console = Console(highlight=False, soft_wrap=True)
         self._known: tuple[Knocker, ...] = ()
@@ -107,7 +113,7 @@ class DaemonConsole:
             case Invitation():
                 if event.discovery:
                     self._line("\nTo add a PC of this network, run [bold]molink join[/bold] there.")
-                self._line(f"\n{adding(event.uses)}\n")
+                self._line(f"\n{adding(event.uses, self._typed)}\n")
                 self._line(f"  molink join {escape(event.token)}\n")
             case Knocks():
                 self._knocks(event)
@@ -139,7 +145,7 @@ class DaemonConsole:
                 self._line(
                     f"\n[bold]{name}[/bold] ({address}) wants to join. Does it show the code "
                     f"[bold]{escape(one.code)}[/bold]? Then {here}\n\n"
-                    f"  molink approve {escape(one.code)}\n"
+                    f"  {escape(self._typed(f'approve {one.code}').strip('`'))}\n"
                 )
         self._known = event.knocks
         if self._doorbell is not None:

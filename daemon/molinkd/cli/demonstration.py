@@ -65,7 +65,7 @@ class DemoConsole:
             case Trouble() | Ended():
                 self._line(f"peer {number}: {event.text}")
 
-    def ready(self, swarm: DemoSwarm) -> None:
+    def ready(self, swarm: DemoSwarm, home: Home) -> None:
         """How to use it."""
         urls = [f"{peer.endpoint}/v1" for peer in swarm.peers]
         self._line("\nThe swarm is ready. Every peer answers at its own endpoint:\n")
@@ -73,7 +73,8 @@ class DemoConsole:
             self._line(f"  {url}")
         self._line("\nTry:\n")
         self._line(f"{sample(urls[0])}\n")
-        self._line(f"or `molink chat`, or {swarm.peers[0].endpoint}/ in a browser. Ctrl-C ends it.")
+        page = f"{swarm.peers[0].endpoint}/"
+        self._line(f"or {home.typed('chat')}, or {page} in a browser. Ctrl-C ends it.")
 
     def _progress(self, text: str) -> None:
         if self._status is None:
@@ -119,7 +120,7 @@ def run_demo(
                     await swarm.start()
                 if question is not None:
                     return await asyncio.to_thread(_ask, swarm.peers[-1].endpoint, question)
-                console.ready(swarm)
+                console.ready(swarm, home)
                 await stopped.wait()
                 return 0
             finally:

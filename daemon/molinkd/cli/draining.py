@@ -24,8 +24,9 @@ def drain(
     It lasts until `molink resume`, or until molink is started here again.
     """
     from molinkd.cli import local_daemon
+    from molinkd.peer.home import Home
 
-    found = local_daemon.need_daemon(home)
+    place, found = Home.find(home), local_daemon.need_daemon(home)
     local_daemon.drain(found, on=True)
     deadline = time.monotonic() + timeout
     trouble = "the others have not taken them yet"
@@ -33,7 +34,8 @@ def drain(
         status = local_daemon.fetch_status(found)
         me = _here(status, found.note.pid)
         if me is not None and not me["workers"]:
-            print("This PC holds no layers now; its endpoint goes on. `molink resume` ends that.")
+            ends = f"{place.typed('resume')} ends that."
+            print(printable(f"This PC holds no layers now; its endpoint goes on. {ends}"))
             return
         trouble = status.get("trouble") or trouble
         if time.monotonic() >= deadline or _stuck(status, me):
@@ -42,7 +44,8 @@ def drain(
     raise Unavailable(
         printable(
             f"the layers of this PC stay here for now: {trouble}. They go as soon as others can "
-            "take them; `molink resume` keeps them here, `molink down` ends molink here anyway."
+            f"take them; {place.typed('resume')} keeps them here, {place.typed('down')} ends "
+            "molink here anyway."
         )
     )
 

@@ -30,7 +30,8 @@ def down(home: HomeOption = None) -> None:
     if note is None:
         raise Unavailable(f"no molink runs here (state folder {place.root})")
     end_daemon(place, note)
-    print("molink has ended on this PC. `molink up` or `molink join` starts it again.")
+    again = f"{place.typed('up')} or {place.typed('join')} starts it again."
+    print(printable(f"molink has ended on this PC. {again}"))
 
 
 def leave(
@@ -50,21 +51,20 @@ def leave(
         raise UsageError(f"this PC is in no swarm (state folder {place.root})")
     if dissolve and not member.own:
         raise UsageError(
-            "only the PC that has made the swarm can end it for everyone; `molink leave` takes "
-            "this one out of it"
+            f"only the PC that has made the swarm can end it for everyone; {place.typed('leave')} "
+            "takes this one out of it"
         )
     if member.own and not dissolve:
         raise UsageError(
             "this PC has made the swarm, and only it can shut other PCs out. To end the swarm for "
-            "everyone, run `molink leave --dissolve`; to pause this PC, `molink down`: "
-            "the others go on."
+            f"everyone, run {place.typed('leave --dissolve')}; to pause this PC, "
+            f"{place.typed('down')}: the others go on."
         )
     note = read_run_file(place.run_file)
-    try:
-        _tell_others(place, member, runs=note is not None)
-    except MolinkError as error:
-        reason = printable(str(error))
-        print(f"The others could not be told ({reason}): if there are any, they go on without it.")
+    if member.own:
+        _end_swarm(place, member, runs=note is not None)
+    elif note is None:
+        _tell_coordinator(place, member)
     if note is not None:
         end_daemon(place, note, leave=True)
     for file in (place.membership, place.replica, place.options):
@@ -74,21 +74,55 @@ def leave(
     print(printable(f"This PC has left swarm {member.swarm}."))
 
 
-def _tell_others(home: "Home", member: "Membership", *, runs: bool) -> None:
-    """That this PC leaves, or that the swarm which it made ends; a daemon that runs does the first.
+def _end_swarm(home: "Home", member: "Membership", *, runs: bool) -> None:
+    """Shut all others out of the swarm that was made here.
 
     Raises:
-        MolinkError: it isn't possible now.
+        MolinkError: it isn't possible now. They would go on as a swarm that nobody owns.
     """
+    from molinkd.cli import local_daemon
+
+    again = home.typed("leave --dissolve")
+    if runs:
+        try:
+            away = local_daemon.revoke_all(home)
+        except MolinkError as error:
+            raise Unavailable(
+                f"the swarm goes on, since not all of its PCs could be told that it ends: {error}. "
+                f"Run {again} again once that is mended"
+            ) from error
+        if away:
+            names = ", ".join(away)
+            text = f"Off, and not told: {names}. `molink leave` there takes each out of the swarm."
+            print(printable(text))
+        return
+    others = _others(home, member)
+    if others:
+        raise Unavailable(
+            f"molink does not run here, so that {', '.join(others)} can't be told, and would go on "
+            f"as a swarm that nobody owns. Run {home.typed('up --background')}, then {again}"
+        )
+
+
+def _others(home: "Home", member: "Membership") -> list[str]:
+    """Names of the swarm's other members, by the copy of its state that is here."""
+    from molink.facts.identity import peer_id
+    from molinkd.peer.replica_file import ReplicaFile
+
+    held, me = ReplicaFile(home.replica, member.swarm).held, peer_id(home.keys().public)
+    members = () if held is None else held.members
+    return [one.name for one in members if one.standing == "member" and one.peer != me]
+
+
+def _tell_coordinator(home: "Home", member: "Membership") -> None:
+    """That this PC leaves: no daemon runs here that would. The others go on in any case."""
     from molink.wire.messages.requests import LeaveRequest
     from molinkd.cli import local_daemon
 
-    if member.own and not runs:
-        raise Unavailable("molink does not run here")
-    if member.own:
-        local_daemon.revoke_all(home)
-    elif not runs:
+    try:
         local_daemon.ask_coordinator(home, member, LeaveRequest(ref=0))
+    except MolinkError as error:
+        print(printable(f"The others could not be told ({error}): they go on without it."))
 
 
 def end_daemon(home: "Home", note: "RunFile", *, leave: bool = False) -> None:

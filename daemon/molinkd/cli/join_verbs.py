@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from molink.errors import KnockRefused, Unavailable, UsageError
+from molink.errors import KnockRefused, MolinkError, Unavailable, UsageError
 from molink.plaintext import printable
+from molink.swarm.knocks import DIGITS, normal_code
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
     from molink.swarm.nearby import Nearby
     from molinkd.peer.home import Home
     from molinkd.peer.knock import Code
+    from molinkd.peer.membership import Membership
     from molinkd.peer.settings import Settings
 
 #: A host with a dot or a port: a single word would be a token that was not copied whole.
@@ -50,10 +52,13 @@ def approve(
             text = f"{one['code']}  {one['name']} ({one['address']}), for {ago} s"
             print(printable(text))
         if knocks:
-            print("`molink approve CODE` lets one in, if it shows that code itself.")
+            command = place.typed("approve CODE")
+            print(printable(f"{command} lets one in, if it shows that code itself."))
         else:
             print("No PC asks to be let in. Run `molink join` there.")
         return
+    if normal_code(code) is None:
+        raise UsageError(f"a code has {DIGITS} digits, such as 4827-1931, not {code!r}")
     name = local_daemon.judge(place, code, refuse=refuse)
     if as_json:
         print(json.dumps({"name": name, "admitted": not refuse}))
@@ -82,8 +87,9 @@ def token_for(
     if place.membership.exists():
         if given is not None or swarm is not None:
             raise UsageError(
-                "this PC is a member of a swarm already: `molink join` alone returns to it. To "
-                "change swarms run `molink leave` first, or give another state folder with --home."
+                f"this PC is a member of a swarm already: {place.typed('join')} alone returns to "
+                f"it. To change swarms run {place.typed('leave')} first, or give another state "
+                "folder with --home."
             )
         return None
     if (given is not None or settings.discovery) and come_in(place, settings, given, swarm):
@@ -91,7 +97,8 @@ def token_for(
     nothing = (
         "no swarm that PCs can join without a token is on this network. Does `molink up` run, and "
         "do the firewalls of both PCs let UDP port 5353 and TCP ports 5466 to 5479 in? Else run "
-        "`molink join HOST` with the first PC's address, or paste the token that it has printed"
+        f"{place.typed('join HOST')} with the first PC's address, or paste the token that it has "
+        "printed"
     )
     if is_terminal():
         if settings.discovery:
@@ -129,8 +136,13 @@ def come_in(place: "Home", settings: "Settings", address: str | None, swarm: str
             _show(code, settings.name)
 
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            member = runner.run(knock(nearby, keys, settings.name, show))
-        _confirm(shown[0])
+            knocking = knock(nearby, keys, settings.name, show, join=place.typed("join"))
+            member = runner.run(knocking)
+        try:
+            _confirm(shown[0], place)
+        except BaseException:
+            _take_back(place, member)
+            raise
         member.save(place.membership)
     finally:
         lock.release()
@@ -190,7 +202,19 @@ def _show(code: "Code", me: str) -> None:
     )
 
 
-def _confirm(code: "Code") -> None:
+def _take_back(place: "Home", member: "Membership") -> None:
+    """Leave the swarm that has let this PC in, where that can be told: it is a member there."""
+    from molink.wire.messages.requests import LeaveRequest
+    from molinkd.cli import local_daemon
+
+    try:
+        local_daemon.ask_coordinator(place, member, LeaveRequest(ref=0))
+    except MolinkError as error:
+        text = f"The swarm could not be told that this PC doesn't come ({error})."
+        print(printable(f"{text} If it is yours, `molink revoke` there takes this PC out."))
+
+
+def _confirm(code: "Code", place: "Home") -> None:
     """Ask whether the swarm that has answered is the one that was meant, where a person is there.
 
     Only the person knows: whoever pretends to be the swarm says that this PC is let in.
@@ -201,8 +225,9 @@ def _confirm(code: "Code") -> None:
         return
     if not typer.confirm(printable(f"{text} Did you see {code.code} there?")):
         raise KnockRefused(
-            "this PC has joined nothing: another PC may pretend to be the swarm. Run `molink join` "
-            "again and compare the codes, or join by a token (`molink invite` prints one)"
+            "this PC has joined nothing: another PC may pretend to be the swarm. Run "
+            f"{place.typed('join')} again and compare the codes, or join by a token (`molink "
+            "invite` prints one there)"
         )
 
 

@@ -36,7 +36,6 @@ from molinkd.peer.runfile import RunFile, read_run_file
 CONNECT_S = 3.0
 #: Seconds for the answer, for which the daemon may have to ask the coordinator.
 ANSWER_S = 15.0
-_NOT_RUNNING = "no molink runs here: start one with `molink up`, `molink join` or `molink demo`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,18 @@ def need_daemon(home: Path | None) -> Found:
     Raises:
         Unavailable: there is none.
     """
-    found = find_daemon(Home.find(home))
+    place = Home.find(home)
+    found = find_daemon(place)
     if found is None:
-        raise Unavailable(_NOT_RUNNING)
+        raise _not_running(place)
     return found
+
+
+def _not_running(home: Home) -> Unavailable:
+    return Unavailable(
+        f"no molink runs here: start one with {home.typed('up')}, {home.typed('join')} or "
+        f"{home.typed('demo')}"
+    )
 
 
 def fetch_status(found: Found) -> dict[str, Any]:
@@ -119,20 +126,29 @@ def revoke(home: Home, who: str) -> tuple[str, RevokeReply]:
         NotAuthorized: this PC doesn't run the swarm.
     """
     _, payload = _ask_swarm(home, StatusRequest(ref=0))
-    peer = find_peer(json.loads(payload), who)
+    peer = find_peer(home, json.loads(payload), who)
     reply, _ = _ask_swarm(home, RevokeRequest(ref=0, target=peer))
     assert isinstance(reply, RevokeReply)
     return peer, reply
 
 
-def revoke_all(home: Home) -> None:
-    """Shut all other peers out: the swarm ends. The one that leads comes last."""
+def revoke_all(home: Home) -> list[str]:
+    """Shut all other peers out: the swarm ends. The one that leads comes last.
+
+    Returns the names of those that are not there, and so haven't heard of it.
+
+    Raises:
+        MolinkError: not all could be.
+    """
     _, payload = _ask_swarm(home, StatusRequest(ref=0))
     status = json.loads(payload)
+    if status["coordinator"]["state"] != "running":
+        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
     me = peer_id(home.keys().public)
-    others = [peer["id"] for peer in status["peers"] if peer["id"] != me]
-    for peer in sorted(others, key=lambda peer: peer == status.get("leader")):
-        _ask_swarm(home, RevokeRequest(ref=0, target=peer))
+    others = [peer for peer in status["peers"] if peer["id"] != me]
+    for peer in sorted(others, key=lambda peer: bool(peer["id"] == status.get("leader"))):
+        _ask_swarm(home, RevokeRequest(ref=0, target=peer["id"]))
+    return [peer["name"] for peer in others if peer["state"] == "away"]
 
 
 def unrevoke(home: Home, who: str) -> str:
@@ -143,7 +159,7 @@ def unrevoke(home: Home, who: str) -> str:
         NotAuthorized: this PC doesn't run the swarm.
     """
     _, payload = _ask_swarm(home, StatusRequest(ref=0))
-    peer = find_peer(json.loads(payload), who, "revoked")
+    peer = find_peer(home, json.loads(payload), who, "revoked")
     reply, _ = _ask_swarm(home, UnrevokeRequest(ref=0, target=peer))
     assert isinstance(reply, Done)
     return peer
@@ -175,7 +191,7 @@ def fetch_knocks(home: Home) -> list[dict[str, Any]]:
 
 
 def find_peer(
-    status: dict[str, Any], who: str, among: Literal["peers", "revoked"] = "peers"
+    home: Home, status: dict[str, Any], who: str, among: Literal["peers", "revoked"] = "peers"
 ) -> str:
     """The id of the member, or of the revoked peer, with that id or name.
 
@@ -190,7 +206,7 @@ def find_peer(
     found = [peer["id"] for peer in peers if peer["id"] == who] or named
     if not found:
         kind = "peer of the swarm" if among == "peers" else "peer that was revoked"
-        raise UsageError(f"no {kind} is called {who}; `molink status` shows them")
+        raise UsageError(f"no {kind} is called {who}; {home.typed('status')} shows them")
     if len(found) > 1:
         raise UsageError(f"{len(found)} peers are called {who}: give one's id ({', '.join(found)})")
     return str(found[0])
@@ -203,7 +219,7 @@ def _ask_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, byt
         return ask(found, message)
     if member is not None:
         return ask_coordinator(home, member, message)
-    raise Unavailable(_NOT_RUNNING)
+    raise _not_running(home)
 
 
 def shut_down(found: Found, *, leave: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from molink.errors import Unavailable
+from molink.errors import Unavailable, UsageError
 from molink.plaintext import printable
 from molinkd.cli.local_daemon import find_daemon
 from molinkd.cli.swarm_verbs import HomeOption
@@ -60,7 +60,10 @@ def logs(
     ends = {path: path.stat().st_size for path in _files(folder)}
     if not ends and not follow:
         raise Unavailable(f"molink has written nothing down yet (in {folder})")
-    records = [one for one in read(folder) if wanted(one)]
+    everything = read(folder)
+    if process is not None and not follow:
+        _check_process(process, everything)
+    records = [one for one in everything if wanted(one)]
     for record in records[len(records) - lines :] if lines < len(records) else records:
         _show(record, as_json=as_json)
     while follow:
@@ -68,6 +71,14 @@ def logs(
         for record in _later(folder, ends):
             if wanted(record):
                 _show(record, as_json=as_json)
+
+
+def _check_process(name: str, records: Iterable[Record]) -> None:
+    """Refuse to look for what no process is called."""
+    known = sorted({one.process for one in records})
+    if not any(one.startswith(name) for one in known):
+        there = ", ".join(known) or "of none"
+        raise UsageError(f"no process {name!r} wrote anything down; there is: {there}")
 
 
 def read(folder: Path) -> list[Record]:

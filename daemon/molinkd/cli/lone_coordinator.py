@@ -36,7 +36,7 @@ def run_coordinator(home: Home, settings: Settings) -> None:
     if known is not None and not known.own:
         raise UsageError(
             f"this PC is a member of swarm {known.swarm}, whose coordinator runs elsewhere. Give "
-            "another state folder with --home, or run `molink leave` first."
+            f"another state folder with --home, or run {home.typed('leave')} first."
         )
     lock = HomeLock(home)
     lock.acquire()
@@ -65,6 +65,9 @@ async def _run(home: Home, settings: Settings, known: Membership | None) -> None
             ttl, uses = settings.token_ttl, settings.token_uses
             invite = await asyncio.to_thread(local_daemon.fetch_invite, home, ttl, uses)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
-            print(f"{adding(uses)}\n\n  molink join {printable(invite.token)}\n", flush=True)
+            print(
+                f"{adding(uses, home.typed)}\n\n  molink join {printable(invite.token)}\n",
+                flush=True,
+            )
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
             await stopped.wait()

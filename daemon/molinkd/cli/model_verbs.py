@@ -98,10 +98,11 @@ def rm(
 ) -> None:
     """Delete a model from this PC's disk; never one that is served, nor a folder of yours."""
     place = Home.find(home)
-    chosen = choose(models_here(place), model, hf_cache=hf_cache)
+    chosen = choose(place, models_here(place), model, hf_cache=hf_cache)
     served = _served(place)
     if served and any(one.is_called(served) for one in chosen):
-        raise UsageError(f"{model} is being served: `molink stop` first, or serve another one")
+        first = place.typed("stop")
+        raise UsageError(f"{model} is being served: {first} first, or serve another one")
     freed = sum(map(delete, chosen))
     print(printable(f"{model} is deleted: {freed / 1e9:.2f} GB are free again."))
 
@@ -122,11 +123,12 @@ def run_model(
     """Have the swarm serve a model, unless it does, wait for it, and chat with it."""
     from molinkd.cli.chat import run_chat
 
-    found = local_daemon.find_daemon(Home.find(home))
+    place = Home.find(home)
+    found = local_daemon.find_daemon(place)
     if found is None:
         raise Unavailable(
-            f"no molink runs here: start one with `molink up --model {model}`, or join one with "
-            "`molink join`"
+            f"no molink runs here: start one with {place.typed(f'up --model {model}')}, or join "
+            f"one with {place.typed('join')}"
         )
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     name = _called(model)
@@ -134,7 +136,8 @@ def run_model(
         name = _bring(found, model, line)
     endpoint = found.endpoints[0]
     _wait_served(found, endpoint, name, timeout, line)
-    raise typer.Exit(run_chat(f"{endpoint}/v1", text, name, api_key))
+    typed = found.home.typed
+    raise typer.Exit(run_chat(f"{endpoint}/v1", text, name, api_key, typed=typed))
 
 
 def stop(home: HomeOption = None) -> None:
@@ -143,7 +146,8 @@ def stop(home: HomeOption = None) -> None:
     served = local_daemon.fetch_status(found).get("model")
     reply, _ = local_daemon.ask(found, StopServing(ref=0))
     assert isinstance(reply, Done)
-    print(printable(f"{served} is not served any more; `molink run MODEL` has a model served."))
+    again = f"{Home.find(home).typed('run MODEL')} has a model served."
+    print(printable(f"{served} is not served any more; {again}"))
 
 
 def _called(model: str) -> str:
@@ -257,7 +261,8 @@ def _wait_served(
         if time.monotonic() >= deadline:
             line.clear()
             why = status.get("trouble") or "its pipeline is still being formed"
-            raise Unavailable(f"{name} can't be used yet: {why}; `molink status` shows more")
+            more = found.home.typed("status")
+            raise Unavailable(f"{name} can't be used yet: {why}; {more} shows more")
         time.sleep(LOOK_S)
     line.clear()
 

@@ -7,10 +7,11 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from molink.errors import MolinkError
+from molink.errors import MolinkError, UsageError
 from molinkd.cli import local_daemon
 from molinkd.cli.console import DaemonConsole
 from molinkd.cli.join_verbs import is_terminal, token_for
+from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.child import how_it_ended
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
@@ -50,12 +51,19 @@ def start(
     """
     remembered = read_options(home.options)
     settings = load_settings(home, given, os.environ, remembered)
+    for address in settings.advertise:
+        if not is_reachable_name(address):
+            raise UsageError(
+                f"`advertise` is without a port here, not {address!r}: other PCs dial several ports"
+            )
 
     def approve(code: str) -> str:
         return local_daemon.judge(home, code, refuse=False)
 
     console = DaemonConsole(
-        approve if is_terminal() and not background else None, foreground=not background
+        approve if is_terminal() and not background else None,
+        foreground=not background,
+        typed=home.typed,
     )
     as_before = {name: value for name, value in remembered.items() if name not in given}
     if as_before:
@@ -74,8 +82,8 @@ def start(
     if background:
         pid = _start_detached(launch, home.create(), show)
         console.say(
-            f"It runs in the background (process {pid}): `molink status` shows the swarm, "
-            "`molink logs` what it does, `molink down` ends it."
+            f"It runs in the background (process {pid}): {home.typed('status')} shows the swarm, "
+            f"{home.typed('logs')} what it does, {home.typed('down')} ends it."
         )
         return
     with log_to_file(home, settings.log_level):

@@ -1,6 +1,6 @@
 """``molink status`` for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -8,12 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from molink.plaintext import printable
+from molink.swarm.terms import epoch_text
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.console import transfer_text
 
 
-def show_status(state: dict[str, Any], *, demo: bool) -> None:
-    """Print the state of a swarm."""
+def show_status(
+    state: dict[str, Any], *, demo: bool, typed: Callable[[str], str] = "`molink {}`".format
+) -> None:
+    """Print the state of a swarm; ``typed`` is the ``Home.typed`` of the home here."""
     console = Console(highlight=False)
     title = f"Swarm {state['swarm']}" + (" (demo)" if demo else "")
     kept = state.get("quantize", "none")
@@ -35,7 +38,8 @@ def show_status(state: dict[str, Any], *, demo: bool) -> None:
     for pipeline in state.get("pipelines", ()):
         console.print(_text(_pipeline(pipeline)))
     for one in state.get("knocks", ()):
-        text = f"{one['name']} ({one['address']}) wants to join: `molink approve {one['code']}`"
+        approve = typed(f"approve {one['code']}")
+        text = f"{one['name']} ({one['address']}) wants to join: {approve}"
         console.print(_text(f"{text} if it shows that code", "yellow"))
     revoked = [f"{one['name']} ({one['id']})" for one in state.get("revoked", ())]
     if revoked:
@@ -91,4 +95,5 @@ def _copy(percent: int) -> str:
 def _pipeline(pipeline: dict[str, Any]) -> str:
     ready = "ready" if pipeline.get("ready") else "not ready"
     reason = f": {pipeline['reason']}" if pipeline.get("reason") else ""
-    return f"Pipeline {pipeline['id']} (epoch {pipeline['epoch']}) is {ready}{reason}"
+    epoch = epoch_text(pipeline["epoch"])
+    return f"Pipeline {pipeline['id']} (epoch {epoch}) is {ready}{reason}"

@@ -22,13 +22,14 @@ def status(
     """Show the swarm: its peers, their stages, and whether it can serve."""
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
+    from molinkd.peer.home import Home
 
     found = local_daemon.need_daemon(home)
     state = local_daemon.fetch_status(found)
     if as_json:
         print(json.dumps(state, indent=2))
     else:
-        show_status(state, demo=found.demo)
+        show_status(state, demo=found.demo, typed=Home.find(home).typed)
 
 
 def chat(
@@ -50,6 +51,7 @@ def chat(
     """Chat with the model: a conversation, or one question."""
     from molinkd.cli import local_daemon
     from molinkd.cli.chat import run_chat
+    from molinkd.peer.home import Home
 
     if url is not None and not url.lower().startswith(("http://", "https://")):
         raise UsageError(f"--url is a URL such as http://127.0.0.1:5465, not {url!r}")
@@ -62,6 +64,7 @@ def chat(
         system=system,
         max_tokens=max_tokens,
         temperature=temperature,
+        typed=Home.find(home).typed,
     )
     raise typer.Exit(code)
 
@@ -118,11 +121,12 @@ def revoke(
     from molinkd.cli.invitation_table import who_stays
     from molinkd.peer.home import Home
 
-    id, ended = local_daemon.revoke(Home.find(home), peer)
+    place = Home.find(home)
+    id, ended = local_daemon.revoke(place, peer)
     print(
         printable(
             f"{id} is no member any more. Its invitations and the one by which it came have ended."
-            f"{who_stays(ended)} `molink un-revoke {id}` takes it back."
+            f"{who_stays(ended)} {place.typed(f'un-revoke {id}')} takes it back."
         )
     )
 

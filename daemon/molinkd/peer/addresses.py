@@ -1,6 +1,7 @@
 """Under which addresses other PCs can reach this one."""
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,9 @@ from molink.swarm.nearby import can_be_dialled
 
 MAX_ADDRESSES = 8
 LOOPBACK = "127.0.0.1"
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
+#: What looks like an address, and is none.
+_NUMBERS = re.compile(r"[0-9.]+")
 
 
 def is_loopback(host: str) -> bool:
@@ -25,6 +29,14 @@ def is_loopback(host: str) -> bool:
 def is_wildcard(host: str) -> bool:
     """Whether binding to ``host`` means every interface."""
     return host in ("0.0.0.0", "::", "*", "")
+
+
+def is_reachable_name(text: str) -> bool:
+    """Whether another PC could dial ``text``: an address, or a host's name; without a port."""
+    try:
+        return not ipaddress.ip_address(text).is_unspecified
+    except ValueError:
+        return _HOST_NAME.fullmatch(text) is not None and not _NUMBERS.fullmatch(text)
 
 
 def from_here(host: str) -> str:

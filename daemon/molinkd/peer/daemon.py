@@ -33,7 +33,7 @@ from molinkd.peer.home import Home, HomeLock
 from molinkd.peer.launch import Announce, AnyEvent, Launch, Listening, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
-from molinkd.peer.membership import Membership, choose, join, read_membership
+from molinkd.peer.membership import Membership, ask_again, choose, join, read_membership
 from molinkd.peer.node import Node
 from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.resources import Resources
@@ -90,12 +90,18 @@ class Daemon:
                 patiently(partial(self._home.membership.unlink, missing_ok=True))
         finally:
             lock.release()
+        if isinstance(self._shut_out, ShutOut):
+            known = read_membership(self._home.membership)
+            if known is not None:
+                msgspec.structs.replace(known, shut_out=True).save(self._home.membership)
         if self._shut_out is not None:
             raise self._shut_out
 
     async def _start(self, stack: AsyncExitStack) -> None:
         known = read_membership(self._home.membership)
-        chosen = choose(known, self._launch.token) if self._launch.role == "join" else None
+        chosen = (
+            choose(self._home, known, self._launch.token) if self._launch.role == "join" else None
+        )
         library = Library(Hasher(self._home.hashes))
         keys = self._home.keys()
         founder = self._founder(self._launch, keys, library)
@@ -110,7 +116,7 @@ class Daemon:
         if chosen is None:
             membership = known
         elif isinstance(chosen, Membership):
-            membership = chosen
+            membership = await self._return(context, keys, chosen)
         else:
             membership = await self._join(context, keys, chosen, known)
         swarm = membership.swarm if membership is not None else None
@@ -156,6 +162,17 @@ class Daemon:
 
         return Bringer(begin, self._relay, served)
 
+    async def _return(
+        self, context: zmq.asyncio.Context, keys: KeyPair, known: Membership
+    ) -> Membership:
+        """Back to the swarm joined before; one that has shut this PC out is asked first."""
+        if not known.shut_out:
+            return known
+        try:
+            return await ask_again(context, keys, known)
+        except ShutOut as error:
+            raise ShutOut(f"{self._shut_out_of(known.swarm)} (asked now: {error})") from error
+
     async def _join(
         self,
         context: zmq.asyncio.Context,
@@ -167,7 +184,7 @@ class Daemon:
         try:
             return await join(context, keys, token, self._settings.name)
         except (TokenError, Unavailable) as error:
-            if known is None:
+            if known is None or known.shut_out:
                 raise
             why = "this PC has joined the swarm before, so it goes on without the token"
             self._announce(Trouble(text=f"{why}: {error}"))
@@ -285,18 +302,21 @@ class Daemon:
         self._running().drain(drain)
 
     def _revoked(self, swarm: str) -> None:
-        self._shut_out = ShutOut(
-            f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
-            "the swarm's first PC lets it in again, then start it with `molink join`; "
-            "`molink leave` here forgets the swarm"
-        )
+        self._shut_out = ShutOut(self._shut_out_of(swarm))
         self._stop.set()
+
+    def _shut_out_of(self, swarm: str) -> str:
+        return (
+            f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
+            f"the swarm's first PC lets it in again, then start it with "
+            f"{self._home.typed('join')}; {self._home.typed('leave')} here forgets the swarm"
+        )
 
     def _is_twin(self) -> None:
         self._shut_out = UsageError(
             f"another PC with the key of this one is in the swarm, and runs: the state folder "
             f"{self._home.root} is a copy of that PC's. Delete peer.key and swarm.json in it, then "
-            "run `molink join`: this PC becomes a member of its own"
+            f"run {self._home.typed('join')}: this PC becomes a member of its own"
         )
         self._stop.set()
 

@@ -73,8 +73,8 @@ class Founder:
             known = read_membership(self._home.membership)
             if known is not None and not known.own:
                 raise UsageError(
-                    f"this PC is a member of swarm {known.swarm}: start it with `molink join`, or "
-                    "run `molink leave` first."
+                    f"this PC is a member of swarm {known.swarm}: start it with "
+                    f"{self._home.typed('join')}, or run {self._home.typed('leave')} first."
                 )
             self.model = self.model or (known.model if known is not None else None)
         elif self.model is None:

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -27,6 +30,17 @@ class Home:
             named = os.environ.get("MOLINK_HOME")
             explicit = Path(named) if named else platformdirs.user_state_path("molink", False)
         return cls(explicit.expanduser().absolute())
+
+    def typed(self, command: str) -> str:
+        """`` `molink COMMAND` `` as it is typed on this PC for this home: hints to a person.
+
+        With ``--home`` where it isn't the one that is taken without.
+        """
+        if self.root == Home.find().root:
+            return f"`molink {command}`"
+        root = str(self.root)
+        quoted = subprocess.list2cmdline([root]) if sys.platform == "win32" else shlex.quote(root)
+        return f"`molink {command} --home {quoted}`"
 
     def create(self) -> "Home":
         """Make the folder if it isn't there.
@@ -111,7 +125,7 @@ class HomeLock:
     """Held while a process uses a home; the operating system lets go of it when that dies."""
 
     def __init__(self, home: Home) -> None:
-        self._path = home.root / "lock"
+        self._home, self._path = home, home.root / "lock"
         self._file: IO[bytes] | None = None
 
     def try_acquire(self) -> bool:
@@ -131,8 +145,8 @@ class HomeLock:
         """
         if not self.try_acquire():
             raise UsageError(
-                f"another molink daemon uses {self._path.parent}. See `molink status`; "
-                "`molink down` ends it. Or give this one its own folder with --home."
+                f"another molink daemon uses {self._home.root}. See {self._home.typed('status')}; "
+                f"{self._home.typed('down')} ends it. Or give this one its own folder with --home."
             )
 
     def release(self) -> None:

@@ -50,10 +50,13 @@ async def knock(
     name: str,
     show: Callable[[Code], None],
     patience: float = _WAIT_S,
+    *,
+    join: str = "`molink join`",
 ) -> Membership:
     """Knock, have the code shown, and wait until a person at the swarm has let this PC in.
 
     What it returns is the swarm's own word: it holds if the person saw the same code there.
+    ``join`` is what a person types to try again.
 
     Raises:
         Unavailable: nobody answers there, or the swarm is full.
@@ -66,7 +69,7 @@ async def knock(
     reader, writer, address = await _connect(nearby)
     try:
         knocker = Knocker(keys.public, name, molink.__version__, secrets.token_bytes(32))
-        challenge = await _exchange(reader, writer, knocker.asked)
+        challenge = await _exchange(reader, writer, knocker.asked, join)
         if not _is_as_announced(challenge, nearby):
             raise WireError(
                 f"what answers at {address} is not the swarm that was announced: another program "
@@ -75,8 +78,8 @@ async def knock(
         reveal, code = knocker.answer(challenge)
         writer.write(encode_frame(reveal))
         show(Code(challenge.swarm, clean_name(challenge.name, challenge.swarm), code))
-        verdict = await _verdict(reader, patience)
-        _check(verdict, peer_id(keys.public))
+        verdict = await _verdict(reader, patience, join)
+        _check(verdict, peer_id(keys.public), join)
         return _membership(challenge, verdict, address)
     finally:
         writer.close()
@@ -104,7 +107,7 @@ async def _connect(
 
 
 async def _exchange(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message, join: str
 ) -> Challenge:
     writer.write(encode_frame(message))
     try:
@@ -122,19 +125,19 @@ async def _exchange(
             "`porch_port` is set on the PC that runs the swarm"
         ) from None
     if isinstance(answer, Verdict):
-        _check(answer, "")
+        _check(answer, "", join)
         raise WireError("the swarm lets this PC in before it has asked anything")
     return answer
 
 
-async def _verdict(reader: asyncio.StreamReader, patience: float) -> Verdict:
+async def _verdict(reader: asyncio.StreamReader, patience: float, join: str) -> Verdict:
     try:
         verdict: Verdict = await asyncio.wait_for(_read(reader, Verdict), patience)
     except TimeoutError:
         return Verdict(outcome="expired")
     except (OSError, asyncio.IncompleteReadError):
         raise Unavailable(
-            "the connection to the swarm was lost before somebody approved: run `molink join` again"
+            f"the connection to the swarm was lost before somebody approved: run {join} again"
         ) from None
     return verdict
 
@@ -153,7 +156,7 @@ def _is_as_announced(challenge: Challenge, nearby: Nearby) -> bool:
     )
 
 
-def _check(verdict: Verdict, me: str) -> None:
+def _check(verdict: Verdict, me: str, join: str) -> None:
     """Raise what a verdict means, unless it is that this PC is let in."""
     match verdict.outcome:
         case "admitted":
@@ -162,8 +165,8 @@ def _check(verdict: Verdict, me: str) -> None:
             raise KnockRefused("the swarm refused this PC")
         case "expired":
             raise KnockUnanswered(
-                "nobody has approved this PC in time: run `molink join` again, and `molink "
-                "approve` on a PC of the swarm while this one waits"
+                f"nobody has approved this PC in time: run {join} again, and `molink approve` on "
+                "a PC of the swarm while this one waits"
             )
         case "busy":
             raise Unavailable("too many PCs ask the swarm at this moment: try again in a minute")
@@ -181,7 +184,7 @@ def _check(verdict: Verdict, me: str) -> None:
             raise UsageError(
                 "a PC with this one's key is in the swarm, and runs: this state folder is a copy "
                 "of that PC's, or that PC is this one. Delete peer.key in the state folder here to "
-                "get an identity of its own, then run `molink join` again"
+                f"get an identity of its own, then run {join} again"
             )
 
 

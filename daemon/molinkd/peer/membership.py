@@ -24,9 +24,11 @@ from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
+from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.secrets import write_secret
+from molinkd.peer.home import Home
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
     #: What ``molink up`` served last.
     model: str | None = None
+    #: Whether this PC was told that it is no member any more.
+    shut_out: bool = False
 
     def save(self, path: Path) -> None:
         """Remember it."""
@@ -88,7 +92,7 @@ def parse_token(text: str) -> JoinToken:
     return JoinToken.parse(text, time.time())
 
 
-def choose(known: Membership | None, text: str | None) -> Membership | JoinToken:
+def choose(home: Home, known: Membership | None, text: str | None) -> Membership | JoinToken:
     """Return to the swarm that is ``known``, or join one by the token in ``text``.
 
     A token of the known swarm counts: the coordinator may have forgotten this PC, or have moved.
@@ -101,18 +105,46 @@ def choose(known: Membership | None, text: str | None) -> Membership | JoinToken
     if known is None and token is None:
         raise UsageError(
             "this PC is in no swarm: paste the token that `molink up` printed, as in "
-            "`molink join molink-…`, or run `molink join` in a terminal, which asks for it"
+            f"{home.typed('join molink-…')}, or run {home.typed('join')} in a terminal, which asks "
+            "for it"
         )
     if known is not None and token is not None and known.swarm != token.swarm:
         raise UsageError(
-            f"this PC is a member of swarm {known.swarm}. Run `molink leave` first, or give "
+            f"this PC is a member of swarm {known.swarm}. Run {home.typed('leave')} first, or give "
             "another state folder with --home."
         )
     if known is not None and known.own:
-        raise UsageError("this PC runs its own swarm: start it with `molink up`")
+        raise UsageError(f"this PC runs its own swarm: start it with {home.typed('up')}")
     chosen = token or known
     assert chosen is not None
     return chosen
+
+
+async def ask_again(context: zmq.asyncio.Context, keys: KeyPair, known: Membership) -> Membership:
+    """Ask the swarm that has shut this PC out whether it has taken it back.
+
+    Raises:
+        ShutOut: it has not, or nobody answers there.
+    """
+    refusals: asyncio.Queue[str] = asyncio.Queue()
+    client: Client[ControlMessage] = Client(
+        context,
+        keys,
+        control_codec(),
+        known.coordinator_key,
+        known.endpoints,
+        name="the swarm's coordinator",
+        events=ClientEvents(on_refused=refusals.put_nowait),
+    )
+    client.start()
+    try:
+        refused = _refused(refusals, len(known.addresses))
+        await _ask(client, StatusRequest(ref=0), refused, _GUIDE_S)
+    except MolinkError as error:
+        raise ShutOut(str(error)) from error
+    finally:
+        await client.close()
+    return msgspec.structs.replace(known, shut_out=False)
 
 
 async def join(
@@ -187,7 +219,7 @@ async def _join_at(
 
 async def _ask(
     client: Client[ControlMessage],
-    request: JoinRequest,
+    request: ControlMessage,
     refused: Coroutine[None, None, NotAuthorized],
     patience: float,
 ) -> ControlMessage:
@@ -206,7 +238,7 @@ async def _ask(
 
 
 async def _until_there_is_room(
-    client: Client[ControlMessage], request: JoinRequest, patience: float
+    client: Client[ControlMessage], request: ControlMessage, patience: float
 ) -> ControlMessage:
     """Ask again for a while if too many join at this moment."""
     deadline = asyncio.get_running_loop().time() + patience

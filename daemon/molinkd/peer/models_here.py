@@ -52,7 +52,7 @@ def models_here(home: Home) -> list[ModelHere]:
     return found
 
 
-def choose(models: list[ModelHere], name: str, *, hf_cache: bool) -> list[ModelHere]:
+def choose(home: Home, models: list[ModelHere], name: str, *, hf_cache: bool) -> list[ModelHere]:
     """Those of ``models`` that go if the model ``name`` is to be deleted.
 
     Raises:
@@ -61,14 +61,14 @@ def choose(models: list[ModelHere], name: str, *, hf_cache: bool) -> list[ModelH
     """
     called = [one for one in models if one.is_called(name)]
     if not called:
-        raise ModelNotFound(f"no model {name!r} on this PC; `molink list` shows them")
+        raise ModelNotFound(f"no model {name!r} on this PC; {home.typed('list')} shows them")
     chosen = [one for one in called if one.where == "swarm" or (one.where == "cache" and hf_cache)]
     if chosen:
         return chosen
     reasons = {
         "cache": (
             f"{name} is in the Hugging Face cache, which other programs use too; "
-            f"`molink rm {name} --hf-cache` deletes it there"
+            f"{home.typed(f'rm {name} --hf-cache')} deletes it there"
         ),
         "folder": f"{called[0].path} is a folder of yours: delete it yourself",
         "bundled": f"{name} came with molink, and goes with it",
@@ -86,7 +86,7 @@ def delete(model: ModelHere) -> int:
         patiently(partial(shutil.rmtree, model.path))
     except OSError as error:
         raise ModelError(
-            f"can't delete {model.path}: {error}. What uses it? (`molink status`)"
+            f"can't delete {model.path}: {error}. End what uses it, and try again"
         ) from error
     return model.size
 

@@ -22,6 +22,7 @@ from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
 from molink.swarm.nearby import PORCH_PORT
 from molink.swarm.pausing import DailyTime
+from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.home import Home
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -48,7 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = ""
     #: Where control, coordinator and stage sockets listen (all are authenticated).
     host: str = "0.0.0.0"
-    #: Addresses told to others; empty = those of this PC's interfaces.
+    #: Addresses told to others; empty = those of this PC's interfaces. Only a coordinator that runs
+    #: alone may name a port with them.
     advertise: tuple[str, ...] = ()
     endpoint_host: str = "127.0.0.1"
     endpoint_port: Port = 5465
@@ -115,6 +117,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
         for text in self.pause_times:
             DailyTime.parse(text)
+        for text in self.advertise:
+            host, _, port = text.rpartition(":")
+            named = is_reachable_name(host.strip("[]")) and port.isdecimal()
+            if not is_reachable_name(text) and not (named and 0 < int(port) < 65536):
+                raise ValueError(
+                    f"`advertise` has addresses or names of hosts, like 192.168.1.7, not {text!r}"
+                )
         policies = {"link_policy": POLICIES, "scheduling_policy": SCHEDULING_POLICIES}
         for name, choices in policies.items():
             chosen = getattr(self.pipeline, name)

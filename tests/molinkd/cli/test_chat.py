@@ -171,6 +171,12 @@ def test_errors(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_a_key_that_is_missing(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint.error = (401, "a valid API key is needed")
+    assert run_chat(endpoint.url, "hi") == 1
+    assert "--api-key" in capsys.readouterr().err
+
+
 def test_nobody_there(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_chat("http://127.0.0.1:1/v1", "hi") == 6
     error = capsys.readouterr().err

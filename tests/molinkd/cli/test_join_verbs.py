@@ -14,6 +14,7 @@ import pytest
 from molink.errors import KnockRefused, RequestError
 from molink.swarm.nearby import PORCH_PORT, Nearby
 from molink.wire.messages.instructions import Knocker
+from molink.wire.messages.requests import LeaveRequest
 from molinkd.cli import local_daemon
 from molinkd.cli.console import DaemonConsole
 from molinkd.cli.doorbell import Doorbell
@@ -44,8 +45,9 @@ class Network:
         return self.swarms
 
     async def knock(
-        self, nearby: Nearby, _keys: object, _name: str, show: Callable[[Code], None]
+        self, nearby: Nearby, _keys: object, _name: str, show: Callable[[Code], None], *, join: str
     ) -> Membership:
+        assert join == "`molink join`"
         self.asked.append(nearby)
         show(Code(ATTIC.swarm, "attic", "4827-1931"))
         if self.refusal is not None:
@@ -168,8 +170,16 @@ def test_who_approves_may_be_an_impostor(
     network: Network, home: Home, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
 ) -> None:
     """Only the person knows whether the swarm's own PC has shown the code."""
+    said: list[tuple[Membership, object]] = []
+
+    def ask(_home: Home, member: Membership, message: object) -> None:
+        said.append((member, message))
+
+    monkeypatch.setattr(local_daemon, "ask_coordinator", ask)
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert run(["join"]) == code
+    # Where this PC was let in it would stay a member that never comes.
+    assert said == ([] if code == 0 else [(MEMBER, LeaveRequest(ref=0))])
     assert home.membership.exists() is (code == 0)
     assert bool(network.launches) is (code == 0)
 
@@ -209,6 +219,10 @@ def test_approving(
     assert json.loads(capsys.readouterr().out) == {"name": "p\x1bc", "admitted": False}
     assert judged == [("4827-1931", False), ("4827-1931", True)]
     assert run(["approve", "--refuse"]) == 2
+    capsys.readouterr()
+    assert run(["approve", "482719"]) == 2
+    assert "a code has 8 digits" in capsys.readouterr().err
+    assert len(judged) == 2, "nobody was asked for what is no code"
     knocks.clear()
     assert run(["approve"]) == 0
     assert "No PC asks" in capsys.readouterr().out

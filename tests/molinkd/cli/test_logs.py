@@ -82,3 +82,8 @@ def test_what_is_written_later(home: Path) -> None:
 def test_nothing_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", "--home", str(tmp_path)]) == 6
     assert "nothing down yet" in capsys.readouterr().err
+
+
+def test_a_process_that_there_is_not(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["logs", "--home", str(home), "--process", "nosuch"]) == 2
+    assert "there is: background, daemon, worker-p1-0" in capsys.readouterr().err

@@ -98,6 +98,9 @@ def test_quantize_and_memory_reach_the_daemon(
         (["chat", "--url", "foo", "hi"], 2, "--url is a URL"),
         (["up", "--model", "no such model!"], 5, "no such model!"),
         (["up", "--worker-ports", "5"], 2, "worker_ports"),
+        (["up", "--advertise", "foo:1:2"], 2, "not 'foo:1:2'"),
+        (["up", "--advertise", "foo:1"], 2, "without a port here, not 'foo:1'"),
+        (["status", "--home", "else where"], 6, "`molink up --home "),
     ],
 )
 def test_errors_are_one_clear_line(
@@ -270,20 +273,21 @@ def test_errors_drive_no_terminal(
 def test_a_peer_is_found_by_name_or_id() -> None:
     peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
     status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
-    assert local_daemon.find_peer(status, "pc") == "1"
-    assert local_daemon.find_peer(status, "3") == "3"
+    assert local_daemon.find_peer(Home.find(), status, "pc") == "1"
+    assert local_daemon.find_peer(Home.find(), status, "3") == "3"
     # An id is nobody else's choice, a name is.
-    assert local_daemon.find_peer(status, "tv") == "tv"
+    assert local_daemon.find_peer(Home.find(), status, "tv") == "tv"
     with pytest.raises(UsageError, match="2 peers are called tv"):
-        local_daemon.find_peer({**status, "peers": peers[:3]}, "tv")
+        local_daemon.find_peer(Home.find(), {**status, "peers": peers[:3]}, "tv")
     with pytest.raises(UsageError, match="no peer"):
-        local_daemon.find_peer(status, "nobody")
+        local_daemon.find_peer(Home.find(), status, "nobody")
     revoked = {**status, "revoked": [{"id": "9", "name": "old"}]}
-    assert local_daemon.find_peer(revoked, "old", "revoked") == "9"
+    assert local_daemon.find_peer(Home.find(), revoked, "old", "revoked") == "9"
     with pytest.raises(UsageError, match="no peer that was revoked is called pc"):
-        local_daemon.find_peer(revoked, "pc", "revoked")
+        local_daemon.find_peer(Home.find(), revoked, "pc", "revoked")
+    unreachable = {**status, "coordinator": {"state": "unreachable"}}
     with pytest.raises(Unavailable, match="gone"):
-        local_daemon.find_peer({**status, "coordinator": {"state": "unreachable"}}, "pc")
+        local_daemon.find_peer(Home.find(), unreachable, "pc")
 
 
 def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

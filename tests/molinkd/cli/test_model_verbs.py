@@ -66,7 +66,7 @@ def test_progress_is_shown_and_errors_have_their_codes(
     assert run(["pull", "owner/none"]) == 5
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 0
     served.gated = True
-    assert run(["pull", REPOSITORY]) == 7
+    assert run(["pull", REPOSITORY]) == 12
     served.gated, served.status = False, 503
     assert run(["pull", REPOSITORY]) == 6
     for layers in ("3:1", "x"):

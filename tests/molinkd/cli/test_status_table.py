@@ -2,6 +2,7 @@
 
 import pytest
 
+from molink.swarm.terms import next_epoch, next_term
 from molinkd.cli.status_table import show_status
 
 STATE = {
@@ -44,6 +45,15 @@ def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     # What peers call themselves is text, not markup.
     for text in ("home (demo)", "[red]pc[/red]", "layers 0:4 (loading)", "why not", "epoch 3"):
         assert text in out
+
+
+def test_an_epoch_after_a_change_of_leader(capsys: pytest.CaptureFixture[str]) -> None:
+    term = next_term(next_term(0, "a"), "b")
+    show_status(
+        {**STATE, "pipelines": [{"id": "p1", "epoch": next_epoch(7, term), "ready": True}]},
+        demo=False,
+    )
+    assert "(epoch 2.1)" in capsys.readouterr().out
 
 
 def test_how_weights_are_kept(capsys: pytest.CaptureFixture[str]) -> None:

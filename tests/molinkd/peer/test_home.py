@@ -20,6 +20,18 @@ def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert Home.find().root.is_absolute()
 
 
+def test_commands_are_shown_as_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
+    assert Home(tmp_path).typed("up") == "`molink up`"
+    other = Home(tmp_path / "a b")
+    quote = '"' if sys.platform == "win32" else "'"
+    assert other.typed("leave --dissolve") == (
+        f"`molink leave --dissolve --home {quote}{other.root}{quote}`"
+    )
+
+
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"can't make the state folder .*--home"):

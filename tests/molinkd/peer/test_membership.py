@@ -15,13 +15,17 @@ from molink.errors import (
     UsageError,
 )
 from molink.swarm.token import Guide, JoinToken
+from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
+from molink.wire.messages.requests import StatusReply, StatusRequest
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender
-from molinkd.peer.membership import Membership, choose, join, read_membership
+from molinkd.peer.home import Home
+from molinkd.peer.membership import Membership, ask_again, choose, join, read_membership
 from tests.support.net import Net
 
+HOME = Home(Path("nowhere"))
 COORDINATOR = KeyPair.generate()
 INVITATION = KeyPair.generate()
 KNOWN = Membership(
@@ -45,36 +49,36 @@ def test_it_is_remembered(tmp_path: Path) -> None:
 
 
 def test_a_new_peer_needs_a_token() -> None:
-    assert choose(None, str(make_token())) == make_token()
+    assert choose(HOME, None, str(make_token())) == make_token()
     with pytest.raises(UsageError, match="in no swarm"):
-        choose(None, None)
+        choose(HOME, None, None)
 
 
 def test_a_member_returns_without_one() -> None:
-    assert choose(KNOWN, None) == KNOWN
+    assert choose(HOME, KNOWN, None) == KNOWN
     with pytest.raises(UsageError, match="molink up"):
-        choose(msgspec.structs.replace(KNOWN, own=True), None)
+        choose(HOME, msgspec.structs.replace(KNOWN, own=True), None)
 
 
 def test_a_token_of_the_same_swarm_counts() -> None:
     """The coordinator may have forgotten this PC."""
-    assert choose(KNOWN, str(make_token())) == make_token()
+    assert choose(HOME, KNOWN, str(make_token())) == make_token()
     with pytest.raises(UsageError, match="molink up"):
-        choose(msgspec.structs.replace(KNOWN, own=True), str(make_token()))
+        choose(HOME, msgspec.structs.replace(KNOWN, own=True), str(make_token()))
 
 
 def test_a_member_does_not_change_swarms_by_accident() -> None:
     with pytest.raises(UsageError, match="molink leave"):
-        choose(KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
+        choose(HOME, KNOWN, str(msgspec.structs.replace(make_token(), swarm="another")))
     # Another PC may lead the same swarm by now, with a key of its own.
     moved = make_token(key=KeyPair.generate().public)
-    assert choose(KNOWN, str(moved)) == moved
+    assert choose(HOME, KNOWN, str(moved)) == moved
 
 
 def test_an_expired_token() -> None:
     token = msgspec.structs.replace(make_token(), expires=1)
     with pytest.raises(TokenError, match="expired"):
-        choose(None, str(token))
+        choose(HOME, None, str(token))
 
 
 async def test_joining(net: Net) -> None:
@@ -180,3 +184,38 @@ async def test_a_member_sends_a_guest_on_to_the_coordinator(net: Net) -> None:
     )
     joined = await join(net.context, KeyPair.generate(), token, "pc")
     assert joined.addresses == (f"127.0.0.1:{coordinator.port}",)
+
+
+@pytest.mark.parametrize("answer", [ShutOut("this PC was shut out"), None])
+async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
+    net: Net, answer: MolinkError | None
+) -> None:
+    def handle(sender: Sender, message: StatusRequest, _payload: memoryview | None) -> None:
+        if answer is not None:
+            raise answer
+        server.send(
+            sender.identity, StatusReply(ref=message.ref, payload=Payload("u8", (2,))), b"{}"
+        )
+
+    mine = net.member("pc")
+    server = net.server(control_codec(), handle)
+    known = Membership(
+        swarm="s",
+        coordinator_key=net.keys.public,
+        addresses=(f"127.0.0.1:{server.port}",),
+        shut_out=True,
+    )
+    if answer is None:
+        assert not (await ask_again(net.context, mine, known)).shut_out
+        return
+    with pytest.raises(ShutOut, match="was shut out"):
+        await ask_again(net.context, mine, known)
+
+
+async def test_a_swarm_that_has_ended_takes_nobody_back(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molinkd.peer.membership._GUIDE_S", 0.1)
+    known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), shut_out=True)
+    with pytest.raises(ShutOut):
+        await ask_again(net.context, KeyPair.generate(), known)

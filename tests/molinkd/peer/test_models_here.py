@@ -71,19 +71,19 @@ async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
     assert weights < found["cache"].size < 1.2 * weights
 
     # What came from others goes; a folder of a user's own stays.
-    (chosen,) = choose(models_here(home), "own", hf_cache=True)
+    (chosen,) = choose(home, models_here(home), "own", hf_cache=True)
     assert chosen == found["swarm"]
     assert delete(chosen) == chosen.size
     assert not part.exists()
     with pytest.raises(UsageError, match="a folder of yours: delete it yourself"):
-        choose(models_here(home), "own", hf_cache=True)
+        choose(home, models_here(home), "own", hf_cache=True)
     with pytest.raises(UsageError, match="--hf-cache"):
-        choose(models_here(home), REPOSITORY, hf_cache=False)
+        choose(home, models_here(home), REPOSITORY, hf_cache=False)
     with pytest.raises(UsageError, match="came with molink"):
-        choose(models_here(home), DEMO_MODEL, hf_cache=True)
-    with pytest.raises(ModelNotFound, match="`molink list`"):
-        choose(models_here(home), "other", hf_cache=True)
-    for one in choose(models_here(home), "some-model", hf_cache=True):
+        choose(home, models_here(home), DEMO_MODEL, hf_cache=True)
+    with pytest.raises(ModelNotFound, match="`molink list --home"):
+        choose(home, models_here(home), "other", hf_cache=True)
+    for one in choose(home, models_here(home), "some-model", hf_cache=True):
         delete(one)
     assert "cache" not in by_place(home)
 

@@ -80,6 +80,11 @@ def test_text_is_converted() -> None:
         ({"objective": "speed"}, "`objective` can't be 'speed'"),
         ({"min_stages": 17}, "`min_stages` is at most 16"),
         ({"nonsense": 1}, "nonsense"),
+        ({"advertise": "foo:1:2"}, "`advertise` has addresses or names of hosts.*not 'foo:1:2'"),
+        ({"advertise": "10.0.0.1, 300.1.1.1"}, "not '300.1.1.1'"),
+        ({"advertise": "pc:70000"}, "not 'pc:70000'"),
+        ({"advertise": "two words"}, "not 'two words'"),
+        ({"advertise": "0.0.0.0"}, "not '0.0.0.0'"),
     ],
 )
 def test_what_cannot_work_is_named(options: dict[str, object], names: str) -> None:

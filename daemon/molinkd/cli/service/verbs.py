@@ -87,7 +87,7 @@ def _member(home: Home) -> Membership:
     member = read_membership(home.membership)
     if member is None:
         raise UsageError(
-            f"this PC is in no swarm (state folder {home.root}): run `molink up` or `molink join` "
-            "once, with the options that the service is to have"
+            f"this PC is in no swarm (state folder {home.root}): run {home.typed('up')} or "
+            f"{home.typed('join')} once, with the options that the service is to have"
         )
     return member

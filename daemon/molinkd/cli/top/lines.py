@@ -10,6 +10,7 @@ from typing import Literal
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
+from molink.swarm.terms import epoch_text
 from molinkd.cli.top.view import (
     KnockView,
     PcView,
@@ -46,7 +47,7 @@ def head_lines(view: View, width: int, *, stale: bool = False) -> list[Text]:
     state = Text("READY", "bold green") if view.ready else Text("NOT READY", "bold red")
     if stale:
         state = Text("UNKNOWN", "bold yellow")
-    epochs = ", ".join(f"{ring.id} epoch {ring.epoch}" for ring in view.rings)
+    epochs = ", ".join(f"{ring.id} epoch {epoch_text(ring.epoch)}" for ring in view.rings)
     room = max(20, width - len(f"molink top      {state}  {epochs}"))
     model = _cut(view.model, room // 2)
     first = Text.assemble(
