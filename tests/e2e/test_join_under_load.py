@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from molink.errors import Unavailable
@@ -54,6 +55,19 @@ class Load:
         self._over.set()
         for thread in self._threads:
             thread.join()
+
+
+def workers(daemon: int) -> list[psutil.Process]:
+    """The worker processes of a daemon, spare ones too."""
+    children = psutil.Process(daemon).children(recursive=True)
+    return [one for one in children if "molinkd.worker" in _command(one)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def stages(process: Process) -> int:
@@ -115,6 +129,8 @@ def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:
     assert stages(duo.up) == 1
     (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
     assert second["paused"] == DRAINED
+    # Its memory is free: no worker is there any more, nor a spare one.
+    tools.wait_for(lambda: not workers(second["daemon_pid"]), duo.up)
     alone = tools.run_molink(duo.root / "up", "drain")
     assert alone.returncode == Unavailable.exit_code, alone.stdout
     assert "no peer offers to run layers" in alone.stderr

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.swarm.pausing import DRAINED, DailyTime, Pausing
+from molink.swarm.pausing import BUSY_S, DRAINED, FREE_S, USED, DailyTime, OthersUse, Pausing
 
 MINUTES = st.integers(0, 24 * 60 - 1)
 
@@ -50,3 +50,72 @@ def test_the_user_and_the_day() -> None:
     assert pausing.reason(2 * 60) == ""
     pausing.drained = True
     assert pausing.reason(2 * 60) == DRAINED
+
+
+def watch(others: OthersUse, share: float, begin: float, seconds: float) -> float:
+    """Look once a second for so long; returns when the last look was."""
+    for second in range(1, int(seconds) + 1):
+        others.observe(share, begin + second)
+    return begin + int(seconds)
+
+
+def test_a_game_is_made_room_for_and_its_end_is_waited_for() -> None:
+    others = OthersUse()
+    now = watch(others, 0.05, 0.0, 60)
+    now = watch(others, 0.95, now, 5)
+    assert not others.busy, "a film's first frames are no game"
+    now = watch(others, 0.0, now, 60)
+    now = watch(others, 0.95, now, BUSY_S + 5)
+    assert others.busy
+    # A loading screen.
+    now = watch(others, 0.05, now, FREE_S / 2)
+    now = watch(others, 0.95, now, 30)
+    now = watch(others, 0.05, now, FREE_S)
+    assert others.busy, "it has not been over for long enough"
+    watch(others, 0.05, now, 30)
+    assert not others.busy
+
+
+def test_use_in_between_changes_nothing() -> None:
+    others = OthersUse()
+    now = watch(others, 0.25, 0.0, 600)
+    assert not others.busy
+    now = watch(others, 0.9, now, 60)
+    assert others.busy
+    watch(others, 0.25, now, 600)
+    assert others.busy
+
+
+def test_a_short_dip_does_not_hide_a_game() -> None:
+    others = OthersUse()
+    for second in range(60):
+        others.observe(0.0 if second % 5 == 0 else 0.8, float(second))
+    assert others.busy
+
+
+def test_time_asleep_counts_for_nothing() -> None:
+    others = OthersUse()
+    others.observe(0.9, 0.0)
+    others.observe(0.9, 3600.0)
+    assert not others.busy
+    now = watch(others, 0.9, 3600.0, 60)
+    others.observe(0.0, now + 3600)
+    assert others.busy
+
+
+@given(st.lists(st.floats(0, 1), max_size=300))
+def test_it_changes_only_after_a_while(shares: list[float]) -> None:
+    others, changes = OthersUse(), [0]
+    for second, share in enumerate(shares):
+        was = others.busy
+        others.observe(share, float(second))
+        if others.busy != was:
+            assert second - changes[-1] >= (BUSY_S if others.busy else FREE_S)
+            changes.append(second)
+
+
+def test_what_a_person_is_told_of_a_game() -> None:
+    pausing = Pausing(["18:00-20:00"])
+    pausing.others.busy = True
+    assert pausing.reason(0) == USED
+    assert pausing.reason(19 * 60) == "paused from 18:00 to 20:00"

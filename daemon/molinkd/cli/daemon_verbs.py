@@ -47,6 +47,17 @@ MemoryOption = Annotated[
     str | None,
     typer.Option(help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET)."),
 ]
+PauseTimesOption = Annotated[
+    str | None,
+    typer.Option(help="Times of the day without layers here: 18:00-23:30, several with commas."),
+]
+PauseWhenBusyOption = Annotated[
+    Literal["off", "on", "auto"] | None,
+    typer.Option(
+        help="Hold no layers while something else uses the GPU. auto: if it drives a screen.  "
+        "\\[default: auto]"
+    ),
+]
 QuantizeOption = Annotated[
     Quantize | None,
     typer.Option(help="Keep the layers' weights in 8 or 4 bits.  \\[default: none]"),
@@ -85,6 +96,8 @@ def up(
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
     scheduling_policy: SchedulingOption = None,
+    pause_times: PauseTimesOption = None,
+    pause_when_busy: PauseWhenBusyOption = None,
     dtype: Annotated[
         DTypeChoice | None, typer.Option(help="Compute in.  \\[default: auto]")
     ] = None,
@@ -144,6 +157,8 @@ def join(
     threads: ThreadsOption = None,
     chunk_tokens: ChunkOption = None,
     scheduling_policy: SchedulingOption = None,
+    pause_times: PauseTimesOption = None,
+    pause_when_busy: PauseWhenBusyOption = None,
     api_key: KeyOption = None,
     background: BackgroundOption = False,
     home: HomeOption = None,

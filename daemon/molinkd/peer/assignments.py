@@ -94,6 +94,7 @@ class Assignments:
         self._reaching: set[asyncio.Task[None]] = set()
         #: Who has the next stage, by pipeline; also of those that are over.
         self._after: dict[str, str] = {}
+        self._paused = False
         self._keeper = Keeper()
         self.recovery = Recovery()
         self._prefetcher = Prefetcher(store, on_change)
@@ -117,8 +118,20 @@ class Assignments:
     def measured(self, device: Measured) -> None:
         """The device is known: stages may be started on it."""
         self._measured.set_result(device)
-        if self._settings.spare_worker:
+        if self._wants_spare:
             self.supervisor.prepare()
+
+    def pause(self, paused: bool) -> None:
+        """No stage is to be here for a while, nor a spare for one; or again one may come."""
+        self._paused = paused
+        if paused:
+            self.supervisor.drop_spare()
+        elif self._wants_spare and self._measured.done():
+            self.supervisor.prepare()
+
+    @property
+    def _wants_spare(self) -> bool:
+        return self._settings.spare_worker and not self._paused
 
     def handle(self, message: Prefetch | Assign | StageProfile | Form | Unassign) -> None:
         """Take an order of the coordinator."""
@@ -337,7 +350,7 @@ class Assignments:
         if isinstance(message, Loaded):
             self.recovery.loaded(message.weights_s, message.profile_s, self._now())
         self._carry_out(self._keeper.worker_said(generation, message))
-        if isinstance(message, Formed) and self._settings.spare_worker:
+        if isinstance(message, Formed) and self._wants_spare:
             self.supervisor.keep_spare(generation)
 
     def _worker_exited(self, generation: int, reason: str) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +13,6 @@ import molink
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
 from molink.swarm.address_book import AddressBook
-from molink.swarm.pausing import Pausing
 from molink.swarm.stream import StreamLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
@@ -46,6 +44,7 @@ from molinkd.peer.assignments import Assignments
 from molinkd.peer.awake import Awake
 from molinkd.peer.copier import Copier
 from molinkd.peer.device_probe import Measured
+from molinkd.peer.gpu_use import OwnUse
 from molinkd.peer.heads import Heads
 from molinkd.peer.known_members import KnownMembers
 from molinkd.peer.launch import Knocks, StageNow, Transferring, Trouble
@@ -53,6 +52,7 @@ from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.link_rates import LinkRates
 from molinkd.peer.local_status import local_status
+from molinkd.peer.pauser import Pauser
 from molinkd.peer.probe import can_connect
 from molinkd.peer.readiness import Readiness
 from molinkd.peer.resources import Resources
@@ -88,7 +88,6 @@ class Node:
         self._said = ""
         self._left = False
         self._awake = Awake()
-        self._pausing = Pausing(resources.settings.pause_times)
         settings, context, keys = resources.settings, resources.context, resources.keys
         self._members = KnownMembers(
             resources, leadership.replica, self._tried, self._members_changed, self._member_went
@@ -118,6 +117,8 @@ class Node:
             resources.offenders.blocked,
             self._reaches,
         )
+        self._pauser = Pauser(settings, self._own_use, self._paused)
+        self._assignments.pause(bool(self._pauser.reason))
         self._link_rates = LinkRates(self._assignments.link_rates, self._measured_rate)
         self._copier = Copier(
             self._store,
@@ -145,6 +146,7 @@ class Node:
         self.session.start()
         self._leadership.start()
         self._link_rates.start()
+        self._pauser.start(measured.device)
 
     async def goodbye(self) -> None:
         """Have the others go on without this peer, before anything of it ends."""
@@ -155,6 +157,7 @@ class Node:
 
     async def close(self) -> None:
         """End the session, all requests, transfers and workers."""
+        await self._pauser.close()
         await self._link_rates.close()
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
@@ -203,14 +206,12 @@ class Node:
 
     def drain(self, drain: bool) -> None:
         """Hold no layers for now, or do so again; the coordinator sees to it."""
-        self._pausing.drained = drain
-        self.session.report_now()
+        self._pauser.drain(drain)
 
     # --- the coordinator ---------------------------------------------------------------------
 
     def _report(self) -> PeerReport:
-        settings = self._resources.settings
-        paused = "" if settings.stage == "none" else self._pausing.reason(_minute_of_day())
+        settings, paused = self._resources.settings, self._pauser.reason
         return PeerReport(
             name=settings.name,
             version=molink.__version__,
@@ -313,6 +314,13 @@ class Node:
 
     # --- what changes here -------------------------------------------------------------------
 
+    def _own_use(self) -> OwnUse:
+        return self._assignments.supervisor.own_use
+
+    def _paused(self) -> None:
+        self._assignments.pause(bool(self._pauser.reason))
+        self.session.report_now()
+
     def _stages_changed(self) -> None:
         self.session.report_now()
         if self._resources.settings.keep_awake:
@@ -356,11 +364,6 @@ class Node:
         counters["control_messages_forbidden"] = float(control.forbidden)
         counters["control_members_blocked"] = float(control.blocked)
         return figures
-
-
-def _minute_of_day() -> int:
-    now = time.localtime()
-    return 60 * now.tm_hour + now.tm_min
 
 
 def _open_store(resources: Resources, book: AddressBook) -> Store:

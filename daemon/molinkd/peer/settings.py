@@ -83,6 +83,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     copies: bool = True
     #: Times of the day, ``18:00-23:30``, at which this PC holds no layers though it offers to.
     pause_times: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
+    #: Whether it holds none either while something else uses its GPU. ``auto``: if that GPU drives
+    #: a screen, and no other daemon of this PC has a stage.
+    pause_when_busy: Literal["off", "on", "auto"] = "auto"
     #: Whether this PC may not fall asleep while it holds layers.
     keep_awake: bool = True
     dtype: DTypeChoice = "auto"

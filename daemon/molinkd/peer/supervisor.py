@@ -30,6 +30,7 @@ from molink.wire.messages.pipe import (
 )
 from molinkd.api.backend import Figures, StageFigures, StageName
 from molinkd.peer.child import WINDOWS_CODES, Child, how_it_ended
+from molinkd.peer.gpu_use import OwnUse
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,24 @@ class Supervisor:
 
     def prepare(self) -> None:
         """Have a spare before it is known what for: a stage is likely to come soon."""
-        self._start_spare(Warm())
+        if self._spare is None and self._spare_timer is None and not self._closed:
+            self._start_spare(Warm())
+
+    def drop_spare(self) -> None:
+        """End the spare: it takes memory of the device, which is wanted for something else."""
+        if self._spare_timer is not None:
+            self._spare_timer.cancel()
+            self._spare_timer = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._end(spare)
+
+    @property
+    def own_use(self) -> OwnUse:
+        """What the processes here take of the device."""
+        busy = sum(one.busy for one in self.load().stages) / 100
+        every = (*self._workers.values(), *((self._spare,) if self._spare is not None else ()))
+        return OwnUse([worker.child.pid for worker in every], min(1.0, busy))
 
     def keep_spare(self, generation: int) -> None:
         """Soon have a spare that can follow on the worker of ``generation``, or on another."""

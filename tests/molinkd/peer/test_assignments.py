@@ -64,6 +64,10 @@ class FakeSupervisor:
     def prepare(self) -> None:
         self.prepared = True
 
+    def drop_spare(self) -> None:
+        self.prepared = False
+        self.spares.clear()
+
     def stop(self, generation: int, *, kill: bool = False) -> None:
         pass
 
@@ -244,6 +248,25 @@ async def test_a_pc_has_a_spare_at_first_and_beside_a_stage(bench: Bench, wanted
     assert bench.supervisor.spares == []
     bench.assignments._worker_said(1, Formed(epoch=1))
     assert bench.supervisor.spares == ([1] if wanted else [])
+
+
+async def test_a_pc_that_is_paused_has_no_spare(bench: Bench) -> None:
+    await bench.assign(1 << 30)
+    bench.assignments._worker_said(1, Loaded(port=1, max_blocks=1, weight_bytes=1))
+    bench.assignments.pause(True)
+    assert not bench.supervisor.prepared
+    bench.assignments._worker_said(1, Formed(epoch=1))
+    assert bench.supervisor.spares == []
+    bench.assignments.pause(False)
+    assert bench.supervisor.prepared
+
+
+async def test_a_pc_that_begins_paused_has_none_either(bench: Bench) -> None:
+    bench.assignments.pause(True)
+    bench.assignments.measured(Measured(Device(kind="cpu", name="x", memory=1), bf16=True))
+    assert not bench.supervisor.prepared
+    bench.assignments.pause(False)
+    assert bench.supervisor.prepared
 
 
 async def test_only_who_serves_no_more_is_in_a_hurry(bench: Bench) -> None:

@@ -204,6 +204,31 @@ async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
     assert len(children) == 1
 
 
+async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = await _spare(heard, monkeypatch)
+    own = heard.supervisor.own_use
+    assert (len(own.pids), spare.pid in own.pids) == (2, True)
+    heard.supervisor.drop_spare()
+    await until(lambda: not psutil.pid_exists(spare.pid))
+    assert heard.supervisor.metrics().gauges == {"workers": 1.0, "spare_workers": 0.0}
+    assert heard.exits == []
+    heard.supervisor.drop_spare()
+    heard.supervisor.prepare()
+    heard.supervisor.prepare()
+    assert len(heard.supervisor.own_use.pids) == 2, "one spare, not two"
+
+
+async def test_a_spare_that_was_to_come_does_not(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 1e6)
+    heard.supervisor.start(1, START, MEMBERS)
+    await heard.until(lambda: len(heard.messages) == 1)
+    heard.supervisor.keep_spare(1)
+    heard.supervisor.drop_spare()
+    assert heard.supervisor._spare_timer is None
+
+
 @pytest.mark.parametrize("heard", ["deaf"], indirect=True)
 async def test_a_worker_that_does_not_answer_is_killed(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
