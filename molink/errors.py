@@ -22,6 +22,7 @@
     ├── NotAuthorized            a peer that may not do this (exit code 7)
     │   ├── ShutOut              this PC was revoked (exit code 9)
     │   └── KnockRefused         a swarm, or this PC's user, has refused (exit code 10)
+    ├── VersionMismatch          this PC and the swarm speak differently (exit code 13)
     ├── StateError               a state folder that can't be used; names the file
     │   └── DamagedState         its file is damaged
     ├── WorkerError              a stage process that failed to start or died
@@ -143,6 +144,12 @@ class KnockRefused(NotAuthorized):
     """This PC asked to be let into a swarm, and was refused."""
 
     exit_code = 10
+
+
+class VersionMismatch(MolinkError):
+    """This PC's molink and the swarm's don't understand each other; names both versions."""
+
+    exit_code = 13
 
 
 class StateError(MolinkError):

@@ -19,6 +19,7 @@ from molink.errors import WireError
 from molink.facts.identity import peer_id
 from molink.swarm.hygiene import clean_name
 from molink.swarm.join_rate import Rate, TokenBucket
+from molink.swarm.versions import ours
 from molink.wire.messages.porch import (
     Challenge,
     Commitment,
@@ -28,6 +29,7 @@ from molink.wire.messages.porch import (
     Reveal,
     Verdict,
 )
+from molink.wire.protocol import PROTOCOL
 
 #: Digits of a code.
 DIGITS = 8
@@ -272,7 +274,11 @@ class Knocks:
         return decisions
 
     def _dismiss(self, number: int, outcome: Outcome) -> list[Decision]:
-        return [*self._forget(number), Tell(number, Verdict(outcome=outcome))]
+        verdict = Verdict(outcome=outcome)
+        if outcome == "version":
+            speaks = ours()
+            verdict = Verdict(outcome=outcome, version=speaks.version, protocol=speaks.protocol)
+        return [*self._forget(number), Tell(number, verdict)]
 
     def _forget(self, number: int) -> list[Decision]:
         return [Changed()] if self._visitors.pop(number).state == "waiting" else []
@@ -346,6 +352,7 @@ class Knocker:
             name=name[:64],
             version=version[:64],
             commitment=commitment(public_key, nonce),
+            protocol=PROTOCOL,
         )
 
     def answer(self, challenge: Challenge) -> tuple[Reveal, str]:

@@ -1,7 +1,8 @@
 """What ``molink status --json`` shows, built from the reconciler's view."""
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from molink.facts.device import Device
@@ -13,6 +14,7 @@ from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import MemberRecord, StageRecord
 from molink.swarm.registry import PeerSession
 from molink.swarm.throughput import eta
+from molink.swarm.versions import Spoken, ours
 from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
 
 #: Bound of the reply's payload, in bytes.
@@ -27,19 +29,31 @@ def build_status(
     addresses: Sequence[str],
     pid: int,
     blocked: Collection[str] = (),
+    refused: Mapping[str, Spoken] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
 
-    ``blocked`` are members that were cut off because they misbehaved.
+    ``blocked`` are members that were cut off because they misbehaved, ``refused`` those that speak
+    otherwise than the coordinator.
     """
     registry, desired = reconciler.registry, reconciler.desired
     peers = [
         _peer(member, registry.sessions.get(peer)) | {"reason": reconciler.left_out(peer)}
         for peer, member in registry.members.items()
     ]
+    for peer in peers:
+        if peer["id"] in refused:
+            spoken = refused[peer["id"]]
+            reason = f"refused: it runs {spoken}, and the swarm {ours()}"
+            peer |= {"state": "refused", "version": spoken.version, "reason": reason}
     return {
         "swarm": swarm,
-        "coordinator": {"addresses": list(addresses), "state": "running", "pid": pid},
+        "coordinator": {
+            "addresses": list(addresses),
+            "state": "running",
+            "pid": pid,
+            "version": ours().version,
+        },
         "model": desired.facts.name if desired is not None else None,
         "quantize": desired.mode if desired is not None else "none",
         "objective": desired.objective if desired is not None else "latency",

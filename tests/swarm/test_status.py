@@ -2,6 +2,7 @@ import json
 
 import msgspec
 
+from molink import __version__
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
 from molink.wire.messages.load import HeadLoad, Load, RequestNow, StageLoad
 from molink.wire.messages.reports import TransferState
@@ -17,6 +18,7 @@ def test_the_shape(running: Paper) -> None:
         "addresses": ["10.0.0.1:5466"],
         "state": "running",
         "pid": 42,
+        "version": __version__,
     }
     assert (status["model"], status["quantize"]) == ("toy", "none")
     assert status["peers"][1] == {

@@ -51,7 +51,9 @@ def show_status(
 
 def _peers(peers: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("peer", "state", "stage", "copy", "device", "endpoint", "pid"):
+    versions = {peer["version"] for peer in peers if peer.get("version")}
+    differ = ("version",) if len(versions) > 1 else ()
+    for column in ("peer", "state", "stage", "copy", "device", "endpoint", "pid", *differ):
         table.add_column(column)
     for peer in peers:
         stages = ", ".join(_stage(worker) for worker in peer.get("workers", ()))
@@ -63,6 +65,7 @@ def _peers(peers: Sequence[dict[str, Any]]) -> Table:
             peer.get("device"),
             peer.get("endpoint"),
             peer.get("daemon_pid"),
+            *(peer.get(column) for column in differ),
         )
         table.add_row(*(_text(str(cell or "")) for cell in cells))
     return table

@@ -43,6 +43,7 @@ from molink.swarm.reconciler import Reconciler
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
+from molink.swarm.versions import Refused, Spoken, ours
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Done
@@ -156,6 +157,7 @@ class Coordinator:
             self._token,
             self._reception,
         )
+        self._refused = Refused()
         self._ticking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -314,12 +316,25 @@ class Coordinator:
         if self._connections.is_twin(peer, sender.identity):
             self._reply(sender, Twin())
             return
+        spoken = Spoken(message.version, message.protocol)
+        if not self._refused.heard(peer, spoken, time.monotonic()):
+            self._reply(sender, self._noted())
+            return
         fresh = self._connections.heard(peer, sender.identity)
-        self._connections.tell(peer, Noted(term=self.term, leader=self._options.leader))
+        self._connections.tell(peer, self._noted())
         self._happened(Reported(peer, clean_report(message, peer), fresh))
         self._sharing.reported(peer, message.replica, fresh=fresh)
         if fresh:
             self._reception.tell(peer)
+
+    def _noted(self) -> Noted:
+        speaks = ours()
+        return Noted(
+            term=self.term,
+            leader=self._options.leader,
+            version=speaks.version,
+            protocol=speaks.protocol,
+        )
 
     def _token(self, secret_key: str, expires: int) -> JoinToken:
         """An invitation to this swarm, as one word."""
@@ -347,6 +362,7 @@ class Coordinator:
             self.addresses,
             os.getpid(),
             self._gatekeeper.blocked,
+            self._refused.at(time.monotonic()),
         )
         counters = self._server.counters
         shown = asdict(counters) | {"strangers": counters.strangers}

@@ -11,7 +11,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from molink.errors import NotAuthorized, Overloaded, RequestError, ShutOut, Unavailable
+from molink.errors import (
+    NotAuthorized,
+    Overloaded,
+    RequestError,
+    ShutOut,
+    Unavailable,
+    VersionMismatch,
+)
 from molink.facts.identity import peer_id
 from molink.swarm.hygiene import clean_name
 from molink.swarm.invitations import PREFIX, Invitations
@@ -19,6 +26,7 @@ from molink.swarm.join_rate import JoinRate
 from molink.swarm.records import MAX_PEERS, InvitationRecord, MemberRecord, Standing
 from molink.swarm.registry import Registry
 from molink.swarm.token import Guide
+from molink.swarm.versions import Spoken, mismatch, ours
 from molink.wire.messages.instructions import Member
 from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.porch import Outcome
@@ -146,7 +154,11 @@ class Door:
             RequestError: the key it names can't be a peer's own.
             Unavailable: the swarm is full.
             Overloaded: too many join at this moment.
+            VersionMismatch: its molink and ours don't understand each other.
         """
+        unlike = mismatch(Spoken(message.version, message.protocol), ours())
+        if unlike:
+            raise VersionMismatch(unlike)
         peer, known = self._stranger(message.public_key)
         if known is not None and known.standing == "member":
             return known

@@ -34,6 +34,7 @@ from molink.swarm.knocks import (
     Tell,
     Waiting,
 )
+from molink.swarm.versions import Spoken, mismatch, ours
 from molink.wire.messages.porch import (
     LENGTH_BYTES,
     MAX_FRAME,
@@ -216,9 +217,7 @@ class Porch:
             self._happened(Arrived(visitor, address, secrets.token_bytes(32)))
             while visitor in self._writers:
                 message = await _read(reader)
-                key = message.public_key if isinstance(message, Commitment) else None
-                objection = None if key is None else self._house.objection(key)
-                self._happened(Said(visitor, message, objection))
+                self._happened(Said(visitor, message, self._objection(message)))
         except (OSError, WireError, asyncio.IncompleteReadError) as error:
             log.debug("a visitor from %s has gone: %s", address, error)
         finally:
@@ -226,6 +225,13 @@ class Porch:
             self._cut(visitor)
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+    def _objection(self, message: FromStranger) -> Outcome | None:
+        if not isinstance(message, Commitment):
+            return None
+        if mismatch(Spoken(message.version, message.protocol), ours()):
+            return "version"
+        return self._house.objection(message.public_key)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name="molink-porch")

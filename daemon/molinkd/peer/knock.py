@@ -9,11 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import molink
-from molink.errors import KnockRefused, KnockUnanswered, ShutOut, Unavailable, UsageError, WireError
+from molink.errors import (
+    KnockRefused,
+    KnockUnanswered,
+    ShutOut,
+    Unavailable,
+    UsageError,
+    VersionMismatch,
+    WireError,
+)
 from molink.facts.identity import peer_id
 from molink.swarm.hygiene import clean_name
 from molink.swarm.knocks import WAIT_S, Knocker
 from molink.swarm.nearby import PORCH_PORT, Nearby, is_swarm_id
+from molink.swarm.versions import Spoken, mismatch, ours
 from molink.wire.messages.base import Message
 from molink.wire.messages.porch import (
     LENGTH_BYTES,
@@ -64,6 +73,7 @@ async def knock(
         KnockUnanswered: nobody has approved it in time.
         ShutOut: this PC was revoked.
         UsageError: another PC has this one's key.
+        VersionMismatch: this PC's molink and the swarm's don't understand each other.
         WireError: what answers is no swarm, or not the one that was announced.
     """
     reader, writer, address = await _connect(nearby)
@@ -180,6 +190,8 @@ def _check(verdict: Verdict, me: str, join: str) -> None:
                 f"this PC was shut out of the swarm. `molink un-revoke {me}` on the PC that runs "
                 "it lets it in again"
             )
+        case "version":
+            raise VersionMismatch(mismatch(ours(), Spoken(verdict.version, verdict.protocol)))
         case "twin":
             raise UsageError(
                 "a PC with this one's key is in the swarm, and runs: this state folder is a copy "

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-import molink
 from molink.errors import (
     MolinkError,
     NotAuthorized,
@@ -21,6 +20,7 @@ from molink.errors import (
     WireError,
 )
 from molink.swarm.token import JoinToken
+from molink.swarm.versions import ours
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
@@ -156,12 +156,20 @@ async def join(
         TokenError: the coordinator doesn't accept the invitation (any more), or is another's.
         ShutOut: this PC was revoked.
         Unavailable: it can't be reached, or the swarm is full.
+        VersionMismatch: this PC's molink and the swarm's don't understand each other.
     """
     targets = [(token.coordinator_key, token.addresses)]
     targets += [(guide.public_key, guide.addresses) for guide in token.guides]
     patience = _JOIN_S if len(targets) == 1 else _GUIDE_S
     failure: MolinkError | None = None
-    request = JoinRequest(ref=0, public_key=keys.public, name=name, version=molink.__version__)
+    speaks = ours()
+    request = JoinRequest(
+        ref=0,
+        public_key=keys.public,
+        name=name,
+        version=speaks.version,
+        protocol=speaks.protocol,
+    )
     for key, addresses in targets:
         try:
             reply = await _join_at(context, token, request, key, addresses, patience)

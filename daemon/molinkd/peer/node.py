@@ -9,11 +9,11 @@ from functools import partial
 
 from msgspec import structs
 
-import molink
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
 from molink.swarm.address_book import AddressBook
 from molink.swarm.stream import StreamLimits
+from molink.swarm.versions import ours
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.control import ControlMessage
@@ -211,10 +211,11 @@ class Node:
     # --- the coordinator ---------------------------------------------------------------------
 
     def _report(self) -> PeerReport:
-        settings, paused = self._resources.settings, self._pauser.reason
+        settings, paused, speaks = self._resources.settings, self._pauser.reason, ours()
         return PeerReport(
             name=settings.name,
-            version=molink.__version__,
+            version=speaks.version,
+            protocol=speaks.protocol,
             addresses=advertised(settings.host, settings.advertise),
             control_port=self._resources.server.port,
             endpoint=self._endpoint(),

@@ -12,6 +12,7 @@ import msgspec
 import zmq.asyncio
 
 from molink.errors import MessageTooLarge, MolinkError
+from molink.swarm.versions import Spoken, mismatch, ours
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.instructions import Knock, Welcome
@@ -68,6 +69,8 @@ class CoordinatorSession:
         self.welcome = False
         #: Whether the coordinator at the other end is the one to obey.
         self._obeys = False
+        #: Why it isn't understood here; empty if it is.
+        self._unlike = ""
         #: Whether it has begun a session on this connection when it was not.
         self._unheeded = False
 
@@ -128,7 +131,7 @@ class CoordinatorSession:
     def failure(self) -> str:
         """Why there is no connection, for a person; empty if there is one."""
         if self._client.connected:
-            return ""
+            return self._unlike
         return self._last_refusal or "the coordinator doesn't answer"
 
     def tell(self, message: ControlMessage, payload: bytes | None = None) -> None:
@@ -173,7 +176,8 @@ class CoordinatorSession:
     def _take(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:
             case Noted(term=term, leader=leader):
-                self._obeys = self._on_noted(term, leader)
+                self._compare(Spoken(message.version, message.protocol))
+                self._obeys = self._on_noted(term, leader) and not self._unlike
                 if self._obeys and self._unheeded:
                     # It leads after all, in a higher term by now; what it said before is lost.
                     self._unheeded = False
@@ -189,6 +193,14 @@ class CoordinatorSession:
                 self._on_message(message, payload)
             case _:
                 log.debug("a %s before the welcome", type(message).__name__)
+
+    def _compare(self, coordinator: Spoken) -> None:
+        """Whether to understand what follows; a person is told once if not."""
+        unlike = mismatch(ours(), coordinator)
+        if unlike and unlike != self._unlike:
+            log.warning("%s", unlike)
+            self._on_refused(unlike)
+        self._unlike = unlike
 
     def report_now(self) -> None:
         """Report at once: something has changed."""

@@ -11,6 +11,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
     public_key: PublicKey
     name: Text
     version: Text
+    protocol: Count = 1
 
 
 class Elsewhere(Message, frozen=True, kw_only=True, tag="elsewhere"):

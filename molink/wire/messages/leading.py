@@ -47,11 +47,14 @@ class LeaderReply(Message, frozen=True, kw_only=True, tag="leader"):
 class Noted(Message, frozen=True, kw_only=True, tag="noted"):
     """The coordinator has read a report, so it is known to live. The first word of a session.
 
-    It leads in ``term``, on the PC of peer ``leader`` (empty: one without a daemon).
+    It leads in ``term``, on the PC of peer ``leader`` (empty: one without a daemon). A peer that
+    speaks another ``protocol`` hears nothing else from it.
     """
 
     term: Count
     leader: Text
+    version: Text = ""
+    protocol: Count = 1
 
 
 class SharedState(Message, frozen=True, kw_only=True, tag="shared-state"):

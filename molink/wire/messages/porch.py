@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from molink.errors import WireError
+from molink.facts.scalars import Count
 from molink.wire.messages.base import Message, Port, PublicKey
 
 #: Bytes of a frame, without its length.
@@ -23,7 +24,8 @@ ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
 #: What becomes of a stranger. ``twin``: a PC with its key is in the swarm, and runs.
 #: ``full``: the swarm has as many PCs as it may. ``busy``: too many ask at this moment.
-Outcome = Literal["admitted", "refused", "expired", "busy", "full", "revoked", "twin"]
+#: ``version``: it speaks another protocol.
+Outcome = Literal["admitted", "refused", "expired", "busy", "full", "revoked", "twin", "version"]
 
 
 class Commitment(Message, frozen=True, kw_only=True, tag="commitment"):
@@ -33,6 +35,7 @@ class Commitment(Message, frozen=True, kw_only=True, tag="commitment"):
     name: ShortText
     version: ShortText
     commitment: Hash
+    protocol: Count = 1
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
@@ -51,11 +54,16 @@ class Reveal(Message, frozen=True, kw_only=True, tag="reveal"):
 
 
 class Verdict(Message, frozen=True, kw_only=True, tag="verdict"):
-    """The last word. With ``admitted`` comes where the coordinator listens."""
+    """The last word. With ``admitted`` comes where the coordinator listens.
+
+    With ``version`` comes which molink the swarm runs.
+    """
 
     outcome: Outcome
     port: Port = 0
     addresses: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=6)] = ()
+    version: ShortText = ""
+    protocol: Count = 1
 
 
 FromStranger = Commitment | Reveal

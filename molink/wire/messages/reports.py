@@ -72,6 +72,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
 
     name: Text
     version: Text
+    #: What that version speaks (``molink.wire.protocol``).
+    protocol: Count = 1
     addresses: Addresses
     control_port: Port
     endpoint: Text

@@ -106,3 +106,19 @@ def test_transfers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     out = capsys.readouterr().out
     assert "pc fetches m from nas: 2 of 10 MB, 4.0 MB/s, 2 s left" in out
     assert "pc copies m from tv: 2 of 10 MB\n" in out
+
+
+def test_versions_are_shown_where_they_differ(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (one,) = STATE["peers"]  # type: ignore[misc]
+    show_status({**STATE, "peers": [{**one, "version": "1.0"}] * 2}, demo=False)
+    assert "1.0" not in capsys.readouterr().out
+    show_status(
+        {**STATE, "peers": [{**one, "version": "1.0"}, {**one, "version": "1.1"}]}, demo=False
+    )
+    out = capsys.readouterr().out
+    assert "version" in out
+    assert "1.0" in out
+    assert "1.1" in out

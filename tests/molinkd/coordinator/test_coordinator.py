@@ -16,6 +16,7 @@ import pytest
 import zmq.asyncio
 from zmq.asyncio import Context
 
+from molink import __version__
 from molink.errors import (
     InvariantError,
     MolinkError,
@@ -28,6 +29,7 @@ from molink.errors import (
     TokenError,
     Unavailable,
     UsageError,
+    VersionMismatch,
 )
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
@@ -47,6 +49,7 @@ from molink.wire.messages.instructions import (
     Knocking,
     Member,
     MemberGone,
+    Prefetch,
     Revoked,
     Route,
     RouteGone,
@@ -55,7 +58,13 @@ from molink.wire.messages.instructions import (
 )
 from molink.wire.messages.joining import Joined, JoinRequest
 from molink.wire.messages.leading import Noted, SendState, SharedState
-from molink.wire.messages.reports import Goodbye, StageFailed, StageLoaded, StageReady
+from molink.wire.messages.reports import (
+    Goodbye,
+    Prefetched,
+    StageFailed,
+    StageLoaded,
+    StageReady,
+)
 from molink.wire.messages.requests import (
     InvitationsReply,
     InvitationsRequest,
@@ -71,6 +80,7 @@ from molink.wire.messages.requests import (
     StopServing,
     UnrevokeRequest,
 )
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator import coordinator as module
@@ -92,6 +102,8 @@ class Peer:
         self.obeys = True
         self.workers = {}
         self.stage, self.models = "auto", ()
+        self.version, self.protocol = "1", PROTOCOL
+        self.prefetched: Prefetched | None = None
         self.replica, self.shared = (0, 0), None
         self.client = Client(
             context,
@@ -111,7 +123,13 @@ class Peer:
         report = self.kit.report(
             "a", *self.workers.values(), stage=self.stage, models=self.models or ("toy",)
         )
-        self.client.send(msgspec.structs.replace(report, replica=self.replica))
+        said = {
+            "replica": self.replica,
+            "version": self.version,
+            "protocol": self.protocol,
+            "prefetched": self.prefetched,
+        }
+        self.client.send(msgspec.structs.replace(report, **said))
 
     def take(self, message: Any, payload: memoryview | None) -> None:
         self.told.append(message)
@@ -119,7 +137,9 @@ class Peer:
             self.shared = decode_replica(payload)
         if not self.obeys:
             return
-        if isinstance(message, Assign):
+        if isinstance(message, Prefetch):
+            self.prefetched = Prefetched(number=message.number, state="done")
+        elif isinstance(message, Assign):
             ids = (message.epoch, message.stage, message.layers, message.pipeline)
             self.workers[message.pipeline] = self.kit.worker("loaded", *ids)
             self.client.send(
@@ -703,18 +723,22 @@ async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
 # --- who leads -------------------------------------------------------------------------------
 
 
+def noted(term: int) -> Noted:
+    return Noted(term=term, leader="x", version=__version__, protocol=PROTOCOL)
+
+
 async def test_its_first_word_is_the_term_and_every_report_is_answered(scene: Scene) -> None:
     await scene.stop()
     term = next_term(0, "x")
     await scene.start(term=term, leader="x")
     owner = await scene.peer()
     await scene.until(lambda: owner.last(Welcome))
-    assert owner.told[0] == Noted(term=term, leader="x")
-    count = owner.told.count(Noted(term=term, leader="x"))
+    assert owner.told[0] == noted(term)
+    count = owner.told.count(noted(term))
     owner.report()
     await scene.until(lambda: owner.told.count(owner.told[0]) > count)
     scene.coordinator.raise_term(next_term(term, "x"))
-    await scene.until(lambda: Noted(term=next_term(term, "x"), leader="x") in owner.told, owner)
+    await scene.until(lambda: noted(next_term(term, "x")) in owner.told, owner)
 
 
 async def test_peers_get_the_state_once(scene: Scene) -> None:
@@ -895,3 +919,82 @@ async def test_of_two_pcs_with_one_key_the_second_is_told(
     told = len(first.told)
     await scene.until(lambda: len(first.told) > told + 2, first, second)
     assert scene.coordinator.reconciler.registry.live(first.id)
+
+
+async def test_a_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
+    """Versions that speak alike are in one ring: each PC gives its layers away and comes back."""
+    owner = await scene.peer()
+    await owner.ask(serve(kit, min_peers=3, min_stages=3))
+    others = [await scene.join(await scene.token(owner)) for _ in range(2)]
+    reconciler = scene.coordinator.reconciler
+
+    def stands(*peers: Peer) -> bool:
+        holds = reconciler.formation.peers if reconciler.ready else ()
+        return set(holds) == {peer.id for peer in peers}
+
+    everybody = [owner, *others]
+    await scene.until(lambda: stands(*everybody), *everybody)
+    for number, old in enumerate(list(others)):
+        rest = [peer for peer in everybody if peer is not old]
+        old.stage = "none"  # molink drain
+        await scene.until(lambda rest=rest: stands(*rest), *everybody)
+        await old.ask(Goodbye(ref=0))
+        await old.client.close()
+        new = await scene.peer(old.keys)
+        new.version = "2"
+        everybody[everybody.index(old)] = new
+        await scene.until(lambda: stands(*everybody), *everybody)
+        versions = [peer["version"] for peer in (await scene.status(owner))["peers"]]
+        assert sorted(versions) == sorted(["1", *["2"] * (number + 1), *["1"] * (1 - number)])
+
+
+async def test_who_speaks_otherwise_takes_no_part(
+    scene: Scene, kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await scene.peer()
+    await owner.ask(serve(kit))
+    guest = await scene.join(await scene.token(owner))
+    await guest.client.close()
+    newer = Peer(scene.kit, scene.context, guest.keys, scene.keys.public, scene.port)
+    scene.stack.push_async_callback(newer.client.close)
+    newer.version, newer.protocol = "2.0", PROTOCOL + 1
+    await newer.connect()
+
+    def refused(peer: Peer) -> bool:
+        return len(peer.told) > 2 and {type(one) for one in peer.told} == {Noted}
+
+    await scene.until(lambda: refused(newer), owner, newer)
+    assert (newer.last(Noted).version, newer.last(Noted).protocol) == (__version__, PROTOCOL)
+    live = scene.coordinator.reconciler.registry.live
+    await scene.until(lambda: not live(newer.id), owner, newer)
+    (shown,) = [p for p in (await scene.status(owner))["peers"] if p["id"] == newer.id]
+    assert (shown["state"], shown["version"]) == ("refused", "2.0")
+    ours = f"molink {__version__} (protocol {PROTOCOL})"
+    assert shown["reason"] == f"refused: it runs molink 2.0 (protocol 2), and the swarm {ours}"
+    # The coordinator's PC is updated: now it is the other way round, until the rest is.
+    await scene.stop()
+    monkeypatch.setattr("molink.swarm.versions.PROTOCOL", PROTOCOL + 1)
+    for peer in (owner, newer):
+        peer.told.clear()
+    await scene.start(port=None)
+    await scene.until(lambda: newer.last(Welcome) and refused(owner), owner, newer)
+    owner.protocol = PROTOCOL + 1
+    await scene.until(lambda: owner.last(Welcome), owner, newer)
+    assert (await scene.status(owner))["peers"][0]["state"] == "here"
+
+
+async def test_a_pc_that_speaks_otherwise_cannot_join(scene: Scene) -> None:
+    owner = await scene.peer()
+    token = await scene.token(owner)
+    strange = wish(KeyPair.generate())
+    async with scene.guest(token) as guest:
+        with pytest.raises(VersionMismatch) as refusal:
+            await guest.request(
+                msgspec.structs.replace(strange, version="0.0.1", protocol=0), timeout=30
+            )
+        assert "this PC runs molink 0.0.1 (protocol 0)" in str(refusal.value)
+        assert f"the swarm molink {__version__} (protocol {PROTOCOL})" in str(refusal.value)
+        assert "Update this PC with" in str(refusal.value)
+        # It has used up nothing.
+        reply, _ = await guest.request(strange, timeout=30)
+    assert isinstance(reply, Joined)

@@ -20,6 +20,7 @@ from molink.errors import (
     ShutOut,
     Unavailable,
     UsageError,
+    VersionMismatch,
     WireError,
 )
 from molink.swarm import knocks
@@ -37,7 +38,7 @@ from molink.wire.messages.porch import (
 )
 from molink.wire.sockets.curve import KeyPair
 from molinkd.coordinator.porch import House, Porch
-from molinkd.peer.knock import Code, knock
+from molinkd.peer.knock import Code, _check, knock
 from molinkd.peer.membership import Membership
 from tests.support.net import until
 
@@ -369,3 +370,17 @@ async def test_a_flood_costs_little(scene: Scene) -> None:
     assert len(scene.porch._writers) <= MAX_OF_ADDRESS
     scene.porch.judge(code, "owner", refuse=False)
     assert (await knocking).swarm == SWARM
+
+
+async def test_a_pc_that_speaks_otherwise_is_shown_to_nobody(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("molink.swarm.knocks.PROTOCOL", 7)
+    with pytest.raises(VersionMismatch):
+        await scene.knock()
+    assert scene.porch.waiting == []
+
+
+def test_what_it_is_told_then() -> None:
+    with pytest.raises(VersionMismatch, match=r"the swarm molink 9\.0 \(protocol 9\)"):
+        _check(Verdict(outcome="version", version="9.0", protocol=9), "", "`molink join`")

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from molink import __version__
 from molink.errors import PortInUse, RequestError
 from molink.facts.device import Device
 from molink.wire.messages.codec import control_codec
@@ -14,6 +15,7 @@ from molink.wire.messages.leading import Noted
 from molink.wire.messages.load import MAX_REQUESTS, HeadLoad, Load, RequestNow
 from molink.wire.messages.reports import Goodbye, PeerReport, StageReady
 from molink.wire.messages.requests import Invite, InviteRequest
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import session as session_module
@@ -40,14 +42,15 @@ class FakeCoordinator:
 
     def __init__(self, net: Net) -> None:
         self.got: list[object] = []
-        self.identity, self.term = b"", 0
+        self.identity, self.term, self.protocol = b"", 0, PROTOCOL
         self.server = net.server(control_codec(), self._handle)
 
     def _handle(self, sender: Sender, message: Any, _payload: memoryview | None) -> None:
         self.got.append(message)
         if isinstance(message, PeerReport) and sender.identity != self.identity:
             self.identity = sender.identity
-            self.server.send(sender.identity, Noted(term=self.term, leader="first"))
+            noted = Noted(term=self.term, leader="first", version="2", protocol=self.protocol)
+            self.server.send(sender.identity, noted)
             self.server.send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
         elif isinstance(message, Goodbye):
             self.server.send(sender.identity, Done(ref=message.ref))
@@ -92,6 +95,25 @@ async def test_a_report_comes_first_and_then_again_and_again(
     assert session.failure == ""
     session.tell(READY)
     await net.until(lambda: READY in coordinator.got)
+    await session.close()
+
+
+async def test_a_coordinator_that_speaks_otherwise_is_heard_but_not_obeyed(net: Net) -> None:
+    coordinator, heard = FakeCoordinator(net), []
+    coordinator.protocol = PROTOCOL + 1
+    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session.start()
+    await net.until(lambda: heard)
+    for part in (f"molink {__version__} (protocol 1)", "the swarm molink 2 (protocol 2)"):
+        assert part in heard[0]
+    coordinator.server.send(coordinator.identity, Noted(term=0, leader="first", protocol=2))
+    await net.until(lambda: "of an unknown version" in session.failure)
+    assert not session.welcome
+    assert "welcome" not in heard
+    # It was updated in turn.
+    coordinator.identity, coordinator.protocol = b"", PROTOCOL
+    await net.until(lambda: session.welcome)
+    assert session.failure == ""
     await session.close()
 
 
@@ -166,7 +188,7 @@ async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     await net.until(lambda: not session.welcome)
     assert session.failure
     again = FakeCoordinator.__new__(FakeCoordinator)
-    again.got, again.identity, again.term = [], b"", 0
+    again.got, again.identity, again.term, again.protocol = [], b"", 0, PROTOCOL
     again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
     await _bind(net, again.server, port)
     await net.until(lambda: heard == ["welcome", "cut", "welcome"])
