@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import molink
 from molink.errors import Unavailable
 from molink.swarm.pausing import DRAINED
 from tests.support.processes import Process, Tools
@@ -101,6 +102,13 @@ class Duo:
         self.started.append(process)
         return process
 
+    def again(self, module: str) -> Process:
+        """The PC that joined, started again with another molink."""
+        arguments = ["join", *self._tools.local_options()]
+        process = self._tools.Process(self.root / "two", arguments, module)
+        self.started.append(process)
+        return process
+
     def stop(self) -> None:
         if self.load is not None:
             self.load.stop()
@@ -115,6 +123,35 @@ def duo(tools: type[Tools], tmp_path: Path) -> Iterator[Duo]:
         yield duo
     finally:
         duo.stop()
+
+
+def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
+    load = duo.begin()
+    old = duo.join()
+    tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
+    assert tools.run_molink(duo.root / "two", "drain").returncode == 0
+    assert tools.run_molink(duo.root / "two", "down").returncode == 0
+    assert old.process.wait(30) == 0, old.output
+    # Another version that speaks alike is in the ring with this one.
+    new = duo.again("tests.support.newer")
+    tools.wait_for(lambda: stages(duo.up) == 2 or load.errors, duo.up)
+    versions = [one["version"] for one in duo.up.status()["peers"]]
+    assert versions == [molink.__version__, "9.9.9"]
+    assert "9.9.9" in tools.run_molink(duo.root / "up", "status").stdout
+    assert tools.run_molink(duo.root / "two", "drain").returncode == 0
+    new.stop()
+    # One that speaks otherwise is told so, and disturbs nobody.
+    other = duo.again("tests.support.other_protocol")
+    both = (f"molink {molink.__version__} (protocol 1)", "molink 99.0 (protocol 99)")
+    tools.wait_for(lambda: all(one in other.output for one in both), other)
+    (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
+    assert (second["state"], second["version"]) == ("refused", "99.0")
+    moved = len(load.pauses)
+    tools.wait_for(lambda: len(load.pauses) > moved + 200 or load.errors, duo.up)
+    assert stages(duo.up) == 1
+    load.stop()
+    assert load.errors == []
+    assert len(load.texts) == 1
 
 
 def test_streams_go_on_while_a_pc_joins(duo: Duo, tools: type[Tools]) -> None:

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,21 @@ START_S = 100.0
 class Process:
     """A ``molink`` process, its output, and everything that it started."""
 
-    def __init__(self, home: Path, arguments: Sequence[str], module: str = "molinkd") -> None:
-        """``module`` is what stands for ``molink``."""
+    def __init__(
+        self,
+        home: Path,
+        arguments: Sequence[str],
+        module: str = "molinkd",
+        variables: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> None:
+        """``module`` is what stands for ``molink``; ``variables`` go into its environment."""
         home.mkdir(parents=True, exist_ok=True)
         self.home = Home(home)
         self._output = (home / "terminal.log").open("ab+")
         flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            env=environment(home),
+            env={**environment(home), **variables},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
