@@ -10,12 +10,12 @@ from pathlib import Path
 
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli.top.app import TopApp
-from molinkd.cli.top.feed import Feed
+from molinkd.cli.top.feed import StatusFeed
 
 
 async def picture(size: tuple[int, int]) -> str:
     """The screen as SVG."""
-    feed = Feed(None)
+    feed = StatusFeed(None)
     app = TopApp(feed.ask, feed.tell)
     try:
         async with app.run_test(size=size) as pilot:

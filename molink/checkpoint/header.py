@@ -27,7 +27,7 @@ _MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<Q")
 
 
-class Described(Protocol):
+class TensorKind(Protocol):
     """What is said of a tensor, wherever it lies. ``dtype`` is safetensors' own name (``BF16``)."""
 
     @property

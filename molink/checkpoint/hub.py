@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -228,7 +229,7 @@ def _lay_out(found: Repository, names: set[str]) -> Path:
     for file in found.weights:  # where there are no links, the library has made a copy
         laid_out, blob = folder / file.name, found.blob(file)
         if file.name in names and not laid_out.is_symlink() and laid_out.is_file():
-            patiently(lambda blob=blob: blob.unlink(missing_ok=True))  # type: ignore[misc]
+            patiently(partial(blob.unlink, missing_ok=True))
     return folder
 
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from molink.checkpoint.fields import Fields
-from molink.checkpoint.header import Described
+from molink.checkpoint.header import TensorKind
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
@@ -76,7 +76,7 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
 
 
 def stored_tensors(
-    shapes: Mapping[str, tuple[int, ...]], quantized: Quantize, found: Mapping[str, Described]
+    shapes: Mapping[str, tuple[int, ...]], quantized: Quantize, found: Mapping[str, TensorKind]
 ) -> dict[str, Stored]:
     """What has to be stored for tensors of these shapes, if the checkpoint is ``quantized`` so.
 
@@ -105,7 +105,7 @@ def companions(name: str) -> tuple[str, ...]:
     return (f"{module}SCB", f"{module}weight_format", *(f"{name}.{part}" for part in nested))
 
 
-def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, Described]) -> dict[str, Stored]:
+def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> dict[str, Stored]:
     scales, layout, *_ = companions(name)
     wanted = {name: Stored(("I8",), shape), scales: Stored(("F32",), shape[:1])}
     if layout in found:
@@ -113,7 +113,7 @@ def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, Described]) -> 
     return wanted
 
 
-def _nf4(name: str, shape: tuple[int, ...], found: Mapping[str, Described]) -> dict[str, Stored]:
+def _nf4(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> dict[str, Stored]:
     if not can_hold("nf4", [shape]):
         raise UnsupportedModel(
             f"tensor {name}: nf4 weights of shape {list(shape)} are not supported (their number "

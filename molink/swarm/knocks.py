@@ -104,14 +104,14 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HangUp:
     """End a visitor's connection without a word."""
 
     visitor: int
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class LetIn:
     """Make this key a member on the word of ``by``, then tell the visitor the verdict."""
 
     visitor: int
@@ -139,7 +139,7 @@ class Changed:
     """Those who wait are others than before."""
 
 
-Decision = Tell | Cut | Admit | Refused | Denied | Changed
+Decision = Tell | HangUp | LetIn | Refused | Denied | Changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Knocks:
     def _arrived(self, event: Arrived, now: float) -> list[Decision]:
         full = len(self._visitors) >= MAX_VISITORS
         if full or len(self._of(event.address)) >= MAX_OF_ADDRESS:
-            return [Cut(event.visitor)]
+            return [HangUp(event.visitor)]
         self._visitors[event.visitor] = _Visitor(event.address, event.nonce, until=now + TALK_S)
         return []
 
@@ -226,7 +226,7 @@ class Knocks:
             return self._asked(event.visitor, visitor, message, event.objection, now)
         if visitor.state == "challenged" and isinstance(message, Reveal):
             return self._revealed(event.visitor, visitor, message, now)
-        return [*self._forget(event.visitor), Cut(event.visitor)]
+        return [*self._forget(event.visitor), HangUp(event.visitor)]
 
     def _asked(
         self,
@@ -249,7 +249,7 @@ class Knocks:
         asked = visitor.asked
         assert asked is not None
         if commitment(asked.public_key, message.nonce) != asked.commitment:
-            return [*self._forget(number), Cut(number)]
+            return [*self._forget(number), HangUp(number)]
         of_address = [one for one in self._of(visitor.address) if one.state == "waiting"]
         if len(self.waiting) >= MAX_WAITING or len(of_address) >= MAX_WAITING_OF_ADDRESS:
             return self._dismiss(number, "busy")
@@ -270,7 +270,7 @@ class Knocks:
             if one.state == "waiting":
                 decisions += self._dismiss(number, "expired")
             else:
-                decisions += [*self._forget(number), Cut(number)]
+                decisions += [*self._forget(number), HangUp(number)]
         return decisions
 
     def _dismiss(self, number: int, outcome: Outcome) -> list[Decision]:
@@ -319,7 +319,7 @@ class Knocks:
             return [*self._dismiss(number, "refused"), Refused(visitor.name)]
         assert visitor.asked is not None
         key = visitor.asked.public_key
-        return [*self._forget(number), Admit(number, key, visitor.name, event.by)]
+        return [*self._forget(number), LetIn(number, key, visitor.name, event.by)]
 
     def _wrong(self, code: str) -> list[Decision]:
         waiting = [number for number, one in self._visitors.items() if one.state == "waiting"]

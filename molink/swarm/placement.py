@@ -28,7 +28,7 @@ from molink.swarm.kv_room import CONVERSATION, is_worth, rooms
 from molink.swarm.links import Links
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 from molink.swarm.ring_search import search
-from molink.swarm.rings import Hop, Hops, Ring, Task, judge
+from molink.swarm.rings import Hops, HopTimes, Ring, Task, judge
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.Form`.
 MAX_STAGES = 16
@@ -260,12 +260,12 @@ class _Placer:
         rows = ROWS[self.aim.objective]
         volume = rows * row_bytes(self.facts, self.common.dtype)
 
-        def hop(one: Candidate, other: Candidate) -> Hop | None:
+        def hop(one: Candidate, other: Candidate) -> HopTimes | None:
             if one is other or other.peer in one.blocked:
                 return None
             latency, rate = self.links.between(one.peer, other.peer)
             busy, tokens_busy = volume / rate, rows * TOKEN_BYTES / rate
-            return Hop(latency + busy, busy, latency + tokens_busy, tokens_busy)
+            return HopTimes(latency + busy, busy, latency + tokens_busy, tokens_busy)
 
         return [[hop(one, other) for other in self.free] for one in self.free]
 

@@ -16,7 +16,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class HopTimes:
     """A link from one peer to another, in seconds.
 
     ``rows`` is until a micro-batch's rows have arrived, and ``rows_busy`` the part of it in which
@@ -31,7 +31,7 @@ class Hop:
 
 
 #: ``hops[i][j]`` leads from ``i`` to ``j``; ``None`` where ``i`` can't connect to ``j``.
-Hops = Sequence[Sequence[Hop | None]]
+Hops = Sequence[Sequence[HopTimes | None]]
 
 
 @dataclass(frozen=True)

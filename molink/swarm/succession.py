@@ -65,7 +65,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ConnectionLost:
     """The connection to the coordinator is lost."""
 
 
@@ -116,7 +116,7 @@ class TimePassed:
     """Time has passed."""
 
 
-Event = Heard | Cut | Known | Answered | Silent | Led | NotLed | Resigned | TimePassed
+Event = Heard | ConnectionLost | Known | Answered | Silent | Led | NotLed | Resigned | TimePassed
 
 
 # --- decisions ---------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Succession:
         match event:
             case Heard():
                 self._hears(event, now)
-            case Cut():
+            case ConnectionLost():
                 if self.role == "following":
                     self._look("the connection to the coordinator is lost", now)
             case Known():

@@ -39,7 +39,7 @@ def mismatch(pc: Spoken, swarm: Spoken) -> str:
     )
 
 
-class Refused:
+class RefusedPeers:
     """Members that report, and may not take part because of what they speak."""
 
     def __init__(self) -> None:

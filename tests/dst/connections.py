@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from molink.errors import MolinkError
 from molink.link.ends import ChannelEvents
 from molink.swarm.stream import HeadEpoch
-from molink.wire.messages.instructions import Knock, Route, Welcome
+from molink.wire.messages.instructions import Route, StillThere, Welcome
 from molink.wire.messages.leading import Noted
 from tests.dst.coordinator import PORT
 from tests.dst.network import Dial, nothing
@@ -79,7 +79,7 @@ class Session:
                     if self._unheeded:
                         self._unheeded = False
                         self.dial.redial()
-            case Knock():
+            case StillThere():
                 pass
             case Welcome() if self._obeys:
                 self.welcome = True

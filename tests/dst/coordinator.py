@@ -33,7 +33,7 @@ from molink.swarm.replica import (
 from molink.swarm.terms import first_term
 from molink.swarm.twins import Twins
 from molink.wire.messages.base import Payload
-from molink.wire.messages.instructions import Knock
+from molink.wire.messages.instructions import StillThere
 from molink.wire.messages.leading import Noted, SendState, SharedState
 from molink.wire.messages.reports import (
     Goodbye,
@@ -184,7 +184,7 @@ class Coordinator(Process):
 
     def _knock(self) -> None:
         for peer, identity in list(self._connections.items()):
-            if not self.listener.send(identity, Knock()):
+            if not self.listener.send(identity, StillThere()):
                 self._forget(peer)
                 self._happened(Disconnected(peer))
 

@@ -9,7 +9,7 @@ from molink.swarm.replica import decode_replica
 from molink.swarm.succession import (
     Answered,
     Ask,
-    Cut,
+    ConnectionLost,
     Event,
     Follow,
     Heard,
@@ -100,7 +100,7 @@ class Leadership:
 
     def cut(self) -> None:
         """The connection to the coordinator is lost."""
-        self._happened(Cut())
+        self._happened(ConnectionLost())
 
     def shared(self, data: Any) -> None:
         """The coordinator shares its state."""

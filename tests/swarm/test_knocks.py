@@ -16,16 +16,16 @@ from molink.swarm.knocks import (
     TALK_S,
     WAIT_S,
     WRONG_CODES,
-    Admit,
     Arrived,
     Changed,
-    Cut,
     Denied,
     Event,
     Gone,
+    HangUp,
     Judge,
     Knocker,
     Knocks,
+    LetIn,
     Passed,
     Refused,
     Said,
@@ -84,7 +84,7 @@ def test_both_sides_show_one_code_and_it_lets_that_key_in() -> None:
     assert (waiting.name, waiting.code, waiting.address) == ("attic[31m PC", code, "10.0.0.1")
     assert scene.handle(Judge(code.replace("-", " "), "owner")) == [
         Changed(),
-        Admit(visitor, PC_KEY, "attic[31m PC", "owner"),
+        LetIn(visitor, PC_KEY, "attic[31m PC", "owner"),
     ]
     assert scene.knocks.waiting == []
     assert isinstance(scene.handle(Judge(code, "owner"))[-1], Denied), "a code counts once"
@@ -96,7 +96,7 @@ def test_two_pcs_of_one_name_have_their_own_codes() -> None:
     _, other = scene.wait("pc", EVIL_KEY)
     assert code != other
     assert [one.name for one in scene.knocks.waiting] == ["pc", "pc"]
-    assert scene.handle(Judge(code, "owner"))[-1] == Admit(first, PC_KEY, "pc", "owner")
+    assert scene.handle(Judge(code, "owner"))[-1] == LetIn(first, PC_KEY, "pc", "owner")
     assert [one.code for one in scene.knocks.waiting] == [other]
 
 
@@ -131,7 +131,7 @@ def test_times() -> None:
     scene = Scene()
     silent = scene.arrive()
     scene.now = TALK_S
-    assert scene.handle(Passed()) == [Cut(silent)]
+    assert scene.handle(Passed()) == [HangUp(silent)]
     visitor, _ = scene.wait()
     scene.now += WAIT_S - 0.1
     assert scene.handle(Passed()) == []
@@ -152,19 +152,19 @@ def test_what_a_visitor_may_not_say() -> None:
     scene = Scene()
     asked = Knocker(PC_KEY, "pc", "1", nonce(1)).asked
     early = scene.arrive()
-    assert scene.handle(Said(early, Reveal(nonce=nonce(1)))) == [Cut(early)]
+    assert scene.handle(Said(early, Reveal(nonce=nonce(1)))) == [HangUp(early)]
     twice = scene.arrive()
     scene.challenge(twice, asked)
-    assert scene.handle(Said(twice, asked)) == [Cut(twice)]
+    assert scene.handle(Said(twice, asked)) == [HangUp(twice)]
     false = scene.arrive()
     scene.challenge(false, asked)
-    assert scene.handle(Said(false, Reveal(nonce=nonce(2)))) == [Cut(false)]
+    assert scene.handle(Said(false, Reveal(nonce=nonce(2)))) == [HangUp(false)]
     # A commitment is to a key too: another's is no use.
     stolen = scene.arrive()
     scene.challenge(stolen, msgspec.structs.replace(asked, public_key=EVIL_KEY))
-    assert scene.handle(Said(stolen, Reveal(nonce=nonce(1)))) == [Cut(stolen)]
+    assert scene.handle(Said(stolen, Reveal(nonce=nonce(1)))) == [HangUp(stolen)]
     visitor, _ = scene.wait()
-    assert scene.handle(Said(visitor, Reveal(nonce=nonce(1)))) == [Changed(), Cut(visitor)]
+    assert scene.handle(Said(visitor, Reveal(nonce=nonce(1)))) == [Changed(), HangUp(visitor)]
 
 
 def test_a_key_that_cannot_be_let_in_bothers_nobody() -> None:
@@ -230,10 +230,10 @@ def test_bounds() -> None:
     scene = Scene()
     for _ in range(MAX_OF_ADDRESS):
         scene.arrive("10.9.9.9")
-    assert scene.handle(Arrived(99, "10.9.9.9", nonce(99))) == [Cut(99)]
+    assert scene.handle(Arrived(99, "10.9.9.9", nonce(99))) == [HangUp(99)]
     for _ in range(MAX_VISITORS - MAX_OF_ADDRESS):
         scene.arrive()
-    assert scene.handle(Arrived(99, "10.0.1.1", nonce(99))) == [Cut(99)]
+    assert scene.handle(Arrived(99, "10.0.1.1", nonce(99))) == [HangUp(99)]
 
 
 def test_one_address_has_few_knocks_and_leaves_room_for_others() -> None:
@@ -327,7 +327,7 @@ def test_whatever_happens_only_a_shown_code_lets_in(steps: list[tuple[Event, flo
             event = replace(event, code=shown[0])
         decisions = scene.handle(event)
         for decision in decisions:
-            if isinstance(decision, Admit):
+            if isinstance(decision, LetIn):
                 assert isinstance(event, Judge)
                 assert event.code in shown
             if isinstance(decision, Tell) and isinstance(decision.message, Verdict):

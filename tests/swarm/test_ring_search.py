@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from molink.swarm.partition import Costs, Runner
 from molink.swarm.ring_search import EXACT, search
-from molink.swarm.rings import FLIGHTS, Hop, Ring, Task, judge
+from molink.swarm.rings import FLIGHTS, HopTimes, Ring, Task, judge
 
 GB = 10**9
 
@@ -59,8 +59,8 @@ def cost_of(
     return max(*steps, *busy, turn / (FLIGHTS * m)), turn
 
 
-def hop(latency: float, busy: float) -> Hop:
-    return Hop(latency + busy, busy, latency + busy / 8, busy / 8)
+def hop(latency: float, busy: float) -> HopTimes:
+    return HopTimes(latency + busy, busy, latency + busy / 8, busy / 8)
 
 
 @st.composite
@@ -129,14 +129,14 @@ def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> Task:
     ]
     homes = [rng.randrange(max(2, n // 2)) for _ in range(n)]
 
-    def link(i: int, j: int) -> Hop | None:
+    def link(i: int, j: int) -> HopTimes | None:
         if rng.random() < 0.08:
             return None
         far = homes[i] != homes[j]
         latency = rng.uniform(0.005, 0.06) if far else rng.uniform(0.0002, 0.002)
         rate = rng.uniform(1, 12) * 1e6 if far else 110e6
         rows = 1 if objective == "latency" else 16
-        return Hop(
+        return HopTimes(
             latency + rows * 16384 / rate,
             rows * 16384 / rate,
             latency + rows * 64 / rate,

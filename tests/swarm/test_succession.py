@@ -13,7 +13,7 @@ from molink.swarm.succession import (
     SILENCE,
     Answered,
     Ask,
-    Cut,
+    ConnectionLost,
     Decision,
     Follow,
     Heard,
@@ -84,7 +84,7 @@ def asking(one: Succession, others: str, since: float, until: float) -> None:
 
 def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
     one = peer("b")
-    assert one.handle(Cut(), 10.0) == [Ask("a"), Ask("c")]
+    assert one.handle(ConnectionLost(), 10.0) == [Ask("a"), Ask("c")]
     assert one.handle(Silent("a"), 10.2) == []
     term = next_term(0, "b")
     assert one.handle(Answered("c", view()), 10.2) == [Lead(term, lost="a")]
@@ -110,7 +110,7 @@ def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
 
 def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
     one = peer("c")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("a"), 10.1)
     assert one.handle(Answered("b", view()), 10.1) == []
     found = view("b", next_term(0, "b"), leads=True)
@@ -122,14 +122,14 @@ def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
 def test_a_newer_replica_goes_before_the_order() -> None:
     one = peer("c")
     one.handle(Known(ORDER, (0, 6)), 9.0)
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("a"), 10.1)
     assert one.handle(Answered("b", view()), 10.1) == [Lead(next_term(0, "c"), lost="a")]
 
 
 def test_who_does_not_take_its_turn_is_passed_over() -> None:
     one = peer("c")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     now, decisions = 10.0, []
     while now < 10.0 + CLAIM + 4 * AGAIN and not decisions:
         one.handle(Silent("a"), now)
@@ -141,7 +141,7 @@ def test_who_does_not_take_its_turn_is_passed_over() -> None:
 
 def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
     one = peer("b")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("a"), 10.1)
     assert one.handle(Answered("c", view(hears=True)), 10.1) == []
     assert one.role == "looking"
@@ -149,14 +149,14 @@ def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
 
 def test_a_leader_whose_process_was_only_restarted_stays() -> None:
     one = peer("b")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("c"), 10.1)
     assert one.handle(Answered("a", view(leads=True)), 10.1) == [Follow("a", 0, KEY, ("h:1",))]
 
 
 def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
     one = peer("b", leader="")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("a"), 10.1)
     assert one.handle(Answered("c", view("")), 10.1) == []
     asking(one, "ac", 10.25, 10.0 + LONE - 0.1)
@@ -191,7 +191,7 @@ def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
 
 def test_an_older_term_is_not_followed() -> None:
     one = peer("b", term=next_term(0, "a"))
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("c"), 10.1)
     assert one.handle(Answered("a", view(leads=True)), 10.1) == []
     assert one.handle(Heard(0, "a"), 10.2) == []
@@ -262,7 +262,7 @@ def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
 def test_who_just_woke_asks_again_before_it_leads() -> None:
     """What ran out while it stood still says nothing of the others: their answers still wait."""
     one = peer("b")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     assert one.role == "looking"
     # It stands still. The questions are given up before anything else happens, then it looks.
     assert one.handle(Silent("a"), 40.0) == []
@@ -270,7 +270,7 @@ def test_who_just_woke_asks_again_before_it_leads() -> None:
     assert one.handle(TimePassed(), 40.1) == [Ask("a"), Ask("c")]
     one.handle(Silent("a"), 40.1)  # late ones of the round before
     assert one.handle(Silent("c"), 40.1) == []
-    assert one.handle(Cut(), 40.2) == []
+    assert one.handle(ConnectionLost(), 40.2) == []
     assert one.handle(TimePassed(), 40.6) == [Ask("a"), Ask("c")]
     found = view("c", next_term(0, "c"), leads=True)
     assert one.handle(Answered("c", found), 40.7) == [Follow("c", found.term, KEY, ("h:1",))]
@@ -278,7 +278,7 @@ def test_who_just_woke_asks_again_before_it_leads() -> None:
 
 def test_who_just_woke_leads_where_nobody_answers_still() -> None:
     one = peer("b")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     now, decisions = 40.0, one.handle(TimePassed(), 40.0)
     while now < 42.0 and not any(isinstance(one, Lead) for one in decisions):
         now += 0.25
@@ -290,7 +290,7 @@ def test_who_just_woke_leads_where_nobody_answers_still() -> None:
 
 def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
     one = peer("c")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     for now in (10.1, 50.0, 50.1, 50.7, 51.3):
         one.handle(TimePassed(), now)
         one.handle(Silent("a"), now)
@@ -307,7 +307,7 @@ def test_a_coordinator_that_hangs_is_started_again() -> None:
 
 def test_who_can_not_lead_lets_the_next_one() -> None:
     one = peer("b")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     one.handle(Silent("a"), 10.1)
     one.handle(Answered("c", view()), 10.1)
     assert one.handle(NotLed(), 10.5) == [Ask("a"), Ask("c")]
@@ -334,7 +334,7 @@ def test_who_ends_is_not_waited_for() -> None:
 
 def test_strangers_views_are_nothing() -> None:
     one = peer("b")
-    one.handle(Cut(), 10.0)
+    one.handle(ConnectionLost(), 10.0)
     assert one.handle(Answered("x", view("x", 1 << 16, leads=True)), 10.1) == []
 
 
@@ -421,7 +421,7 @@ class Network:
             self.tell(who, Heard(self.runs[leader], leader))
         elif self.part[who] == self.part[leader] and leader not in self.frozen:
             del self.session[who]
-            self.tell(who, Cut())
+            self.tell(who, ConnectionLost())
 
     def tell(self, who: str, event: object) -> None:
         for decision in self.peers[who].handle(event, self.now):  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Who understands whom."""
 
-from molink.swarm.versions import GONE_S, Refused, Spoken, mismatch, ours
+from molink.swarm.versions import GONE_S, RefusedPeers, Spoken, mismatch, ours
 
 
 def test_versions_that_speak_alike_may_be_together() -> None:
@@ -18,7 +18,7 @@ def test_who_has_to_be_updated() -> None:
 
 
 def test_who_is_refused_is_so_while_it_reports() -> None:
-    refused, other = Refused(), Spoken("9", ours().protocol + 1)
+    refused, other = RefusedPeers(), Spoken("9", ours().protocol + 1)
     assert not refused.heard("a", other, 0.0)
     assert not refused.heard("b", other, 1.0)
     assert refused.at(GONE_S) == {"a": other, "b": other}

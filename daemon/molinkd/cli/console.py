@@ -10,7 +10,7 @@ from rich.segment import ControlType
 
 from molink.plaintext import printable
 from molink.swarm.throughput import eta
-from molink.wire.messages.instructions import Knocker
+from molink.wire.messages.instructions import KnockingPc
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.doorbell import Doorbell
 from molinkd.cli.typed_lines import TypedLines
@@ -18,7 +18,7 @@ from molinkd.cli.units import long_time
 from molinkd.peer.launch import (
     AnyEvent,
     Invitation,
-    Knocks,
+    KnocksNow,
     Listening,
     ModelReady,
     NotServed,
@@ -100,7 +100,7 @@ class DaemonConsole:
         self._foreground, self._typed = foreground, typed
         self._doorbell = None if approve is None else Doorbell(approve, self.say, TypedLines())
         self._console = Console(highlight=False, soft_wrap=True)
-        self._known: tuple[Knocker, ...] = ()
+        self._known: tuple[KnockingPc, ...] = ()
         self._transfers = TransferLine(self._console)
 
     def show(self, event: AnyEvent) -> None:
@@ -115,7 +115,7 @@ class DaemonConsole:
                     self._line("\nTo add a PC of this network, run [bold]molink join[/bold] there.")
                 self._line(f"\n{adding(event.uses, self._typed)}\n")
                 self._line(f"  molink join {escape(event.token)}\n")
-            case Knocks():
+            case KnocksNow():
                 self._knocks(event)
             case StageNow():
                 self._line(f"This PC: {escape(event.text)}")
@@ -136,7 +136,7 @@ class DaemonConsole:
         """Print a line of our own."""
         self._line(escape(text))
 
-    def _knocks(self, event: Knocks) -> None:
+    def _knocks(self, event: KnocksNow) -> None:
         """Say of those who have come that they are here."""
         for one in event.knocks:
             if one not in self._known:

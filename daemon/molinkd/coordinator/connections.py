@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from molink.swarm.twins import Twins
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.instructions import Knock
+from molink.wire.messages.instructions import StillThere
 from molink.wire.sockets.server import Server
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,6 @@ class PeerConnections:
     def _knock(self) -> None:
         self._knocking = None
         for peer, identity in list(self._identities.items()):
-            if not self._server.send(identity, Knock()):
+            if not self._server.send(identity, StillThere()):
                 self.forget(peer)
                 self._on_lost(peer)

@@ -43,7 +43,7 @@ from molink.swarm.reconciler import Reconciler
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
-from molink.swarm.versions import Refused, Spoken, ours
+from molink.swarm.versions import RefusedPeers, Spoken, ours
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage, Done
@@ -157,7 +157,7 @@ class Coordinator:
             self._token,
             self._reception,
         )
-        self._refused = Refused()
+        self._refused = RefusedPeers()
         self._ticking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
 

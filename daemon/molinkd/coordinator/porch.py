@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from molink.errors import MolinkError, Overloaded, RequestError, ShutOut, Unavailable, WireError
 from molink.swarm.join_rate import Rate, TokenBucket
 from molink.swarm.knocks import (
-    Admit,
     Arrived,
     Changed,
-    Cut,
     Decision,
     Denied,
     Event,
     Gone,
+    HangUp,
     Judge,
     Knocks,
+    LetIn,
     Passed,
     Refused,
     Said,
@@ -138,12 +138,12 @@ class Porch:
                     raise RequestError(reason, param="code")
                 case Refused():
                     name = decision.name
-                case Admit():
+                case LetIn():
                     name = decision.name
                     self._admit(decision)
         return name
 
-    def _admit(self, decision: Admit) -> None:
+    def _admit(self, decision: LetIn) -> None:
         port, addresses = self._house.where()
         verdict = Verdict(outcome="admitted", port=port, addresses=addresses)
         try:
@@ -169,7 +169,7 @@ class Porch:
             match decision:
                 case Tell():
                     self._tell(decision)
-                case Cut(visitor):
+                case HangUp(visitor):
                     self._cut(visitor)
                 case Changed():
                     self._house.changed()

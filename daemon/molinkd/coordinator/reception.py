@@ -9,7 +9,7 @@ from molink.swarm.events import Event, MemberAdded
 from molink.swarm.knocks import Waiting
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import SwarmRecord
-from molink.wire.messages.instructions import Knocker, Knocking
+from molink.wire.messages.instructions import Knocking, KnockingPc
 from molink.wire.messages.porch import Outcome
 from molinkd.coordinator.arguments import Options
 from molinkd.coordinator.connections import PeerConnections
@@ -105,7 +105,7 @@ class Reception:
 
     def _tell(self, peer: str) -> None:
         if self._door.records[peer].owner or peer == self._options.leader:
-            knocks = (Knocker(name=k.name, code=k.code, address=k.address) for k in self.waiting)
+            knocks = (KnockingPc(name=k.name, code=k.code, address=k.address) for k in self.waiting)
             self._connections.tell(peer, Knocking(knocks=tuple(knocks)))
 
     def _changed(self) -> None:

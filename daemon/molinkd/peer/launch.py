@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from molink.wire.messages.instructions import Knocker
+from molink.wire.messages.instructions import KnockingPc
 from molink.wire.messages.reports import TransferState
 from molinkd.peer.settings import Settings
 
@@ -56,10 +56,10 @@ class Invitation(LaunchEvent, frozen=True, kw_only=True, tag="invitation"):
     discovery: bool = False
 
 
-class Knocks(LaunchEvent, frozen=True, kw_only=True, tag="knocks"):
+class KnocksNow(LaunchEvent, frozen=True, kw_only=True, tag="knocks"):
     """All PCs that ask to be let in now; again whenever they are others."""
 
-    knocks: tuple[Knocker, ...]
+    knocks: tuple[KnockingPc, ...]
 
 
 class StageNow(LaunchEvent, frozen=True, kw_only=True, tag="stage"):
@@ -105,7 +105,7 @@ AnyEvent = (
     Serving
     | Listening
     | Invitation
-    | Knocks
+    | KnocksNow
     | StageNow
     | Transferring
     | ModelReady

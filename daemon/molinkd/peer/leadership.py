@@ -17,7 +17,7 @@ from molink.facts.identity import peer_id
 from molink.swarm.succession import (
     Answered,
     Ask,
-    Cut,
+    ConnectionLost,
     Event,
     Follow,
     Heard,
@@ -176,7 +176,7 @@ class Leadership:
 
     def cut(self) -> None:
         """The connection to the coordinator is lost."""
-        self._happened(Cut())
+        self._happened(ConnectionLost())
 
     def shared(self, data: memoryview) -> None:
         """The coordinator shares its state."""

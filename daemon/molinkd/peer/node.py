@@ -47,7 +47,7 @@ from molinkd.peer.device_probe import Measured
 from molinkd.peer.gpu_use import OwnUse
 from molinkd.peer.heads import Heads
 from molinkd.peer.known_members import KnownMembers
-from molinkd.peer.launch import Knocks, StageNow, Transferring, Trouble
+from molinkd.peer.launch import KnocksNow, StageNow, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
 from molinkd.peer.library import Library
 from molinkd.peer.link_rates import LinkRates
@@ -88,35 +88,14 @@ class Node:
         self._said = ""
         self._left = False
         self._awake = Awake()
-        settings, context, keys = resources.settings, resources.context, resources.keys
         self._members = KnownMembers(
             resources, leadership.replica, self._tried, self._members_changed, self._member_went
         )
         self._store = _open_store(resources, self._members.book)
-        self.session = CoordinatorSession(
-            context,
-            keys,
-            leadership.target,
-            self._report,
-            self._take,
-            self._welcomed,
-            self._trouble,
-            leadership.noted,
-            leadership.cut,
-        )
-        leadership.on_follow = self.session.follow
+        self.session = self._make_session(resources)
         self._data_codec = data_codec()
-        self._assignments = Assignments(
-            settings,
-            keys,
-            self._store,
-            self._members.book,
-            resources.home,
-            self.session.tell,
-            self._stages_changed,
-            resources.offenders.blocked,
-            self._reaches,
-        )
+        self._assignments = self._make_assignments(resources)
+        settings = resources.settings
         self._pauser = Pauser(settings, self._own_use, self._paused)
         self._assignments.pause(bool(self._pauser.reason))
         self._link_rates = LinkRates(self._assignments.link_rates, self._measured_rate)
@@ -127,17 +106,46 @@ class Node:
             self.session.report_now,
             wanted=settings.copies and settings.stage != "none",
         )
-        self._heads = Heads(context, keys, self._heads_changed, self._head_said)
+        loop = asyncio.get_running_loop()
+        self._clock = RunningClock(loop)
+        self._heads = Heads(resources.context, resources.keys, self._heads_changed, self._head_said)
         limits = StreamLimits(hold_s=settings.hold)
-        self._clock = RunningClock(asyncio.get_running_loop())
         self.requests = Requests(self._heads, limits, self._metrics, self._clock)
         self._served = ServedModels(self._store, self._models_changed, self._trouble)
         self._readiness = Readiness(
             resources.announce, self.session, self._assignments, self.requests
         )
         self._members.remember()
-        watching = self._store.transfers.watch(self._tell_transfers)
-        self._watching = asyncio.get_running_loop().create_task(watching)
+        self._watching = loop.create_task(self._store.transfers.watch(self._tell_transfers))
+
+    def _make_session(self, resources: Resources) -> CoordinatorSession:
+        leadership = self._leadership
+        session = CoordinatorSession(
+            resources.context,
+            resources.keys,
+            leadership.target,
+            self._report,
+            self._take,
+            self._welcomed,
+            self._trouble,
+            leadership.noted,
+            leadership.cut,
+        )
+        leadership.on_follow = session.follow
+        return session
+
+    def _make_assignments(self, resources: Resources) -> Assignments:
+        return Assignments(
+            resources.settings,
+            resources.keys,
+            self._store,
+            self._members.book,
+            resources.home,
+            self.session.tell,
+            self._stages_changed,
+            resources.offenders.blocked,
+            self._reaches,
+        )
 
     def start(self, measured: Measured) -> None:
         """Begin to report to the coordinator and to do what it says."""
@@ -258,7 +266,7 @@ class Node:
                 if message.text:
                     self._trouble(message.text)
             case Knocking():
-                self._resources.announce(Knocks(knocks=message.knocks))
+                self._resources.announce(KnocksNow(knocks=message.knocks))
             case Prefetch() | Assign() | StageProfile() | Form() | Unassign():
                 self._assignments.handle(message)
             case Route():

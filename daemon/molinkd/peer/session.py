@@ -15,7 +15,7 @@ from molink.errors import MessageTooLarge, MolinkError
 from molink.swarm.versions import Spoken, mismatch, ours
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.instructions import Knock, Welcome
+from molink.wire.messages.instructions import StillThere, Welcome
 from molink.wire.messages.leading import Noted
 from molink.wire.messages.reports import Goodbye, PeerReport
 from molink.wire.sockets.client import Client, ClientEvents
@@ -182,7 +182,7 @@ class CoordinatorSession:
                     # It leads after all, in a higher term by now; what it said before is lost.
                     self._unheeded = False
                     self._client.redial()
-            case Knock():
+            case StillThere():
                 pass
             case Welcome() if self._obeys:
                 self.welcome = True

@@ -19,7 +19,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     peer: Text
 
 
-class Knock(Message, frozen=True, kw_only=True, tag="knock"):
+class StillThere(Message, frozen=True, kw_only=True, tag="knock"):
     """Nothing to do: that it can be sent shows that the connection is there."""
 
 
@@ -50,7 +50,7 @@ class Notice(Message, frozen=True, kw_only=True, tag="notice"):
     text: Sentence
 
 
-class Knocker(Message, frozen=True, kw_only=True):
+class KnockingPc(Message, frozen=True, kw_only=True):
     """A PC that asks to be let in, and the code that it shows."""
 
     name: Text
@@ -61,7 +61,7 @@ class Knocker(Message, frozen=True, kw_only=True):
 class Knocking(Message, frozen=True, kw_only=True, tag="knocking"):
     """All PCs that ask to be let in, for the people at the receiver."""
 
-    knocks: Annotated[tuple[Knocker, ...], msgspec.Meta(max_length=8)] = ()
+    knocks: Annotated[tuple[KnockingPc, ...], msgspec.Meta(max_length=8)] = ()
 
 
 class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
@@ -176,7 +176,7 @@ Instruction = (
     | Revoked
     | Twin
     | Notice
-    | Knock
+    | StillThere
     | Knocking
     | Member
     | MemberGone

@@ -13,7 +13,7 @@ import pytest
 
 from molink.errors import KnockRefused, RequestError
 from molink.swarm.nearby import PORCH_PORT, Nearby
-from molink.wire.messages.instructions import Knocker
+from molink.wire.messages.instructions import KnockingPc
 from molink.wire.messages.requests import LeaveRequest
 from molinkd.cli import local_daemon
 from molinkd.cli.console import DaemonConsole
@@ -24,7 +24,7 @@ from molinkd.cli.typed_lines import TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
 from molinkd.peer.knock import Code
-from molinkd.peer.launch import Invitation, Knocks, Launch
+from molinkd.peer.launch import Invitation, KnocksNow, Launch
 from molinkd.peer.membership import Membership, read_membership
 
 ATTIC = Nearby("ab" * 8, "attic", "k" * 40, ("192.168.1.7",), 5479)
@@ -281,13 +281,13 @@ def test_a_demo_is_announced_to_nobody() -> None:
 
 def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
-    pc = Knocker(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
-    console.show(Knocks(knocks=(pc,)))
+    pc = KnockingPc(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
+    console.show(KnocksNow(knocks=(pc,)))
     out = capsys.readouterr().out
     assert "[bold]p\\x1bc (10.0.0.1) wants to join" in out
     assert "molink approve 4827-1931" in out
-    other = Knocker(name="pc", code="0000-0001", address="10.0.0.1")
-    console.show(Knocks(knocks=(pc, other)))
+    other = KnockingPc(name="pc", code="0000-0001", address="10.0.0.1")
+    console.show(KnocksNow(knocks=(pc, other)))
     out = capsys.readouterr().out
     assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is told of once"
     console.show(Invitation(token="molink-x", discovery=True))

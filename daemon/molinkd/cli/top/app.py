@@ -17,7 +17,7 @@ from textual.widgets import Input, Static
 from molink.errors import MolinkError
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest
-from molinkd.cli.top.feed import Feed
+from molinkd.cli.top.feed import StatusFeed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
 from molinkd.cli.top.status import Status
 from molinkd.cli.top.view import View, make_view, plain
@@ -297,7 +297,7 @@ def _outcome(message: JudgeRequest | DrainRequest, reply: ControlMessage) -> str
 
 async def watch(home: Path | None, first: View) -> None:
     """Show the swarm of the daemon of ``home``, ``first`` at first, until the user quits."""
-    feed = Feed(home)
+    feed = StatusFeed(home)
     try:
         await TopApp(feed.ask, feed.tell, first).run_async()
     finally:

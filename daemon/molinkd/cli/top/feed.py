@@ -17,7 +17,7 @@ from molinkd.cli.top.status import Status, read_status
 ANSWER_S = 5.0
 
 
-class Feed:
+class StatusFeed:
     """The status of the swarm, for as long as it is asked for.
 
     The daemon may go and come back, as another process with another port: it is looked for each

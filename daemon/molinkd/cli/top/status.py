@@ -106,7 +106,7 @@ class Request(msgspec.Struct, frozen=True):
     age_s: Amount = 0.0
 
 
-class Head(msgspec.Struct, frozen=True):
+class HeadStatus(msgspec.Struct, frozen=True):
     """What the head of a pipeline does."""
 
     running: Count = 0
@@ -125,10 +125,10 @@ class Pipeline(msgspec.Struct, frozen=True):
     ready: bool = False
     reason: str = ""
     stages: tuple[Stage, ...] = ()
-    head: Head | None = None
+    head: HeadStatus | None = None
 
 
-class Knock(msgspec.Struct, frozen=True):
+class KnockStatus(msgspec.Struct, frozen=True):
     """A PC that wants to join and shows ``code`` on its own screen."""
 
     name: str = ""
@@ -144,7 +144,7 @@ class CutOff(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Coordinator(msgspec.Struct, frozen=True):
+class CoordinatorStatus(msgspec.Struct, frozen=True):
     """Whether the coordinator could be asked."""
 
     state: str = ""
@@ -154,7 +154,7 @@ class Status(msgspec.Struct, frozen=True):
     """The swarm."""
 
     swarm: str = ""
-    coordinator: Coordinator = Coordinator()
+    coordinator: CoordinatorStatus = CoordinatorStatus()
     model: str | None = None
     peers: tuple[Peer, ...] = ()
     pipelines: tuple[Pipeline, ...] = ()
@@ -163,7 +163,7 @@ class Status(msgspec.Struct, frozen=True):
     story: tuple[str, ...] = ()
     clock: Amount | None = None
     cut_off: tuple[CutOff, ...] = ()
-    knocks: tuple[Knock, ...] = ()
+    knocks: tuple[KnockStatus, ...] = ()
 
 
 def read_status(text: bytes) -> Status:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.plaintext import printable
-from molinkd.cli.top.status import Head, Link, Peer, Pipeline, Request, Status, Worker
+from molinkd.cli.top.status import HeadStatus, Link, Peer, Pipeline, Request, Status, Worker
 
 #: Characters of a text from elsewhere that are looked at.
 _LONGEST = 400
@@ -188,7 +188,7 @@ def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
 
 
 def _ring(pipeline: Pipeline, peers: dict[str, Peer], names: dict[str, str]) -> RingView:
-    head, stages = pipeline.head or Head(), pipeline.stages
+    head, stages = pipeline.head or HeadStatus(), pipeline.stages
     return RingView(
         id=plain(pipeline.id),
         epoch=pipeline.epoch,

@@ -14,7 +14,7 @@ from molink.wire.messages.control import Done
 from molink.wire.messages.requests import DrainRequest, StatusReply
 from molink.wire.sockets.server import Sender, Server
 from molinkd.cli.top import feed as feed_module
-from molinkd.cli.top.feed import Feed
+from molinkd.cli.top.feed import StatusFeed
 from molinkd.peer.home import Home
 from molinkd.peer.runfile import RunFile
 from tests.molinkd.cli.top import swarms
@@ -44,7 +44,7 @@ class FakeDaemon:
 async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Path) -> None:
     place = Home(tmp_path)
     place.create()
-    feed = Feed(tmp_path)
+    feed = StatusFeed(tmp_path)
     try:
         with pytest.raises(Unavailable, match="no molink runs here"):
             await feed.ask()
@@ -75,7 +75,7 @@ async def test_a_daemon_that_does_not_answer(
     monkeypatch.setattr(feed_module, "CONNECT_S", 0.2)
     place = Home(tmp_path)
     place.create()
-    feed = Feed(tmp_path)
+    feed = StatusFeed(tmp_path)
     # As that of a process that was stopped: connections get as far as the kernel.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         RunFile.of_this_process(silent.getsockname()[1], "http://e").save(place.run_file)
