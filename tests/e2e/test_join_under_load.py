@@ -125,6 +125,7 @@ def duo(tools: type[Tools], tmp_path: Path) -> Iterator[Duo]:
         duo.stop()
 
 
+@pytest.mark.slow  # the rule itself is tested with a coordinator alone
 def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     load = duo.begin()
     old = duo.join()
