@@ -1,7 +1,7 @@
 """``molink invite --list`` for people, and what is said when an invitation ends."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +12,13 @@ from molink.plaintext import printable
 from molink.wire.messages.requests import RevokeReply
 
 
-def show_invitations(invitations: Sequence[dict[str, Any]]) -> None:
-    """Print the invitations that there are, oldest first."""
+def show_invitations(
+    invitations: Sequence[dict[str, Any]], typed: Callable[[str], str] = "`molink {}`".format
+) -> None:
+    """Print the invitations that there are, oldest first; ``typed`` as in ``Home.typed``."""
     console = Console(highlight=False)
     if not invitations:
-        console.print("There are no invitations; `molink invite` makes one.", markup=False)
+        console.print(f"There are no invitations; {typed('invite')} makes one.", markup=False)
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("id", "made", "by", "expires", "uses left", "used by"):

@@ -105,7 +105,7 @@ def invite(
         if as_json:
             print(json.dumps(invitations, indent=2))
         else:
-            show_invitations(invitations)
+            show_invitations(invitations, place.typed)
     else:
         made = local_daemon.fetch_invite(place, ttl * 3600, uses)
         shown = {"id": made.id.removeprefix(PREFIX), "token": made.token, "uses": uses}

@@ -23,6 +23,14 @@ def test_they_are_read_again_and_private(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
+def test_when_a_pc_holds_no_layers_is_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    write_options(path, {"pause_times": "18:00-23:30, 7:00-8:00", "pause_when_busy": "on"})
+    settings = load_settings(Home(tmp_path), {}, {}, read_options(path))
+    assert settings.pause_times == ("18:00-23:30", "7:00-8:00")
+    assert settings.pause_when_busy == "on"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": [1]}'])
 def test_a_file_that_is_broken_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "options.json"
