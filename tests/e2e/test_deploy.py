@@ -40,7 +40,8 @@ class Pod:
         try:
             with urllib.request.urlopen(url, timeout=10) as answer:
                 return bool(200 <= answer.status < 400)
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError as error:
+            error.close()
             return False
 
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
