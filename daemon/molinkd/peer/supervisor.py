@@ -125,10 +125,13 @@ class Supervisor:
 
     @property
     def own_use(self) -> OwnUse:
-        """What the processes here take of the device."""
+        """What the processes here take of the device: perhaps all of it where one isn't ready."""
         busy = sum(one.busy for one in self.load().stages) / 100
-        every = (*self._workers.values(), *((self._spare,) if self._spare is not None else ()))
-        return OwnUse([worker.child.pid for worker in every], min(1.0, busy))
+        workers, spares = [*self._workers.values()], [self._spare] if self._spare else []
+        stages = [one.stats.load if one.stats is not None else None for one in workers]
+        if None in stages or not all(one.warm for one in spares):
+            busy = 1.0  # they load, measure and compile, which nobody counts
+        return OwnUse([one.child.pid for one in (*workers, *spares)], min(1.0, busy))
 
     def keep_spare(self, generation: int) -> None:
         """Soon have a spare that can follow on the worker of ``generation``, or on another."""

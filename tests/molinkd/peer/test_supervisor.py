@@ -149,8 +149,10 @@ async def test_only_the_latest_stages_are_remembered(
 
 async def test_what_others_are_told(heard: Heard) -> None:
     heard.supervisor.start(1, START, MEMBERS)
+    assert heard.supervisor.own_use.share == 1.0, "it loads and measures, which is no game"
     await _until_steps(heard, 2.0)
     assert heard.supervisor.load() == Load((StageLoad("p1", 0, busy=34),))
+    assert heard.supervisor.own_use.share == pytest.approx(0.34)
 
 
 async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
