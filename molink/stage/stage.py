@@ -1,6 +1,6 @@
 """A stage: a contiguous range of a model's layers on one device, with its KV pool."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ from molink.stage.torch_dtypes import (
 class Stage:
     """Computes the rows of micro-batches. Not thread-safe: one caller at a time.
 
-    ``dtype`` is what it computes in, ``travel_dtype`` what rows should travel in.
+    ``dtype`` is what it computes in, ``travel_dtype`` what rows should travel in, ``avoid`` the
+    kernels that it doesn't use.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Stage:
         dtype: WeightDType,
         travel_dtype: WeightDType,
         backend: BackendName = "auto",
+        avoid: Collection[str] = (),
     ) -> None:
+        """Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`."""
         self.config, self.layers, self.device = config, layers, device
         self.dtype, self.travel_dtype = dtype, travel_dtype
         self._decoder = decoder
@@ -59,6 +62,7 @@ class Stage:
         self._travel = TORCH_DTYPES[travel_dtype]
         self._residual = residual_dtype(self._dtype)
         self._backend: BackendName = backend
+        self.avoid = avoid
         #: By block size: not every backend takes every one.
         self._attentions: dict[int, Attention] = {}
         with torch.inference_mode():
@@ -78,11 +82,13 @@ class Stage:
         dtype: DTypeChoice = "auto",
         quantize: Quantize = "none",
         held: HeldWeights | None = None,
+        avoid: Collection[str] = (),
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Their projections are quantized as they are read, or stay as a quantized checkpoint has
-        them. What is ``held`` was loaded so already.
+        them. What is ``held`` was loaded so already. Kernels to ``avoid`` are named as in
+        :mod:`molink.facts.kernels`.
 
         Raises:
             UsageError: there is no such device, or the checkpoint is quantized in another way.
@@ -91,11 +97,11 @@ class Stage:
         """
         place, config = _device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
-        operators = create_operators(config, TORCH_DTYPES[computed], place)
-        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize) as reader:
+        operators = create_operators(config, TORCH_DTYPES[computed], place, avoid)
+        with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, avoid) as reader:
             decoder = load_decoder(reader, config, operators, layers, held or HeldWeights())
         travel = choose_travel(dtype, config.dtype)
-        return cls(config, layers, decoder, place, computed, travel)
+        return cls(config, layers, decoder, place, computed, travel, avoid=avoid)
 
     @property
     def is_first(self) -> bool:
@@ -221,7 +227,7 @@ class Stage:
         if block_size not in self._attentions:
             shape = AttentionShape.of(self.config, self.layers)
             self._attentions[block_size] = create_attention(
-                self._backend, shape, block_size, self._dtype, self.device
+                self._backend, shape, block_size, self._dtype, self.device, self.avoid
             )
         return self._attentions[block_size]
 

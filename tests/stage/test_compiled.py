@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from molink.facts.kernels import INSTEAD
 from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledNorm
 from molink.stage.kernels.create import create_matmul
-from molink.stage.linear import CompiledLinear, create
+from molink.stage.linear import CompiledLinear, Linear, create
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
@@ -63,6 +65,25 @@ def test_bf16_models(
         rows = [SequenceRows(first, last - first, blocks)]
         chunks.append(ring.run(tokens[first:last], rows))
     assert (torch.cat(chunks) - exact).abs().mean() < 0.05 * exact.std()
+
+
+def test_kernels_that_are_avoided(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    """The next ones compute the same."""
+    needs(torch.bfloat16)
+    folder = make_model(tmp_path, "llama", dtype="bfloat16", head_dim=32)
+    tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
+    usual = make_ring(folder, (2,), dtype="bf16", block_size=16).run(tokens, rows)
+    ring = make_ring(folder, (2,), dtype="bf16", block_size=16, avoid=tuple(INSTEAD))
+    block = ring.stages[0]._decoder.blocks[0]
+    assert isinstance(block.qkv, Linear)
+    assert not isinstance(block.input_norm, CompiledNorm)
+    assert isinstance(ring.stages[0]._attention(16), GatherAttention)
+    assert (ring.run(tokens, rows) - usual).abs().mean() < 0.05 * usual.std()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])

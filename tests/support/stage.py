@@ -23,9 +23,9 @@ class Ring:
         opened = ModelFolder.open(folder)
         bounds = [0, *splits, opened.config.layers]
         device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
-        quantize = options.get("quantize", "none")
+        quantize, avoid = options.get("quantize", "none"), options.get("avoid", ())
         self.stages = [
-            Stage.load(opened, (first, last), device, dtype, quantize)
+            Stage.load(opened, (first, last), device, dtype, quantize, avoid=avoid)
             for first, last in pairwise(bounds)
         ]
         for stage in self.stages:

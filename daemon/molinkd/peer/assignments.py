@@ -10,6 +10,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError, UsageError
 from molink.facts.footprint import Load, StageSetup
 from molink.facts.identity import peer_id
+from molink.facts.kernels import INSTEAD
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.model import LayerRange
 from molink.facts.profile import MAX_CHUNK_ROWS
@@ -44,6 +45,7 @@ from molinkd.peer.home import Home
 from molinkd.peer.prefetcher import Prefetcher
 from molinkd.peer.progress import Progress
 from molinkd.peer.quantize import check_quantize
+from molinkd.peer.self_test import remembered
 from molinkd.peer.settings import Settings
 from molinkd.peer.store import Store
 from molinkd.peer.supervisor import Supervisor
@@ -310,7 +312,15 @@ class Assignments:
             quantize=assign.quantize,
             memory=0 if measured.name == "cpu" else plan.budget,
             hurry=self.recovery.under_way,
+            avoid=self._avoided(measured),
         )
+
+    def _avoided(self, measured: Measured) -> tuple[str, ...]:
+        """Kernels that failed `molink doctor` here."""
+        avoid = remembered(self._home.avoid, measured.device.name)
+        for name in avoid:
+            log.warning("%s failed `molink doctor` here: %s in its place", name, INSTEAD[name])
+        return avoid
 
     def _beside(
         self, alone: MemoryPlan, opened: ModelFolder, assign: Assign, measured: Measured

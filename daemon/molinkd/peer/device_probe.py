@@ -81,7 +81,7 @@ async def measure_device(
     """
     threads = worker_threads(settings)
     mbytes = 256 if settings.stages_here == 1 else 32
-    key = f"{settings.device} {threads} threads {mbytes} MB torch {_torch_version()}"
+    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()}"
     probe = _read_cache(cache, key)
     if probe is None or probe.kind == "cuda":  # what is free there changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
@@ -168,7 +168,8 @@ def _parse_probe(code: int, output: bytes, errors: bytes) -> DeviceProbe:
         raise WorkerError(f"the measurement of the device is unreadable: {error}") from error
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
+    """The version of torch that is installed; ``none`` if none is."""
     try:
         return version("torch")
     except PackageNotFoundError:

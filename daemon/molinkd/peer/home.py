@@ -120,6 +120,11 @@ class Home:
         """What was measured of this PC's device."""
         return self.root / "device.json"
 
+    @property
+    def avoid(self) -> Path:
+        """Kernels that this PC's device computes wrongly with, as ``molink doctor`` has found."""
+        return self.root / "avoid.json"
+
 
 class HomeLock:
     """Held while a process uses a home; the operating system lets go of it when that dies."""

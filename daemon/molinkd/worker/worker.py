@@ -327,9 +327,9 @@ def _change_engine(old: Stage, before: Start, start: Start) -> Engine:
     return _engine(start, _load_stage(start, held))
 
 
-def _weights(start: Start) -> tuple[str, ...]:
+def _weights(start: Start) -> tuple[object, ...]:
     """What layers have to have in common to be the same in memory."""
-    return start.model_dir, start.dtype, start.device, start.quantize
+    return start.model_dir, start.dtype, start.device, start.quantize, start.avoid
 
 
 def _engine(start: Start, stage: Stage) -> Engine:
@@ -353,7 +353,13 @@ def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
         )
     limit_memory(start.device, start.memory)
     return Stage.load(
-        folder, start.layers, start.device, start.dtype, quantize=start.quantize, held=held
+        folder,
+        start.layers,
+        start.device,
+        start.dtype,
+        quantize=start.quantize,
+        held=held,
+        avoid=start.avoid,
     )
 
 

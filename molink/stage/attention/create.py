@@ -1,5 +1,7 @@
 """Which attention backend a stage runs: the one asked for, or the best that works here."""
 
+from collections.abc import Collection
+
 import torch
 
 from molink.errors import UsageError
@@ -14,17 +16,21 @@ def create_attention(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    avoid: Collection[str] = (),
 ) -> Attention:
     """The backend called ``name``; ``auto`` takes ``flash`` or ``compiled`` if it works here.
 
-    If neither does, it takes ``gather``.
+    If neither does, or it is one to ``avoid`` (:mod:`molink.facts.kernels`), it takes ``gather``.
 
     Raises:
         UsageError: ``flash`` or ``compiled`` was asked for and doesn't work.
     """
     if name == "gather":
         return _create_gather(shape, device)
-    attempt = try_flash if name == "flash" or device.type == "cuda" else try_compiled
+    flash = name == "flash" or device.type == "cuda"
+    if name == "auto" and ("flash-attention" if flash else "compiled-attention") in avoid:
+        return _create_gather(shape, device)
+    attempt = try_flash if flash else try_compiled
     found, reason = attempt(shape, block_size, dtype, device)
     if found is not None:
         return found

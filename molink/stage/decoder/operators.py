@@ -3,7 +3,7 @@
 By torch on every device, or by what is compiled for this CPU and model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,9 +31,14 @@ class RowOperators:
     rotate: Rotate
 
 
-def create_operators(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RowOperators:
-    """Those for rows of ``dtype`` on ``device``: compiled ones where there are any."""
-    compiled = _find_compiled(config, dtype, device)
+def create_operators(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, avoid: Collection[str] = ()
+) -> RowOperators:
+    """Those for rows of ``dtype`` on ``device``: compiled ones where there are any.
+
+    Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
+    """
+    compiled = None if "compiled-rows" in avoid else _find_compiled(config, dtype, device)
     if compiled is None:
         return RowOperators(partial(create_norm, config), create_gate(config.activation), rotate)
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.nn.functional import rms_norm
+from torch.nn.functional import gelu, rms_norm, silu
 
 from molink.checkpoint.traits import Activation
 from molink.stage.kernels.shape import AttendShape
@@ -24,10 +24,11 @@ T = TypeVar("T")
 
 
 @cache
-def create_matmul(dtype: torch.dtype, threads: int) -> "MatMul | None":
+def create_matmul(dtype: torch.dtype, threads: int, checked: bool = True) -> "MatMul | None":
     """A product of bf16 weights and rows of ``dtype``, on ``threads`` threads of a CPU.
 
-    ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does.
+    ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does;
+    that is for the caller to find out unless ``checked``.
     """
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
@@ -36,7 +37,7 @@ def create_matmul(dtype: torch.dtype, threads: int) -> "MatMul | None":
         arithmetic = _choose(dtype, features)
         return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
 
-    return _try(compile_it, threads, _multiplies_right)
+    return _try(compile_it, threads, _multiplies_right if checked else _unknown)
 
 
 @cache
@@ -49,11 +50,13 @@ def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
         fits = shape.fits and _has_products(features)
         return Attend(shape, openmp, threads) if fits else None
 
-    return _try(compile_it, threads)
+    return _try(compile_it, threads, _unknown)
 
 
 @cache
-def create_rowwise(eps: float, activation: Activation, threads: int) -> "Rowwise | None":
+def create_rowwise(
+    eps: float, activation: Activation, threads: int, checked: bool = True
+) -> "Rowwise | None":
     """Norms, activations and rotations of bf16 rows."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Rowwise | None":
@@ -61,13 +64,16 @@ def create_rowwise(eps: float, activation: Activation, threads: int) -> "Rowwise
 
         return Rowwise(eps, activation, openmp, threads) if _has_products(features) else None
 
-    return _try(compile_it, threads, lambda made: _norms_right(made, eps))
+    def is_right(made: "Rowwise") -> bool:
+        return _norms_right(made, eps) and _gates_right(made, activation) and _turns_right(made)
+
+    return _try(compile_it, threads, is_right if checked else _unknown)
 
 
 def _try(
     compile_it: "Callable[[Mapping[str, bool], OpenMp | None], T | None]",
     threads: int,
-    is_right: Callable[[T], bool] = lambda _: True,
+    is_right: Callable[[T], bool],
 ) -> T | None:
     """What ``compile_it`` gives for this CPU's features and the threads of torch."""
     try:
@@ -116,8 +122,34 @@ def _multiplies_right(product: "MatMul") -> bool:
 
 
 def _norms_right(rowwise: "Rowwise", eps: float) -> bool:
-    """Whether a norm is as close to torch's as bf16 can be; the rest is compiled as it is."""
+    """Whether a norm is as close to torch's as bf16 can be."""
     rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).bfloat16()
     weight = torch.linspace(0.5, 2.0, 48)
     exact = rms_norm(rows.float(), weight.shape, weight, eps)
     return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=2**-7, atol=1e-6)
+
+
+def _gates_right(rowwise: "Rowwise", activation: Activation) -> bool:
+    """Whether a gate is, too."""
+    rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).bfloat16()
+    active, up = rows.double().chunk(2, dim=-1)
+    bent = silu(active) if activation == "silu" else gelu(active, approximate="tanh")
+    found = rowwise.gate(rows).float()
+    return torch.allclose(found, (bent * up).float(), rtol=2**-7, atol=1e-6)
+
+
+def _turns_right(rowwise: "Rowwise") -> bool:
+    """Whether a rotation is, and leaves alone what it is not to turn."""
+    heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).bfloat16()
+    angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).bfloat16()
+    cosines, sines = angles.float().unbind(2)
+    first, second = heads.float()[..., :32].chunk(2, dim=-1)
+    exact = heads.float()
+    exact[..., :32] *= cosines
+    exact[..., :32] += torch.cat((second, first), -1) * sines
+    rowwise.rotate(heads, angles)
+    return torch.allclose(heads.float(), exact, rtol=2**-7, atol=2**-6)
+
+
+def _unknown(_: object) -> bool:
+    return True

@@ -1,6 +1,7 @@
 """How a device keeps the weights of projections: tried out, not guessed from its name."""
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -32,11 +33,17 @@ class Projections:
     packs: bool = False
 
     @classmethod
-    def probe(cls, dtype: torch.dtype, device: torch.device) -> "Projections":
-        """What is fastest on a device; a CPU is tried once for each number of torch's threads."""
+    def probe(
+        cls, dtype: torch.dtype, device: torch.device, avoid: Collection[str] = ()
+    ) -> "Projections":
+        """What is fastest on a device; a CPU is tried once for each number of torch's threads.
+
+        Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
+        """
         if device.type != "cpu":
             return cls(dtype)
-        return _probe_cpu(dtype, torch.get_num_threads())
+        packs, compiles = "packed-linear" not in avoid, "compiled-linear" not in avoid
+        return _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
 
     @property
     def narrow(self) -> bool:
@@ -65,9 +72,9 @@ class Projections:
 
 @cache
 @torch.inference_mode()
-def _probe_cpu(dtype: torch.dtype, threads: int) -> Projections:
-    usual = Projections(dtype, packs=can_pack(dtype, torch.device("cpu")))
-    compiled = replace(usual, product=create_matmul(dtype, threads))
+def _probe_cpu(dtype: torch.dtype, threads: int, packs: bool, compiles: bool) -> Projections:
+    usual = Projections(dtype, packs=packs and can_pack(dtype, torch.device("cpu")))
+    compiled = replace(usual, product=create_matmul(dtype, threads) if compiles else None)
     if compiled.product is None:
         return usual
     few, many = _compare(compiled, usual)

@@ -3,6 +3,8 @@
 Nothing but one part is ever in full precision.
 """
 
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +23,19 @@ from molink.stage.linear.int8 import (
     quantize_int8,
 )
 from molink.stage.linear.nf4 import (
+    NF4_VALUES,
     CudaNf4Linear,
     PackedNf4Linear,
     fits_kernel,
     has_nf4_kernel,
 )
 from molink.stage.linear.unpacked import UnpackedLinear
+
+log = logging.getLogger(__name__)
+
+#: By how much a product may differ from that of the weights as they are stored, as a part of the
+#: largest result: half of what bf16 rounds to, and what sums of fewer bits add.
+TOLERANCE = 0.015
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +87,23 @@ class QuantizedKernels:
     nf4: bool
 
     @classmethod
-    def probe(cls, mode: Quantize, dtype: torch.dtype, device: torch.device) -> "QuantizedKernels":
-        """Try those that ``mode`` would use."""
-        if mode == "none":
+    def probe(
+        cls,
+        mode: Quantize,
+        dtype: torch.dtype,
+        device: torch.device,
+        avoid: Collection[str] = (),
+    ) -> "QuantizedKernels":
+        """Try those that ``mode`` would use.
+
+        Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
+        """
+        if mode == "none" or mode in avoid:
             return cls(False, False)
         if device.type == "cuda":
             load_library()
-            return cls(True, True)
+            right = _is_right(mode, dtype, device)
+            return cls(mode == "int8" and right, mode == "nf4" and right)
         return cls(
             int8=mode == "int8" and has_onednn_int8(),
             nf4=mode == "nf4" and dtype is torch.bfloat16 and has_nf4_kernel(),
@@ -105,3 +124,49 @@ class QuantizedKernels:
             if not on_gpu and fits_kernel(weight.shape):
                 return PackedNf4Linear.of(weight.data, weight.scales, weight.shape, bias)
         return UnpackedLinear(weight.mode, weight.data, weight.scales, weight.shape, bias)
+
+
+def relative_error(
+    kernels: QuantizedKernels, mode: Quantize, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Greatest difference of a product of random weights to that of what was stored of them.
+
+    As a part of the largest result; NaN if the product has any. The comparison is plain torch, in
+    float64, on the CPU.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (96, 256)
+    weight = QuantizedWeight.empty(mode, shape, device)
+    weight.put(0, torch.randn(shape, generator=generator).to(device))
+    stored, bias = _stored(weight), torch.randn(shape[0], generator=generator).to(dtype)
+    rows = torch.randn(21, shape[1], generator=generator).to(dtype)
+    projection = kernels.create(weight, bias.to(device))
+    exact = rows.double() @ stored.t() + bias.double()
+    found = torch.cat([projection(rows[:count].to(device)) for count in (1, 5, 21)])
+    whole = torch.cat([exact[:count] for count in (1, 5, 21)])
+    return float((found.double().cpu() - whole).abs().max() / whole.abs().max())
+
+
+def _stored(weight: QuantizedWeight) -> Tensor:
+    """The weights (float64) that a quantized one stands for."""
+    data, scales = weight.data.cpu(), weight.scales.cpu().double()
+    if weight.mode == "int8":
+        return data.double() * scales[:, None] / 127
+    codes = torch.stack((data >> 4, data & 15), -1).view(-1, NF4_BLOCK).long()
+    values = torch.tensor(NF4_VALUES, dtype=torch.float64)[codes]
+    return (values * scales[:, None]).view(weight.shape)
+
+
+@torch.inference_mode()
+def _is_right(mode: Quantize, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the fast product of a GPU gives what it should."""
+    try:
+        error = relative_error(QuantizedKernels(True, True), mode, dtype, device)
+    except Exception as error_of_kernel:  # whatever a kernel's build may raise
+        log.warning("no fast %s products: %s", mode, error_of_kernel)
+        return False
+    # Written so that NaN is no.
+    if not error <= TOLERANCE:
+        log.warning("no fast %s products: their results are off by %g", mode, error)
+        return False
+    return True

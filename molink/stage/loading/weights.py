@@ -1,6 +1,6 @@
 """Loading tensors of a model folder, converted and merged, without a copy more than needed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -34,15 +34,20 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         quantize: Quantize = "none",
+        avoid: Collection[str] = (),
     ) -> None:
-        """Raises :class:`UsageError` if the checkpoint is quantized in another way."""
+        """Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
+
+        Raises:
+            UsageError: the checkpoint is quantized in another way.
+        """
         stored = folder.config.quantized
         if "none" not in (stored, quantize) and stored != quantize:
             raise UsageError(f"{folder.path} is quantized as {stored}; it can't become {quantize}")
         self._folder, self.dtype, self._device = folder, dtype, device
-        self._projections = Projections.probe(dtype, device)
+        self._projections = Projections.probe(dtype, device, avoid)
         self._mode: Quantize = quantize if stored == "none" else stored
-        self._kernels = QuantizedKernels.probe(self._mode, dtype, device)
+        self._kernels = QuantizedKernels.probe(self._mode, dtype, device, avoid)
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._layer: tuple[int, Shapes] = (-1, {})

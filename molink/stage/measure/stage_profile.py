@@ -92,5 +92,6 @@ def _kin(stage: Stage, block_size: int) -> str:
         f"{stage.dtype}, travels as {stage.travel_dtype}, {stage.layer_bytes} bytes a layer",
         f"blocks of {block_size}",
         repr(stage.config),
+        *(f"without {name}" for name in sorted(stage.avoid)),
     )
     return "; ".join(parts)

@@ -81,6 +81,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     memory: Count = 0
     #: Whether requests may be waiting: what takes seconds and can be done later is left.
     hurry: bool = False
+    #: Kernels that compute wrongly here, by :mod:`molink.facts.kernels`.
+    avoid: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class MemberKey(Message, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from molinkd.peer import quantize as module
 from molinkd.peer.assignments import Assignments
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.home import Home
+from molinkd.peer.self_test import KernelResult, SelfTest, remember
 from molinkd.peer.settings import Settings
 
 ASSIGN = Assign(
@@ -140,6 +141,18 @@ async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     assert start.kv_bytes == 4 * config.context * 3 * 2 * 2 * 16 * 2
     assert (start.quantize, start.memory) == ("none", 0)
     assert start.settings == PIPELINE
+
+
+async def test_a_worker_avoids_what_failed_the_doctor(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = KernelResult(kernel="compiled-rows", dtype="bf16", state="wrong")
+    monkeypatch.setattr(Home, "avoid", folder / "avoid.json")
+    remember(folder / "avoid.json", SelfTest(name="x", results=(failed,)))
+    start = await bench.assign(1 << 30)
+    assert isinstance(start, Start)
+    assert start.avoid == ("compiled-rows",)
+    (folder / "avoid.json").unlink()
 
 
 async def test_a_gpu_is_bounded_by_its_budget(bench: Bench) -> None:

@@ -1,0 +1,26 @@
+"""The kernels that there may be on a device, by the names that people see."""
+
+from typing import Literal
+
+KernelName = Literal[
+    "compiled-linear",
+    "packed-linear",
+    "compiled-rows",
+    "compiled-attention",
+    "flash-attention",
+    "gather-attention",
+    "int8",
+    "nf4",
+    "torch",
+]
+
+#: What computes in the place of one that is avoided. The others have no substitute.
+INSTEAD: dict[str, str] = {
+    "compiled-linear": "torch's own product",
+    "packed-linear": "torch's own product",
+    "compiled-rows": "torch's own norms, gates and rotations",
+    "compiled-attention": "gather-attention",
+    "flash-attention": "gather-attention",
+    "int8": "weights that are unpacked in each step",
+    "nf4": "weights that are unpacked in each step",
+}

@@ -1,0 +1,127 @@
+"""The self-test of kernels: what works passes, what is wrong by a little is found."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import AttentionShape
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.kernels.create import create_rowwise
+from molink.stage.kernels.matmul import MatMul
+from molink.stage.kernels.rowwise import Rowwise
+from molink.stage.linear import quantized
+from molink.stage.linear.plain import Linear
+from molink.stage.linear.quantized import QuantizedKernels
+from molink.stage.linear.unpacked import UnpackedLinear
+from molink.stage.measure import parity
+from molink.stage.measure.dense import dense
+
+CPU = torch.device("cpu")
+
+
+def results(*wanted: str) -> list[dict[str, Any]]:
+    return [one.result() for one in parity.trials(CPU) if one.kernel in wanted]
+
+
+def test_all_kernels_of_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    try:
+        parity.main(["--device", "cpu", "--threads", "1", "--skip", "packed-linear,nf4"])
+    finally:
+        torch.set_num_threads(before)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["about"]["torch"] == torch.__version__
+    assert lines[1]["device"] == "cpu"
+    assert lines[1]["name"]
+    found = [line["result"] for line in lines if "result" in line]
+    assert [line["begin"]["kernel"] for line in lines if "begin" in line] == [
+        one["kernel"] for one in found
+    ]
+    names = {one["kernel"] for one in found}
+    assert {"torch", "gather-attention", "compiled-linear", "int8"} <= names
+    assert not names & {"packed-linear", "nf4"}
+    assert [one for one in found if one["state"] == "wrong"] == []
+    assert all(one["error"] <= one["tolerance"] for one in found if one["state"] == "ok")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "where", "name"),
+    [
+        ("torch", Linear, "__call__"),
+        ("compiled-linear", MatMul, "__call__"),
+        ("compiled-rows", Rowwise, "gate"),
+        ("int8", UnpackedLinear, "__call__"),
+    ],
+)
+@pytest.mark.parametrize("bad", [1.05, float("nan")])
+def test_a_kernel_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, where: type, name: str, bad: float
+) -> None:
+    exact: Callable[..., Tensor] = getattr(where, name)
+    monkeypatch.setattr(QuantizedKernels, "probe", lambda *_: QuantizedKernels(True, True))
+    monkeypatch.setattr(
+        QuantizedKernels,
+        "create",
+        lambda self, weight, bias: UnpackedLinear(
+            weight.mode, weight.data, weight.scales, weight.shape, bias
+        ),
+    )
+    assert {one["state"] for one in results(kernel)} <= {"ok", "absent"}
+    monkeypatch.setattr(where, name, lambda *given: exact(*given) * bad)
+    states = {one["state"] for one in results(kernel)}
+    if states == {"absent"}:
+        pytest.skip(f"this CPU has no {kernel}")
+    assert "wrong" in states
+
+
+def test_a_kernel_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(GatherAttention, "prepare", refuse)
+    found = results("gather-attention")
+    assert {one["state"] for one in found} == {"wrong"}
+    assert "no kernel image" in found[0]["reason"]
+
+
+def test_attention_of_one_head_by_hand() -> None:
+    shape = AttentionShape(kv_heads=1, groups=1, head_dim=1, scale=1.0, windows=(0,))
+    both = torch.tensor([[[[0.0]], [[1.0]]], [[[0.0]], [[3.0]]], [[[0.0]], [[8.0]]]])
+    queries = torch.zeros(2, 1, 1)
+    assert dense(queries, both, shape, 0).tolist() == [[2.0], [4.0]]
+    assert dense(queries, both, shape, 1).tolist() == [[3.0], [8.0]]
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_products_of_a_gpu_that_are_wrong_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    cuda = torch.device("cuda", 0)
+    for error in (float("nan"), 1.0, 0.001):
+        monkeypatch.setattr(quantized, "relative_error", lambda *_, error=error: error)
+        made = QuantizedKernels.probe(mode, torch.float16, cuda)
+        assert (made.int8, made.nf4) == ((mode == "int8", mode == "nf4") if error < 1 else (0, 0))
+        assert QuantizedKernels.probe(mode, torch.float16, cuda, {mode}) == QuantizedKernels(
+            False, False
+        )
+
+    def missing(*_: object) -> float:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(quantized, "relative_error", missing)
+    assert QuantizedKernels.probe(mode, torch.float16, cuda) == QuantizedKernels(False, False)
+
+
+@pytest.mark.parametrize("part", ["gate", "rotate"])
+def test_compiled_rows_that_are_wrong_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    if create_rowwise(1e-5, "silu", 1) is None:
+        pytest.skip("this CPU has no compiled norms")
+    wrong = {"gate": lambda _, rows: rows[:, ::2], "rotate": lambda *_: None}
+    monkeypatch.setattr(Rowwise, part, wrong[part])
+    assert create_rowwise.__wrapped__(1e-5, "silu", 1) is None
