@@ -45,6 +45,11 @@ class Reach:
         """Whether any connection can't be made."""
         return bool(self._failed)
 
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Who has failed to connect to whom."""
+        return sorted(self._failed)
+
     def blocked(self, peer: str) -> frozenset[str]:
         """Those to whom ``peer`` has failed to connect."""
         return frozenset(to for by, to in self._failed if by == peer)
@@ -98,15 +103,32 @@ class Reach:
 
 def how_to_open(report: PeerReport) -> str:
     """The command that opens a PC's ports, for a person; to be typed there."""
-    first, last = report.worker_ports
-    ports = [str(report.control_port)]
-    if last:
-        ports.append(f"{first}-{last}" if last > first else str(first))
+    tcp = [(report.control_port, report.control_port)]
+    if report.worker_ports[1]:
+        tcp.append(report.worker_ports)
+    (first, *others) = opening(report.system, tcp)
     if report.system == "win32":
-        return (
-            "New-NetFirewallRule -DisplayName molink -Direction Inbound -Protocol TCP "
-            f"-LocalPort {','.join(ports)} -Action Allow (in PowerShell as administrator)"
+        return f"{first} (in PowerShell as administrator)"
+    return f"{first} (or: {', '.join(others)})"
+
+
+def opening(
+    system: str, tcp: Sequence[tuple[int, int]], udp: Sequence[int] = ()
+) -> tuple[str, ...]:
+    """Commands that let others reach ranges of TCP ports, and UDP ports, on a PC.
+
+    Windows needs all of them, as administrator; elsewhere each is for another firewall.
+    ``system`` is as ``sys.platform`` has it.
+    """
+    ranges = [f"{first}-{last}" if last > first else str(first) for first, last in tcp]
+    if system == "win32":
+        rule = "New-NetFirewallRule -DisplayName molink -Direction Inbound -Protocol"
+        return tuple(
+            f"{rule} {kind} -LocalPort {','.join(ports)} -Action Allow"
+            for kind, ports in (("TCP", ranges), ("UDP", [str(port) for port in udp]))
+            if ports
         )
-    allowed = " && ".join(f"sudo ufw allow {port.replace('-', ':')}/tcp" for port in ports)
-    added = " ".join(f"--add-port={port}/tcp" for port in ports)
-    return f"{allowed} (or: sudo firewall-cmd {added})"
+    both = [f"{one}/tcp" for one in ranges] + [f"{one}/udp" for one in udp]
+    allowed = " && ".join(f"sudo ufw allow {one.replace('-', ':')}" for one in both)
+    added = " ".join(f"--add-port={one}" for one in both)
+    return allowed, f"sudo firewall-cmd {added}"

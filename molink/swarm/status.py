@@ -21,6 +21,8 @@ from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
 MAX_BYTES = 192 * 1024
 #: Transitions that are shown: what fits a screen.
 _STORY = 20
+#: Pairs of peers that can't connect which are shown.
+_PAIRS = 64
 
 
 def build_status(
@@ -61,6 +63,7 @@ def build_status(
         "pipelines": [] if desired is None else [_pipeline(reconciler)],
         "files": _files(reconciler),
         "trouble": reconciler.reason,
+        "unreachable": [list(pair) for pair in reconciler.planner.reach.pairs[:_PAIRS]],
         "story": list(reconciler.story[-_STORY:]),
         "clock": round(reconciler.clock, 1),
     }

@@ -1,5 +1,6 @@
 """PCs that join without a token: real processes, and a person who compares codes."""
 
+import json
 import os
 import random
 import re
@@ -84,6 +85,18 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
     tools.wait_for(lambda: "second" in loopback.names(), second)
     assert loopback.up.status()["knocks"] == []
     assert "second" in tools.run_molink(loopback.first, "invite", "--list").stdout
+
+
+def test_a_doctor_beside_a_daemon(loopback: Loopback, tools: type[Tools]) -> None:
+    """It sees the swarm by the daemon, and tries the kernels of this PC's device."""
+    done = tools.run_molink(loopback.root / "second", "doctor", "--json")
+    found = {one["check"]: one for one in json.loads(done.stdout)["checks"]}
+    for check in ("torch", "kernels", "ports", "firewall", "state", "version"):
+        assert found[check]["level"] == "ok", done.stdout
+    assert "molink runs (process" in found["daemon"]["text"]
+    assert "as that of first" in found["clock"]["text"]
+    assert "as all 2 PCs of the swarm" in found["version"]["text"]
+    assert done.returncode == any(one["level"] == "problem" for one in found.values())
 
 
 def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:

@@ -45,6 +45,11 @@ _LATE = (
         "molinkd.cli.plan:plan",
         "Placement, micro-batches and predicted times of a ring, without starting anything.",
     ),
+    (
+        "doctor",
+        "molinkd.cli.doctor.verb:doctor",
+        "Look for what is wrong on this PC, and say which command mends it.",
+    ),
     ("logs", "molinkd.cli.logs:logs", "Show what molink wrote down on this PC."),
     (
         "simulate",

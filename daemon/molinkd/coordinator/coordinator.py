@@ -378,6 +378,7 @@ class Coordinator:
             "counters": shown,
             "revoked": revoked[-_SHOWN:],
             "porch": self.porch_port,
+            "time": round(time.time(), 3),
             "knocks": [asdict(one) for one in self._reception.waiting],
         }
         text = encode_status(status | more)

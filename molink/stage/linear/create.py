@@ -72,7 +72,9 @@ class Projections:
 
 @cache
 @torch.inference_mode()
-def _probe_cpu(dtype: torch.dtype, threads: int, packs: bool, compiles: bool) -> Projections:
+def _probe_cpu(
+    dtype: torch.dtype, threads: int, packs: bool = True, compiles: bool = True
+) -> Projections:
     usual = Projections(dtype, packs=packs and can_pack(dtype, torch.device("cpu")))
     compiled = replace(usual, product=create_matmul(dtype, threads) if compiles else None)
     if compiled.product is None:

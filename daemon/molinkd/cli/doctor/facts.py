@@ -1,0 +1,160 @@
+"""What ``molink doctor`` finds out, and what it concludes: plain values, no I/O.
+
+Texts of other programs and PCs are in here as they came; who prints them cleans them.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from molinkd.peer.self_test import SelfTest
+
+Level = Literal["ok", "warning", "problem"]
+#: What ``--fix`` can do: nothing that takes rights, opens anything, or loses what is needed.
+Fix = Literal["restrict-folder", "set-aside-options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check, in words; ``commands`` mend it, or are a first step."""
+
+    check: str
+    level: Level
+    text: str
+    commands: tuple[str, ...] = ()
+    fix: Fix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What ``nvidia-smi`` says. ``cuda`` is the latest version that the driver is for."""
+
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    cuda: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """Python, torch and the GPU. ``card`` is ``None`` where there is no ``nvidia-smi``.
+
+    ``on_bus``: whether an NVIDIA card is plugged in; ``None`` if that can't be seen.
+    """
+
+    system: str
+    test: SelfTest
+    wanted: str = "auto"
+    card: Card | None = None
+    on_bus: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PortFact:
+    """A port that molink would listen on. ``taken`` says by whom, or why it can't be had."""
+
+    setting: str
+    port: int
+    taken: str = ""
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFact:
+    """A member of the swarm, as the coordinator knows it."""
+
+    id: str
+    name: str
+    version: str = ""
+    address: str = ""
+    here: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmFacts:
+    """The swarm by ``molink status``; there is none of these facts where no daemon runs.
+
+    ``clock`` is how many seconds this PC's clock is ahead of the one that leads, give or take
+    ``unsure``; ``None`` if that isn't known. ``closed`` are pairs of ids: who can't reach whom.
+    """
+
+    id: str
+    me: str = ""
+    leader: str = ""
+    porch: int = 0
+    trouble: str = ""
+    peers: tuple[PeerFact, ...] = ()
+    closed: tuple[tuple[str, str], ...] = ()
+    clock: float | None = None
+    unsure: float = 0.0
+
+    def name(self, peer: str) -> str:
+        """What a member is called."""
+        return next((one.name for one in self.peers if one.id == peer), peer)
+
+    @property
+    def others(self) -> tuple[PeerFact, ...]:
+        """All members but this PC."""
+        return tuple(one for one in self.peers if one.id != self.me)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFacts:
+    """How others reach this PC.
+
+    ``firewall`` is the one that runs here, empty if none was seen; ``rule`` whether it has a rule
+    of ours. ``wsl`` is the network of WSL 2 (``nat``, ``mirrored`` …), empty outside of it.
+    ``heard`` are the ids of swarms that are announced, ``deaf`` says why none could be heard.
+    """
+
+    system: str
+    host: str = "0.0.0.0"
+    advertise: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    ports: tuple[PortFact, ...] = ()
+    control_port: int = 5467
+    worker_ports: tuple[int, int] = (5468, 5479)
+    coordinator_port: int = 5466
+    porch_port: int = 5479
+    firewall: str = ""
+    rule: bool | None = None
+    wsl: str = ""
+    discovery: bool = True
+    interfaces: tuple[str, ...] = ()
+    heard: tuple[str, ...] = ()
+    deaf: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceFacts:
+    """The state folder, the disk, and whether this PC may fall asleep. Sizes in bytes.
+
+    ``unwritable`` says why the folder can't be used; ``open_to_others`` that other users can read
+    it; ``damaged`` why the options of the last start can't be read.
+    """
+
+    system: str
+    home: Path
+    user: str = ""
+    unwritable: str = ""
+    open_to_others: bool = False
+    damaged: str = ""
+    free: int = 0
+    models: int = 0
+    year: int = 2026
+    keep_awake: bool = True
+    inhibitor: bool = True
+    on_battery: bool = False
+    version: str = ""
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All of them. ``daemon`` is the process id of the daemon that runs here, 0 if none does."""
+
+    device: DeviceFacts
+    network: NetworkFacts
+    place: PlaceFacts
+    daemon: int = 0
+    swarm: SwarmFacts | None = field(default=None)

@@ -1,0 +1,227 @@
+"""Judges whether others can reach this PC: ports, firewall, NAT, WSL, discovery."""
+
+import ipaddress
+
+from molink.swarm.reach import opening
+from molinkd.cli.doctor.facts import Finding, NetworkFacts, PortFact, SwarmFacts
+from molinkd.peer.addresses import is_loopback
+
+#: Of mDNS.
+_DISCOVERY_PORT = 5353
+#: Networks of which a person takes two addresses to be neighbours, in bits.
+_HOME = 24
+
+
+def judge_network(facts: NetworkFacts, swarm: SwarmFacts | None, daemon: int) -> list[Finding]:
+    """One line each; without a ``daemon`` only what this PC can tell by itself."""
+    found = [_ports(facts, daemon), _firewall(facts, swarm), _nat(facts, swarm)]
+    if facts.wsl:
+        found.append(_wsl(facts))
+    found.append(_discovery(facts, swarm))
+    return found
+
+
+def _ports(facts: NetworkFacts, daemon: int) -> Finding:
+    if daemon:
+        return Finding("ports", "ok", f"molink runs here (process {daemon}) and has its ports")
+    refused = [one for one in facts.ports if one.refused]
+    if refused and facts.system == "win32":
+        return Finding(
+            "ports",
+            "problem",
+            f"Windows keeps {_list(refused)} from programs ({refused[0].taken}), as it does for "
+            "Hyper-V; others can't be told which ports will do",
+            (
+                "netsh interface ipv4 show excludedportrange protocol=tcp",
+                "net stop winnat; net start winnat  # as administrator",
+            ),
+        )
+    if refused:
+        text = f"{_list(refused)} can't be listened on: {refused[0].taken}"
+        return Finding("ports", "problem", text, (f"molink up --{_option(refused[0])} 0",))
+    workers = [one for one in facts.ports if one.setting == "worker_ports"]
+    if workers and all(one.taken for one in workers):
+        first, last = facts.worker_ports
+        text = f"all ports for stages, {first} to {last}, are in use; {workers[0].taken} has one"
+        return Finding("ports", "problem", text, ("molink status", "molink down"))
+    taken = [one for one in facts.ports if one.taken and one.setting != "worker_ports"]
+    if taken:
+        return Finding(
+            "ports",
+            "warning",
+            f"{_list(taken)} in use by {taken[0].taken}: molink takes the next free port, for "
+            "which a firewall may have no rule. End that program, or choose another port",
+            _another(taken[0]),
+        )
+    return Finding("ports", "ok", "the ports that molink listens on are free")
+
+
+def _option(port: PortFact) -> str:
+    return port.setting.replace("_", "-")
+
+
+def _another(port: PortFact) -> tuple[str, ...]:
+    """How to choose another port."""
+    return (f"molink up --{_option(port)} {port.port + 100}",)
+
+
+def _list(ports: list[PortFact]) -> str:
+    return ", ".join(f"port {one.port} (`{one.setting}`)" for one in ports[:4])
+
+
+def _open(facts: NetworkFacts) -> tuple[str, ...]:
+    """What opens all ports for others."""
+    numbers = sorted({facts.coordinator_port, facts.control_port, facts.porch_port} - {0})
+    first, last = facts.worker_ports
+    ranges = [(one, one) for one in numbers if not first <= one <= last]
+    ranges.append((first, last))
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(high, merged[-1][1])
+        else:
+            merged.append((low, high))
+    commands = opening(facts.system, merged, [_DISCOVERY_PORT] if facts.discovery else [])
+    if facts.system == "win32":
+        return tuple(f"{one}  # in PowerShell as administrator" for one in commands)
+    return commands[1:] if facts.firewall == "firewalld" else commands[:1]
+
+
+def _failed(facts: NetworkFacts, swarm: SwarmFacts, *, far: bool) -> list[str]:
+    """Names of those that can't connect to this PC, from its own networks or from ``far``."""
+    mine = [one for one in facts.addresses if not is_loopback(one)]
+    found = [by for by, to in swarm.closed if to == swarm.me and by != swarm.me]
+    return [swarm.name(one) for one in found if _is_far(swarm, one, mine) is far]
+
+
+def _firewall(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
+    if swarm is not None and any(one.here for one in swarm.others):
+        return _as_others_say(facts, swarm)
+    if facts.firewall and facts.rule is not True:
+        return Finding(
+            "firewall",
+            "warning",
+            f"a firewall ({facts.firewall}) runs here, and no other PC has tried to connect yet. "
+            "If one can't, open molink's ports",
+            _open(facts),
+        )
+    text = "it has a rule for molink" if facts.firewall else "none was seen on this PC"
+    return Finding("firewall", "ok", text)
+
+
+def _as_others_say(facts: NetworkFacts, swarm: SwarmFacts) -> Finding:
+    failed = ", ".join(_failed(facts, swarm, far=False))
+    if failed:
+        wall = f"its firewall ({facts.firewall})" if facts.firewall else "a firewall"
+        text = f"{failed} can't connect to this PC at port {facts.control_port}: {wall} keeps "
+        return Finding("firewall", "problem", f"{text}others out", _open(facts))
+    blocked = ", ".join(swarm.name(to) for by, to in swarm.closed if by == swarm.me)
+    if blocked:
+        text = f"this PC can't connect to {blocked}: run `molink doctor` there"
+        return Finding("firewall", "warning", text)
+    return Finding("firewall", "ok", "no other PC of the swarm has failed to connect to this one")
+
+
+def _nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
+    if is_loopback(facts.host):
+        return Finding(
+            "nat",
+            "warning",
+            f"`host` is {facts.host}: only this PC itself can reach molink here",
+            ("molink up --host 0.0.0.0  # or: molink join --host 0.0.0.0",),
+        )
+    usable = [one for one in facts.addresses if not is_loopback(one)]
+    if not usable and not facts.advertise:
+        return Finding("nat", "problem", "this PC has no network address: is it connected?")
+    names = "" if swarm is None else ", ".join(_failed(facts, swarm, far=True))
+    if names:
+        told = ", ".join(facts.advertise or usable)
+        here = usable[0] if usable else told
+        first, last = min(facts.control_port, facts.worker_ports[0]), facts.worker_ports[1]
+        return Finding(
+            "nat",
+            "problem",
+            f"{names} can't reach {told} from another network: a router (NAT) is in between. Have "
+            f"it forward TCP ports {first} to {last} to {here}, and "
+            "name its public address; or put both PCs into one VPN, and name its address in that",
+            ("molink up --advertise ADDRESS  # or: molink join --advertise ADDRESS",),
+        )
+    if facts.advertise:
+        text = f"others are told {', '.join(facts.advertise)}"
+        return Finding("nat", "ok", text)
+    if all(not _is_public(one) for one in usable):
+        text = f"{usable[0]} is an address of the local network: PCs there can reach it, others not"
+        return Finding("nat", "ok", text)
+    return Finding("nat", "ok", f"this PC has a public address: {_first_public(usable)}")
+
+
+def _is_far(swarm: SwarmFacts, peer: str, mine: list[str]) -> bool:
+    """Whether a member's address is in none of this PC's networks."""
+    theirs = next((one.address for one in swarm.peers if one.id == peer), "")
+    try:
+        address = ipaddress.ip_address(theirs)
+    except ValueError:
+        return False
+    own = [ipaddress.ip_network(f"{one}/{_HOME}", strict=False) for one in mine if _is_ipv4(one)]
+    return not any(address in network for network in own)
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+def _is_ipv4(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 4
+    except ValueError:
+        return False
+
+
+def _first_public(addresses: list[str]) -> str:
+    return next(one for one in addresses if _is_public(one))
+
+
+def _wsl(facts: NetworkFacts) -> Finding:
+    if facts.wsl == "mirrored":
+        return Finding("wsl", "ok", "WSL shares the network of Windows (mirrored)")
+    if facts.advertise:
+        text = f"WSL has a network of its own ({facts.wsl}); others are told other addresses"
+        return Finding("wsl", "warning", f"{text}: Windows has to forward the ports")
+    return Finding(
+        "wsl",
+        "problem",
+        f"WSL has a network of its own ({facts.wsl}), so no other PC can reach molink here. "
+        "Have it share that of Windows (in PowerShell), or install molink in Windows itself",
+        (
+            'Add-Content "$env:USERPROFILE\\.wslconfig" "[wsl2]`nnetworkingMode=mirrored"',
+            "wsl --shutdown",
+        ),
+    )
+
+
+def _discovery(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
+    by_hand = "`molink join ADDRESS`, with the first PC's address, does without"
+    if not facts.discovery:
+        return Finding("discovery", "ok", "it is switched off (`discovery = false`)")
+    if facts.deaf:
+        text = f"this PC can't take part in multicast (mDNS): {facts.deaf}. {by_hand}"
+        return Finding("discovery", "warning", text, _open(facts))
+    if not facts.interfaces:
+        text = f"no network here on which swarms could be found. {by_hand}"
+        return Finding("discovery", "warning", text)
+    if swarm is not None and swarm.id and swarm.porch and swarm.id not in facts.heard:
+        whose = "this PC's own announcement" if swarm.leader == swarm.me else "its announcement"
+        return Finding(
+            "discovery",
+            "warning",
+            f"{whose} of the swarm isn't heard here: UDP port {_DISCOVERY_PORT} is closed, the PCs "
+            "are in different networks, or the Wi-Fi keeps its clients apart. New PCs join by "
+            f"address: {by_hand}",
+            _open(facts),
+        )
+    count = len(facts.heard)
+    heard = f"{count} swarm{'s' * (count != 1)} can be heard" if count else "no swarm is announced"
+    return Finding("discovery", "ok", f"{heard} on this network")
