@@ -63,12 +63,12 @@ class Line:
 
 
 class _Site:
-    __slots__ = ("cut", "down", "loss", "loss_of", "lost", "up")
+    __slots__ = ("closed", "cut", "down", "loss", "loss_of", "lost", "up")
 
     def __init__(self, node: Node, seed: str) -> None:
         self.up = Line(node.up_mbps, node.queue_bytes, node.delay_ms / 1000)
         self.down = Line(node.down_mbps, node.queue_bytes)
-        self.loss = node.loss
+        self.loss, self.closed = node.loss, node.closed
         self.loss_of = Random(seed).random
         self.cut = False
         self.lost = 0
@@ -115,6 +115,9 @@ class Network:
         if to is None:
             self.strays += 1
             return
+        if self._sites[to].closed and _begins(packet):
+            self._sites[to].lost += 1
+            return
         site.up.passed += 1
         self._sites[to].down.put(packet, at)
 
@@ -148,6 +151,8 @@ class Network:
                 site.up.limit = site.down.limit = int(value)
             case "loss":
                 site.loss = value
+            case "closed":
+                site.closed = value
 
     @property
     def stats(self) -> list[dict[str, Any]]:
@@ -162,3 +167,9 @@ class Network:
             }
             for site in self._sites
         ]
+
+
+def _begins(packet: bytes) -> bool:
+    """Whether a packet of IPv4 begins a TCP connection: SYN, and no ACK."""
+    flags = 4 * (packet[0] & 15) + 13
+    return packet[9] == 6 and len(packet) > flags and packet[flags] & 0x12 == 0x02

@@ -10,7 +10,8 @@ class Node:
 
     Rates are in Mbit/s of IP packets, 0 = unlimited; ``delay_ms`` is one way, for what this node
     sends; ``queue_bytes`` bounds each of its two drop-tail queues; ``loss`` is the share of its
-    sent packets that are lost, by a seeded random generator.
+    sent packets that are lost, by a seeded random generator. One that is ``closed`` (1) can
+    connect to others, but nobody to it, as behind a router.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Node:
     delay_ms: float = 0.0
     queue_bytes: int = 256 * 1024
     loss: float = 0.0
+    closed: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self)[1:]:
@@ -37,6 +39,6 @@ def check(name: str, value: Any) -> None:
     """
     if name not in CHANGEABLE:
         raise ValueError(f"a node has no {name!r}: choose one of {', '.join(CHANGEABLE)}")
-    top = 1.0 if name == "loss" else float("inf")
+    top = 1.0 if name in ("loss", "closed") else float("inf")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= top:
         raise ValueError(f"{name}={value!r} is no number from 0 to {top:g}")

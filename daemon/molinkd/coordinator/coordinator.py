@@ -40,6 +40,7 @@ from molink.swarm.events import (
 )
 from molink.swarm.hygiene import clean_failed, clean_report
 from molink.swarm.reconciler import Reconciler
+from molink.swarm.relays import Found, Live, Offered, Opened
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
@@ -50,6 +51,7 @@ from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.instructions import Revoked, Twin
 from molink.wire.messages.joining import Joined, JoinRequest
 from molink.wire.messages.leading import Noted, SharedState
+from molink.wire.messages.relaying import RelayOpen
 from molink.wire.messages.reports import (
     Goodbye,
     PeerReport,
@@ -71,6 +73,7 @@ from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reac
 from molinkd.coordinator.connections import PeerConnections
 from molinkd.coordinator.door import Door, guides, is_invitation, is_revoked
 from molinkd.coordinator.reception import Reception
+from molinkd.coordinator.relaying import Relaying
 from molinkd.coordinator.restore import swarm_of
 from molinkd.coordinator.sharing import Sharing
 from molinkd.coordinator.state import State
@@ -83,6 +86,7 @@ FROM_MEMBERS = (
     PeerReport
     | SharedState
     | Reached
+    | RelayOpen
     | StageLoaded
     | StageReady
     | StageFailed
@@ -143,6 +147,7 @@ class Coordinator:
         self._connections = PeerConnections(
             self._server, lambda peer: self._happened(Disconnected(peer))
         )
+        self._relaying = Relaying(self._connections.tell, self._happened)
         self._sharing = Sharing(state, self.door, self._connections.tell)
         self._reception = Reception(
             options, self.swarm, self.door, self.reconciler, self._connections, self._happened
@@ -235,6 +240,7 @@ class Coordinator:
             await asyncio.sleep(TICK)
             try:
                 self._happened(Tick())
+                self._relaying.handle(Live(self.reconciler.registry.sessions.keys()))
                 self.door.purge()
                 self._reception.tick()
             except Exception:
@@ -283,7 +289,9 @@ class Coordinator:
             case SharedState():
                 deque(map(self._happened, self._sharing.merge(peer, payload)), maxlen=0)
             case Reached():
-                self._happened(Tried(peer, message.peer, message.ok, message.latency, message.rate))
+                self._tried(peer, message)
+            case RelayOpen():
+                self._relaying.handle(Opened(peer, message))
             case StageFailed() | StageLoaded() | StageReady():
                 said = clean_failed(message) if isinstance(message, StageFailed) else message
                 self._happened(StageSaid(peer, said))
@@ -301,6 +309,12 @@ class Coordinator:
                 self._status(sender, message)
             case _:
                 raise NotAuthorized(f"the coordinator takes no {type(message).__name__}")
+
+    def _tried(self, peer: str, message: Reached) -> None:
+        tried = Tried(peer, message.peer, message.ok, message.latency, message.rate)
+        self._happened(tried)
+        if message.rate is None:  # how fast a link is says nothing of what it leads over
+            self._relaying.handle(Found(tried, message.relayed))
 
     def _reply(self, sender: Sender, message: ControlMessage, payload: bytes | None = None) -> None:
         self._server.send(sender.identity, message, payload)
@@ -323,6 +337,7 @@ class Coordinator:
         fresh = self._connections.heard(peer, sender.identity)
         self._connections.tell(peer, self._noted())
         self._happened(Reported(peer, clean_report(message, peer), fresh))
+        self._relaying.handle(Offered(peer, message.addresses, message.relays))
         self._sharing.reported(peer, message.replica, fresh=fresh)
         if fresh:
             self._reception.tell(peer)
@@ -379,6 +394,7 @@ class Coordinator:
             "revoked": revoked[-_SHOWN:],
             "porch": self.porch_port,
             "time": round(time.time(), 3),
+            "relays": self._relaying.shown,
             "knocks": [asdict(one) for one in self._reception.waiting],
         }
         text = encode_status(status | more)

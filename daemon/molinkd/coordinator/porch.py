@@ -46,6 +46,7 @@ from molink.wire.messages.porch import (
     encode_frame,
     frame_length,
 )
+from molinkd.splice import listen
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Porch:
         Raises:
             OSError: none is free.
         """
-        self._listener = _listen("" if host == "*" else host, port)
+        self._listener = listen("" if host == "*" else host, port, PORTS_TRIED, _QUEUE)
         self.port = int(self._listener.getsockname()[1])
         self._spawn(self._accept(self._listener))
         return self.port
@@ -248,16 +249,3 @@ async def _read(reader: asyncio.StreamReader) -> FromStranger:
     length = frame_length(await reader.readexactly(LENGTH_BYTES))
     message: FromStranger = decode_frame(await reader.readexactly(length), FromStranger)
     return message
-
-
-def _listen(host: str, first: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in range(first, max(0, first - PORTS_TRIED), -1) or (0,):
-        try:
-            listener = socket.create_server((host, port), family=family, backlog=_QUEUE)
-        except OSError as error:
-            failure = error
-            continue
-        listener.setblocking(False)
-        return listener
-    raise failure

@@ -12,7 +12,7 @@ from molink.facts.identity import peer_id
 from molink.swarm.stream import HeadEpoch
 from molink.wire.messages.codec import Buffer, data_codec
 from molink.wire.messages.data import DataMessage
-from molink.wire.messages.instructions import Route
+from molink.wire.messages.instructions import Route, StageAddress
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
@@ -49,12 +49,15 @@ class Heads:
         keys: KeyPair,
         on_change: Callable[[str], None],
         on_message: Callable[[str, DataMessage], None],
+        via: Callable[[StageAddress], StageAddress] = lambda address: address,
     ) -> None:
+        """``via`` says where a head is reached from here."""
         self._context = context
         self._keys = keys
         self._codec = data_codec()
         self._on_change = on_change
         self._on_message = on_message
+        self._via = via
         self._heads: dict[str, _HeadClient] = {}
         #: Pipelines that the coordinator hasn't named since it welcomed us last.
         self._unconfirmed: set[str] = set()
@@ -94,6 +97,13 @@ class Heads:
             self._connect(head)
         self._on_change(route.model)
         return ended
+
+    def moved(self, peer: str) -> None:
+        """There is another way to a member than before."""
+        for head in self._heads.values():
+            if head.route.head is not None and head.route.head.peer == peer:
+                self._disconnect(head)
+                self._connect(head)
 
     def remove(self, pipeline: str) -> None:
         """A pipeline is no more."""
@@ -159,6 +169,7 @@ class Heads:
             log.warning("the route of %s names a peer by another's id", head.route.pipeline)
             return
         pipeline = head.route.pipeline
+        address = self._via(address)
 
         def changed() -> None:
             self._on_change(head.route.model)

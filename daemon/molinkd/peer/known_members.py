@@ -7,6 +7,7 @@ from collections.abc import Callable
 from molink.swarm.address_book import AddressBook
 from molink.wire.messages.instructions import Member, MemberGone
 from molink.wire.messages.pipe import MemberKey
+from molinkd.peer.detours import Detours
 from molinkd.peer.probe import Prober
 from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.resources import Resources
@@ -26,23 +27,29 @@ class KnownMembers:
         self,
         resources: Resources,
         replica: ReplicaFile,
-        on_tried: Callable[[str, bool, float | None], None],
+        on_tried: Callable[[str, bool, float | None, bool], None],
         on_change: Callable[[], None],
         on_gone: Callable[[str], None],
+        detours: Detours | None = None,
     ) -> None:
         """``on_tried`` is told of each try to reach a member, whether it was reached, its latency.
 
-        ``on_gone(peer)`` is called before ``on_change()`` when one is no member any more.
+        And whether by one of the ``detours``. ``on_gone(peer)`` is called before ``on_change()``
+        when one is no member any more.
         """
         self._resources, self._replica = resources, replica
         self._on_change, self._on_gone = on_change, on_gone
         self.book = AddressBook(MemberKey(peer=resources.me, public_key=resources.keys.public))
         self.book.on_member = self._came
         self.book.on_gone = self._went
-        self._prober = Prober(resources.context, resources.keys, on_tried)
+        self._prober = Prober(resources.context, resources.keys, on_tried, detours)
         self._sweep: asyncio.TimerHandle | None = None
         #: Invitations whose holders this peer sends on to the coordinator.
         self._invitations: frozenset[str] = frozenset()
+
+    def retry(self, peer: str) -> None:
+        """There is another way to a member than before."""
+        self._prober.again(peer)
 
     def welcomed(self) -> None:
         """A session has begun: those that it does not name in time are members no more."""
@@ -83,7 +90,7 @@ class KnownMembers:
 
     def _came(self, member: Member) -> None:
         self._resources.gatekeeper.allow(member.public_key)
-        if self._resources.settings.stage != "none" and member.peer != self._resources.me:
+        if member.peer != self._resources.me:
             self._prober.member(member)
         self._on_change()
 

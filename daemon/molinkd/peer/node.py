@@ -55,6 +55,7 @@ from molinkd.peer.local_status import local_status
 from molinkd.peer.pauser import Pauser
 from molinkd.peer.probe import can_connect
 from molinkd.peer.readiness import Readiness
+from molinkd.peer.relaying import Relaying
 from molinkd.peer.resources import Resources
 from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.served import ServedModels
@@ -88,8 +89,15 @@ class Node:
         self._said = ""
         self._left = False
         self._awake = Awake()
+        self._relaying = Relaying(resources, lambda told: self.session.tell(told), self._detour)
+        detours = self._relaying.detours
         self._members = KnownMembers(
-            resources, leadership.replica, self._tried, self._members_changed, self._member_went
+            resources,
+            leadership.replica,
+            self._tried,
+            self._members_changed,
+            self._member_went,
+            detours,
         )
         self._store = _open_store(resources, self._members.book)
         self.session = self._make_session(resources)
@@ -108,7 +116,9 @@ class Node:
         )
         loop = asyncio.get_running_loop()
         self._clock = RunningClock(loop)
-        self._heads = Heads(resources.context, resources.keys, self._heads_changed, self._head_said)
+        self._heads = Heads(
+            resources.context, resources.keys, self._heads_changed, self._head_said, detours.address
+        )
         limits = StreamLimits(hold_s=settings.hold)
         self.requests = Requests(self._heads, limits, self._metrics, self._clock)
         self._served = ServedModels(self._store, self._models_changed, self._trouble)
@@ -172,6 +182,7 @@ class Node:
         await self._readiness.close()
         await self.session.close()
         await self._members.close()
+        await self._relaying.close()
         self.requests.close()
         self._clock.close()
         await self._served.close()
@@ -241,6 +252,7 @@ class Node:
             held=self._copier.held,
             transfers=self._transfers(),
             routes=self._heads.known,
+            relays=settings.relay and not paused,
             load=self._assignments.supervisor.load(),
         )
 
@@ -268,7 +280,7 @@ class Node:
             case Knocking():
                 self._resources.announce(KnocksNow(knocks=message.knocks))
             case Prefetch() | Assign() | StageProfile() | Form() | Unassign():
-                self._assignments.handle(message)
+                self._assignments.handle(self._relaying.detours.order(message))
             case Route():
                 self._forget_routes(self._heads.update(message))
                 self._served.update(message)
@@ -277,7 +289,7 @@ class Node:
             case RouteGone():
                 self._heads.remove(message.pipeline)
                 self._forget_routes([message.pipeline])
-            case _:
+            case _ if not self._relaying.take(message):
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
 
     def _forget_routes(self, pipelines: Sequence[str]) -> None:
@@ -303,10 +315,15 @@ class Node:
         self._link_rates.forget(peer)
         self._store.forget(peer)
 
-    def _tried(self, peer: str, reached: bool, away: float | None) -> None:
+    def _tried(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
         if away is not None:
             away = min(away, MAX_LATENCY)
-        self.session.tell(Reached(peer=peer, ok=reached, latency=away))
+        self.session.tell(Reached(peer=peer, ok=reached, latency=away, relayed=relayed))
+
+    def _detour(self, peer: str) -> None:
+        """One to a member has come, or is gone."""
+        self._members.retry(peer)
+        self._heads.moved(peer)
 
     def _measured_rate(self, peer: str, rate: float) -> None:
         self.session.tell(Reached(peer=peer, ok=True, rate=rate))

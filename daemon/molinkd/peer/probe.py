@@ -18,6 +18,7 @@ from molink.wire.messages.instructions import Member
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
+from molinkd.peer.detours import Detours
 
 #: How long a try may take, in seconds: a handshake takes five round trips.
 PATIENCE_S = 3.0
@@ -25,6 +26,8 @@ PATIENCE_S = 3.0
 RETRY_S = 5.0
 #: Until the way to a member that was reached is measured again, in seconds.
 MEASURE_S = 600.0
+#: The same of a way over a relay, which may be gone.
+DETOUR_S = 30.0
 #: A round trip is the least of so many: what comes on top is the PCs' own.
 _TRIPS = 5
 #: Another latency is told if it differs by this part and by so many seconds.
@@ -130,19 +133,23 @@ class Prober:
         self,
         context: zmq.asyncio.Context,
         keys: KeyPair,
-        tell: Callable[[str, bool, float | None], None],
+        tell: Callable[[str, bool, float | None, bool], None],
+        detours: Detours | None = None,
     ) -> None:
         """``tell`` is called with a peer, whether it was reached, and its latency in seconds.
 
-        After each try, and when the latency is news; it is ``None`` until it is known.
+        And whether that was by one of the ``detours``. After each try, and when the latency is
+        news; it is ``None`` until it is known.
         """
         self._context = context
         self._keys = keys
         self._tell = tell
+        self._detours = detours
         self._codec = control_codec()
         #: Where each member listens, as it was tried.
         self._targets: dict[str, tuple[str, ...]] = {}
-        self._reached: dict[str, tuple[bool, float | None]] = {}
+        self._reached: dict[str, tuple[bool, float | None, bool]] = {}
+        self._members: dict[str, Member] = {}
         self._tries: dict[str, asyncio.Task[None]] = {}
         #: All that have not ended, those that were given up too.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,6 +161,7 @@ class Prober:
             return
         self.forget(member.peer)
         self._targets[member.peer] = targets
+        self._members[member.peer] = member
         task = asyncio.get_running_loop().create_task(self._try(member, targets))
         self._tries[member.peer] = task
         self._tasks.add(task)
@@ -162,15 +170,23 @@ class Prober:
     def forget(self, peer: str) -> None:
         """It is no member any more."""
         self._targets.pop(peer, None)
+        self._members.pop(peer, None)
         self._reached.pop(peer, None)
         task = self._tries.pop(peer, None)
         if task is not None:
             task.cancel()
 
+    def again(self, peer: str) -> None:
+        """There is another way to it than before."""
+        member = self._members.get(peer)
+        if member is not None:
+            self.forget(peer)
+            self.member(member)
+
     def repeat(self) -> None:
         """Tell all again, to who may have missed it."""
-        for peer, (reached, away) in self._reached.items():
-            self._tell(peer, reached, away)
+        for peer, (reached, away, relayed) in self._reached.items():
+            self._tell(peer, reached, away, relayed)
 
     async def close(self) -> None:
         """Try no more."""
@@ -180,24 +196,43 @@ class Prober:
 
     async def _try(self, member: Member, targets: Sequence[str]) -> None:
         while True:
-            reached = await can_connect(
-                self._context, self._keys, self._codec, member.public_key, targets
-            )
-            self._say(member.peer, reached, None)
+            reached, relayed = await self._reach(member, targets)
+            self._say(member.peer, reached, None, relayed)
             if reached:
-                break
-            await asyncio.sleep(RETRY_S)
+                await self._measure(member, relayed)
+            else:
+                await asyncio.sleep(RETRY_S)
+
+    async def _reach(self, member: Member, targets: Sequence[str]) -> tuple[bool, bool]:
+        """Whether it can be reached, and whether only by a detour."""
+        context, keys, codec, key = self._context, self._keys, self._codec, member.public_key
+        if await can_connect(context, keys, codec, key, targets):
+            return True, False
+        detours = self._detours
+        around = "" if detours is None else detours.endpoint(member.peer, member.control_port)
+        if not around:
+            return False, False
+        return await can_connect(context, keys, codec, key, [around]), True
+
+    async def _measure(self, member: Member, relayed: bool) -> None:
+        """Tell how far away it is, until a detour leads there no more."""
         told: float | None = None
         while True:
-            away = await latency(member.addresses, member.control_port)
+            if relayed:
+                assert self._detours is not None
+                away = await self._detours.latency(member.peer)
+                if away is None:
+                    return
+            else:
+                away = await latency(member.addresses, member.control_port)
             if away is not None and _is_news(away, told):
                 told = away
-                self._say(member.peer, True, away)
-            await asyncio.sleep(MEASURE_S)
+                self._say(member.peer, True, away, relayed)
+            await asyncio.sleep(DETOUR_S if relayed else MEASURE_S)
 
-    def _say(self, peer: str, reached: bool, away: float | None) -> None:
-        self._reached[peer] = reached, away
-        self._tell(peer, reached, away)
+    def _say(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
+        self._reached[peer] = reached, away, relayed
+        self._tell(peer, reached, away, relayed)
 
 
 def _is_news(away: float, told: float | None) -> bool:

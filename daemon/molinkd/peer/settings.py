@@ -86,6 +86,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Whether it holds none either while something else uses its GPU. ``auto``: if that GPU drives
     #: a screen, and no other daemon of this PC has a stage.
     pause_when_busy: Literal["off", "on", "auto"] = "auto"
+    #: Whether this PC passes on what two others say that can't reach each other.
+    relay: bool = True
     #: Whether this PC may not fall asleep while it holds layers.
     keep_awake: bool = True
     dtype: DTypeChoice = "auto"

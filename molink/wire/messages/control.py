@@ -15,6 +15,7 @@ from molink.wire.messages.base import Message
 from molink.wire.messages.instructions import Instruction
 from molink.wire.messages.joining import Elsewhere, Joined, JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
+from molink.wire.messages.relaying import RelayOpen
 from molink.wire.messages.reports import (
     Goodbye,
     PeerReport,
@@ -77,6 +78,7 @@ ControlMessage = (
     | Joined
     | PeerReport
     | Reached
+    | RelayOpen
     | StageLoaded
     | StageReady
     | StageFailed

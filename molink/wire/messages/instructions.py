@@ -10,6 +10,7 @@ from molink.facts.profile import Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.leading import Noted, SendState, SharedState
+from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -187,4 +188,7 @@ Instruction = (
     | Unassign
     | Route
     | RouteGone
+    | OpenRelay
+    | Detour
+    | CloseRelay
 )

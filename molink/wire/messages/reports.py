@@ -102,6 +102,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=8)] | None = (
         None
     )
+    #: Whether this peer passes on what two others say that can't reach each other.
+    relays: bool = False
     #: For people only, and left out where the report is too long for it.
     load: Load | None = None
 
@@ -118,6 +120,8 @@ class Reached(Message, frozen=True, kw_only=True, tag="reached"):
     ok: bool
     latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_LATENCY)] | None = None
     rate: Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] | None = None
+    #: By way of a relay: directly it can't be reached.
+    relayed: bool = False
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
