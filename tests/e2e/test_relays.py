@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no namespaces here: {unavailable()}"
 )
 CPU = ["--threads", "1", "--device", "cpu"]
-NAMES = ("hub", "attic", "couch")
 
 
 class Behind(Process):
@@ -29,7 +28,7 @@ class Behind(Process):
         self._output = (home / "terminal.log").open("ab+")
         self.process = rig.run(
             index,
-            [sys.executable, "-m", "molinkd", *arguments, "--name", NAMES[index], *CPU],
+            [sys.executable, "-m", "molinkd", *arguments, *CPU],
             env=environment(home),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -64,24 +63,76 @@ class Behind(Process):
         return status
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    with Rig([Node("hub"), Node("attic", closed=1), Node("couch", closed=1)]) as made:
-        yield made
+class House:
+    """PCs on the nodes of a rig, for the life of a ``with`` block."""
+
+    def __init__(self, folder: Path, *nodes: Node) -> None:
+        self._folder, self._names = folder, [node.name for node in nodes]
+        self._stack = ExitStack()
+        self._rig = Rig(nodes)
+
+    def __enter__(self) -> "House":
+        self._stack.enter_context(self._rig)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, name: str, *arguments: str) -> Behind:
+        index = self._names.index(name)
+        process = Behind(self._rig, index, self._folder / name, *arguments, "--name", name)
+        self._stack.callback(process.stop)
+        return process
+
+    def first(self, name: str, *arguments: str) -> tuple[Behind, str]:
+        """One that founds a swarm, and a token of it."""
+        process = self.start(name, "up", *arguments)
+        tokens: list[str] = []
+
+        def invited() -> bool:
+            tokens.append(process.run("invite", "--uses", "2").strip())
+            return bool(tokens[-1])
+
+        Tools.wait_for(lambda: "Chat endpoint" in process.output, process)
+        Tools.wait_for(invited, process)
+        return process, tokens[-1]
 
 
-def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(rig: Rig, tmp_path: Path) -> None:
-    hub = Behind(rig, 0, tmp_path / "hub", "up", "--stage", "none")
-    Tools.wait_for(lambda: hub.run("invite", "--uses", "2").strip(), hub)
-    token = hub.run("invite", "--uses", "2").strip()
-    attic = Behind(rig, 1, tmp_path / "attic", "join", token, "--stage", "0:4")
-    couch = Behind(rig, 2, tmp_path / "couch", "join", token, "--stage", "4:8")
-    status = hub.wait_ready()
-    ids = {one["name"]: one["id"] for one in status["peers"]}
-    ways = {(one["from"], one["to"]): one["through"] for one in status["relays"]}
-    assert ways[ids["attic"], ids["couch"]] == ids["hub"]
-    assert ways[ids["couch"], ids["attic"]] == ids["hub"]
-    # The endpoint of each answers: that of the hub by connections that the others have opened.
-    for one in (attic, couch, hub):
-        Tools.wait_for(lambda one=one: "ready" in one.output, one)
-        assert one.run("chat", "What is molink?").strip(), one.output
+def ways(status: dict[str, Any]) -> dict[tuple[str, str], str]:
+    """Through whom which PCs are connected, by their names."""
+    names = {one["id"]: one["name"] for one in status["peers"]}
+    return {
+        (names[one["from"]], names[one["to"]]): names[one["through"]] for one in status["relays"]
+    }
+
+
+def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> None:
+    nodes = Node("hub"), Node("attic", closed=1), Node("couch", closed=1)
+    with House(tmp_path, *nodes) as house:
+        hub, token = house.first("hub", "--stage", "none")
+        attic = house.start("attic", "join", token, "--stage", "0:4")
+        couch = house.start("couch", "join", token, "--stage", "4:8")
+        found = ways(hub.wait_ready())
+        assert (found["attic", "couch"], found["couch", "attic"]) == ("hub", "hub")
+        # The endpoint of each answers: the hub's by a connection that the attic has opened.
+        for one in (attic, couch, hub):
+            Tools.wait_for(lambda one=one: "is ready" in one.output, one)
+            assert one.run("chat", "What is molink?").strip(), one.output
+        assert ways(hub.status())["hub", "attic"] == "hub"
+        # A PC that is drained passes on nothing, and there is no other.
+        hub.run("drain", "--timeout", "5")
+        Tools.wait_for(lambda: not hub.status()["relays"], hub)
+        Tools.wait_for(lambda: not hub.status()["pipelines"][0]["ready"], hub)
+        hub.run("resume")
+        hub.wait_ready()
+        assert couch.run("chat", "What is molink?").strip(), couch.output
+
+
+def test_one_pc_can_dial_the_other(tmp_path: Path) -> None:
+    """What goes the other way goes over a connection that it has opened."""
+    with House(tmp_path, Node("hub"), Node("couch", closed=1)) as house:
+        hub, token = house.first("hub", "--stage", "0:4")
+        couch = house.start("couch", "join", token, "--stage", "4:8")
+        assert ways(hub.wait_ready()) == {("hub", "couch"): "hub"}
+        Tools.wait_for(lambda: "is ready" in couch.output, couch)
+        assert couch.run("chat", "What is molink?").strip(), couch.output

@@ -91,13 +91,9 @@ class Node:
         self._awake = Awake()
         self._relaying = Relaying(resources, lambda told: self.session.tell(told), self._detour)
         detours = self._relaying.detours
+        changed, went = self._members_changed, self._member_went
         self._members = KnownMembers(
-            resources,
-            leadership.replica,
-            self._tried,
-            self._members_changed,
-            self._member_went,
-            detours,
+            resources, leadership.replica, self._tried, changed, went, detours
         )
         self._store = _open_store(resources, self._members.book)
         self.session = self._make_session(resources)
@@ -252,7 +248,7 @@ class Node:
             held=self._copier.held,
             transfers=self._transfers(),
             routes=self._heads.known,
-            relays=settings.relay and not paused,
+            relays=settings.relay and not resting,
             load=self._assignments.supervisor.load(),
         )
 

@@ -75,7 +75,8 @@ class SwarmFacts:
     """The swarm by ``molink status``; there is none of these facts where no daemon runs.
 
     ``clock`` is how many seconds this PC's clock is ahead of the one that leads, give or take
-    ``unsure``; ``None`` if that isn't known. ``closed`` are pairs of ids: who can't reach whom.
+    ``unsure``; ``None`` if that isn't known. ``closed`` are pairs of ids: who can't reach whom;
+    ``relayed`` says who reaches whom by way of whom.
     """
 
     id: str
@@ -85,6 +86,7 @@ class SwarmFacts:
     trouble: str = ""
     peers: tuple[PeerFact, ...] = ()
     closed: tuple[tuple[str, str], ...] = ()
+    relayed: tuple[tuple[str, str, str], ...] = ()
     clock: float | None = None
     unsure: float = 0.0
 

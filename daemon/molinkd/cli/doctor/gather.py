@@ -121,6 +121,10 @@ def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> 
         trouble=str(status.get("trouble") or ""),
         peers=tuple(peers),
         closed=tuple((str(by), str(to)) for by, to in status.get("unreachable", ())),
+        relayed=tuple(
+            (str(one["from"]), str(one["to"]), str(one["through"]))
+            for one in status.get("relays", ())
+        ),
         clock=None if theirs is None else (began + ended) / 2 - float(theirs),
         unsure=(ended - began) / 2,
     )

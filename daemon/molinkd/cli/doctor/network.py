@@ -8,6 +8,7 @@ from molinkd.peer.addresses import is_loopback
 
 #: Of mDNS.
 _DISCOVERY_PORT = 5353
+_ADVERTISE = ("molink up --advertise ADDRESS  # or: molink join --advertise ADDRESS",)
 #: Networks of which a person takes two addresses to be neighbours, in bits.
 _HOME = 24
 
@@ -144,8 +145,13 @@ def _nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
             f"{names} can't reach {told} from another network: a router (NAT) is in between. Have "
             f"it forward TCP ports {first} to {last} to {here}, and "
             "name its public address; or put both PCs into one VPN, and name its address in that",
-            ("molink up --advertise ADDRESS  # or: molink join --advertise ADDRESS",),
+            _ADVERTISE,
         )
+    relayed = "" if swarm is None else _relayed(swarm)
+    if relayed:
+        text = f"{relayed}. That works, but takes longer; with its ports forwarded to this PC by a "
+        text += "router, and its public address named, others reach it directly"
+        return Finding("nat", "warning", text, _ADVERTISE)
     if facts.advertise:
         text = f"others are told {', '.join(facts.advertise)}"
         return Finding("nat", "ok", text)
@@ -153,6 +159,17 @@ def _nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         text = f"{usable[0]} is an address of the local network: PCs there can reach it, others not"
         return Finding("nat", "ok", text)
     return Finding("nat", "ok", f"this PC has a public address: {_first_public(usable)}")
+
+
+def _relayed(swarm: SwarmFacts) -> str:
+    """Who reaches this PC by way of whom."""
+    return ", ".join(
+        f"{swarm.name(by)} reaches this PC by way of {swarm.name(through)}"
+        if through != by
+        else f"{swarm.name(by)} reaches this PC over connections that this PC opens"
+        for by, to, through in swarm.relayed
+        if to == swarm.me
+    )
 
 
 def _is_far(swarm: SwarmFacts, peer: str, mine: list[str]) -> bool:

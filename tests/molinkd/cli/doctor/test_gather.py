@@ -53,11 +53,12 @@ def test_the_swarm_by_its_status() -> None:
         "trouble": None,
         "peers": [{**peer, "daemon_pid": 7}, {"id": "b", "state": "away", "daemon_pid": 0}],
         "unreachable": [["b", "a"]],
+        "relays": [{"from": "b", "to": "a", "through": "c"}],
         "time": 1000.0,
     }
     found = read_swarm(status, 7, 1009.0, 1011.0)
     assert (found.me, found.leader, found.porch, found.closed) == ("a", "b", 5479, (("b", "a"),))
-    assert (found.clock, found.unsure) == (10.0, 1.0)
+    assert (found.clock, found.unsure, found.relayed) == (10.0, 1.0, (("b", "a", "c"),))
     assert [one.here for one in found.peers] == [True, False]
     # Of an older version, or by this PC alone.
     bare = read_swarm({"swarm": "s", "peers": []}, 7, 0.0, 0.0)

@@ -320,6 +320,14 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
             "molink up --advertise ADDRESS",
         ),
         (
+            network(),
+            swarm(relayed=((C, A, B), (B, A, B), (A, C, B))),
+            "warning",
+            "attic reaches this PC by way of couch, couch reaches this PC over connections that "
+            "this PC opens. That works, but takes longer",
+            "molink up --advertise ADDRESS",
+        ),
+        (
             network(advertise=("1.2.3.4",), addresses=("127.0.0.1",)),
             swarm(closed=((C, A),)),
             "problem",
