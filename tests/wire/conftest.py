@@ -50,6 +50,8 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901  a ca
             return st.lists(_strategy(item), min_size=minimum or 0, max_size=few).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*(_strategy(item) for item in items))
+        case inspect.BytesType(min_length=minimum, max_length=maximum):
+            return st.binary(min_size=minimum or 0, max_size=maximum)
         case inspect.Metadata(type=inner):
             return _strategy(inner)
     raise NotImplementedError(kind)

@@ -96,6 +96,25 @@ async def test_a_broken_connection_is_a_change(net: Net) -> None:
     await heads.close()
 
 
+async def test_a_head_that_is_reached_by_another_way_from_now_on(net: Net) -> None:
+    server = net.server(data_codec(), lambda *_: None)
+    port = 1  # where nobody is
+
+    def via(address: StageAddress) -> StageAddress:
+        return msgspec.structs.replace(address, port=port)
+
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None, via)
+    told = route(net, 2)
+    heads.update(told)
+    assert told.head is not None
+    port = server.port
+    heads.moved("another")
+    heads.moved(told.head.peer)
+    await net.until(lambda: heads.targets("m"))
+    assert heads.routes == (told,)
+    await heads.close()
+
+
 async def test_a_false_head_is_not_dialled(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)

@@ -27,23 +27,23 @@ def member(public_key: str, port: int, *addresses: str) -> Member:
 async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    told: asyncio.Queue[tuple[str, bool, float | None]] = asyncio.Queue()
+    told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
     prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
         prober.member(target)
-        assert await told.get() == (target.peer, False, None)
-        assert await told.get() == (target.peer, False, None)
+        assert await told.get() == (target.peer, False, None, False)
+        assert await told.get() == (target.peer, False, None, False)
     monkeypatch.setattr(module, "PATIENCE_S", 10.0)
     server = net.server(control_codec(), lambda *_: None)
     # It listens elsewhere now; one of its addresses is enough.
     prober.member(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
     while not (said := await told.get())[1]:
         pass
-    assert said == (target.peer, True, None)
-    peer, reached, away = said = await told.get()
-    assert (peer, reached) == (target.peer, True)
+    assert said == (target.peer, True, None, False)
+    peer, reached, away, relayed = said = await told.get()
+    assert (peer, reached, relayed) == (target.peer, True, False)
     assert 0 < away < 5.0
     prober.repeat()
     assert told.get_nowait() == said
@@ -74,6 +74,48 @@ async def test_a_latency_is_told_again_where_it_has_changed(
     await asyncio.wait_for(over.wait(), 30)
     await prober.close()
     assert told == [None, 0.010, 0.014, 0.030]
+
+
+class FakeDetours:
+    """A detour to every member, which leads to ``port``."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.latencies: list[float | None] = [0.02, None]
+
+    def endpoint(self, peer: str, port: int) -> str:
+        return f"tcp://127.0.0.1:{self.port}" if self.port else ""
+
+    async def latency(self, peer: str) -> float | None:
+        return self.latencies.pop(0) if self.latencies else None
+
+
+async def test_a_member_that_is_reached_by_a_detour(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(module, "DETOUR_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    server = net.server(control_codec(), lambda *_: None)
+    detours = FakeDetours(0)
+    prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said), detours)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        target = member(net.keys.public, closed.getsockname()[1])
+        prober.member(target)
+        assert await told.get() == (target.peer, False, None, False)
+        monkeypatch.setattr(module, "PATIENCE_S", 5.0)
+        detours.port = server.port
+        prober.again(target.peer)
+        prober.again("nobody")
+        while not (said := await told.get())[1]:
+            pass
+        assert said == (target.peer, True, None, True)
+        assert await told.get() == (target.peer, True, 0.02, True)
+        # Once nothing comes back, all ways are tried again.
+        assert await told.get() == (target.peer, True, None, True)
+        await prober.close()
 
 
 async def test_the_latency_of_who_is_not_there_is_unknown() -> None:
