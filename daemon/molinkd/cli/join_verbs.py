@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from molink.errors import KnockRefused, MolinkError, Unavailable, UsageError
+from molink.errors import KnockRefused, MolinkError, TokenError, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.knocks import DIGITS, normal_code
 from molinkd.cli.swarm_verbs import HomeOption
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _HOST = re.compile(
     r"(?P<host>[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>\d{1,5}))?\Z"
 )
+#: A name as PCs have: longer ones are rather a token that was not copied whole.
+_NAME = re.compile(r"[A-Za-z0-9-]{1,32}\Z")
 
 
 def approve(
@@ -72,6 +74,23 @@ def is_address(text: str) -> bool:
     return match is not None and ("." in text or match["port"] is not None or text[0] == "[")
 
 
+def _check_word(given: str) -> None:
+    """Refuse what is rather a PC's name than a token.
+
+    Raises:
+        TokenError: it is.
+    """
+    from molink.swarm.nearby import PORCH_PORT
+    from molink.swarm.token import PREFIX
+
+    if _NAME.match(given) and not given.startswith(PREFIX):
+        raise TokenError(
+            f"{given} is no join token: it doesn't begin with `{PREFIX}`. If it is a PC's name, "
+            f"write `molink join {given}:{PORCH_PORT}`; `molink join` alone looks for swarms on "
+            "this network"
+        )
+
+
 def token_for(
     place: "Home", settings: "Settings", given: str | None, swarm: str | None
 ) -> str | None:
@@ -83,6 +102,7 @@ def token_for(
         MolinkError: it can't get into a swarm; says why.
     """
     if given is not None and not is_address(given):
+        _check_word(given)
         return given
     if place.membership.exists():
         if given is not None or swarm is not None:

@@ -15,7 +15,7 @@ from molink.errors import KnockRefused, RequestError
 from molink.swarm.nearby import PORCH_PORT, Nearby
 from molink.wire.messages.instructions import KnockingPc
 from molink.wire.messages.requests import LeaveRequest
-from molinkd.cli import local_daemon
+from molinkd.cli import local_daemon, main
 from molinkd.cli.console import DaemonConsole
 from molinkd.cli.doorbell import Doorbell
 from molinkd.cli.join_verbs import is_address
@@ -100,6 +100,17 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 )
 def test_an_address_is_no_token(text: str, address: bool) -> None:
     assert is_address(text) is address
+
+
+def test_a_word_that_may_be_a_name_is_no_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["join", "mypc", "--home", str(tmp_path)]) == 3
+    told = capsys.readouterr().err
+    assert "mypc is no join token" in told
+    assert "molink join mypc:5479" in told
+    assert main.run(["join", "x" * 60, "--home", str(tmp_path)]) == 3
+    assert "name of a PC" not in capsys.readouterr().err
 
 
 def test_the_only_swarm_is_joined(
