@@ -90,10 +90,16 @@ class Relays:
         out: list[Decision] = []
         match event:
             case Offered(peer, addresses, relays):
+                known = self._peers.get(peer)
+                if known is not None and (known.addresses, known.relays) == (addresses, relays):
+                    return []  # as most reports
                 known = self._peers.setdefault(peer, _Peer())
                 known.addresses, known.relays = addresses, relays
             case Live(peers):
-                for peer in self._peers.keys() - set(peers):
+                gone = self._peers.keys() - set(peers)
+                if not gone:
+                    return []
+                for peer in gone:
                     self._forget(peer)
             case Found():
                 out += self._found(event)

@@ -35,8 +35,8 @@ CONNECT_S = 5.0
 WAIT_S = 30.0
 #: From a relay that can't be reached to the next try, and tries until it is given up.
 _AGAIN_S, _TRIES = 2.0, 60
-#: Connections of one detour at this PC.
-MAX_CONNECTIONS = 16
+#: Detours of this PC, and connections of one.
+MAX_DETOURS, MAX_CONNECTIONS = 64, 16
 #: The port that answers with what it is sent: so the way is measured.
 ECHO = 0
 _TRIPS = 5
@@ -68,6 +68,9 @@ class Detours:
             return
         for old in [one for one in self._detours.values() if _same(one, message)]:
             self._end(old.id)
+        if len(self._detours) >= MAX_DETOURS:
+            log.warning("no detour for %s: there are %d", message.peer, MAX_DETOURS)
+            return
         self._detours[message.id] = message
         self._tasks[message.id] = set()
         log.info("%s: a detour, by way of %s", message.peer, ", ".join(message.addresses))
@@ -97,7 +100,11 @@ class Detours:
             return ""
         door = self._doors.get((peer, port))
         if door is None:
-            door = self._doors[peer, port] = listen(LOOPBACK, 0, 1, _QUEUE)
+            try:
+                door = self._doors[peer, port] = listen(LOOPBACK, 0, 1, _QUEUE)
+            except OSError as error:
+                log.warning("no detour to %s: %s", peer, error)
+                return ""
             self._spawn(detour.id, self._attend(detour, door, port))
         return f"tcp://{LOOPBACK}:{door.getsockname()[1]}"
 

@@ -326,6 +326,21 @@ async def test_a_relay_that_is_gone_does_not_spin(
     assert await bench.dialling.latency("b") is None
 
 
+async def test_detours_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ends, "MAX_DETOURS", 1)
+    bench.open()
+    told = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
+    bench.dialling.take(Detour(peer="c", role="dials", **told))
+    assert bench.dialling.endpoint("c", 1) == ""
+    assert bench.dialling.endpoint("b", 1) != ""
+
+    def full(*_: object) -> None:
+        raise OSError("no descriptors")
+
+    monkeypatch.setattr(ends, "listen", full)
+    assert bench.dialling.endpoint("b", 2) == ""
+
+
 async def test_what_nobody_uses_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.relay.open(OpenRelay(id=1, secret=SECRET))
     monkeypatch.setattr(module, "UNUSED_S", -1.0)

@@ -82,11 +82,21 @@ def _gpu(facts: DeviceFacts, about: AboutTorch) -> Finding | None:
             "gpu",
             "problem",
             f"the driver {card.driver} is for CUDA {card.cuda} at most, and torch was built for "
-            f"{about.cuda}: the GPU can't be used",
-            _new_driver(system),
+            f"{about.cuda}: the GPU can't be used. A newer driver mends it, or the build of torch "
+            "that suits this one",
+            (*_new_driver(system), _other_build(system)),
         )
     why = about.reason or "torch finds no GPU, though nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
     return Finding("gpu", "problem", f"torch can't use the GPU: {why}", _again(system))
+
+
+def _other_build(system: str) -> str:
+    """Has the installer choose: it keeps a torch that is there."""
+    python, also = (".venv/bin/python", "&&")
+    if system == "win32":
+        python, also = ".venv\\Scripts\\python", ";"
+    remove = f"{python} -m pip uninstall -y torch"
+    return f"{remove}{'' if also == ';' else ' '}{also} {_install(system, '--cuda')}"
 
 
 def _again(system: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import ipaddress
 from molink.swarm.reach import opening
 from molinkd.cli.doctor.facts import Finding, NetworkFacts, PortFact, SwarmFacts
 from molinkd.peer.addresses import is_loopback
+from molinkd.peer.settings import PORTS_TRIED
 
 #: Of mDNS.
 _DISCOVERY_PORT = 5353
@@ -71,11 +72,10 @@ def _list(ports: list[PortFact]) -> str:
 
 
 def _open(facts: NetworkFacts) -> tuple[str, ...]:
-    """What opens all ports for others."""
-    numbers = sorted({facts.coordinator_port, facts.control_port, facts.porch_port} - {0})
-    first, last = facts.worker_ports
-    ranges = [(one, one) for one in numbers if not first <= one <= last]
-    ranges.append((first, last))
+    """What opens all ports for others, those too that are taken where one is in use."""
+    ranges = [(one, one) for one in (facts.coordinator_port, facts.porch_port) if one]
+    ranges.append((facts.control_port, facts.control_port + PORTS_TRIED - 1))
+    ranges.append(facts.worker_ports)
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -137,20 +137,18 @@ def _nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
     names = "" if swarm is None else ", ".join(_failed(facts, swarm, far=True))
     if names:
         told = ", ".join(facts.advertise or usable)
-        here = usable[0] if usable else told
-        first, last = min(facts.control_port, facts.worker_ports[0]), facts.worker_ports[1]
         return Finding(
             "nat",
             "problem",
-            f"{names} can't reach {told} from another network: a router (NAT) is in between. Have "
-            f"it forward TCP ports {first} to {last} to {here}, and "
-            "name its public address; or put both PCs into one VPN, and name its address in that",
+            f"{names} can't reach {told} from another network: a router (NAT) is in between, and "
+            "no member passes on what they say. Put both PCs into one VPN (WireGuard, Tailscale), and "
+            "name this PC's address in it",
             _ADVERTISE,
         )
     relayed = "" if swarm is None else _relayed(swarm)
     if relayed:
-        text = f"{relayed}. That works, but takes longer; with its ports forwarded to this PC by a "
-        text += "router, and its public address named, others reach it directly"
+        text = f"{relayed}. That works, but a direct way may be shorter: a VPN (WireGuard, "
+        text += "Tailscale) in which all PCs are, whose address of this PC is named"
         return Finding("nat", "warning", text, _ADVERTISE)
     if facts.advertise:
         text = f"others are told {', '.join(facts.advertise)}"

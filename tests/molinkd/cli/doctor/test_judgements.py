@@ -109,7 +109,14 @@ PASCAL = Gpu(name="GTX 1080", capability="6.1")
             device(CUDA_BUILD, card=CARD),
             "problem",
             "the driver 550.54 is for CUDA 12.4 at most, and torch was built for 13.0",
-            "sudo ubuntu-drivers install",
+            "sudo ubuntu-drivers install && sudo reboot  # not Ubuntu: https://www.nvidia.com/drivers"
+            "\n.venv/bin/python -m pip uninstall -y torch && ./install.sh --cuda",
+        ),
+        (
+            device(CUDA_BUILD, card=CARD, system="win32"),
+            "problem",
+            "the GPU can't be used",
+            ".venv\\Scripts\\python -m pip uninstall -y torch; powershell -Exec",
         ),
         (
             device(CUDA_BUILD, card=Card(error="couldn't communicate with the NVIDIA driver")),
@@ -253,15 +260,14 @@ CLOSED = ((B, A),)
             None,
             "warning",
             "a firewall (ufw) runs here, and no other PC has tried to connect yet",
-            "sudo ufw allow 5466:5479/tcp && sudo ufw allow 5353/udp",
+            "sudo ufw allow 5466:5482/tcp && sudo ufw allow 5353/udp",
         ),
         (
             network(firewall="firewalld", discovery=False, worker_ports=(6000, 6001)),
             None,
             "warning",
             "a firewall (firewalld)",
-            "sudo firewall-cmd --add-port=5466-5467/tcp --add-port=5479/tcp "
-            "--add-port=6000-6001/tcp",
+            "sudo firewall-cmd --add-port=5466-5482/tcp --add-port=6000-6001/tcp",
         ),
         (network(firewall="ufw"), swarm(), "ok", "no other PC of the swarm has failed", None),
         (
@@ -269,7 +275,7 @@ CLOSED = ((B, A),)
             swarm(closed=CLOSED),
             "problem",
             "couch can't connect to this PC at port 5467: its firewall (ufw) keeps others out",
-            "sudo ufw allow 5466:5479/tcp",
+            "sudo ufw allow 5466:5482/tcp",
         ),
         (network(), swarm(closed=CLOSED), "problem", "a firewall keeps others out", "sudo ufw"),
         (
@@ -278,7 +284,7 @@ CLOSED = ((B, A),)
             "problem",
             "its firewall (Windows Defender Firewall)",
             "New-NetFirewallRule -DisplayName molink -Direction Inbound -Protocol TCP -LocalPort "
-            "5466-5479 -Action Allow  # in PowerShell as administrator\n"
+            "5466-5482 -Action Allow  # in PowerShell as administrator\n"
             "New-NetFirewallRule -DisplayName molink -Direction Inbound -Protocol UDP -LocalPort "
             "5353 -Action Allow",
         ),
@@ -315,8 +321,8 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
             network(),
             swarm(closed=((C, A),)),
             "problem",
-            "attic can't reach 192.168.1.7 from another network: a router (NAT) is in between. "
-            "Have it forward TCP ports 5467 to 5479 to 192.168.1.7",
+            "attic can't reach 192.168.1.7 from another network: a router (NAT) is in between, and "
+            "no member passes on what they say. Put both PCs into one VPN",
             "molink up --advertise ADDRESS",
         ),
         (
@@ -324,7 +330,7 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
             swarm(relayed=((C, A, B), (B, A, B), (A, C, B))),
             "warning",
             "attic reaches this PC by way of couch, couch reaches this PC over connections that "
-            "this PC opens. That works, but takes longer",
+            "this PC opens. That works, but a direct way may be shorter: a VPN",
             "molink up --advertise ADDRESS",
         ),
         (
