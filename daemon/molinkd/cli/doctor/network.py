@@ -141,8 +141,8 @@ def _nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
             "nat",
             "problem",
             f"{names} can't reach {told} from another network: a router (NAT) is in between, and "
-            "no member passes on what they say. Put both PCs into one VPN (WireGuard, Tailscale), and "
-            "name this PC's address in it",
+            "no member passes on what they say. Put both PCs into one VPN (WireGuard, Tailscale), "
+            "and name this PC's address in it",
             _ADVERTISE,
         )
     relayed = "" if swarm is None else _relayed(swarm)
