@@ -151,11 +151,13 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         module.Stage, "load", lambda *given, **more: done.append((*given[1:], more))
     )
-    order = msgspec.structs.replace(start(), device="cuda:1", memory=8 << 30, quantize="nf4")
+    order = msgspec.structs.replace(
+        start(), device="cuda:1", memory=8 << 30, quantize="nf4", avoid=("int8",)
+    )
     module._load_stage(order)
     assert done == [
         ("cuda:1", 8 << 30),
-        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None}),
+        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "avoid": ("int8",)}),
     ]
 
 
