@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 #: Bytes that are read at once. asyncio holds as many again until the other side takes them: who
 #: reads slowly slows down who sends, and nothing piles up here.
@@ -74,3 +75,11 @@ def listen(host: str, first: int, tried: int, queue: int) -> socket.socket:
         listener.setblocking(False)
         return listener
     raise failure
+
+
+def close_after(accepting: "asyncio.Task[Any]", listener: socket.socket) -> None:
+    """Close a listener once nothing is accepted from it any more.
+
+    Not before: Windows' ``select`` fails altogether where one of its sockets has been closed.
+    """
+    accepting.add_done_callback(lambda _: listener.close())

@@ -25,7 +25,7 @@ from molink.wire.messages.instructions import (
 from molink.wire.messages.relaying import GO, PORT_BYTES, CloseRelay, Detour
 from molinkd.peer.addresses import LOOPBACK
 from molinkd.peer.relay import enter
-from molinkd.splice import Stream, listen, splice, stream_of
+from molinkd.splice import Stream, close_after, listen, splice, stream_of
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Detours:
             except OSError as error:
                 log.warning("no detour to %s: %s", peer, error)
                 return ""
-            self._spawn(detour.id, self._attend(detour, door, port))
+            close_after(self._spawn(detour.id, self._attend(detour, door, port)), door)
         return f"tcp://{LOOPBACK}:{door.getsockname()[1]}"
 
     def address(self, stage: StageAddress) -> StageAddress:
@@ -220,10 +220,10 @@ class Detours:
             task.cancel()
         if detour.role == "dials":
             for key in [key for key in self._doors if key[0] == detour.peer]:
-                self._doors.pop(key).close()
+                del self._doors[key]
             self._on_change(detour.peer)
 
-    def _spawn(self, id: int, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, id: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
         tasks = self._tasks[id]
         task = asyncio.get_running_loop().create_task(work, name="molink-detour")
         tasks.add(task)
@@ -239,6 +239,7 @@ class Detours:
                 log.error("a detour failed", exc_info=error)
 
         task.add_done_callback(ended)
+        return task
 
 
 def _same(one: Detour, other: Detour) -> bool:

@@ -26,7 +26,7 @@ from molink.wire.messages.relaying import (
     is_proof,
     proof,
 )
-from molinkd.splice import Stream, listen, splice, stream_of
+from molinkd.splice import Stream, close_after, listen, splice, stream_of
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Relay:
                 return 0
             self.port = int(self._listener.getsockname()[1])
             self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
+            close_after(self._accepting, self._listener)
         self._ways.setdefault(order.id, _Way(order.secret, self._now()))
         log.info("passing on what two other PCs say, on port %d", self.port)
         return self.port
@@ -217,9 +218,7 @@ class Relay:
         if self._accepting is not None:
             self._accepting.cancel()
             self._accepting = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._listener = None
         for task in self._strangers:
             task.cancel()
         self.port = 0

@@ -138,10 +138,13 @@ async def test_a_detour_leads_to_our_own_ports_only(bench: Bench) -> None:
 async def test_the_end_of_one_side_is_that_of_the_other(bench: Bench) -> None:
     port = await bench.serve()
     bench.open()
-    first, second = await bench.dial(port), await bench.dial(port)
-    for reader, writer in (first, second):
+    streams = []
+    for _ in range(2):
+        reader, writer = await bench.dial(port)
         writer.write(b"a")
         assert await reader.readexactly(1) == b"A"
+        streams.append((reader, writer))
+    first, second = streams
     bench.accepted[0][1].close()  # the server's side
     assert await ended(first) == b""
     second[1].close()  # ours
