@@ -106,14 +106,28 @@ def ways(status: dict[str, Any]) -> dict[tuple[str, str], str]:
     }
 
 
+def measured(status: dict[str, Any]) -> bool:
+    """Whether placement knows how long the ways of the ring are."""
+    stages = status["pipelines"][0]["stages"]
+    return bool(stages) and all(
+        stage["link_measured"] and 0.01 <= stage["link_s"] < 1 for stage in stages
+    )
+
+
 def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> None:
-    nodes = Node("hub"), Node("attic", closed=1), Node("couch", closed=1)
+    # 20 ms from one to the other and back, by way of the hub.
+    nodes = (
+        Node("hub"),
+        Node("attic", closed=1, delay_ms=10),
+        Node("couch", closed=1, delay_ms=10),
+    )
     with House(tmp_path, *nodes) as house:
         hub, token = house.first("hub", "--stage", "none")
         attic = house.start("attic", "join", token, "--stage", "0:4")
         couch = house.start("couch", "join", token, "--stage", "4:8")
         found = ways(hub.wait_ready())
         assert (found["attic", "couch"], found["couch", "attic"]) == ("hub", "hub")
+        Tools.wait_for(lambda: measured(hub.status()), hub)
         # The endpoint of each answers: the hub's by a connection that the attic has opened.
         for one in (attic, couch, hub):
             Tools.wait_for(lambda one=one: "is ready" in one.output, one)
