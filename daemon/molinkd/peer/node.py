@@ -248,7 +248,7 @@ class Node:
             held=self._copier.held,
             transfers=self._transfers(),
             routes=self._heads.known,
-            relays=settings.relay and not resting,
+            relays=settings.relay and not self._pauser.resting,
             load=self._assignments.supervisor.load(),
         )
 

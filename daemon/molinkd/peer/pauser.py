@@ -28,15 +28,20 @@ class Pauser:
     ) -> None:
         """``own()`` is what this PC's stages take of the GPU now.
 
-        ``on_change`` is called when :attr:`reason` is another than before.
+        ``on_change`` is called when :attr:`resting` is another than before.
         """
         self._settings, self._own, self._on_change = settings, own, on_change
         self._find_gpu = find_gpu
         self._pausing = Pausing(settings.pause_times)
         self._gpu: GpuUse | None = None
         self._looking: asyncio.Task[None] | None = None
-        #: Why no layers are offered though they are at other times; empty if they are.
-        self.reason = self._reason()
+        #: Why this PC does nothing for others at present; empty if it does.
+        self.resting = self._why()
+
+    @property
+    def reason(self) -> str:
+        """Why no layers are offered though they are at other times; empty if they are."""
+        return "" if self._settings.stage == "none" else self.resting
 
     def start(self, device: Device) -> None:
         """Begin to look at the clock, and at the device if that is wanted."""
@@ -79,14 +84,12 @@ class Pauser:
         return gpu
 
     def _review(self) -> None:
-        reason = self._reason()
-        if reason != self.reason:
-            log.info("%s", reason or "layers are offered again")
-            self.reason = reason
+        resting = self._why()
+        if resting != self.resting:
+            log.info("%s", resting or "layers are offered again")
+            self.resting = resting
             self._on_change()
 
-    def _reason(self) -> str:
-        if self._settings.stage == "none":
-            return ""
+    def _why(self) -> str:
         now = time.localtime()
         return self._pausing.reason(60 * now.tm_hour + now.tm_min)
