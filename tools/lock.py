@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 #: Which build of torch is installed depends on the PC; this is the default index's, with CUDA on
 #: Linux, and what only that build needs.
-OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
+OF_TORCH = re.compile(r"(torch|triton|nvidia-(?!ml-py).*|cuda-.*)==")
 HEADER = "# Made by `python -m tools.lock`: {}.\n"
 
 

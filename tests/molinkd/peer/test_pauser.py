@@ -116,5 +116,7 @@ async def test_the_user_is_obeyed_at_once(scene: Scene) -> None:
     pauser.drain(True)
     pauser.drain(False)
     assert scene.reasons == [DRAINED, ""]
-    scene.pauser(stage="none").drain(True)
-    assert scene.reasons == [DRAINED, ""], "it offers nothing anyway"
+    idle = scene.pauser(stage="none")
+    idle.drain(True)
+    assert idle.reason == "", "it offers no layers anyway"
+    assert idle.resting == DRAINED, "and passes on nothing now"
