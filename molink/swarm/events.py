@@ -71,9 +71,9 @@ class StageSaid:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Another desired state; ``None``: no model."""
+    """Another desired state: all models that are to be served."""
 
-    desired: Desired | None
+    models: tuple[Desired, ...]
 
 
 @dataclass(frozen=True, slots=True)

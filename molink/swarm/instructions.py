@@ -80,10 +80,12 @@ def route(
     *,
     reason: str,
     forming: int,
+    beside: tuple[str, ...] = (),
 ) -> Route:
     """Where requests go: to the first stage of ``ready``, or nowhere, for that ``reason``.
 
-    ``forming`` rises as long as an epoch is being formed and gets on.
+    ``forming`` rises as long as an epoch is being formed and gets on; ``beside`` are the model's
+    other pipelines.
     """
     return Route(
         pipeline=pipeline,
@@ -96,6 +98,7 @@ def route(
         root=desired.facts.root,
         reason=reason[:MAX_REASON],
         forming=forming,
+        beside=beside,
     )
 
 

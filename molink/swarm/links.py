@@ -21,6 +21,13 @@ class Links:
         #: Whether something was so different from that meanwhile that it may matter.
         self.news = False
 
+    def copy(self) -> "Links":
+        """What is known, for whom nothing has been placed by it."""
+        found = Links()
+        found._measured = dict(self._measured)
+        found.news = bool(found._measured)
+        return found
+
     def measured(self, by: str, to: str, latency: float | None, rate: float | None) -> None:
         """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
         if latency is None and rate is None:

@@ -1,54 +1,53 @@
-"""The pipelines that there are, and what peers are told of them.
+"""The pipelines of one deployment, and what peers are told of them.
 
 One serves, or is to. Another may be made beside it, to take over once it is ready, and the one
 before may still have its last moments. What becomes of them the reconciler decides.
 """
 
-import logging
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from molink.swarm import epochs, instructions
-from molink.swarm.events import Commit, Decision, Reserve, SendMessage
+from molink.swarm.commons import Commons
+from molink.swarm.events import Commit, Reserve
 from molink.swarm.formation import Formation
 from molink.swarm.move import Move
 from molink.swarm.phases import Phases
 from molink.swarm.placement import Candidate
 from molink.swarm.planner import Planner
-from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
-from molink.swarm.registry import Registry
-from molink.swarm.terms import epoch_text, next_epoch
+from molink.swarm.records import Desired, PipelineRecord, StageRecord
+from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Instruction, Unassign
-
-log = logging.getLogger(__name__)
 
 #: Daemons have this long, in seconds, to connect to the next pipeline's head before the one that
 #: served ends.
 RETIREMENT = 1.0
-#: Transitions that are kept: those of a bad hour.
-STORY_LENGTH = 200
 WAITING = "waiting for peers"
 JUST_ASKED = "the model was just asked for"
-STOPPED = "no model is served since `molink stop`; `molink run MODEL` has one served"
-NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
 
 
 class Pipelines:
-    """The state of the control plane for one model, and the steps that change it."""
+    """The state of one deployment: a model's pipeline, and the steps that change it."""
 
     def __init__(
         self,
-        swarm: str,
-        members: Iterable[MemberRecord],
+        commons: Commons,
         now: float,
-        desired: Desired | None,
+        desired: Desired,
+        replica: int,
         pipeline: PipelineRecord | None,
-        last: tuple[int, int],
-        term: int,
     ) -> None:
-        self.registry = Registry(swarm, members)
-        self.planner = Planner(now, restored=pipeline is not None)
+        self.commons = commons
+        self.registry = commons.registry
+        self.planner = Planner(
+            now, commons.backoff, commons.reach, commons.links.copy(), restored=pipeline is not None
+        )
         self.desired = desired
+        #: Which of the model's deployments this is, from 0 on.
+        self.replica = replica
+        #: What the story calls it; empty where it is the only one.
+        self.label = ""
+        #: Pipelines of the other deployments of the same model.
+        self.others: tuple[str, ...] = ()
         #: The current epoch, if it is being formed or ready.
         self.formation: Formation | None = None
         #: Where a pipeline that serves goes once the files are there.
@@ -58,30 +57,36 @@ class Pipelines:
         #: A pipeline that ends once its streams can go to the one that took over, and when it does.
         self.retiring: tuple[Formation, float] | None = None
         #: Why no pipeline is ready, or why a change was not followed; for a person.
-        self.reason = NO_MODEL if desired is None else WAITING
-        #: The newest epoch, whether it stands or not; it never falls, from one pipeline to another.
-        self._number, self.epoch = last
-        #: Epochs that are made from now on are of this term.
-        self.term = term
+        self.reason = WAITING
+        #: Whether stages were handed out for what is wanted now.
+        self.begun = False
+        #: Its newest epoch, whether it stands or not.
+        self.epoch = commons.epoch
         #: Id of the pipeline, whether it stands or not: ``p1``, ``p2`` …
-        self.pipeline = pipeline.id if pipeline else self._new_name()
+        self.pipeline = pipeline.id if pipeline else commons.new_name()
         #: Rises as long as what is being formed gets on; when it last did.
         self._signs = 0
         self._sign_at = now
         #: What the last change's phases took.
         self.phases = Phases()
-        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
-        self._out: list[Decision] = []
 
     @property
-    def story(self) -> tuple[str, ...]:
-        """The last transitions, oldest first."""
-        return tuple(self._story)
+    def key(self) -> tuple[str, int]:
+        """The model's name, and which of its deployments this is."""
+        return self.desired.facts.name, self.replica
 
     @property
     def ready(self) -> bool:
         """Whether the pipeline can serve."""
         return self.formation is not None and self.formation.state == "ready"
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Peers that have, or are about to have, a worker of one of its pipelines."""
+        retiring = self.retiring[0].peers if self.retiring is not None else ()
+        planned = self.move.peers if self.move is not None else ()
+        formed = [peer for one in self._formations() for peer in one.peers]
+        return frozenset((*formed, *retiring, *planned))
 
     # --- the one that serves -----------------------------------------------------------------
 
@@ -89,9 +94,10 @@ class Pipelines:
         """Commit a placement as a new epoch and hand out its stages."""
         old = self.formation
         formation = self.formation = self._new_epoch(self.pipeline, stages, now)
+        self.begun = True
         self._sign(now)
         self.reason = "loading the model"
-        self._out.append(Commit(formation.record))
+        self.commons.decide(Commit(formation.record))
         for peer in old.peers if old is not None else ():
             if peer not in formation.peers:
                 self._send(peer, Unassign(pipeline=self.pipeline))
@@ -100,11 +106,15 @@ class Pipelines:
 
     def _new_epoch(self, pipeline: str, stages: tuple[StageRecord, ...], now: float) -> Formation:
         self.move = None
-        assert self.desired is not None
-        self.epoch = next_epoch(self.epoch, self.term)
+        self.epoch = self.commons.new_epoch()
         size = epochs.block_size(stages, self.desired, self.registry)
         record = PipelineRecord(
-            pipeline, self.desired.facts.name, self.epoch, stages, block_size=size
+            pipeline,
+            self.desired.facts.name,
+            self.epoch,
+            stages,
+            block_size=size,
+            replica=self.replica,
         )
         layout = ", ".join(
             f"{self.registry.name(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
@@ -134,8 +144,8 @@ class Pipelines:
 
     def _begin_beside(self, stages: tuple[StageRecord, ...], now: float) -> None:
         """Hand out the stages of a pipeline of its own; what serves goes on meanwhile."""
-        formation = self.next = self._new_epoch(self._new_name(), stages, now)
-        self._out.append(Reserve(formation.record.id, self.epoch))
+        formation = self.next = self._new_epoch(self.commons.new_name(), stages, now)
+        self.commons.decide(Reserve(formation.record.id, self.epoch))
         for stage in range(len(stages)):
             self._instruct(formation, stage)
 
@@ -145,16 +155,16 @@ class Pipelines:
         self._retire(float("inf"))
         self.retiring = (self.formation, now + RETIREMENT)
         self._promoted(new)
-        self._out.append(Commit(new.record))
+        self.commons.decide(Commit(new.record))
         self._finish(new, now)
 
     def _promote(self, old: Formation, now: float) -> None:
         """What served is broken, and what was made beside it isn't: go on with that."""
         assert self.next is not None
         self._note(now, f"epoch {epoch_text(self.next.record.epoch)} goes on in its place")
-        self._out += self.registry.end_route(self.pipeline)
+        self.commons.decide(*self.registry.end_route(self.pipeline))
         self._unassign(old)
-        self._out.append(Commit(self.next.record))
+        self.commons.decide(Commit(self.next.record))
         self._promoted(self.next)
         self.reason = "loading the model"
         self._sign(now)
@@ -181,43 +191,39 @@ class Pipelines:
         if self.retiring is None or now < self.retiring[1]:
             return
         old, self.retiring = self.retiring[0], None
-        self._out += self.registry.end_route(old.record.id)
+        self.commons.decide(*self.registry.end_route(old.record.id))
         self._unassign(old)
 
     # --- none ---------------------------------------------------------------------------------
 
-    def _abolish(self) -> None:
-        """End the pipeline; the next one has a new name, so that no worker is taken over."""
+    def dissolve(self) -> None:
+        """End all that there is: the memory of its stages is free."""
         self._drop_next()
         self._retire(float("inf"))
         if self.formation is not None:
             self._unassign(self.formation)
-        self._out += self.registry.end_route(self.pipeline)
-        self.pipeline = self._new_name()
-        self.planner.restart()
+        self.commons.decide(*self.registry.end_route(self.pipeline))
 
-    def _serve_nothing(self, now: float) -> None:
-        """No model is wanted any more: all stages end, and their memory is free."""
-        self._note(now, "serve nothing")
-        self._abolish()
-        self.formation, self.move, self.reason = None, None, STOPPED
+    def _abolish(self) -> None:
+        """End the pipeline; the next one has a new name, so that no worker is taken over."""
+        self.dissolve()
+        self.pipeline = self.commons.new_name()
+        self.planner.restart()
 
     # --- what peers are told -----------------------------------------------------------------
 
     def _instruct(self, formation: Formation, stage: int) -> None:
         """Tell a stage's peer what it should be doing in this epoch."""
-        assert self.desired is not None
         for known in instructions.profiles(formation, stage):
             self._send(formation.peers[stage], known)
         message = instructions.instruction(formation, stage, self.desired, self.registry)
         if message is not None:
             self._send(formation.peers[stage], message)
 
-    def _publish(self) -> None:
-        """Tell every peer that is there what it doesn't know yet."""
-        self._out += self.registry.publish_members()
+    def publish(self) -> None:
+        """Tell every peer that is there where requests go, if it doesn't know yet."""
         formation = self.formation
-        if self.desired is None or (formation is not None and formation.state == "adopting"):
+        if formation is not None and formation.state == "adopting":
             return  # what the peers know of a running pipeline stays true meanwhile
         ready = formation.record if formation is not None and self.ready else None
         route = instructions.route(
@@ -228,8 +234,9 @@ class Pipelines:
             self.registry,
             reason=self._hindrance,
             forming=self._signs if formation is not None and formation.forming else 0,
+            beside=self.others,
         )
-        self._out += self.registry.publish_route(route)
+        self.commons.decide(*self.registry.publish_route(route))
 
     @property
     def _hindrance(self) -> str:
@@ -242,8 +249,7 @@ class Pipelines:
             self._send(peer, Unassign(pipeline=formation.record.id))
 
     def _send(self, peer: str, message: Instruction) -> None:
-        if self.registry.live(peer):
-            self._out.append(SendMessage(peer, message))
+        self.commons.send(peer, message)
 
     # --- small things ------------------------------------------------------------------------
 
@@ -254,13 +260,8 @@ class Pipelines:
         if self.next is not None:
             yield self.next
 
-    def _new_name(self) -> str:
-        self._number += 1
-        return f"p{self._number}"
-
     def _candidates(self, now: float) -> tuple[Candidate, ...]:
         return self.planner.candidates(self.registry, self.formation, now)
 
     def _note(self, now: float, text: str) -> None:
-        self._story.append(f"{now:.1f} {text}")
-        log.info("%s", text)
+        self.commons.note(now, f"{self.label}: {text}" if self.label else text)

@@ -13,7 +13,7 @@ from molink.swarm.formation import Formation
 from molink.swarm.links import Links
 from molink.swarm.placement import Aim, Candidate, Placement, Unplaceable, parse_range, place
 from molink.swarm.reach import Reach, Unreachable
-from molink.swarm.records import Desired, StageRecord
+from molink.swarm.records import Desired, Pin, StageRecord
 from molink.swarm.registry import PeerSession, Registry
 from molink.wire.messages.reports import PeerReport
 
@@ -44,11 +44,19 @@ Candidates = tuple[Candidate, ...]
 class Planner:
     """Candidates, their debounce, and ``min_peers`` before the first placement."""
 
-    def __init__(self, now: float, *, restored: bool) -> None:
-        """``restored``: there was a placement before this coordinator started."""
-        self.backoff = Backoff()
-        self.reach = Reach()
-        self.links = Links()
+    def __init__(
+        self, now: float, backoff: Backoff, reach: Reach, links: Links, *, restored: bool
+    ) -> None:
+        """``restored``: there was a placement before this coordinator started.
+
+        ``backoff`` and ``reach`` are those of the swarm, ``links`` is its own copy.
+        """
+        self.backoff = backoff
+        self.reach = reach
+        self.links = links
+        #: Peers that this model may use; ``None``: all.
+        self.allotted: frozenset[str] | None = None
+        self._pins: dict[str, str] = {}
         #: Peers for which the last placement had no use.
         self.spares: frozenset[str] = frozenset()
         #: Peers that get no stage because of a connection that can't be made.
@@ -85,7 +93,7 @@ class Planner:
         found: list[Candidate] = []
         for peer in registry.members:
             session = registry.sessions.get(peer)
-            if session is None:
+            if session is None or not self.may_use(peer):
                 continue
             if formation is None:
                 gone = self.doubted(peer, session) and now >= self._doubts[peer] + DOUBT
@@ -105,6 +113,15 @@ class Planner:
         out = self.unreachable.keys() - set(serving)
         return self._blocked([one for one in found if one.peer not in out], serving)
 
+    def pin(self, pins: Iterable[Pin]) -> None:
+        """Which stage the model is to have at which peer, whatever that names itself."""
+        self._pins = dict(pins)
+        self._offers.clear()
+
+    def may_use(self, peer: str) -> bool:
+        """Whether the peer is for this model."""
+        return self.allotted is None or peer in self.allotted
+
     def _blocked(self, found: Sequence[Candidate], serving: Collection[str]) -> Candidates:
         """Candidates with those of each other to whom they can't connect."""
         if not self.reach.failed:
@@ -123,7 +140,7 @@ class Planner:
         """What a report offers; it is looked at after every event, so one is made per report."""
         known = self._offers.get(peer)
         if known is None or known[0] is not report:
-            known = self._offers[peer] = report, _candidate(peer, report)
+            known = self._offers[peer] = report, offer_of(peer, report, self._pins.get(peer, ""))
         return known[1]
 
     def doubted(self, peer: str, session: PeerSession) -> bool:
@@ -135,12 +152,12 @@ class Planner:
         everybody = registry.sessions.keys() >= registry.members.keys()
         if self._waive_at is not None and (everybody or now >= self._waive_at):
             self.placed, self._waive_at, self._tried = True, None, None
-        if not _differ(candidates, self._tried):
+        if not differ(candidates, self._tried):
             self._pending = None
             return self._review(now)
         if self._pending is None:
             self._pending_since = now
-        if _differ(candidates, self._pending):
+        if differ(candidates, self._pending):
             self._place_at = min(now + self._step, self._pending_since + MAX_DEBOUNCE)
         self._pending = candidates
         if now < self._place_at or any(
@@ -175,7 +192,7 @@ class Planner:
             )
             for all_of_them in (candidates, self._tried)
         )
-        return _differ(now, then)
+        return differ(now, then)
 
     def settle(self, candidates: Candidates) -> None:
         """There is a placement, and it need not be looked at again for these candidates."""
@@ -193,10 +210,8 @@ class Planner:
             self._doubts[peer] = now
         return self.backoff.failed(peer, reason, now, at_once=at_once)
 
-    def lost(self, peer: str, now: float) -> None:
+    def lost(self, peer: str) -> None:
         """The peer is not there any more."""
-        self.backoff.lost(peer, now)
-        self.reach.forget(peer)
         self.links.forget(peer)
         self._offers.pop(peer, None)
         self._doubts.pop(peer, None)
@@ -256,8 +271,8 @@ class Planner:
         return Unplaceable("; ".join([found.reason, *left_out]))
 
 
-def _candidate(peer: str, report: PeerReport) -> Candidate | None:
-    """A peer to place a model on, if it offers to run a stage."""
+def offer_of(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
+    """A peer to place a model on, if it offers to run a stage; ``pin`` says which one it gets."""
     if report.stage != "auto" and parse_range(report.stage) is None:
         return None
     device = report.device
@@ -266,13 +281,13 @@ def _candidate(peer: str, report: PeerReport) -> Candidate | None:
         report.name,
         device.memory,
         device.read_rate,
-        report.stage,
+        report.stage if pin in ("", "auto") else pin,
         bf16=device.bf16,
         cuda=device.kind == "cuda",
     )
 
 
-def _differ(new: Candidates, old: Candidates | None) -> bool:
+def differ(new: Candidates, old: Candidates | None) -> bool:
     """Whether two sets of candidates call for another placement. Measured rates jitter."""
     if old is None or len(new) != len(old):
         return True

@@ -7,6 +7,8 @@ from molink.wire.messages.reports import PeerReport
 
 #: Steps of the search for an order in which peers can connect; most need one for each peer.
 _STEPS = 2000
+#: Answers that are kept: each deployment asks for its own.
+_ANSWERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,12 @@ class Reach:
     def __init__(self) -> None:
         self._failed: set[tuple[str, str]] = set()
         self._steps = 0
-        #: The last answer, and whom it was about: it is asked for after every event.
-        self._answer: tuple[list[str], dict[str, Unreachable]] | None = None
+        #: The last answers, by whom they were about: these are asked for after every event.
+        self._answers: dict[tuple[str, ...], dict[str, Unreachable]] = {}
 
     def tried(self, by: str, to: str, ok: bool) -> None:
         """``by`` has tried to connect to ``to``."""
-        self._answer = None
+        self._answers.clear()
         if ok:
             self._failed.discard((by, to))
         else:
@@ -37,7 +39,7 @@ class Reach:
 
     def forget(self, peer: str) -> None:
         """The peer is gone: whoever tried it then has learnt nothing about its ports."""
-        self._answer = None
+        self._answers.clear()
         self._failed = {pair for pair in self._failed if peer not in pair}
 
     @property
@@ -58,10 +60,12 @@ class Reach:
         """Who of ``peers`` can't be in a ring with those before it, whatever its order is."""
         if not self._failed:
             return {}
-        peers = list(peers)
-        if self._answer is None or self._answer[0] != peers:
-            self._answer = peers, self._left_out(peers)
-        return self._answer[1]
+        peers = tuple(peers)
+        if peers not in self._answers:
+            if len(self._answers) >= _ANSWERS:
+                self._answers.clear()
+            self._answers[peers] = self._left_out(peers)
+        return self._answers[peers]
 
     def _left_out(self, peers: Sequence[str]) -> dict[str, Unreachable]:
         accepted: list[str] = []

@@ -1,40 +1,24 @@
-"""Makes what is (peers, stages) what it should be (a model served by one ready pipeline).
+"""Makes what is (peers, stages) what it should be (a deployment served by one ready pipeline).
 
-A plain object: events and ``now`` (monotonic seconds) in, decisions out, to be carried out in
-their order; an epoch is thus committed before it is announced. Each event ends with the same two
-steps: :meth:`Reconciler._advance` moves the formation on, :meth:`Reconciler._publish` tells every
-peer what it doesn't know yet.
+One for each pipeline that there is to be: of one model, or of several, or several of one model.
+:mod:`molink.swarm.fleet` tells all of them what happens and carries on what they decide; an epoch
+is thus committed before it is announced. After each event :meth:`Reconciler.advance` moves the
+formation on.
 """
 
-from collections.abc import Iterable
-
 from molink.swarm import epochs, instructions
-from molink.swarm.events import (
-    Commit,
-    Decision,
-    Departed,
-    Disconnected,
-    Event,
-    MemberAdded,
-    MemberRemoved,
-    Reported,
-    Serve,
-    StageSaid,
-    TermRaised,
-    Tick,
-    Tried,
-)
+from molink.swarm.commons import Commons
+from molink.swarm.events import Commit, Reported, StageSaid
 from molink.swarm.formation import Formation
 from molink.swarm.move import RETRY, Move
 from molink.swarm.pipelines import JUST_ASKED, Pipelines
 from molink.swarm.placement import Candidate, Placement, Unplaceable, misfit
 from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
 from molink.swarm.reach import Unreachable, how_to_open
-from molink.swarm.records import Desired, MemberRecord, PipelineRecord, StageRecord
-from molink.swarm.running_time import RunningTime
+from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
-from molink.wire.messages.reports import PeerReport, StageFailed, StageLoaded
+from molink.wire.messages.reports import StageFailed, StageLoaded
 
 #: Who waits for what is being formed hears at least this often, in seconds, that it gets on.
 SIGN_INTERVAL = 5.0
@@ -43,143 +27,52 @@ NOT_NEEDED = "a spare: the ring is as good without it (`--min-stages` on `molink
 
 
 class Reconciler(Pipelines):
-    """The control plane's decisions about one model and its one pipeline."""
+    """The control plane's decisions about one deployment and its one pipeline."""
 
     def __init__(
         self,
-        swarm: str,
-        members: Iterable[MemberRecord],
+        commons: Commons,
         now: float,
-        *,
-        desired: Desired | None = None,
+        desired: Desired,
+        replica: int = 0,
         pipeline: PipelineRecord | None = None,
-        last: tuple[int, int] = (0, 0),
-        term: int = 0,
+        *,
         lost: str = "",
     ) -> None:
-        """``desired``, ``pipeline`` and ``last`` (pipeline number, epoch) as the state has them.
+        """``desired`` and ``pipeline`` as the state has them.
 
-        ``term`` is that of the coordinator; ``lost`` is a peer that is known not to be there.
+        ``lost`` is a peer that is known not to be there.
         """
-        super().__init__(swarm, members, now, desired, pipeline, last, term)
+        super().__init__(commons, now, desired, replica, pipeline)
+        #: Whether it goes on as it is though another model, or another way of serving, is wanted:
+        #: another deployment of the model changes first.
+        self.lags = False
+        self.planner.pin(desired.pins)
         if lost:
             self.planner.not_waiting(placed=pipeline is not None)
-        self._moves = 0
-        self._running = RunningTime(now)
-        self._ticked = now
-        if desired is not None and pipeline is not None and pipeline.formed:
+        if pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now, desired.facts)
             expected = self.registry.members.keys() - {lost}
             if expected >= set(formation.peers):
                 self.formation = formation
                 self.reason = "this coordinator was just started: waiting for its peers' reports"
 
-    @property
-    def clock(self) -> float:
-        """The time of the last tick, in seconds, by which the story is told."""
-        return self._ticked
-
     # --- events ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Decision]:
-        """Take an event; returns what to do, in order.
-
-        A :class:`Tick` is to come several times a second: time without any is nobody's silence.
-        """
-        now = self._running.at(now)
-        match event:
-            case MemberAdded():
-                self.registry.add(event.member)
-                self._note(now, f"{event.member.name} ({event.member.peer}) is a member")
-            case MemberRemoved():
-                self._removed(event.peer, event.why, now)
-            case Departed():
-                self._departed(event.peer, now)
-            case Disconnected():
-                self.registry.disconnected(event.peer, now)
-            case Reported():
-                self._reported(event, now)
-            case Tried():
-                self._tried(event)
-            case StageSaid():
-                self._stage_said(event, now)
-            case Serve():
-                self._serve(event.desired, now)
-            case TermRaised():
-                self._term_raised(event.term, now)
-            case Tick():
-                self._tick(now)
-        cut_off = self.registry.cut_off(now, self.planner.doubted)
-        self._lose(cut_off, "is not connected any more", now)
-        self._advance(now)
-        self._notify(now)
-        self._publish()
-        decisions, self._out = self._out, []
-        return decisions
-
-    def _term_raised(self, term: int, now: float) -> None:
+    def term_raised(self, now: float) -> None:
         """What is still being formed begins anew: the other part may know newer epochs."""
-        self.term = term
         if self.formation is not None and self.formation.forming:
             self._break("another part of the swarm comes back", None, now)
 
-    def _departed(self, peer: str, now: float) -> None:
-        if self.registry.live(peer):
-            self.planner.backoff.forget(peer)
-            self._lost(peer, "has stopped", now)
-
-    def _tried(self, event: Tried) -> None:
-        """What was tried of a PC that is off says nothing of its ports."""
-        if self.registry.live(event.by) and self.registry.live(event.to):
-            self.planner.reach.tried(event.by, event.to, event.ok)
-            self.planner.links.measured(event.by, event.to, event.latency, event.rate)
-
-    def _tick(self, now: float) -> None:
-        self._ticked = now
-        self._lose(self.registry.silent(now), "has not reported any more", now)
-
-    def _removed(self, peer: str, why: str, now: float) -> None:
-        if peer not in self.registry.members:
-            return
-        name = self.registry.name(peer)
-        self._note(now, f"{name} ({peer}) {why}")
-        self._out += self.registry.remove(peer)
-        self.planner.backoff.forget(peer)
+    def gone(self, peer: str, reason: str, now: float) -> None:
+        """A peer is not there any more, or no member; ``reason`` names it, for a person."""
         if self.formation is not None and peer in self.formation.peers:
-            self._break(f"{name} {why}", None, now)
+            self._break(reason, None, now)
         self._stay_without(peer, now)
 
-    def _lose(self, peers: list[str], why: str, now: float) -> None:
-        """They are gone at once: nothing goes on with one of them for the loss of another."""
-        for peer in peers:
-            self.registry.drop(peer)
-        for peer in peers:
-            self._lost(peer, why, now)
-
-    def _lost(self, peer: str, why: str, now: float) -> None:
-        name = self.registry.name(peer)
-        self._note(now, f"{name} ({peer}) {why}")
-        self.registry.drop(peer)
-        self.planner.lost(peer, now)
-        if self.formation is not None and peer in self.formation.peers:
-            self._break(f"{name} {why}", None, now)
-        self._stay_without(peer, now)
-
-    def _reported(self, event: Reported, now: float) -> None:
+    def reported(self, event: Reported, now: float) -> None:
+        """A peer's report is news of its stages."""
         peer = event.peer
-        if peer not in self.registry.members:
-            return
-        if not self.registry.live(peer):
-            self._note(now, f"{event.report.name} ({peer}) is there")
-        elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
-            self._lost(peer, "was started anew", now)
-        self._out += self.registry.report(peer, event.report, event.fresh, now)
-        self._out += self.registry.publish_members()  # whom an instruction may name
-        serving = self.formation
-        self._prefetched(event, now)
-        self._stop_strays(
-            peer, event.report, serving.stage_of(peer) if serving is not None else None
-        )
         for formation in self._formations():
             stage = formation.stage_of(peer)
             if stage is None:
@@ -191,9 +84,10 @@ class Reconciler(Pipelines):
             elif event.fresh or formation.unaware(stage, now):
                 self._instruct(formation, stage)
 
-    def _prefetched(self, event: Reported, now: float) -> None:
+    def prefetched(self, event: Reported, now: float) -> None:
+        """A peer's report says how far it is with files for a move."""
         move, peer, said = self.move, event.peer, event.report.prefetched
-        if move is None or self.desired is None:
+        if move is None:
             return
         failure = move.observe(peer, said, now)
         if failure is not None:
@@ -220,17 +114,30 @@ class Reconciler(Pipelines):
         self._drop_next()
         self.planner.again(self._candidates(now), now, pause)
 
-    def _stop_strays(self, peer: str, report: PeerReport, stage: int | None) -> None:
-        """End workers that no pipeline needs; while none is formed their weights may be of use."""
+    def needed(self, peer: str) -> set[str]:
+        """Pipelines whose workers a peer goes on with.
+
+        While none is formed their weights may be of use.
+        """
         beside = [one for one in (self.next, self.retiring and self.retiring[0]) if one is not None]
         needed = {one.record.id for one in beside if peer in one.peers}
-        if stage is not None or self.formation is None:
+        holds = self.formation is not None and peer in self.formation.peers
+        if holds or (self.formation is None and self.planner.may_use(peer)):
             needed.add(self.pipeline)
-        for worker in report.workers:
-            if worker.pipeline not in needed:
-                self._send(peer, Unassign(pipeline=worker.pipeline))
+        return needed
 
-    def _stage_said(self, event: StageSaid, now: float) -> None:
+    def allot(self, peers: frozenset[str] | None) -> None:
+        """It may use these peers; ``None``: all."""
+        self.planner.allotted = peers
+        if self.formation is not None or peers is None:
+            return
+        for peer, session in self.registry.sessions.items():
+            held = {worker.pipeline for worker in session.report.workers}
+            if peer not in peers and self.pipeline in held:
+                self._send(peer, Unassign(pipeline=self.pipeline))
+
+    def stage_said(self, event: StageSaid, now: float) -> None:
+        """A peer says what became of an assignment; it may be one of another deployment."""
         message = event.message
         concerned = (one for one in self._formations() if one.concerns(event.peer, message))
         formation = next(concerned, None)
@@ -250,25 +157,33 @@ class Reconciler(Pipelines):
             if formation.state == "loading":
                 formation.loaded[message.stage] = message
                 self._sign(now)
-                self._note(
-                    now, f"stage {message.stage} of epoch {epoch_text(message.epoch)} has loaded"
-                )
+                epoch = epoch_text(message.epoch)
+                self._note(now, f"stage {message.stage} of epoch {epoch} has loaded")
         elif formation.state != "loading":
             formation.ready.add(message.stage)
 
-    def _serve(self, desired: Desired | None, now: float) -> None:
+    def begin(self, now: float) -> None:
+        """It was just asked for."""
+        self._note(now, self._wish)
+        self._break(JUST_ASKED, None, now)
+
+    def serve(self, desired: Desired, now: float) -> None:
+        """Serve this from now on: another way of serving the model, or other bytes of it."""
         old, self.desired = self.desired, desired
-        if desired is None:
-            self._serve_nothing(now)
-            return
-        if old is not None and epochs.content(old) == epochs.content(desired):
+        if epochs.content(old) == epochs.content(desired):
             if self.formation is None:
                 self.planner.again(self._candidates(now), now)  # ``min_peers`` may be another
             return
-        self._note(now, f"serve {desired.facts.name} as {desired.dtype}, {desired.mode}")
-        if old is not None and old.weights != desired.weights:
+        self.planner.pin(desired.pins)
+        self.begun = False
+        self._note(now, self._wish)
+        if old.weights != desired.weights:
             self._abolish()
         self._break(JUST_ASKED, None, now)
+
+    @property
+    def _wish(self) -> str:
+        return f"serve {self.desired.facts.name} as {self.desired.dtype}, {self.desired.mode}"
 
     def _fail(
         self,
@@ -322,9 +237,8 @@ class Reconciler(Pipelines):
 
     # --- what follows ------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
-        if self.desired is None:
-            return
+    def advance(self, now: float) -> None:
+        """Do what is due by now."""
         self._check_late(now)
         candidates = self._candidates(now)
         if self._may_place(candidates) and self.planner.due(candidates, self.registry, now):
@@ -339,6 +253,8 @@ class Reconciler(Pipelines):
 
     def _may_place(self, candidates: tuple[Candidate, ...]) -> bool:
         """What is nearly done is finished first, and then improved."""
+        if self.lags:
+            return False
         formation = self.next or self.formation
         if formation is None or formation.state == "ready":
             return True
@@ -396,10 +312,8 @@ class Reconciler(Pipelines):
 
     def _prepare(self, old: Formation, stages: tuple[StageRecord, ...], now: float) -> None:
         """Have the files fetched first; :meth:`_move_on` goes on once they are there."""
-        assert self.desired is not None
         self.reason = "" if self.ready else self.reason
-        self._moves += 1
-        self.move = Move(self._moves, old.record, stages, now, self.desired.facts)
+        self.move = Move(self.commons.new_move(), old.record, stages, now, self.desired.facts)
         self.phases.begin("another placement", now)
         names = ", ".join(self.registry.name(peer) for peer in self.move.lacking)
         self._note(now, f"the next epoch waits for files: {names or 'all are there'}")
@@ -408,7 +322,6 @@ class Reconciler(Pipelines):
 
     def _form(self, formation: Formation, now: float) -> None:
         """All have loaded: tell them to form the ring."""
-        assert self.desired is not None
         loaded = [formation.loaded[stage] for stage in range(len(formation.record.stages))]
         blocks, least = min((said.max_blocks, stage) for stage, said in enumerate(loaded))
         peer, serving = formation.peers[least], self.formation
@@ -428,7 +341,7 @@ class Reconciler(Pipelines):
         if formation is self.formation:
             self._sign(now)
             self.reason = "forming the ring"
-            self._out.append(Commit(record))
+            self.commons.decide(Commit(record))
         self._form_ring(formation)
 
     def _half_told(self, formation: Formation) -> bool:
@@ -442,21 +355,19 @@ class Reconciler(Pipelines):
 
     # --- who gets no stage -------------------------------------------------------------------
 
-    def _notify(self, now: float) -> None:
-        """Tell the people at PCs that get no stage what they can do about it, once."""
-        if self.desired is None:
-            return
-        texts = {peer: self._misfit(peer) for peer in self.registry.sessions}
+    def notices(self) -> dict[str, str]:
+        """What to tell the people at PCs that get no stage about what they can do."""
+        texts = {
+            peer: self._misfit(peer)
+            for peer in self.registry.sessions
+            if self.planner.may_use(peer)
+        }
         for peer, found in self.planner.unreachable.items():
             text = self.left_out(peer)
             for told in (peer, found.to):
                 if told in texts:
                     texts[told] = texts[told] or text
-        for peer, text in texts.items():
-            news = self.registry.notify(peer, text)
-            if news and text:
-                self._note(now, f"{self.registry.name(peer)} is told: {text}")
-            self._out += news
+        return texts
 
     def _closed(self, found: Unreachable) -> str:
         """Which connection can't be made, and the command that opens the port; for a person."""
@@ -470,7 +381,7 @@ class Reconciler(Pipelines):
 
     def left_out(self, peer: str) -> str:
         """Why a peer has no stage though it offers to run one; empty if that is not so."""
-        if self.desired is None or not self.registry.live(peer):
+        if not self.registry.live(peer):
             return ""
         if self.formation is not None and peer in self.formation.peers:
             return ""
@@ -480,12 +391,11 @@ class Reconciler(Pipelines):
         found = self.planner.unreachable.get(peer)
         if found is not None and self.registry.live(found.by) and self.registry.live(found.to):
             return self._closed(found)
-        why = self.planner.backoff.explain(peer, self._ticked, self.formation is not None)
+        why = self.planner.backoff.explain(peer, self.commons.clock, self.formation is not None)
         return why or (NOT_NEEDED if self.ready and peer in self.planner.spares else "")
 
     def _misfit(self, peer: str) -> str:
         """Why the layers that a peer has named can't be of the model; empty if they can."""
-        assert self.desired is not None
         stage = self.registry.sessions[peer].report.stage
         why = misfit(stage, self.desired.facts)
         return f"--stage {stage} {why}" if why else ""

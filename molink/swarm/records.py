@@ -76,11 +76,17 @@ class InvitationRecord:
         return self.uses - len(self.used)
 
 
+#: A peer that a model is bound to, and its stage there: ``auto`` or ``A:B``.
+Pin = tuple[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The model to be served; ``source`` is the peer that asked for it and holds its files.
+    """A model to be served; ``source`` is the peer that asked for it and holds its files.
 
-    ``min_stages`` 0 is as many as ``min_peers``.
+    ``min_stages`` 0 is as many as ``min_peers``. ``replicas`` is how many pipelines it has, where
+    there are enough peers. Where there are ``pins``, it runs on those peers only, and they run no
+    other. ``applied``: it is written in a file (``molink apply``), which alone changes it.
     """
 
     facts: ModelFacts
@@ -91,6 +97,9 @@ class Desired:
     quantize: Quantize = "none"
     objective: Objective = "latency"
     min_stages: int = 0
+    replicas: int = 1
+    pins: tuple[Pin, ...] = ()
+    applied: bool = False
 
     @property
     def stages(self) -> int:
@@ -132,6 +141,8 @@ class PipelineRecord:
     micro_batches: int = 0
     #: Positions of a KV block, at every stage.
     block_size: int = BLOCK_SIZE
+    #: Which of the model's deployments it is of.
+    replica: int = 0
 
     @property
     def tokens(self) -> int:

@@ -51,6 +51,19 @@ class Replica:
     pipeline: PipelineRecord | None
     #: The number of the newest pipeline, and the newest epoch.
     last: tuple[int, int]
+    #: Models and pipelines beside those, which earlier versions didn't know.
+    more_models: tuple[Desired, ...] = ()
+    more_pipelines: tuple[PipelineRecord, ...] = ()
+
+    @property
+    def models(self) -> tuple[Desired, ...]:
+        """All that are to be served."""
+        return (() if self.desired is None else (self.desired,)) + self.more_models
+
+    @property
+    def pipelines(self) -> tuple[PipelineRecord, ...]:
+        """All that are committed."""
+        return (() if self.pipeline is None else (self.pipeline,)) + self.more_pipelines
 
     @property
     def version(self) -> Version:

@@ -1,4 +1,4 @@
-"""What ``molink status --json`` shows, built from the reconciler's view."""
+"""What ``molink status --json`` shows, built from the fleet's view."""
 
 import json
 import types
@@ -8,10 +8,11 @@ from typing import Any
 from molink.facts.device import Device
 from molink.facts.ringtimes import TOKEN_BYTES
 from molink.swarm.copying import ranges
+from molink.swarm.fleet import Fleet
 from molink.swarm.formation import Formation
 from molink.swarm.placement import row_bytes
 from molink.swarm.reconciler import Reconciler
-from molink.swarm.records import MemberRecord, StageRecord
+from molink.swarm.records import Desired, MemberRecord, StageRecord
 from molink.swarm.registry import PeerSession
 from molink.swarm.throughput import eta
 from molink.swarm.versions import Spoken, ours
@@ -26,7 +27,7 @@ _PAIRS = 64
 
 
 def build_status(
-    reconciler: Reconciler,
+    fleet: Fleet,
     swarm: str,
     addresses: Sequence[str],
     pid: int,
@@ -38,9 +39,10 @@ def build_status(
     ``blocked`` are members that were cut off because they misbehaved, ``refused`` those that speak
     otherwise than the coordinator.
     """
-    registry, desired = reconciler.registry, reconciler.desired
+    registry = fleet.registry
+    first = fleet.models[0] if fleet.models else None
     peers = [
-        _peer(member, registry.sessions.get(peer)) | {"reason": reconciler.left_out(peer)}
+        _peer(member, registry.sessions.get(peer)) | {"reason": fleet.left_out(peer)}
         for peer, member in registry.members.items()
     ]
     for peer in peers:
@@ -56,16 +58,32 @@ def build_status(
             "pid": pid,
             "version": ours().version,
         },
-        "model": desired.facts.name if desired is not None else None,
-        "quantize": desired.mode if desired is not None else "none",
-        "objective": desired.objective if desired is not None else "latency",
+        "model": first.facts.name if first is not None else None,
+        "quantize": first.mode if first is not None else "none",
+        "objective": first.objective if first is not None else "latency",
+        "models": [_model(fleet, desired) for desired in fleet.models],
         "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
-        "pipelines": [] if desired is None else [_pipeline(reconciler)],
-        "files": _files(reconciler),
-        "trouble": reconciler.reason,
-        "unreachable": [list(pair) for pair in reconciler.planner.reach.pairs[:_PAIRS]],
-        "story": list(reconciler.story[-_STORY:]),
-        "clock": round(reconciler.clock, 1),
+        "pipelines": [_pipeline(one) for one in fleet.deployments],
+        "files": "; ".join(filter(None, (_files(fleet, desired) for desired in fleet.models))),
+        "trouble": fleet.reason,
+        "unreachable": [list(pair) for pair in fleet.commons.reach.pairs[:_PAIRS]],
+        "story": list(fleet.story[-_STORY:]),
+        "clock": round(fleet.clock, 1),
+    }
+
+
+def _model(fleet: Fleet, desired: Desired) -> dict[str, Any]:
+    """What is wanted of a model, and how many of its pipelines are ready."""
+    mine = [one for one in fleet.deployments if one.key[0] == desired.facts.name]
+    return {
+        "name": desired.facts.name,
+        "quantize": desired.mode,
+        "dtype": desired.dtype,
+        "objective": desired.objective,
+        "min_stages": desired.min_stages,
+        "replicas": desired.replicas,
+        "ready": sum(one.ready for one in mine),
+        "applied": desired.applied,
     }
 
 
@@ -209,19 +227,21 @@ def _transfer(one: TransferState) -> dict[str, Any]:
     }
 
 
-def _files(reconciler: Reconciler) -> str:
+def _files(fleet: Fleet, desired: Desired) -> str:
     """Whose loss would be that of the model, for a person; empty if nobody's."""
-    desired, sessions = reconciler.desired, reconciler.registry.sessions
-    if desired is None or len(sessions) < 2:
+    sessions = fleet.registry.sessions
+    if len(sessions) < 2:
         return ""
-    name = desired.facts.name
+    name, only_model = desired.facts.name, len(fleet.models) == 1
     holders = [
         peer
         for peer, session in sessions.items()
-        if name in session.report.models or session.report.copied == 100
+        if name in session.report.models or (only_model and session.report.copied == 100)
     ]
     if len(holders) > 1:
         return ""
+    if not holders and not only_model:
+        return f"No PC that is here has all files of {name}"
     if not holders:
         missing = _missing(desired.facts.layers, [one.report for one in sessions.values()])
         if not missing:
@@ -230,7 +250,7 @@ def _files(reconciler: Reconciler) -> str:
             f"No PC that is here has all files of {name}, and none has those of layers {missing}. "
             "Start a PC that has them, or bring the model again (`molink run`)"
         )
-    only = reconciler.registry.name(holders[0])
+    only = fleet.registry.name(holders[0])
     return f"Only {only} has all files of {name} so far"
 
 
@@ -248,6 +268,8 @@ def _pipeline(reconciler: Reconciler) -> dict[str, Any]:
     formation = reconciler.formation
     return {
         "id": reconciler.pipeline,
+        "model": reconciler.desired.facts.name,
+        "replica": reconciler.replica,
         "epoch": reconciler.epoch,
         "ready": reconciler.ready,
         "micro_batches": _micro_batches(formation),
@@ -290,7 +312,6 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
     def link_s(stage: StageRecord, after: StageRecord) -> float:
         """Seconds until a row, or its token, is at the next stage."""
         latency, rate = links.between(stage.peer, after.peer)
-        assert reconciler.desired is not None
         row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
         return latency + (TOKEN_BYTES if after is stages[0] else row) / rate
 

@@ -1,11 +1,11 @@
-"""``python -m tests.dst SEED``: one seed again, with all that happened."""
+"""``python -m tests.dst SEED [several]``: one seed again, with all that happened."""
 
 import sys
 
 from tests.dst.world import World
 
 if __name__ == "__main__":
-    world = World(int(sys.argv[1]), verbose=True)
+    world = World(int(sys.argv[1]), several="several" in sys.argv, verbose=True)
     try:
         print(world.run())
     except Exception:

@@ -110,7 +110,9 @@ class Heads:
         self._unconfirmed.discard(route.pipeline)
         if route.ready:
             for pipeline in sorted(self._unconfirmed):
-                self.remove(pipeline)
+                same = self._routes[pipeline].model == route.model
+                if same and pipeline not in route.beside:
+                    self.remove(pipeline)
         if old is not None and (old.head != route.head or route.head is None):
             self._disconnect(route.pipeline)
         self._routes[route.pipeline] = route
@@ -124,11 +126,12 @@ class Heads:
             self._disconnect(pipeline)
             self._daemon.heads_changed()
 
-    def targets(self) -> list[HeadEpoch]:
+    def targets(self, model: str) -> list[HeadEpoch]:
         return [
             HeadEpoch(route.pipeline, route.epoch)
             for route in self._routes.values()
             if route.ready
+            and route.model == model
             and (dial := self._dials.get(route.pipeline)) is not None
             and dial.connected
         ]
@@ -143,9 +146,8 @@ class Heads:
     def known(self) -> tuple[tuple[str, int, bool], ...]:
         return tuple((one.pipeline, one.epoch, one.ready) for one in self._routes.values())
 
-    @property
-    def forming(self) -> int:
-        return sum(route.forming for route in self._routes.values())
+    def forming(self, model: str) -> int:
+        return sum(route.forming for route in self._routes.values() if route.model == model)
 
     def _connect(self, route: Route) -> None:
         assert route.head is not None

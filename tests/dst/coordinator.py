@@ -20,7 +20,7 @@ from molink.swarm.events import (
     Tick,
     Tried,
 )
-from molink.swarm.reconciler import Reconciler
+from molink.swarm.fleet import Fleet
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
 from molink.swarm.replica import (
     Replica,
@@ -64,8 +64,8 @@ class Disk:
     """What has been committed, as :mod:`molinkd.coordinator.state` keeps it."""
 
     members: dict[str, MemberRecord] = field(default_factory=dict)
-    desired: Desired | None = None
-    pipeline: PipelineRecord | None = None
+    models: tuple[Desired, ...] = ()
+    pipelines: dict[tuple[str, int], PipelineRecord] = field(default_factory=dict)
     last: tuple[int, int] = (0, 0)
     version: Version = (0, 1)
     lineage: tuple[Version, ...] = ()
@@ -74,10 +74,12 @@ class Disk:
     def restored(cls, found: Replica) -> "Disk":
         """What a copy holds."""
         members = {one.peer: one for one in found.members}
-        return cls(members, found.desired, found.pipeline, found.last, found.version, found.lineage)
+        pipelines = {(one.model, one.replica): one for one in found.pipelines}
+        return cls(members, found.models, pipelines, found.last, found.version, found.lineage)
 
     def replica(self) -> Replica:
         """A copy."""
+        pipelines = tuple(self.pipelines.values())
         return Replica(
             swarm="swarm",
             name="",
@@ -87,9 +89,11 @@ class Disk:
             lineage=self.lineage,
             members=tuple(self.members.values()),
             invitations=(),
-            desired=self.desired,
-            pipeline=self.pipeline,
+            desired=self.models[0],
+            pipeline=pipelines[0] if pipelines else None,
             last=self.last,
+            more_models=self.models[1:],
+            more_pipelines=pipelines[1:],
         )
 
     def touch(self) -> None:
@@ -110,7 +114,7 @@ class Disk:
 
     def commit(self, record: PipelineRecord) -> None:
         self.reserve(record.id, record.epoch)
-        self.pipeline = record
+        self.pipelines[record.model, record.replica] = record
 
     def reserve(self, pipeline: str, epoch: int) -> None:
         number, newest = self.last
@@ -133,12 +137,12 @@ class Coordinator(Process):
         self.term = disk.version[0]
         world.monitor.leads(leader, self.term)
         world.note(f"{self} begins in term {self.term}")
-        self.reconciler = Reconciler(
+        self.fleet = Fleet(
             "swarm",
             disk.members.values(),
             self.time(),
-            desired=disk.desired,
-            pipeline=disk.pipeline,
+            models=disk.models,
+            pipelines=disk.pipelines.values(),
             last=disk.last,
             term=self.term,
             lost=lost,
@@ -245,7 +249,7 @@ class Coordinator(Process):
         self.disk.touch()
 
     def _happened(self, event: Event) -> None:
-        for decision in self.reconciler.handle(event, self.time()):
+        for decision in self.fleet.handle(event, self.time()):
             match decision:
                 case Commit(record):
                     self.disk.commit(record)
@@ -258,4 +262,4 @@ class Coordinator(Process):
                 case SendMessage(peer, message):
                     self._tell(peer, message)
         if not isinstance(event, Reported):
-            audit(self.reconciler)
+            audit(self.fleet)

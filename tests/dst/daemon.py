@@ -152,7 +152,7 @@ class Daemon(Process):
             daemon_pid=self.pid,
             stage=peer.stage,
             device=peer.device,
-            models=("toy",),
+            models=tuple(self.world.models),
             workers=self.keeper.states({}),
             prefetched=self.prefetched,
             replica=peer.replica.version,
@@ -422,11 +422,12 @@ class Daemon(Process):
         return active
 
     def _choose(self, active: Active) -> None:
-        targets = self.heads.targets()
+        model = active.stream.request.model
+        targets = self.heads.targets(model)
         if active.target not in targets:
             active.target = targets[0] if targets else None
         now = self.running()
-        active.stream.forming(self.heads.forming, now)
+        active.stream.forming(self.heads.forming(model), now)
         self._act(active, active.stream.head(active.target, now))
 
     def _wake(self, active: Active) -> None:

@@ -9,6 +9,8 @@ from tests.dst.world import REQUESTS, run, run_all
 
 #: Seeds of CI and all seeds; how many a test runs.
 SEEDS, ALL_SEEDS, SHARE = 2_000, 10_000, 50
+#: Those with two models, in CI.
+SEVERAL_SEEDS = 100
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
@@ -23,6 +25,13 @@ def test_nothing_is_lost(first: int) -> None:
 @pytest.mark.parametrize("first", range(SEEDS, ALL_SEEDS, SHARE))
 def test_nothing_is_lost_in_many_more(first: int) -> None:
     run_all(range(first, first + SHARE))
+
+
+@pytest.mark.parametrize("first", range(0, SEVERAL_SEEDS, SHARE))
+def test_nothing_is_lost_of_two_models(first: int) -> None:
+    outcomes = run_all(range(first, first + SHARE), several=True)
+    whole = sum(outcome.ends.count("whole") for outcome in outcomes)
+    assert whole > 0.8 * SHARE * REQUESTS
 
 
 def test_a_seed_is_the_same_again() -> None:

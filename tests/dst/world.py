@@ -48,6 +48,7 @@ class Client:
     """Asks once, and knows the answer."""
 
     number: int
+    model: str
     prompt: tuple[int, ...]
     count: int
     sampling: Sampling
@@ -79,7 +80,11 @@ class Outcome:
 class World:
     """Everything there is for one seed."""
 
-    def __init__(self, seed: int, *, verbose: bool = False) -> None:
+    def __init__(self, seed: int, *, several: bool = False, verbose: bool = False) -> None:
+        """``several``: two models are served, each with its own number of layers.
+
+        Of every other seed the first one has two pipelines, where there are enough PCs.
+        """
         self.seed = seed
         self.rng = rng = Random(seed)
         self.agenda = Agenda()
@@ -94,6 +99,12 @@ class World:
         self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}
         self.min_peers = rng.choice((1, self.layers))
+        self.models = {"toy": self.layers}
+        self.replicas = {"toy": 1, "other": 1}
+        if several:
+            self.models["other"] = self.layers + 1
+            self.replicas["toy"] += seed % 2
+            self.min_peers = 1
         self.peers = self._swarm()
         self.daemons: dict[Pc, Daemon] = {}
         #: PCs that will not come back.
@@ -169,23 +180,23 @@ class World:
                     public_key=keys[pc],
                     addresses=(pc.name,),
                     control_port=CONTROL,
-                    models=("toy",),
+                    models=tuple(self.models),
                 ),
             )
             for pc in self.pcs
         }
         founder = ids[self.pcs[0]]
-        disk = Disk(members, self._desired(founder))
+        disk = Disk(members, tuple(self._desired(founder, model) for model in self.models))
         follows = Membership(0, founder, f"coordinator of {founder}", self.pcs[0].name)
         return [
             Peer(pc, keys[pc], ids[pc], follows, disk.replica(), None if pc.number else disk)
             for pc in self.pcs
         ]
 
-    def _desired(self, source: str) -> Desired:
+    def _desired(self, source: str, model: str) -> Desired:
         facts = ModelFacts(
-            name="toy",
-            layers=self.layers,
+            name=model,
+            layers=self.models[model],
             layer_bytes=1 << 20,
             first_bytes=0,
             last_bytes=0,
@@ -194,26 +205,32 @@ class World:
             element_bytes=4,
         )
         return Desired(
-            facts, source, min_peers=self.min_peers, min_stages=2 if self.seed % 8 == 5 else 16
+            facts,
+            source,
+            min_peers=self.min_peers,
+            min_stages=2 if self.seed % 8 == 5 else 16,
+            replicas=self.replicas[model],
         )
 
     def _client(self, number: int) -> Client:
         rng = self.rng
+        model = [*self.models][number % len(self.models)]
+        layers = self.models[model]
         shared = [hash((self.seed, rng.randrange(2), i)) % VOCABULARY for i in range(12)]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5))]
         prompt = tuple(shared[: rng.choice((0, 4, 6, 9))] + own)
         count = rng.randrange(3, 9)
         penalty = 1.1 if rng.random() < 0.25 else 1.0
         sampling = Sampling(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
-        expected = reference(self.layers, prompt, count, (), sampling)
+        expected = reference(layers, prompt, count, (), sampling)
         stop: tuple[int, ...] = ()
         if rng.random() < 0.15:
             stop = (expected[-2],)
-            expected = reference(self.layers, prompt, count, stop, sampling)
+            expected = reference(layers, prompt, count, stop, sampling)
         window = rng.choice((2, 256, 256))
         at = rng.uniform(1.0, 7.0)
         return Client(
-            number, prompt, count, sampling, stop, window, rng.random() < 0.2, at, expected
+            number, model, prompt, count, sampling, stop, window, rng.random() < 0.2, at, expected
         )
 
     # --- clients ---------------------------------------------------------------------------------
@@ -229,7 +246,7 @@ class World:
     def _asked(self, client: Client) -> None:
         assert client.daemon is not None
         request = GenerationRequest(
-            "toy", client.prompt, client.count, client.sampling, client.stop
+            client.model, client.prompt, client.count, client.sampling, client.stop
         )
         self.note(f"client {client.number} asks {client.daemon}")
         key = ""
@@ -346,25 +363,29 @@ class World:
         if len(coordinators) != 1:
             return f"{coordinators} lead"
         coordinator = coordinators[0]
-        reconciler = coordinator.reconciler
-        formation = reconciler.formation
-        if formation is None or not reconciler.ready:
-            return "no pipeline is ready"
-        if reconciler.move is not None or reconciler.next is not None or reconciler.retiring:
-            return "the pipeline is about to move"
-        epoch = formation.record.epoch
-        if self.monitor.standing() != [(formation.record.id, epoch)]:
+        standing: dict[str, int] = {}
+        for one in coordinator.fleet.deployments:
+            formation = one.formation
+            if formation is None and one.replica:
+                continue  # too few PCs are left
+            if formation is None or not one.ready:
+                return f"no pipeline of {one.key} is ready"
+            if one.move is not None or one.next is not None or one.retiring:
+                return "a pipeline is about to move"
+            standing[formation.record.id] = formation.record.epoch
+        if sorted(self.monitor.standing()) != sorted(standing.items()):
             return f"{self.monitor.standing()} stand"
         for worker in self.workers():
+            epoch = standing.get(worker.start.pipeline)
             if worker.place is None or worker.place.epoch != epoch:
                 return f"{worker} is none of epoch {epoch}"
             if why := self.monitor.unsettled(worker, worker.place):
                 return why
-        return self._unknown(coordinator, epoch)
+        return self._unknown(coordinator, standing)
 
-    def _unknown(self, coordinator: Coordinator, epoch: int) -> str:
+    def _unknown(self, coordinator: Coordinator, standing: dict[str, int]) -> str:
         """Which daemon doesn't know who is a member, who leads, or where requests go."""
-        members = frozenset(coordinator.reconciler.registry.members)
+        members = frozenset(coordinator.fleet.registry.members)
         for daemon in self.daemons.values():
             if daemon.peer.id not in members:
                 continue  # it has left, and is about to end
@@ -372,8 +393,9 @@ class World:
                 return f"{daemon} follows another term"
             if daemon.book.peers != members:
                 return f"{daemon} knows other members"
-            if [target.epoch for target in daemon.heads.targets()] != [epoch]:
-                return f"{daemon} has no way to the head"
+            targets = [one for model in self.models for one in daemon.heads.targets(model)]
+            if {one.pipeline: one.epoch for one in targets} != standing:
+                return f"{daemon} has no way to all of {standing}"
         return ""
 
     def note(self, text: str) -> None:
@@ -395,13 +417,13 @@ def _mode(rng: Random) -> Mode:
     )
 
 
-def run(seed: int, *, verbose: bool = False) -> Outcome:
+def run(seed: int, *, several: bool = False, verbose: bool = False) -> Outcome:
     """Run a seed.
 
     Raises:
         Failure: something did not hold; says how to see it again.
     """
-    world = World(seed, verbose=verbose)
+    world = World(seed, several=several, verbose=verbose)
     gc.disable()  # a sixth of the time
     try:
         return world.run()
@@ -409,13 +431,13 @@ def run(seed: int, *, verbose: bool = False) -> Outcome:
         story = "\n".join(world.story)
         raise Failure(
             f"seed {seed}: {type(error).__name__}: {error}\n{story}\n"
-            f"again: python -m tests.dst {seed}"
+            f"again: python -m tests.dst {seed}{' several' if several else ''}"
         ) from error
     finally:
         gc.enable()
 
 
-def run_all(seeds: Iterable[int]) -> list[Outcome]:
+def run_all(seeds: Iterable[int], *, several: bool = False) -> list[Outcome]:
     """Run them until one fails.
 
     Raises:
@@ -423,7 +445,7 @@ def run_all(seeds: Iterable[int]) -> list[Outcome]:
     """
     outcomes = []
     for seed in seeds:
-        outcomes.append(run(seed))
+        outcomes.append(run(seed, several=several))
         if seed % 20 == 0:
             gc.collect()
     return outcomes

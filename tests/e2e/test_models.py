@@ -1,5 +1,6 @@
 """Models as a user changes them while the swarm runs: ``molink stop``, ``molink run``."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
@@ -20,16 +21,19 @@ def workers(status: dict[str, object]) -> list[int]:
 def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "brought", "qwen2", 1)
     options = tools.local_options("--dtype", "f32", "--coordinator-port", "0")
+    clients = ExitStack()
     process = tools.Process(tmp_path / "home", ["up", *options])
     try:
         (pid,) = workers(process.wait_ready())
-        endpoint = process.found().endpoints[0]
+        # Closed in the end: a connection may outlive its answer.
+        client = tools.client(process.found().endpoints[0])
+        clients.callback(client.close)
         stopped = tools.run_molink(tmp_path / "home", "stop")
         assert "molink-demo is not served any more" in stopped.stdout
         tools.wait_for(lambda: not psutil.pid_exists(pid), process)
-        tools.wait_for(lambda: not tools.client(endpoint).models.list().data, process)
+        tools.wait_for(lambda: not client.models.list().data, process)
         with pytest.raises(openai.APIStatusError, match="molink run MODEL") as refused:
-            tools.client(endpoint).completions.create(model="molink-demo", prompt="x")
+            client.completions.create(model="molink-demo", prompt="x")
         assert refused.value.status_code == 503
         assert tools.run_molink(tmp_path / "home", "stop").returncode == 1
 
@@ -45,6 +49,7 @@ def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel)
         assert "no model" in wrong.stderr
         assert process.status()["model"] == "brought"
     finally:
+        clients.close()
         process.stop()
     # So it is served when molink is started again.
     process = tools.Process(tmp_path / "home", ["up", *options])

@@ -1,4 +1,4 @@
-"""A swarm on paper: members that report, and a reconciler that is told."""
+"""A swarm on paper: members that report, and a fleet that is told."""
 
 from typing import Any
 
@@ -19,6 +19,8 @@ from molink.swarm.events import (
     StageSaid,
     Tick,
 )
+from molink.swarm.fleet import Fleet
+from molink.swarm.formation import Formation
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
 from molink.wire.messages.instructions import (
@@ -100,27 +102,38 @@ def worker(
 
 
 class Paper:
-    """Drives a reconciler; ``sent`` holds what it told peers since it was last asked."""
+    """Drives a fleet; ``sent`` holds what it told peers since it was last asked."""
 
     def __init__(
         self,
         *names: str,
         min_peers: int = 1,
         now: float = 100.0,
-        **restored: Desired | PipelineRecord | tuple[int, int] | None,
+        desired: Desired | None = None,
+        pipeline: PipelineRecord | None = None,
+        **restored: tuple[int, int],
     ) -> None:
         self.now = now
         self.members = [member(name) for name in names]
-        self.reconciler = Reconciler("s1", self.members, self.now, **restored)
+        models = (desired,) if desired is not None else ()
+        pipelines = (pipeline,) if pipeline is not None else ()
+        self.fleet = Fleet(
+            "s1", self.members, self.now, models=models, pipelines=pipelines, **restored
+        )
         self.min_peers = min_peers
         self.decisions = []
         self.committed = []
         self._routes = {}
 
+    @property
+    def reconciler(self) -> Reconciler:
+        """That of the first model, or the only one."""
+        return self.fleet.deployments[0]
+
     def do(self, event: Any) -> list[Announce | Commit | SendMessage] | None:
-        decisions = self.reconciler.handle(event, self.now)
-        audit(self.reconciler)
-        live = self.reconciler.registry.sessions
+        decisions = self.fleet.handle(event, self.now)
+        audit(self.fleet)
+        live = self.fleet.registry.sessions
         assert all(d.peer in live for d in decisions if isinstance(d, SendMessage))
         self.decisions += decisions
         self.committed += [d.pipeline for d in decisions if isinstance(d, Commit)]
@@ -158,7 +171,7 @@ class Paper:
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for name in alive:
-                self.do(Reported(name, self.reconciler.registry.sessions[name].report))
+                self.do(Reported(name, self.fleet.registry.sessions[name].report))
             self.do(Tick())
 
     def report(self, name: str, *workers: WorkerState, fresh: bool = False, **changes: Any) -> None:
@@ -172,7 +185,15 @@ class Paper:
         """Serve a model; unless ``changes`` say otherwise, every peer gets a stage."""
         values = {"facts": FACTS, "source": "a", "min_peers": self.min_peers, "min_stages": 16}
         values |= changes
-        self.do(Serve(Desired(**values)))
+        self.do(Serve((Desired(**values),)))
+
+    def serve_all(self, *models: Desired) -> None:
+        """Serve these."""
+        self.do(Serve(models))
+
+    def deployment(self, model: str, replica: int = 0) -> Reconciler:
+        """That of a model."""
+        return next(one for one in self.fleet.deployments if one.key == (model, replica))
 
     def loaded(
         self,
@@ -230,18 +251,20 @@ class Paper:
         self, peer: str, number: int, state: str = "done", reason: str = "", done: int = 0
     ) -> None:
         said = Prefetched(number=number, state=state, reason=reason, done=done)
-        old = self.reconciler.registry.sessions[peer].report
+        old = self.fleet.registry.sessions[peer].report
         self.do(Reported(peer, msgspec.structs.replace(old, prefetched=said)))
 
     def show_workers(self) -> None:
         """Every stage of the formation shows up in its peer's report."""
-        formation = self.reconciler.formation
-        if formation is None:
-            return
+        for one in self.fleet.deployments:
+            if one.formation is not None:
+                self._show(one.formation)
+
+    def _show(self, formation: Formation) -> None:
         for stage, record in enumerate(formation.record.stages):
             state = "ready" if formation.state == "ready" else "loading"
             shown = worker(state, formation.record.epoch, stage, record.layers, formation.record.id)
-            old = self.reconciler.registry.sessions[record.peer].report
+            old = self.fleet.registry.sessions[record.peer].report
             self.do(
                 Reported(
                     record.peer,

@@ -265,7 +265,7 @@ def test_peers_are_introduced_to_each_other(kit: Kit) -> None:
 
 
 def test_a_peer_that_connects_again_is_told_everything_again(running: Paper) -> None:
-    running.do(Reported("c", running.reconciler.registry.sessions["c"].report, fresh=True))
+    running.do(Reported("c", running.fleet.registry.sessions["c"].report, fresh=True))
     sent = running.take(about_members=True)
     assert [peer for peer, _ in sent] == ["c"] * 4
     assert sent[0][1] == Welcome(swarm="s1", peer="c")
@@ -557,19 +557,19 @@ def test_another_model_ends_all_pipelines(running: Paper) -> None:
 
 def test_no_model_releases_all_memory(running: Paper, kit: Kit) -> None:
     running.obey(beside(running))
-    running.do(Serve(None))
+    running.do(Serve(()))
     sent = running.take()
     ended = {(p, m.pipeline) for p, m in sent if isinstance(m, Unassign)}
     assert {("a", "p1"), ("d", "p2")} <= ended
     assert {m.pipeline for p, m in sent if p == "a" and isinstance(m, RouteGone)} == {"p1", "p2"}
-    audit(running.reconciler)
+    audit(running.fleet)
     # A worker that was about to begin meanwhile is ended too, and so is nothing else begun.
     running.report("a", kit.worker("ready", 1, 0, (0, 6), pipeline="p2"))
     assert ("a", Unassign(pipeline="p2")) in running.take()
     running.do(Departed("b"))
     running.wait(20, *"acd")
     assert not [m for _, m in running.take() if isinstance(m, (Assign, Form, Route, Prefetch))]
-    assert "`molink run MODEL`" in running.reconciler.reason
+    assert "`molink run MODEL`" in running.fleet.reason
     running.serve()
     running.wait(1, *"acd")
     running.obey()
@@ -603,7 +603,7 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: Paper) -> None:
     joined(running)
     running.prefetched("d", 1, "failed", "the disk is full")
     assert running.reconciler.move is None
-    assert "D can't get its files: the disk is full" in " ".join(running.reconciler.story)
+    assert "D can't get its files: the disk is full" in " ".join(running.fleet.story)
     running.wait(5, *"abcd")
     assert running.take() == []
     assert running.reconciler.formation.record.epoch == 1
@@ -614,7 +614,7 @@ def test_a_newcomer_that_cannot_fetch_disturbs_nobody(running: Paper) -> None:
 
 
 def test_a_stage_that_cannot_fetch_more_goes_on_as_it_is(running: Paper) -> None:
-    running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
+    running.report("b", *running.fleet.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     assert [p for p, m in running.take() if isinstance(m, Prefetch)] == ["a", "c"]
     running.prefetched("c", 1, "failed")
@@ -703,7 +703,7 @@ def test_joining_for_ever_does_not_put_it_off_for_ever(kit: Kit) -> None:
     paper.serve()
     paper.report("a")
     for name in "bcdefghijk":
-        paper.wait(0.75, *paper.reconciler.registry.sessions)
+        paper.wait(0.75, *paper.fleet.registry.sessions)
         paper.join(name)
     assert paper.committed
 
@@ -736,7 +736,7 @@ def test_a_crash_loop_is_left_out_longer_and_longer(running: Paper) -> None:
         gaps.append(round(running.now - since))
     # While it is left out for a moment only, it is waited for.
     assert gaps == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert "left out for" in " ".join(running.reconciler.story)
+    assert "left out for" in " ".join(running.fleet.story)
 
 
 def test_what_works_is_not_disturbed_for_a_suspect(running: Paper) -> None:
@@ -762,7 +762,7 @@ def test_a_second_failure_does_not_make_all_stages_load_anew(running: Paper) -> 
 def test_a_closed_connection_is_a_loss_unless_there_is_another_at_once(running: Paper) -> None:
     running.do(Disconnected("c"))
     running.wait(0.25, *"ab")
-    running.report("c", *running.reconciler.registry.sessions["c"].report.workers, fresh=True)
+    running.report("c", *running.fleet.registry.sessions["c"].report.workers, fresh=True)
     running.wait(5, *"abc")
     assert running.reconciler.formation.record.epoch == 1
     running.do(Disconnected("c"))
@@ -779,7 +779,7 @@ def test_a_neighbour_and_a_closed_connection_agree(running: Paper, first: str) -
         running.do(Disconnected("c"))
     running.failed("b", 1, epoch=1, next_lost=True)
     running.do(Disconnected("c"))
-    assert not running.reconciler.registry.live("c")
+    assert not running.fleet.registry.live("c")
     running.wait(0.5, *"ab")
     assert running.reconciler.formation.peers == ("a", "b")
 
@@ -833,7 +833,7 @@ def test_who_was_lost_to_its_neighbour_is_placed_once_it_has_reported(running: P
     running.failed("b", 1, epoch=1, next_lost=True)  # `c`, and nobody knows why
     running.wait(0.5, *"ab")
     assert running.reconciler.formation is None
-    running.report("c", *running.reconciler.registry.sessions["c"].report.workers)
+    running.report("c", *running.fleet.registry.sessions["c"].report.workers)
     running.wait(0.5, *"abc")
     assert running.reconciler.formation.peers == ("a", "b", "c")
 
@@ -887,7 +887,7 @@ def test_a_peer_that_stops_in_good_order_is_no_suspect(running: Paper) -> None:
     running.obey()
     assert "left out for" in running.reconciler.left_out("c")
     running.do(Departed("c"))
-    assert not running.reconciler.registry.live("c")
+    assert not running.fleet.registry.live("c")
     running.wait(1.25, *"ab")
     running.obey()
     assert running.reconciler.ready
@@ -923,7 +923,7 @@ def test_a_peer_that_just_went_silent_is_not_placed(running: Paper) -> None:
 
 def test_a_short_silence_changes_nothing(running: Paper) -> None:
     running.wait(2.5, *"ab")
-    running.report("c", *running.reconciler.registry.sessions["c"].report.workers)
+    running.report("c", *running.fleet.registry.sessions["c"].report.workers)
     running.wait(2, *"abc")
     assert running.take() == []
     assert running.reconciler.ready
@@ -935,16 +935,14 @@ def test_its_own_standstill_is_nobodys_silence(running: Paper) -> None:
     assert running.take() == []
     running.wait(6)
     assert running.take() == []
-    assert not running.reconciler.registry.sessions
+    assert not running.fleet.registry.sessions
 
 
 def test_who_was_cut_off_may_come_back_after_our_standstill(running: Paper) -> None:
     running.do(Disconnected("b"))
     running.now += 60
     # What waits in the socket comes before any tick.
-    workers = {
-        name: one.report.workers for name, one in running.reconciler.registry.sessions.items()
-    }
+    workers = {name: one.report.workers for name, one in running.fleet.registry.sessions.items()}
     running.report("a", *workers["a"])
     running.report("b", *workers["b"], fresh=True)
     running.wait(3, *"abc")
@@ -971,7 +969,7 @@ def test_a_peer_that_leaves(running: Paper) -> None:
         ("a", route(1)),
         ("c", route(1)),
     ]
-    running.do(Reported("b", running.reconciler.registry.sessions["a"].report))
+    running.do(Reported("b", running.fleet.registry.sessions["a"].report))
     assert running.take() == []
     running.wait(0.5, *"ac")
     assert running.reconciler.formation.peers == ("a", "c")
@@ -1057,7 +1055,7 @@ def test_a_formation_without_progress_is_given_up(kit: Kit) -> None:
     paper.report("b", kit.worker("fetching", 1, 1, second.layers, done=2 * 10**8))  # no way back
     paper.wait(2, *"ab")
     assert paper.reconciler.formation.record.epoch == 2
-    assert "B made too little progress with loading its stage" in " ".join(paper.reconciler.story)
+    assert "B made too little progress with loading its stage" in " ".join(paper.fleet.story)
 
 
 def fetching_until_given_up(paper: Paper, kit: Kit, claim: Callable[[float], int]) -> float:
@@ -1093,7 +1091,7 @@ def fetching_until_given_up(paper: Paper, kit: Kit, claim: Callable[[float], int
 def test_who_only_says_that_it_fetches_is_left_out(kit: Kit, claim: Callable[[float], int]) -> None:
     paper = kit.Paper("a", "b", "c", min_peers=3)
     assert fetching_until_given_up(paper, kit, claim) <= 62
-    assert "C made too little progress with fetching its stage" in " ".join(paper.reconciler.story)
+    assert "C made too little progress with fetching its stage" in " ".join(paper.fleet.story)
     paper.wait(0.5, "a", "b")
     assert paper.reconciler.formation.peers == ("a", "b")
     paper.obey()
@@ -1115,7 +1113,7 @@ def test_a_peer_whose_files_never_come_is_not_waited_for(running: Paper) -> None
     running.prefetched("d", 1, "fetching")
     running.wait(31, *"abcd")
     assert running.reconciler.move is None
-    assert "D can't get its files: they come too slowly" in " ".join(running.reconciler.story)
+    assert "D can't get its files: they come too slowly" in " ".join(running.fleet.story)
     assert running.reconciler.ready
 
 
@@ -1130,7 +1128,7 @@ def test_a_stage_that_never_links_is_given_up(kit: Kit) -> None:
             paper.loaded(message, peer)
     paper.ready("a", 0, epoch=1)
     paper.wait(61, *"ab")
-    assert "B did not take its place in the ring" in " ".join(paper.reconciler.story)
+    assert "B did not take its place in the ring" in " ".join(paper.fleet.story)
     assert paper.reconciler.formation.record.epoch == 2
 
 
@@ -1187,7 +1185,7 @@ def test_workers_of_nothing_are_stopped(running: Paper, kit: Kit) -> None:
 
 
 def test_a_peer_that_gets_no_stage_any_more_is_told_so(running: Paper) -> None:
-    running.report("b", *running.reconciler.registry.sessions["b"].report.workers, stage="none")
+    running.report("b", *running.fleet.registry.sessions["b"].report.workers, stage="none")
     running.wait(1.25, *"abc")
     running.obey()
     running.wait(1.25, *"abc")
@@ -1355,7 +1353,7 @@ def test_an_unformed_epoch_is_not_adopted(running: Paper, kit: Kit) -> None:
 
 
 def test_broken_invariants_come_with_the_story(running: Paper) -> None:
-    running.reconciler.registry.sessions["z"] = running.reconciler.registry.sessions["a"]
+    running.fleet.registry.sessions["z"] = running.fleet.registry.sessions["a"]
     with pytest.raises(InvariantError) as caught:
         running.do(Tick())
     assert any("is ready" in line for line in caught.value.story)
@@ -1389,7 +1387,7 @@ def test_a_route_that_a_peer_has_lost_is_told_again(kit: Kit) -> None:
     paper.wait(2, *"ab")
     paper.obey()
     paper.take()
-    last = paper.reconciler.registry.sessions["b"].report
+    last = paper.fleet.registry.sessions["b"].report
     known = msgspec.structs.replace(last, routes=(("p1", 1, True),))
     earlier = msgspec.structs.replace(last, routes=(("p1", 1, False),))
     for report in (*[earlier] * (MAX_ASTRAY - 1), known, *[earlier] * (MAX_ASTRAY - 1)):

@@ -82,7 +82,7 @@ class World:
     def wait(self, alive: set[str], seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
             self.paper.now += 0.25
-            for name in sorted(alive & set(self.paper.reconciler.registry.sessions)):
+            for name in sorted(alive & set(self.paper.fleet.registry.sessions)):
                 self.report(name)
             self.paper.do(Tick())
 
@@ -104,7 +104,7 @@ class World:
                 shown = (message.epoch, stage, old.layers, message.pipeline)
                 self.workers[name][message.pipeline] = self.kit.worker("ready", *shown)
             self.act(("ready", name, stage, message.epoch, message.pipeline))
-        if report and name in self.paper.reconciler.registry.sessions:
+        if report and name in self.paper.fleet.registry.sessions:
             self.report(name)
 
     def work(self, busy: set[str], rounds: int) -> None:
@@ -121,6 +121,8 @@ class World:
         getattr(self.paper, call[0])(*call[1:])
 
     def fail(self, name: str, next_lost: bool) -> None:
+        if not self.paper.fleet.deployments:
+            return
         formation = self.paper.reconciler.formation
         stage = formation.stage_of(name) if formation is not None else None
         if stage is not None:
@@ -135,7 +137,7 @@ class World:
         if self.pids[name] != pid:
             self.pids[name], self.workers[name] = pid, {}
             self.prefetched[name] = None
-        if name in self.paper.reconciler.registry.members:
+        if name in self.paper.fleet.registry.members:
             self.report(name, fresh=True)
 
     def cut(self, name: str, other: str) -> None:
@@ -161,7 +163,7 @@ class World:
         self.deliver()
         old = self.paper
         self.paper = self.kit.Paper(
-            *old.reconciler.registry.members,
+            *old.fleet.registry.members,
             now=old.now,
             desired=self.desired,
             pipeline=self.kept,
@@ -219,7 +221,7 @@ class World:
             }
             for stage, placed in enumerate(record.stages):
                 assert (placed.peer, stage, record.epoch, record.id) in said
-                assert reconciler.registry.live(placed.peer)
+                assert self.paper.fleet.registry.live(placed.peer)
 
 
 @given(st.lists(steps, min_size=5, max_size=40))
@@ -230,9 +232,9 @@ def test_promises_are_kept(kit: Kit, plan: list[Any]) -> None:
         world.step("join", name, "auto")
     world.step("serve", "auto", 2)
     for step in plan:
-        members = set(world.paper.reconciler.registry.members)
+        members = set(world.paper.fleet.registry.members)
         world.step(*step)
-        gone = members - set(world.paper.reconciler.registry.members)
+        gone = members - set(world.paper.fleet.registry.members)
         world.inbox.update({name: [] for name in gone})
         world.check()
 
@@ -259,4 +261,4 @@ def test_it_always_recovers(kit: Kit, plan: list[Any]) -> None:
         for name in "ab":
             world.obey(name, True)
             world.deliver()
-    raise AssertionError(world.paper.reconciler.story)
+    raise AssertionError(world.paper.fleet.story)

@@ -21,6 +21,11 @@ _LATE = (
         "Have the swarm serve a model, unless it does, wait for it, and chat with it.",
     ),
     (
+        "apply",
+        "molinkd.cli.apply:apply",
+        "Have the swarm serve the models that a file names, and no others; twice is as once.",
+    ),
+    (
         "pull",
         "molinkd.cli.model_verbs:pull",
         "Have a model on this PC: fetch what is missing of it from the Hugging Face hub.",

@@ -41,11 +41,11 @@ class LivePlan:
         return asdict(self)
 
 
-def explain(status: dict[str, Any]) -> LivePlan:
-    """The plan of a swarm, by ``molink status --json``.
+def explain(status: dict[str, Any]) -> list[LivePlan]:
+    """The plan of each ring of a swarm that is ready, by ``molink status --json``.
 
     Raises:
-        Unavailable: it has no ring; says why.
+        Unavailable: there is none; says why.
     """
     pipelines = [one for one in status["pipelines"] if one.get("ready") and one["stages"]]
     if not pipelines:
@@ -53,6 +53,23 @@ def explain(status: dict[str, Any]) -> LivePlan:
         why = next((reason for reason in reasons if reason), status.get("trouble", ""))
         raise Unavailable(f"no ring is ready: {why or 'nothing is served'}")
     names = {peer["id"]: printable(peer["name"]) for peer in status["peers"]}
+    used = {one["peer"] for pipeline in pipelines for one in pipeline["stages"]}
+    spares = {
+        names[peer["id"]]: printable(peer.get("reason", ""))
+        for peer in status["peers"]
+        if peer["state"] == "here" and peer["id"] not in used
+    }
+    objectives = {one["name"]: one.get("objective", "") for one in status.get("models", ())}
+    return [_plan(one, status, names, spares, objectives) for one in pipelines]
+
+
+def _plan(
+    pipeline: dict[str, Any],
+    status: dict[str, Any],
+    names: dict[str, str],
+    spares: dict[str, str],
+    objectives: dict[str, str],
+) -> LivePlan:
     stages = tuple(
         LiveStage(
             peer=names.get(one["peer"], one["peer"]),
@@ -62,17 +79,12 @@ def explain(status: dict[str, Any]) -> LivePlan:
             link_s=one.get("link_s", 0.0),
             measured=one.get("link_measured", False),
         )
-        for one in pipelines[0]["stages"]
+        for one in pipeline["stages"]
     )
-    used = {one["peer"] for one in pipelines[0]["stages"]}
-    spares = {
-        names[peer["id"]]: printable(peer.get("reason", ""))
-        for peer in status["peers"]
-        if peer["state"] == "here" and peer["id"] not in used
-    }
+    model = pipeline.get("model") or status["model"]
     turn = sum(one.step_s + one.link_s for one in stages)
-    objective = status.get("objective", "latency")
-    return LivePlan(status["model"], objective, stages, turn, _bottleneck(stages), spares)
+    objective = objectives.get(model) or status.get("objective", "latency")
+    return LivePlan(model, objective, stages, turn, _bottleneck(stages), spares)
 
 
 def show(plan: LivePlan) -> None:

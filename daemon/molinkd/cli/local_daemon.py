@@ -91,6 +91,12 @@ def fetch_status(found: Found) -> dict[str, Any]:
     return status
 
 
+def served(status: dict[str, Any]) -> list[str]:
+    """The names of the models that are to be served."""
+    names = [str(one["name"]) for one in status.get("models", ())]
+    return names or [str(name) for name in (status.get("model"),) if name]
+
+
 def fetch_invite(home: Home, ttl: float, uses: int) -> Invite:
     """A new join token, from the daemon here or from a coordinator that runs alone."""
     reply, _ = _ask_swarm(home, InviteRequest(ref=0, ttl=ttl, uses=uses))

@@ -83,7 +83,7 @@ def list_models(
     for column in ("model", "size", "where", "", "path"):
         table.add_column(column, overflow="fold")
     for one in models:
-        state = "served" if one.is_called(served) else "" if one.whole else "in part"
+        state = "served" if any(map(one.is_called, served)) else "" if one.whole else "in part"
         cells = (one.name, f"{one.size / 1e9:.2f} GB", one.where, state, str(one.path))
         table.add_row(*map(printable, cells))
     Console(highlight=False, markup=False).print(table)
@@ -100,7 +100,7 @@ def rm(
     place = Home.find(home)
     chosen = choose(place, models_here(place), model, hf_cache=hf_cache)
     served = _served(place)
-    if served and any(one.is_called(served) for one in chosen):
+    if any(one.is_called(name) for one in chosen for name in served):
         first = place.typed("stop")
         raise UsageError(f"{model} is being served: {first} first, or serve another one")
     freed = sum(map(delete, chosen))
@@ -132,7 +132,7 @@ def run_model(
         )
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     name = _called(model)
-    if local_daemon.fetch_status(found).get("model") != name:
+    if name not in local_daemon.served(local_daemon.fetch_status(found)):
         name = _bring(found, model, line)
     endpoint = found.endpoints[0]
     _wait_served(found, endpoint, name, timeout, line)
@@ -143,11 +143,12 @@ def run_model(
 def stop(home: HomeOption = None) -> None:
     """Have the swarm serve no model: all PCs release its memory; PCs stay in the swarm."""
     found = local_daemon.need_daemon(home)
-    served = local_daemon.fetch_status(found).get("model")
+    served = local_daemon.served(local_daemon.fetch_status(found))
     reply, _ = local_daemon.ask(found, StopServing(ref=0))
     assert isinstance(reply, Done)
+    are = "are" if len(served) > 1 else "is"
     again = f"{Home.find(home).typed('run MODEL')} has a model served."
-    print(printable(f"{served} is not served any more; {again}"))
+    print(printable(f"{', '.join(served)} {are} not served any more; {again}"))
 
 
 def _called(model: str) -> str:
@@ -158,16 +159,16 @@ def _called(model: str) -> str:
     return short_name(model)
 
 
-def _served(home: Home) -> str:
-    """The model that the swarm of this PC serves; empty if none is, or nothing runs here."""
+def _served(home: Home) -> list[str]:
+    """The models that the swarm of this PC serves; none if nothing runs here."""
     found = local_daemon.find_daemon(home)
     try:
-        return (found and local_daemon.fetch_status(found).get("model")) or ""
+        return [] if found is None else local_daemon.served(local_daemon.fetch_status(found))
     except MolinkError:
-        return ""
+        return []
 
 
-def _as_json(model: ModelHere, served: str) -> dict[str, Any]:
+def _as_json(model: ModelHere, served: list[str]) -> dict[str, Any]:
     return {
         "name": model.name,
         "where": model.where,
@@ -175,7 +176,7 @@ def _as_json(model: ModelHere, served: str) -> dict[str, Any]:
         "size": model.size,
         "total": model.total,
         "whole": model.whole,
-        "served": bool(served) and model.is_called(served),
+        "served": any(map(model.is_called, served)),
     }
 
 
@@ -192,14 +193,15 @@ def _watched(get: Callable[[], T], model: str, progress: Progress, stop: threadi
         future.add_done_callback(lambda _: done.set())
         try:
             while not done.wait(LOOK_S):
-                _show(line, model, progress, speed)
+                show_progress(line, model, progress, speed)
         finally:
             stop.set()
             line.clear()
         return future.result()
 
 
-def _show(line: TransferLine, model: str, progress: Progress, speed: Throughput) -> None:
+def show_progress(line: TransferLine, model: str, progress: Progress, speed: Throughput) -> None:
+    """How far a transfer of a model is, in one line."""
     speed.observe(progress.done - progress.kept, time.monotonic())
     if not progress.total:
         return
@@ -228,7 +230,7 @@ def _bring(found: local_daemon.Found, model: str, line: TransferLine) -> str:
             speed, doing = Throughput(time.monotonic(), far.done), far.state
         progress = Progress(far.done, far.total)
         progress.source = "the hub" if doing == "fetching" else "disk, to hash it once"
-        _show(line, far.name or model, progress, speed)
+        show_progress(line, far.name or model, progress, speed)
         time.sleep(LOOK_S)
 
 

@@ -59,11 +59,13 @@ def plan(
 ) -> None:
     """Placement, micro-batches and predicted times of a ring, by rooflines: nothing is started."""
     if live:
-        explained = explain(fetch_status(need_daemon(home)))
+        rings = explain(fetch_status(need_daemon(home)))
         if as_json:
-            print(json.dumps(explained.as_json(), indent=2))
-        else:
-            show(explained)
+            told = [one.as_json() for one in rings]
+            print(json.dumps(told[0] if len(told) == 1 else told, indent=2))
+            return
+        for one in rings:
+            show(one)
         return
     devices = [name.strip() for name in device.split(",")]
     if len(devices) == 1:

@@ -19,9 +19,7 @@ def show_status(
     """Print the state of a swarm; ``typed`` is the ``Home.typed`` of the home here."""
     console = Console(highlight=False)
     title = f"Swarm {state['swarm']}" + (" (demo)" if demo else "")
-    kept = state.get("quantize", "none")
-    model = f"{state.get('model') or 'none'}" + (f" in {kept}" if kept != "none" else "")
-    console.print(_text(f"{title}, model {model}", "bold"))
+    console.print(_text(f"{title}, {_models(state)}", "bold"))
     coordinator = state.get("coordinator")
     if not isinstance(coordinator, dict) or coordinator.get("state") != "running":
         console.print(_text(f"Only what this PC knows: {state.get('trouble')}", "yellow"))
@@ -36,7 +34,8 @@ def show_status(
     if state.get("files"):
         console.print(_text(state["files"], "yellow"))
     for pipeline in state.get("pipelines", ()):
-        console.print(_text(_pipeline(pipeline)))
+        of = f" of {pipeline['model']}" if len(state["pipelines"]) > 1 else ""
+        console.print(_text(_pipeline(pipeline, of)))
     for one in state.get("knocks", ()):
         approve = typed(f"approve {one['code']}")
         text = f"{one['name']} ({one['address']}) wants to join: {approve}"
@@ -95,8 +94,23 @@ def _copy(percent: int) -> str:
     return "whole" if percent == 100 else f"{percent} %" if percent else ""
 
 
-def _pipeline(pipeline: dict[str, Any]) -> str:
+def _models(state: dict[str, Any]) -> str:
+    """What is to be served."""
+    models = state.get("models", ())
+    if len(models) > 1:
+        return "models " + ", ".join(map(_model, models))
+    only = {"name": state.get("model") or "none", "quantize": state.get("quantize", "none")}
+    return f"model {_model(models[0] | only if models else only)}"
+
+
+def _model(model: dict[str, Any]) -> str:
+    kept, replicas = model.get("quantize", "none"), model.get("replicas", 1)
+    times = f" ({model.get('ready', 0)} of {replicas} replicas ready)" if replicas > 1 else ""
+    return f"{model['name']}{f' in {kept}' if kept != 'none' else ''}{times}"
+
+
+def _pipeline(pipeline: dict[str, Any], of: str) -> str:
     ready = "ready" if pipeline.get("ready") else "not ready"
     reason = f": {pipeline['reason']}" if pipeline.get("reason") else ""
     epoch = epoch_text(pipeline["epoch"])
-    return f"Pipeline {pipeline['id']} (epoch {epoch}) is {ready}{reason}"
+    return f"Pipeline {pipeline['id']}{of} (epoch {epoch}) is {ready}{reason}"

@@ -5,15 +5,18 @@ from collections.abc import Callable
 
 from molink.errors import NotAuthorized, RequestError
 from molink.swarm.events import Event, MemberAdded, MemberRemoved, Serve
+from molink.swarm.fleet import Fleet
 from molink.swarm.hygiene import is_model_name
 from molink.swarm.invitations import encode_invitations
-from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord, Standing
 from molink.swarm.token import JoinToken
+from molink.swarm.wishes import changes, decode_wishes, fulfil
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control import Done
 from molink.wire.messages.instructions import Revoked
 from molink.wire.messages.requests import (
+    Applied,
+    ApplyModels,
     InvitationsReply,
     InvitationsRequest,
     Invite,
@@ -34,6 +37,7 @@ from molinkd.coordinator.state import State
 #: What is answered here.
 Order = (
     ServeModel
+    | ApplyModels
     | StopServing
     | InviteRequest
     | InvitationsRequest
@@ -41,7 +45,7 @@ Order = (
     | UnrevokeRequest
     | JudgeRequest
 )
-Answer = Done | Invite | InvitationsReply | RevokeReply | JudgeReply
+Answer = Done | Applied | Invite | InvitationsReply | RevokeReply | JudgeReply
 
 #: Until an answer is out, before connections are cut, in seconds.
 _CUT_DELAY = 0.2
@@ -57,7 +61,7 @@ class Administration:
         swarm: str,
         state: State,
         door: Door,
-        reconciler: Reconciler,
+        fleet: Fleet,
         connections: PeerConnections,
         happened: Callable[[Event], None],
         token: Callable[[str, int], JoinToken],
@@ -68,11 +72,13 @@ class Administration:
         ``token`` makes one of an invitation's secret key and the time when it expires.
         """
         self._swarm = swarm
-        self._state, self._door, self._reconciler = state, door, reconciler
+        self._state, self._door, self._fleet = state, door, fleet
         self._connections, self._happened, self._token = connections, happened, token
         self._reception = reception
 
-    def answer(self, peer: str, order: Order) -> tuple[Answer, bytes | None]:
+    def answer(
+        self, peer: str, order: Order, payload: memoryview | None
+    ) -> tuple[Answer, bytes | None]:
         """Do what ``peer`` asks; returns the answer and its payload.
 
         Raises:
@@ -82,6 +88,8 @@ class Administration:
         match order:
             case ServeModel():
                 return self._serve(peer, order), None
+            case ApplyModels():
+                return self._apply(peer, order, payload)
             case StopServing():
                 return self._stop(peer, order), None
             case InviteRequest():
@@ -110,7 +118,15 @@ class Administration:
         return stayed
 
     def _serve(self, peer: str, order: ServeModel) -> Done:
+        applied = any(one.applied for one in self._fleet.models)
+        if applied and order.again:
+            return Done(ref=order.ref)
         self._check_model(peer, order.model.name)
+        if applied:
+            raise RequestError(
+                "what the swarm serves is written in a file: add the model to it and `molink "
+                "apply` it, or `molink stop` first"
+            )
         desired = Desired(
             facts=order.model,
             source=peer,
@@ -121,34 +137,51 @@ class Administration:
             objective=order.objective,
             min_stages=order.min_stages,
         )
-        self._state.save_desired(desired)
-        self._happened(Serve(desired))
+        self._have_served((desired,))
         return Done(ref=order.ref)
 
+    def _apply(
+        self, peer: str, order: ApplyModels, payload: memoryview | None
+    ) -> tuple[Applied, bytes]:
+        """Serve what a file names, all of it or nothing; says what that changes."""
+        if not self._door.records[peer].owner:
+            raise NotAuthorized("only the swarm's first PC may apply a file")
+        wishes = decode_wishes(payload)
+        models = fulfil(wishes, peer, self._fleet.registry)
+        lines = changes(self._fleet.models, models)
+        if lines and not order.dry:
+            self._have_served(models)
+        text = "\n".join(lines).encode("utf-8")
+        return Applied(ref=order.ref, payload=Payload("u8", (len(text),))), text
+
     def _stop(self, peer: str, order: StopServing) -> Done:
-        served = self._reconciler.desired
-        if served is None:
+        served = self._fleet.models
+        if not served:
             raise RequestError("the swarm serves no model")
-        if not self._door.records[peer].owner and served.source != peer:
+        if not self._door.records[peer].owner and any(one.source != peer for one in served):
+            names = ", ".join(one.facts.name for one in served)
             raise NotAuthorized(
-                f"only the swarm's first PC, or the one that brought {served.facts.name}, "
-                "can have it stop"
+                f"only the swarm's first PC, or the one that brought {names}, can have it stop"
             )
-        self._state.save_desired(None)
-        self._happened(Serve(None))
+        self._have_served(())
         return Done(ref=order.ref)
+
+    def _have_served(self, models: tuple[Desired, ...]) -> None:
+        self._state.save_models(models)
+        self._happened(Serve(models))
 
     def _check_model(self, peer: str, model: str) -> None:
         """Owners decide what is served; another member only where nothing is, or again its own."""
         if not is_model_name(model):
             raise RequestError("a model's name has to be printable text", param="model")
-        served = self._reconciler.desired
-        if served is None or self._door.records[peer].owner:
+        served = self._fleet.models
+        if not served or self._door.records[peer].owner:
             return
-        if (served.source, served.facts.name) != (peer, model):
+        if [(one.source, one.facts.name) for one in served] != [(peer, model)]:
+            names = ", ".join(one.facts.name for one in served)
             raise NotAuthorized(
-                f"the swarm serves {served.facts.name}; only its first PC can have it serve "
-                "another model (`molink run MODEL` there)"
+                f"the swarm serves {names}; only its first PC can have it serve another model "
+                "(`molink run MODEL` there)"
             )
 
     def _invite(self, peer: str, order: InviteRequest) -> Invite:
@@ -162,7 +195,7 @@ class Administration:
             stayed = self._door.end_invitation(target, peer)
         else:
             self._check_owner(peer)
-            if target == peer or target not in self._reconciler.registry.members:
+            if target == peer or target not in self._fleet.registry.members:
                 raise RequestError(f"{target} is no other member", param="target")
             self._connections.tell(target, Revoked(swarm=self._swarm))
             stayed = self.dismiss(target, "revoked")

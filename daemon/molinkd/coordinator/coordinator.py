@@ -1,4 +1,4 @@
-"""The coordinator: a socket, the state and a clock around the reconciler.
+"""The coordinator: a socket, the state and a clock around the fleet.
 
 Never in the path of a token. It can be killed at any moment: what it announced is committed, and
 what runs goes on without it. An error of the state ends the process; whoever supervises it starts
@@ -38,8 +38,8 @@ from molink.swarm.events import (
     Tick,
     Tried,
 )
+from molink.swarm.fleet import Fleet
 from molink.swarm.hygiene import clean_failed, clean_report
-from molink.swarm.reconciler import Reconciler
 from molink.swarm.relays import Found, Live, Offered, Opened
 from molink.swarm.status import build_status, encode_status
 from molink.swarm.terms import first_term
@@ -125,12 +125,12 @@ class Coordinator:
             state.save_max_peers(options.max_peers)
         max_peers = self.swarm.max_peers if options.max_peers is None else options.max_peers
         self.door = Door(state, self._gatekeeper, keys.public, options.members, max_peers)
-        self.reconciler = Reconciler(
+        self.fleet = Fleet(
             self.swarm.id,
             self.door.records.values(),
             time.monotonic(),
-            desired=state.desired(),
-            pipeline=state.pipeline(),
+            models=state.models(),
+            pipelines=state.pipelines(),
             last=state.last(),
             term=self.term,
             lost=options.lost,
@@ -150,13 +150,13 @@ class Coordinator:
         self._relaying = Relaying(self._connections.tell, self._happened)
         self._sharing = Sharing(state, self.door, self._connections.tell)
         self._reception = Reception(
-            options, self.swarm, self.door, self.reconciler, self._connections, self._happened
+            options, self.swarm, self.door, self.fleet, self._connections, self._happened
         )
         self._administration = Administration(
             self.swarm.id,
             state,
             self.door,
-            self.reconciler,
+            self.fleet,
             self._connections,
             self._happened,
             self._token,
@@ -240,7 +240,7 @@ class Coordinator:
             await asyncio.sleep(TICK)
             try:
                 self._happened(Tick())
-                self._relaying.handle(Live(self.reconciler.registry.sessions.keys()))
+                self._relaying.handle(Live(self.fleet.registry.sessions.keys()))
                 self.door.purge()
                 self._reception.tick()
             except Exception:
@@ -249,11 +249,11 @@ class Coordinator:
     # --- decisions ---------------------------------------------------------------------------
 
     def _happened(self, event: Event) -> None:
-        """Let the reconciler decide, and carry its decisions out in their order."""
+        """Let the fleet decide, and carry its decisions out in their order."""
         if self._ended is None or self._ended.done():
             return
         try:
-            for decision in self.reconciler.handle(event, time.monotonic()):
+            for decision in self.fleet.handle(event, time.monotonic()):
                 match decision:
                     case Commit():
                         self._state.commit(decision.pipeline)
@@ -303,7 +303,7 @@ class Coordinator:
                 self._connections.forget(peer)
                 self._happened(Departed(peer))
             case _ if isinstance(message, Order):
-                answer, text = self._administration.answer(peer, message)
+                answer, text = self._administration.answer(peer, message, payload)
                 self._reply(sender, answer, text)
             case StatusRequest():
                 self._status(sender, message)
@@ -321,7 +321,7 @@ class Coordinator:
 
     def _join(self, sender: Sender, message: JoinRequest) -> None:
         member = self.door.join(sender.user_id, message)
-        if member.peer not in self.reconciler.registry.members:
+        if member.peer not in self.fleet.registry.members:
             self._happened(MemberAdded(member))
         self._reply(sender, Joined(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
 
@@ -359,7 +359,7 @@ class Coordinator:
             coordinator_key=self._keys.public,
             secret_key=secret_key,
             expires=expires,
-            guides=guides(self.reconciler.registry, self._options.leader),
+            guides=guides(self.fleet.registry, self._options.leader),
         )
 
     def _turn_away(self, sender: Sender, message: ControlMessage) -> None:
@@ -372,7 +372,7 @@ class Coordinator:
 
     def _status(self, sender: Sender, message: StatusRequest) -> None:
         status = build_status(
-            self.reconciler,
+            self.fleet,
             self.swarm.id,
             self.addresses,
             os.getpid(),

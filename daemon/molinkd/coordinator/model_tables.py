@@ -1,95 +1,119 @@
 """What is served, as wanted and as it runs: records in their tables, inside a transaction."""
 
 import sqlite3
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
-from molink.swarm.records import Desired, PipelineRecord, StageRecord
+from molink.swarm.records import Desired, Pin, PipelineRecord, StageRecord
 
 
 class ModelTable:
-    """The model to be served."""
+    """The models to be served, in the order in which they are named."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def read(self) -> Desired | None:
-        """It, if there is one."""
-        row = self._db.execute(
+    def read(self) -> tuple[Desired, ...]:
+        """All."""
+        rows = self._db.execute(
             "SELECT facts, source, min_peers, dtype, micro_batches, quantize, objective, "
-            "min_stages FROM models"
-        ).fetchone()
-        if row is None:
-            return None
-        return Desired(msgspec.msgpack.decode(row[0], type=ModelFacts), *row[1:])
-
-    def replace(self, desired: Desired | None) -> None:
-        """Serve this one; a pipeline of another one, or with other weights, is forgotten."""
-        if desired is None:
-            self._db.execute("DELETE FROM models")
-            return
-        self._db.execute(
-            "DELETE FROM models WHERE facts != ? OR dtype != ? OR quantize != ?",
-            (msgspec.msgpack.encode(desired.facts), desired.dtype, desired.quantize),
+            "min_stages, replicas, pins, applied FROM models ORDER BY rowid"
         )
-        self.put(desired)
+        return tuple(
+            Desired(
+                msgspec.msgpack.decode(facts, type=ModelFacts),
+                *plain,
+            )
+            for facts, *plain in map(_unpacked, rows)
+        )
+
+    def replace(self, models: Sequence[Desired]) -> None:
+        """Serve these; pipelines of others, or with other weights, are forgotten."""
+        kept = {one.facts.name: one for one in models}
+        for (name,) in self._db.execute("SELECT name FROM models").fetchall():
+            if name not in kept:
+                self._db.execute("DELETE FROM models WHERE name = ?", (name,))
+        for one in models:
+            packed = msgspec.msgpack.encode(one.facts)
+            self._db.execute(
+                "DELETE FROM models WHERE name = ? AND (facts != ? OR dtype != ? OR quantize != ?)",
+                (one.facts.name, packed, one.dtype, one.quantize),
+            )
+            self._db.execute(
+                "DELETE FROM pipelines WHERE model = ? AND replica >= ?",
+                (one.facts.name, one.replicas),
+            )
+            self.put(one)
 
     def put(self, desired: Desired) -> None:
         """Write it."""
+        values = {
+            "name": desired.facts.name,
+            "facts": msgspec.msgpack.encode(desired.facts),
+            "source": desired.source,
+            "min_peers": desired.min_peers,
+            "dtype": desired.dtype,
+            "micro_batches": desired.micro_batches,
+            "quantize": desired.quantize,
+            "objective": desired.objective,
+            "min_stages": desired.min_stages,
+            "replicas": desired.replicas,
+            "pins": msgspec.msgpack.encode(desired.pins),
+            "applied": desired.applied,
+        }
+        changed = ", ".join(f"{name} = excluded.{name}" for name in values if name != "name")
         self._db.execute(
-            "INSERT INTO models (name, facts, source, min_peers, dtype, micro_batches, "
-            "quantize, objective, min_stages) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (name) DO UPDATE SET "
-            "facts = excluded.facts, source = excluded.source, "
-            "min_peers = excluded.min_peers, dtype = excluded.dtype, "
-            "micro_batches = excluded.micro_batches, quantize = excluded.quantize, "
-            "objective = excluded.objective, min_stages = excluded.min_stages",
-            (
-                desired.facts.name,
-                msgspec.msgpack.encode(desired.facts),
-                desired.source,
-                desired.min_peers,
-                desired.dtype,
-                desired.micro_batches,
-                desired.quantize,
-                desired.objective,
-                desired.min_stages,
-            ),
+            f"INSERT INTO models ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) "
+            f"ON CONFLICT (name) DO UPDATE SET {changed}",
+            tuple(values.values()),
         )
 
 
 class PipelineTable:
-    """The pipeline as last committed, with its stages."""
+    """The pipelines as last committed, with their stages; of each deployment one."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
-    def read(self) -> PipelineRecord | None:
-        """It, if there is one."""
-        row = self._db.execute(
-            "SELECT id, model, epoch, formed, blocks, micro_batches, block_size FROM pipelines"
-        ).fetchone()
-        if row is None:
-            return None
-        id, model, epoch, formed, *sizes = row
-        stages = tuple(
+    def read(self) -> tuple[PipelineRecord, ...]:
+        """All."""
+        rows = self._db.execute(
+            "SELECT id, model, epoch, formed, blocks, micro_batches, block_size, replica "
+            "FROM pipelines ORDER BY rowid"
+        ).fetchall()
+        return tuple(
+            PipelineRecord(id, model, epoch, self._stages(id), bool(formed), *sizes)
+            for id, model, epoch, formed, *sizes in rows
+        )
+
+    def _stages(self, pipeline: str) -> tuple[StageRecord, ...]:
+        return tuple(
             StageRecord(peer, (first, last), port, max_blocks, _profile(profile))
             for peer, first, last, port, max_blocks, profile in self._db.execute(
                 "SELECT peer, first, last, port, max_blocks, profile FROM stages "
                 "WHERE pipeline = ? ORDER BY stage",
-                (id,),
+                (pipeline,),
             )
         )
-        return PipelineRecord(id, model, epoch, stages, bool(formed), *sizes)
+
+    def epoch(self, pipeline: str) -> int:
+        """Its epoch; 0 if it is not known."""
+        row = self._db.execute("SELECT epoch FROM pipelines WHERE id = ?", (pipeline,)).fetchone()
+        return row[0] if row else 0
 
     def replace(self, pipeline: PipelineRecord) -> None:
-        """Put it in the place of the one before."""
-        self._db.execute("DELETE FROM pipelines")
+        """Put it in the place of the one before, of the same deployment."""
+        self._db.execute(
+            "DELETE FROM pipelines WHERE id = ? OR (model = ? AND replica = ?)",
+            (pipeline.id, pipeline.model, pipeline.replica),
+        )
         self._db.execute(
             "INSERT INTO pipelines (id, model, epoch, formed, blocks, micro_batches, "
-            "block_size) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "block_size, replica) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 pipeline.id,
                 pipeline.model,
@@ -98,6 +122,7 @@ class PipelineTable:
                 pipeline.blocks,
                 pipeline.micro_batches,
                 pipeline.block_size,
+                pipeline.replica,
             ),
         )
         self._db.executemany(
@@ -108,6 +133,12 @@ class PipelineTable:
                 for i, s in enumerate(pipeline.stages)
             ],
         )
+
+
+def _unpacked(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The row of a model, its last two columns as values."""
+    *plain, pins, applied = row
+    return *plain, msgspec.msgpack.decode(pins, type=tuple[Pin, ...]), bool(applied)
 
 
 def _packed(profile: Profile) -> bytes:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from molink.errors import RequestError
 from molink.facts.identity import peer_id
 from molink.swarm.events import Event, MemberAdded
+from molink.swarm.fleet import Fleet
 from molink.swarm.knocks import Waiting
-from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import SwarmRecord
 from molink.wire.messages.instructions import Knocking, KnockingPc
 from molink.wire.messages.porch import Outcome
@@ -30,12 +30,12 @@ class Reception:
         options: Options,
         swarm: SwarmRecord,
         door: Door,
-        reconciler: Reconciler,
+        fleet: Fleet,
         connections: PeerConnections,
         happened: Callable[[Event], None],
     ) -> None:
         self._options, self._swarm = options, swarm
-        self._door, self._reconciler = door, reconciler
+        self._door, self._fleet = door, fleet
         self._connections, self._happened = connections, happened
         self._porch: Porch | None = None
 
@@ -109,17 +109,17 @@ class Reception:
             self._connections.tell(peer, Knocking(knocks=tuple(knocks)))
 
     def _changed(self) -> None:
-        for peer in self._reconciler.registry.sessions:
+        for peer in self._fleet.registry.sessions:
             self._tell(peer)
 
     def _objection(self, public_key: str) -> Outcome | None:
         objection = self._door.objection(public_key)
-        if objection is None and self._reconciler.registry.live(peer_id(public_key)):
+        if objection is None and self._fleet.registry.live(peer_id(public_key)):
             return "twin"
         return objection
 
     def _admit(self, public_key: str, name: str, by: str) -> None:
         member = self._door.admit(public_key, name, by)
         log.info("%s (%s) knocked, and was let in by %s", member.name, member.peer, by)
-        if member.peer not in self._reconciler.registry.members:
+        if member.peer not in self._fleet.registry.members:
             self._happened(MemberAdded(member))

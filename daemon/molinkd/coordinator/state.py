@@ -6,7 +6,7 @@ own, and of an invitation the public half alone is kept.
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ class State:
         self._db = connection
         self.path = path
         self._members, self._invitations = MemberTable(connection), InvitationTable(connection)
-        self._model, self._pipeline = ModelTable(connection), PipelineTable(connection)
+        self._models, self._pipelines = ModelTable(connection), PipelineTable(connection)
 
     # --- life --------------------------------------------------------------------------------
 
@@ -133,6 +133,7 @@ class State:
         swarm = self.swarm()
         assert swarm is not None
         term, revision = self.version()
+        models, pipelines = self.models(), self.pipelines()
         return Replica(
             swarm=swarm.id,
             name=swarm.name,
@@ -142,9 +143,11 @@ class State:
             lineage=self.lineage(),
             members=tuple(self.members()),
             invitations=tuple(self.invitations()),
-            desired=self.desired(),
-            pipeline=self.pipeline(),
+            desired=models[0] if models else None,
+            pipeline=pipelines[0] if pipelines else None,
             last=self.last(),
+            more_models=models[1:],
+            more_pipelines=pipelines[1:],
         )
 
     def restore(self, replica: Replica, public_key: str) -> None:
@@ -177,10 +180,10 @@ class State:
             for invitation in replica.invitations:
                 used = tuple(use for use in invitation.used if use.peer in known)
                 self._invitations.put(replace(invitation, used=used))
-            if replica.desired is not None:
-                self._model.put(replica.desired)
-            if replica.pipeline is not None:
-                self._pipeline.replace(replica.pipeline)
+            for desired in replica.models:
+                self._models.put(desired)
+            for pipeline in replica.pipelines:
+                self._pipelines.replace(pipeline)
 
     def touch(self) -> None:
         """Count the revision up, so that every peer gets the state anew."""
@@ -244,18 +247,18 @@ class State:
 
     # --- desired and committed ---------------------------------------------------------------
 
-    def desired(self) -> Desired | None:
-        """The model to be served."""
-        return self._model.read()
+    def models(self) -> tuple[Desired, ...]:
+        """The models to be served."""
+        return self._models.read()
 
-    def save_desired(self, desired: Desired | None) -> None:
-        """Serve this model; a pipeline of another one, or with other weights, is forgotten."""
+    def save_models(self, models: Sequence[Desired]) -> None:
+        """Serve these; pipelines of others, or with other weights, are forgotten."""
         with self._transaction():
-            self._model.replace(desired)
+            self._models.replace(models)
 
-    def pipeline(self) -> PipelineRecord | None:
-        """The pipeline as last committed."""
-        return self._pipeline.read()
+    def pipelines(self) -> tuple[PipelineRecord, ...]:
+        """The pipelines as last committed."""
+        return self._pipelines.read()
 
     def last(self) -> tuple[int, int]:
         """The number of the newest pipeline and the newest epoch, whether they still are or not."""
@@ -266,16 +269,17 @@ class State:
         """Commit an epoch of a pipeline, or that it has formed.
 
         Raises:
-            InvariantError: the epoch is older than one already committed.
+            InvariantError: the epoch is older than one of it that was committed.
         """
-        number, epoch = self.last()
+        number, newest = self.last()
+        epoch = self._pipelines.epoch(pipeline.id)
         if pipeline.epoch < epoch:
             raise InvariantError(f"epoch {pipeline.epoch} after {epoch} was committed")
         with self._transaction():
-            self._pipeline.replace(pipeline)
+            self._pipelines.replace(pipeline)
             self._db.execute(
                 "UPDATE swarm SET last_pipeline = ?, last_epoch = ?",
-                (max(number, _number(pipeline.id)), pipeline.epoch),
+                (max(number, _number(pipeline.id)), max(newest, pipeline.epoch)),
             )
 
     def reserve(self, pipeline: str, epoch: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from molink.errors import DamagedState, StateError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -46,12 +46,14 @@ CREATE TABLE models (
     name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),
     min_peers INTEGER NOT NULL, dtype TEXT NOT NULL, micro_batches INTEGER NOT NULL,
     quantize TEXT NOT NULL DEFAULT 'none', objective TEXT NOT NULL DEFAULT 'latency',
-    min_stages INTEGER NOT NULL DEFAULT 0
+    min_stages INTEGER NOT NULL DEFAULT 0, replicas INTEGER NOT NULL DEFAULT 1,
+    pins BLOB NOT NULL DEFAULT X'90', applied INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE pipelines (
     id TEXT PRIMARY KEY, model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
     epoch INTEGER NOT NULL, formed INTEGER NOT NULL, blocks INTEGER NOT NULL,
-    micro_batches INTEGER NOT NULL, block_size INTEGER NOT NULL DEFAULT 16
+    micro_batches INTEGER NOT NULL, block_size INTEGER NOT NULL DEFAULT 16,
+    replica INTEGER NOT NULL DEFAULT 0
 );
 """
 
@@ -81,6 +83,13 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
     4: (
         "ALTER TABLE models ADD COLUMN objective TEXT NOT NULL DEFAULT 'latency'",
         "ALTER TABLE models ADD COLUMN min_stages INTEGER NOT NULL DEFAULT 0",
+    ),
+    # There was one model, with one pipeline.
+    5: (
+        "ALTER TABLE models ADD COLUMN replicas INTEGER NOT NULL DEFAULT 1",
+        "ALTER TABLE models ADD COLUMN pins BLOB NOT NULL DEFAULT X'90'",
+        "ALTER TABLE models ADD COLUMN applied INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE pipelines ADD COLUMN replica INTEGER NOT NULL DEFAULT 0",
     ),
 }
 

@@ -169,6 +169,10 @@ class Assignments:
         """Those that this peer holds; ``0:0`` if none."""
         return next((state.layers for state in self.states()), (0, 0))
 
+    def holds(self, pipeline: str) -> bool:
+        """Whether this peer has a stage of a pipeline."""
+        return any(state.pipeline == pipeline for state in self.states())
+
     @property
     def prefetched(self) -> Prefetched | None:
         """How far the files of a stage that is to be are."""

@@ -1,4 +1,4 @@
-"""Has the whole of the model that is served on this PC's disk, so that any other PC may be lost.
+"""Has the whole of a model that is served on this PC's disk, so that any other PC may be lost.
 
 It takes its time (:mod:`molink.swarm.copying`), and gives way to whatever somebody waits for. Once
 the copy is whole, others may read it here.
@@ -28,7 +28,7 @@ WATCH_S = 60.0
 
 
 class Copier:
-    """The copy of the model that the newest route names."""
+    """The copy of one model: of several that are served, the one that this PC has a stage of."""
 
     def __init__(
         self,
@@ -36,23 +36,27 @@ class Copier:
         library: Library,
         layers: Callable[[], LayerRange],
         on_change: Callable[[], None],
+        holds: Callable[[str], bool] = lambda _pipeline: False,
         *,
         wanted: bool,
     ) -> None:
         """``layers()`` are those of this PC's stage: the ones beside them come first.
 
-        ``on_change()`` is called when a copy is whole, or isn't any more.
+        ``holds(pipeline)`` says whether that stage is of this pipeline. ``on_change()`` is called
+        when a copy is whole, or isn't any more.
         """
         self._store = store
         self._library = library
         self._layers = layers
         self._on_change = on_change
+        self._holds = holds
         self._wanted = wanted
         self._pace = CopyPace()
         #: Set when something has changed that the pace depends on.
         self._news = asyncio.Event()
         self._model: tuple[str, str] | None = None
-        self._pipeline = ""
+        #: Of all models.
+        self._routes: dict[str, Route] = {}
         self._sources: Sequence[str] = ()
         self._task: asyncio.Task[None] | None = None
         #: Of all files, those that are here and the one that comes.
@@ -79,21 +83,35 @@ class Copier:
         """A pipeline serves a model, or is to; the sources are the newest ones."""
         if not self._wanted or not route.root:
             return
+        self._routes[route.pipeline] = route
+        self._choose(route)
+
+    def gone(self, pipeline: str) -> None:
+        """A pipeline is no more; what is here stays."""
+        gone = self._routes.pop(pipeline, None)
+        if gone is None:
+            return
+        left = [*self._routes.values()]
+        same = [one for one in left if _model(one) == self._model]
+        if _model(gone) == self._model and left and not same:
+            self._choose(left[0])
+        self._pace.serving = any(one.ready for one in left)
+
+    def _choose(self, route: Route) -> None:
+        """Copy this route's model, unless there is a reason to go on with another one."""
+        self._pace.serving = any(one.ready for one in self._routes.values())
+        self._news.set()
+        model = _model(route)
+        others = [one for one in self._routes.values() if _model(one) == self._model]
+        if self._model != model and others and not self._holds(route.pipeline):
+            return
         if self._sources != route.sources:
             self._pace.again()
-        self._pipeline, self._sources = route.pipeline, route.sources
-        self._pace.serving = route.ready
-        self._news.set()
-        model = route.model, route.root
+        self._sources = route.sources
         if self._model != model:
             self._end()
             self._model = model
             self._task = asyncio.get_running_loop().create_task(self._keep(*model))
-
-    def gone(self, pipeline: str) -> None:
-        """A pipeline is no more; what is here stays."""
-        if pipeline == self._pipeline:
-            self._pace.serving = False
 
     async def close(self) -> None:
         """End what is under way; files that are whole are kept."""
@@ -216,6 +234,10 @@ class Copier:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._news.wait()
+
+
+def _model(route: Route) -> tuple[str, str]:
+    return route.model, route.root
 
 
 async def _until_changed(copy: Holding) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from molink.errors import ShutOut, TokenError, Unavailable, UsageError
+from molink.errors import MolinkError, ShutOut, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
 from molink.files import patiently
 from molink.swarm.offenders import Offenders
@@ -18,11 +19,12 @@ from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
-from molink.wire.messages.requests import Bringing
+from molink.wire.messages.requests import Applied, ApplyFile, Bringing, ModelEntry
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.peer.addresses import from_here
+from molinkd.peer.applier import Applier
 from molinkd.peer.bringer import Bringer
 from molinkd.peer.device_probe import Measured, measure_device
 from molinkd.peer.discovery import Announcer
@@ -60,6 +62,7 @@ class Daemon:
         self._shut_out: ShutOut | UsageError | None = None
         self._transfers = Transfers()
         self._bringer: Bringer | None = None
+        self._applier: Applier | None = None
         self._node: Node | None = None
         self._leadership: Leadership | None = None
 
@@ -128,13 +131,16 @@ class Daemon:
         announcer = Announcer(self._settings, lambda: leadership.coordinator)
         stack.push_async_callback(announcer.close)
         announcer.start()
-        leadership.serves(founder.model)
+        leadership.serves([founder.model, *founder.brought] if founder.model else [])
         measured = await measuring
         await hashing
         self._bringer = self._make_bringer(keys, library, leadership)
         stack.push_async_callback(self._bringer.close)
+        self._applier = self._make_applier(keys, library, leadership)
+        stack.push_async_callback(self._applier.close)
         node = await self._enter(stack, resources, leadership, measured)
-        for work in (founder.serve(node.session), founder.watch()):
+        offering = self._offer_again(founder.brought, keys, library, node)
+        for work in (founder.serve(node.session), founder.watch(), offering):
             stack.push_async_callback(_cancel, asyncio.create_task(work))
 
     def _founder(self, launch: Launch, keys: KeyPair, library: Library) -> Founder:
@@ -158,7 +164,7 @@ class Daemon:
 
         def served(model: str) -> None:
             if self._launch.role == "up":
-                leadership.serves(model)  # so will it be when it is started again
+                leadership.serves([model])  # so will it be when it is started again
 
         return Bringer(begin, self._relay, served)
 
@@ -172,6 +178,38 @@ class Daemon:
             return await ask_again(context, keys, known)
         except ShutOut as error:
             raise ShutOut(f"{self._shut_out_of(known.swarm)} (asked now: {error})") from error
+
+    def _make_applier(self, keys: KeyPair, library: Library, leadership: Leadership) -> Applier:
+        def begin(entry: ModelEntry) -> Founder:
+            settings = msgspec.structs.replace(
+                self._settings, dtype=entry.dtype, quantize=entry.quantize
+            )
+            launch = msgspec.structs.replace(self._launch, model=entry.source, settings=settings)
+            return self._founder(launch, keys, library)
+
+        async def ask(message: ControlMessage, payload: bytes) -> tuple[ControlMessage, bytes]:
+            return await self._running().relay(message, payload)
+
+        def applied(models: Sequence[str]) -> None:
+            if self._launch.role == "up":
+                leadership.serves(models)
+
+        return Applier(begin, ask, applied)
+
+    async def _offer_again(
+        self, models: Sequence[str], keys: KeyPair, library: Library, node: Node
+    ) -> None:
+        """Have the files here that others may want to fetch, of models that were applied."""
+        for model in models:
+            founder = self._founder(
+                msgspec.structs.replace(self._launch, model=model), keys, library
+            )
+            try:
+                await founder.find_model()
+                await founder.hash_model()
+            except MolinkError as error:
+                self._announce(Trouble(text=str(error)))
+            node.session.report_now()
 
     async def _join(
         self,
@@ -204,7 +242,9 @@ class Daemon:
         me = gatekeeper.allow(keys.public)
         gatekeeper.start()
         stack.callback(gatekeeper.close)
-        commands = UserCommands(self._status, self._relay, self._shutdown, self._drain, self._bring)
+        commands = UserCommands(
+            self._status, self._relay, self._shutdown, self._drain, self._bring, self._apply
+        )
         offenders = Offenders()
         service = Service(me, library, commands, AboutLeader(self._answer, self._where))
         server: Server[ControlMessage] = Server(
@@ -291,6 +331,11 @@ class Daemon:
         self._running()
         assert self._bringer is not None
         return await self._bringer.ask(model)
+
+    async def _apply(self, order: ApplyFile) -> tuple[Bringing | Applied, bytes]:
+        self._running()
+        assert self._applier is not None
+        return await self._applier.apply(order)
 
     async def _shutdown(self, leave: bool) -> None:
         if leave:

@@ -59,6 +59,9 @@ class Founder:
         self._facts: ModelFacts | None = None
         #: What ``up`` is to serve again next time.
         self.model: str | None = None
+        #: Whether it served that the last time, and what else was asked for here then.
+        self.again = False
+        self.brought: tuple[str, ...] = ()
         self._source: ModelSource | None = None
 
     async def find_model(self) -> None:
@@ -76,7 +79,10 @@ class Founder:
                     f"this PC is a member of swarm {known.swarm}: start it with "
                     f"{self._home.typed('join')}, or run {self._home.typed('leave')} first."
                 )
-            self.model = self.model or (known.model if known is not None else None)
+            before = known.model if known is not None else None
+            self.model = self.model or before
+            self.again = before is not None and self.model == before
+            self.brought = known.brought if known is not None and self.again else ()
         elif self.model is None:
             return
         source = await self._find(self.model)
@@ -86,6 +92,11 @@ class Founder:
         self._facts = folder.facts(source.name)
         self._source = source
         self._announce(Serving(model=source.name, path=str(source.path)))
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What placement has to know of the model; ``None`` until it is found."""
+        return self._facts
 
     @property
     def name(self) -> str:
@@ -133,14 +144,18 @@ class Founder:
             await asyncio.sleep(_SHOW_S)
             self._announce(StageNow(text=f"hashing the model's files, once: {progress}"))
 
-    def order(self) -> ServeModel | None:
-        """What to ask the coordinator for, once the model is hashed; ``None`` without a model."""
+    def order(self, *, again: bool = False) -> ServeModel | None:
+        """What to ask the coordinator for, once the model is hashed; ``None`` without a model.
+
+        ``again``: nobody asks for it but the daemon, which has served it before.
+        """
         settings = self._settings
         if self._facts is None:
             return None
         return ServeModel(
             ref=0,
             model=self._facts,
+            again=again,
             min_peers=settings.min_peers,
             dtype=settings.dtype,
             micro_batches=settings.micro_batches,
@@ -151,7 +166,7 @@ class Founder:
 
     async def serve(self, session: CoordinatorSession) -> None:
         """Ask the coordinator to serve the model and, for ``up``, for a join token."""
-        order, settings = self.order(), self._settings
+        order, settings = self.order(again=self.again), self._settings
         if order is None:
             return
         requests: list[ControlMessage] = [order]

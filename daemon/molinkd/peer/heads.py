@@ -20,7 +20,7 @@ from molink.wire.sockets.endpoints import endpoints
 log = logging.getLogger(__name__)
 
 #: Routes that a report shows at most.
-MAX_SHOWN = 8
+MAX_SHOWN = 16
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Heads:
 
         Returns:
             Pipelines that are found to have ended while there was no session: a coordinator names
-            one that is ready, and not them.
+            one of their model that is ready, and not them.
         """
         head = self._heads.get(route.pipeline)
         known = route.pipeline not in self._unconfirmed
@@ -84,7 +84,9 @@ class Heads:
         ended = [
             pipeline
             for pipeline in sorted(self._unconfirmed)
-            if route.ready and self._heads[pipeline].route.model == route.model
+            if route.ready
+            and self._heads[pipeline].route.model == route.model
+            and pipeline not in route.beside
         ]
         for pipeline in ended:
             self.remove(pipeline)

@@ -6,7 +6,7 @@ starts and ends the coordinator's process, and tells its owner where to connect.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 import msgspec
@@ -104,10 +104,12 @@ class Leadership:
         self._happened(TimePassed())
         await self._begun
 
-    def serves(self, model: str | None) -> None:
+    def serves(self, models: Sequence[str]) -> None:
         """Remember the swarm, and what ``up`` serves here, if it does."""
-        if model is not None:
-            self.membership = msgspec.structs.replace(self.target, model=model)
+        if models:
+            first, *more = models
+            changed = msgspec.structs.replace(self.target, model=first, brought=tuple(more))
+            self.membership = changed
         self.target.save(self._host.home.membership)
 
     @property

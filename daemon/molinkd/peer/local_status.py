@@ -34,10 +34,12 @@ def local_status(
         "swarm": membership.swarm,
         "coordinator": {"addresses": list(membership.addresses), "state": "unreachable"},
         "model": routes[0].model if routes else None,
+        "models": [{"name": name} for name in dict.fromkeys(route.model for route in routes)],
         "peers": [peer],
         "pipelines": [
             {
                 "id": route.pipeline,
+                "model": route.model,
                 "epoch": route.epoch,
                 "ready": route.pipeline in usable,
                 "stages": [],

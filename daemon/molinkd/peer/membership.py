@@ -56,6 +56,8 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     #: Whether this PC was told that it is no member any more.
     shut_out: bool = False
+    #: What else was asked for here (``molink apply``): others fetch its files from this PC.
+    brought: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Remember it."""

@@ -108,6 +108,7 @@ class Node:
             resources.library,
             self._assignments.layers,
             self.session.report_now,
+            self._assignments.holds,
             wanted=settings.copies and settings.stage != "none",
         )
         loop = asyncio.get_running_loop()
@@ -207,9 +208,11 @@ class Node:
             )
         return self._resources.offenders.shown_in(text)
 
-    async def relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
+    async def relay(
+        self, message: ControlMessage, payload: bytes | None = None
+    ) -> tuple[ControlMessage, bytes]:
         """What the coordinator answers to a request of this PC's user, with the payload."""
-        return await self.session.request_payload(message)
+        return await self.session.request_payload(message, payload=payload)
 
     async def leave(self) -> None:
         """Tell the coordinator that this peer is no member any more, if it can be told."""

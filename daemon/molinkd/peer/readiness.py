@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from molink.errors import MolinkError
 from molink.wire.messages.instructions import Route
@@ -35,6 +36,8 @@ class Readiness:
         self._ready: dict[str, bool] = {}
         #: Per pipeline, why it isn't ready, as announced last.
         self._reasons: dict[str, str] = {}
+        #: Of which model each pipeline is.
+        self._models: dict[str, str] = {}
         #: Pipelines that were ready when the coordinator last spoke of them.
         self._were_ready: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -49,7 +52,8 @@ class Readiness:
     def take(self, route: Route) -> None:
         """The coordinator has spoken of a pipeline."""
         self._tell_reason(route)
-        self._time_recovery(route)
+        if self._concerns(route):
+            self._time_recovery(route)
         if not (route.ready or route.forming) and self._asking is None:
             loop = asyncio.get_running_loop()
             self._asking = loop.create_task(self._log_why(route.model))
@@ -58,6 +62,7 @@ class Readiness:
         """They are no more."""
         for pipeline in pipelines:
             self._reasons.pop(pipeline, None)
+            self._models.pop(pipeline, None)
             self._were_ready.discard(pipeline)
 
     async def close(self) -> None:
@@ -72,6 +77,12 @@ class Readiness:
         elif route.reason and route.reason != self._reasons.get(route.pipeline):
             self._reasons[route.pipeline] = route.reason
             self._announce(NotServed(model=route.model, reason=route.reason))
+
+    def _concerns(self, route: Route) -> bool:
+        """Whether it is of the model that this PC has a stage of, if it has one."""
+        self._models[route.pipeline] = route.model
+        held = [self._models.get(state.pipeline) for state in self._assignments.states()]
+        return not any(held) or route.model in held
 
     def _time_recovery(self, route: Route) -> None:
         now, recovery = asyncio.get_running_loop().time(), self._assignments.recovery
@@ -96,10 +107,17 @@ class Readiness:
         try:
             await asyncio.sleep(WHY_S)
             _, text = await self._session.request_payload(StatusRequest(ref=0), timeout=3.0)
-            reason = json.loads(text)["trouble"]
+            reason = _why(json.loads(text), model)
             if reason:
                 log.info("%s is not ready: %s", model, reason)
         except MolinkError as error:
             log.info("%s is not ready, and why is not known: %s", model, error)
         finally:
             self._asking = None
+
+
+def _why(status: dict[str, Any], model: str) -> str:
+    """Why a model isn't ready, as the coordinator has it."""
+    mine = [one for one in status.get("pipelines", ()) if one.get("model", model) == model]
+    reasons = [one["reason"] for one in mine if one.get("reason")]
+    return reasons[0] if reasons else str(status["trouble"])

@@ -15,6 +15,8 @@ from molink.wire.messages.control import ControlMessage, Done
 from molink.wire.messages.joining import Elsewhere, JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest
 from molink.wire.messages.requests import (
+    Applied,
+    ApplyFile,
     Bringing,
     BringModel,
     DrainRequest,
@@ -48,6 +50,7 @@ FOR_USER = (
     JudgeRequest,
     StopServing,
     BringModel,
+    ApplyFile,
 )
 
 #: Sends on a connection: identity, message, payload.
@@ -68,6 +71,8 @@ class UserCommands:
     drain: Callable[[bool], None]
     #: Have the swarm serve a model: how far that is.
     bring: Callable[[str], Awaitable[Bringing]]
+    #: Have the swarm serve what a file names: how far that is, or what it changes as the payload.
+    apply: Callable[[ApplyFile], Awaitable[tuple[Bringing | Applied, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,9 @@ class Service:
             case BringModel():
                 far = await self._commands.bring(message.model)
                 self.send(sender.identity, _with_ref(far, message.ref), None)
+            case ApplyFile():
+                answer, text = await self._commands.apply(message)
+                self.send(sender.identity, _with_ref(answer, message.ref), _of(answer, text))
             case (
                 InviteRequest()
                 | InvitationsRequest()
@@ -153,6 +161,11 @@ class Service:
 
     def _reply_status(self, sender: Sender, ref: int, text: bytes) -> None:
         self.send(sender.identity, StatusReply(ref=ref, payload=Payload("u8", (len(text),))), text)
+
+
+def _of(answer: Bringing | Applied, text: bytes) -> bytes | None:
+    """The payload of an answer, if it has one."""
+    return text if isinstance(answer, Applied) else None
 
 
 def _with_ref(reply: Any, ref: int) -> ControlMessage:

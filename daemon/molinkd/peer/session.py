@@ -148,11 +148,11 @@ class CoordinatorSession:
         return (await self.request_payload(message, timeout))[0]
 
     async def request_payload(
-        self, message: ControlMessage, timeout: float = 10.0
+        self, message: ControlMessage, timeout: float = 10.0, payload: bytes | None = None
     ) -> tuple[ControlMessage, bytes]:
-        """As :meth:`request`, with the reply's payload."""
-        reply, payload = await self._client.request(message, timeout=timeout)
-        return reply, b"" if payload is None else bytes(payload)
+        """As :meth:`request`, with payloads."""
+        reply, answer = await self._client.request(message, payload, timeout=timeout)
+        return reply, b"" if answer is None else bytes(answer)
 
     def _connected(self) -> None:
         self._last_refusal = ""

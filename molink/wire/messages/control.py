@@ -25,6 +25,9 @@ from molink.wire.messages.reports import (
     StageReady,
 )
 from molink.wire.messages.requests import (
+    Applied,
+    ApplyFile,
+    ApplyModels,
     Bringing,
     BringModel,
     DrainRequest,
@@ -84,6 +87,9 @@ ControlMessage = (
     | StageFailed
     | ServeModel
     | StopServing
+    | ApplyModels
+    | Applied
+    | ApplyFile
     | BringModel
     | Bringing
     | InviteRequest

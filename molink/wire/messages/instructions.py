@@ -12,6 +12,9 @@ from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.leading import Noted, SendState, SharedState
 from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay
 
+#: Pipelines that a swarm is to have at once, of all models.
+MAX_PIPELINES = 8
+
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Answers the first report of a session."""
@@ -160,6 +163,8 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     reason: Sentence = ""
     #: Rises as long as an epoch is being formed and gets on, 0 otherwise: who waits, waits on.
     forming: Count = 0
+    #: Other pipelines of the same model, which go on beside this one.
+    beside: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PIPELINES)] = ()
 
 
 class RouteGone(Message, frozen=True, kw_only=True, tag="route-gone"):

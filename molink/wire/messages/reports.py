@@ -99,7 +99,7 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     #: Files that come to this PC.
     transfers: Annotated[tuple[TransferState, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     #: Pipelines with a route as this peer knows it: its epoch, and whether it is ready.
-    routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=8)] | None = (
+    routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=16)] | None = (
         None
     )
     #: Whether this peer passes on what two others say that can't reach each other.

@@ -12,6 +12,7 @@ from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.scalars import Count, Text
 from molink.wire.messages.base import Message, Payload
+from molink.wire.messages.instructions import MAX_PIPELINES
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
@@ -25,6 +26,8 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
 
     ref: Count
     model: ModelFacts
+    #: A daemon that was started anew asks again: what was applied since goes on.
+    again: bool = False
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     dtype: DTypeChoice = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -37,6 +40,79 @@ class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
     """Desired state: no model; from an owner, or the member that has asked for the present one."""
 
     ref: Count
+
+
+#: Models that may be asked for at once, and peers that one may be bound to.
+MAX_MODELS = 8
+MAX_PINS = 64
+
+
+class ModelWish(Message, frozen=True, kw_only=True):
+    """One of the models of :class:`ApplyModels`, with the pipelines that it is to have.
+
+    ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A:B``.
+    """
+
+    model: ModelFacts
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
+    min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    objective: Objective = "latency"
+    dtype: DTypeChoice = "auto"
+    quantize: Quantize = "none"
+    micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    pins: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MAX_PINS)] = ()
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """All models that are to be served; ``molink`` is the version that PCs have to run, if any."""
+
+    models: Annotated[tuple[ModelWish, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    molink: Text = ""
+
+
+class ApplyModels(Message, frozen=True, kw_only=True, tag="apply-models"):
+    """Desired state, from an owner that holds the models: serve these, and no others.
+
+    The payload is msgpack of :class:`Wishes`. Answered by :class:`Applied`; all or nothing is done,
+    and nothing at all if it is ``dry``.
+    """
+
+    ref: Count
+    payload: Payload
+    dry: bool = False
+
+
+class Applied(Message, frozen=True, kw_only=True, tag="applied"):
+    """What :class:`ApplyModels` changes, a line each (payload: UTF-8); none: there is nothing."""
+
+    ref: Count
+    payload: Payload
+
+
+class ModelEntry(Message, frozen=True, kw_only=True):
+    """A model of an :class:`ApplyFile`: a folder or a name of the hub, and how it is served."""
+
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
+    min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    objective: Objective = "latency"
+    dtype: DTypeChoice = "auto"
+    quantize: Quantize = "none"
+    micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    pins: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MAX_PINS)] = ()
+
+
+class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
+    """The command line asks its own daemon to have the swarm serve what a file names.
+
+    To be repeated: until the coordinator has answered (:class:`Applied`), :class:`Bringing` says
+    how far it is.
+    """
+
+    ref: Count
+    models: Annotated[tuple[ModelEntry, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    molink: Text = ""
+    dry: bool = False
 
 
 class BringModel(Message, frozen=True, kw_only=True, tag="bring-model"):

@@ -24,7 +24,7 @@ def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = explain(status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False)))
+    (plan,) = explain(status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False)))
     assert plan.turn_s == pytest.approx(0.065)
     assert plan.bottleneck == "the links, most of all from A to B: 77 % of the time per token"
     assert plan.spares == {"C": "a spare"}
@@ -36,11 +36,11 @@ def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_one_stage_is_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = explain(status(stage("a", 0.010, 0.0)))
+    (plan,) = explain(status(stage("a", 0.010, 0.0)))
     assert plan.bottleneck == "computing, most of all on A: 100 % of the time per token"
     show(plan)
     assert "assumed" not in capsys.readouterr().out
-    assert explain(status(stage("a", 0.0, 0.0))).bottleneck == "nothing is measured yet"
+    assert explain(status(stage("a", 0.0, 0.0)))[0].bottleneck == "nothing is measured yet"
 
 
 def test_no_ring() -> None:
@@ -54,3 +54,15 @@ def test_no_ring() -> None:
 def test_no_daemon(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--live", "--home", str(tmp_path)]) == Unavailable.exit_code
     assert "molink" in capsys.readouterr().err
+
+
+def test_each_model_has_its_ring() -> None:
+    told = status(stage("a", 0.010, 0.0))
+    (one,) = told["pipelines"]
+    other = {**one, "model": "other", "stages": [stage("b", 0.005, 0.0)]}
+    told |= {"pipelines": [one, other], "models": [{"name": "other", "objective": "throughput"}]}
+    first, second = explain(told)
+    assert (first.model, second.model) == (told["model"], "other")
+    assert second.objective == "throughput"
+    assert second.turn_s == 0.005
+    assert not {stage.peer for stage in second.stages} & second.spares.keys()

@@ -49,7 +49,7 @@ def test_a_model_that_is_served_is_not_deleted(
     served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["pull", REPOSITORY]) == 0
-    monkeypatch.setattr(model_verbs, "_served", lambda _: "some-model")
+    monkeypatch.setattr(model_verbs, "_served", lambda _: ["some-model"])
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 2
     assert "is being served: `molink stop` first" in capsys.readouterr().err
     capsys.readouterr()

@@ -66,12 +66,14 @@ from molink.wire.messages.reports import (
     StageReady,
 )
 from molink.wire.messages.requests import (
+    ApplyModels,
     InvitationsReply,
     InvitationsRequest,
     Invite,
     InviteRequest,
     JudgeRequest,
     LeaveRequest,
+    ModelWish,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -79,6 +81,7 @@ from molink.wire.messages.requests import (
     StatusRequest,
     StopServing,
     UnrevokeRequest,
+    Wishes,
 )
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client, ClientEvents
@@ -299,7 +302,7 @@ async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(
     assert (await scene.status(owner))["quantize"] == "nf4"
     await scene.stop()
     await scene.start(port=None)
-    assert scene.coordinator.reconciler.desired.quantize == "nf4"
+    assert scene.coordinator.fleet.models[0].quantize == "nf4"
 
 
 async def test_a_restart_adopts_what_runs(scene: Scene, kit: Kit) -> None:
@@ -313,7 +316,7 @@ async def test_a_restart_adopts_what_runs(scene: Scene, kit: Kit) -> None:
     assert owner.last(Route).ready
     assert owner.last(Route).epoch == 1
     assert owner.last(Assign) is None
-    assert scene.coordinator.reconciler.ready
+    assert scene.coordinator.fleet.deployments[0].ready
 
 
 async def test_one_token_lets_one_of_250_invented_peers_in(scene: Scene) -> None:
@@ -338,12 +341,12 @@ async def test_a_pc_that_vanishes_is_lost_with_its_connection(
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     guest.report()
-    live = scene.coordinator.reconciler.registry.live
+    live = scene.coordinator.fleet.registry.live
     await scene.until(lambda: live(guest.id), owner)
     await guest.client.close()
     await scene.until(lambda: not live(guest.id), owner)
     assert live(owner.id)
-    assert "is not connected any more" in scene.coordinator.reconciler.story[-1]
+    assert "is not connected any more" in scene.coordinator.fleet.story[-1]
 
 
 async def test_a_lost_answer_burns_no_token(scene: Scene) -> None:
@@ -436,7 +439,7 @@ async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
                 )
     finally:
         await guest.close()
-    assert len(scene.coordinator.reconciler.registry.members) == 1
+    assert len(scene.coordinator.fleet.registry.members) == 1
 
 
 async def test_strangers_and_odd_requests(scene: Scene, kit: Kit) -> None:
@@ -471,7 +474,7 @@ async def test_a_goodbye_ends_the_session_but_no_membership(scene: Scene) -> Non
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(Member), owner, guest)
     await guest.ask(Goodbye(ref=0))
-    registry = scene.coordinator.reconciler.registry
+    registry = scene.coordinator.fleet.registry
     assert guest.id in registry.members
     assert not registry.live(guest.id)
 
@@ -496,7 +499,7 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
     for target in (owner.id, guest.id, "nobody"):
         with pytest.raises(RequestError, match="is no other member"):
             await owner.ask(RevokeRequest(ref=0, target=target))
-    assert other.id in scene.coordinator.reconciler.registry.members
+    assert other.id in scene.coordinator.fleet.registry.members
 
 
 async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> None:
@@ -518,7 +521,7 @@ async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> Non
         await again.connect()
     scene.coordinator.door._tell_at[guest.id] = time.monotonic()
     await scene.until(lambda: again.last(Revoked))
-    assert guest.id not in scene.coordinator.reconciler.registry.members
+    assert guest.id not in scene.coordinator.fleet.registry.members
 
 
 async def test_what_a_revoked_pc_asks_is_answered_so(scene: Scene) -> None:
@@ -558,7 +561,7 @@ async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
         await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
     await scene.stop()
     await scene.start(port=None)
-    await scene.until(lambda: scene.coordinator.reconciler.registry.live(guest.id), back)
+    await scene.until(lambda: scene.coordinator.fleet.registry.live(guest.id), back)
 
 
 async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
@@ -642,10 +645,10 @@ async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
         model = msgspec.structs.replace(kit.facts, name=name)
         with pytest.raises(NotAuthorized, match="the swarm serves toy; only its first PC"):
             await peer.ask(ServeModel(ref=0, model=model))
-    assert scene.state.desired().facts.name == "toy"
+    assert scene.state.models()[0].facts.name == "toy"
     new = msgspec.structs.replace(kit.facts, name="new")
     await owner.ask(ServeModel(ref=0, model=new))
-    assert scene.state.desired().source == owner.id
+    assert scene.state.models()[0].source == owner.id
     with pytest.raises(NotAuthorized):
         await guest.ask(serve(kit))
 
@@ -661,10 +664,70 @@ async def test_the_swarm_serves_nothing_once_it_is_told_to(scene: Scene, kit: Ki
         await guest.ask(StopServing(ref=0))
     await owner.ask(StopServing(ref=0))
     await scene.until(lambda: guest.last(RouteGone), owner, guest)
-    assert (scene.state.desired(), scene.state.pipeline()) == (None, None)
+    assert (scene.state.models(), scene.state.pipelines()) == ((), ())
     status = await scene.status(owner)
     assert (status["model"], status["pipelines"]) == (None, [])
     assert "molink stop" in status["trouble"]
+
+
+def asked_for(kit: Kit, *names: str, **changes: Any) -> bytes:
+    models = [
+        ModelWish(model=msgspec.structs.replace(kit.facts, name=name), **changes) for name in names
+    ]
+    return msgspec.msgpack.encode(Wishes(models=tuple(models)))
+
+
+async def apply(peer: Peer, wishes: bytes, *, dry: bool = False) -> list[str]:
+    message = ApplyModels(ref=0, payload=Payload("u8", (len(wishes),)), dry=dry)
+    _, text = await peer.client.request(message, wishes, timeout=30)
+    return bytes(text).decode().splitlines()
+
+
+async def test_a_file_of_models_is_applied_once_and_by_owners_only(scene: Scene, kit: Kit) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    for peer in (owner, guest):
+        peer.models = ("toy", "other")
+    await scene.until(lambda: len(scene.coordinator.fleet.registry.sessions) == 2, owner, guest)
+    both = asked_for(kit, "toy", "other")
+    with pytest.raises(NotAuthorized, match="first PC"):
+        await apply(guest, both)
+    lines = ["+ toy: 1 replica, for latency", "+ other: 1 replica, for latency"]
+    assert await apply(owner, both, dry=True) == lines
+    assert scene.state.models() == ()
+    assert await apply(owner, both) == lines
+    version = scene.state.version()
+    assert await apply(owner, both) == []
+    assert scene.state.version() == version
+
+    def ready() -> bool:
+        return all(one.ready for one in scene.coordinator.fleet.deployments)
+
+    await scene.until(ready, owner, guest)
+    status = await scene.status(guest)
+    assert [one["name"] for one in status["models"]] == ["toy", "other"]
+    used = [{stage["peer"] for stage in one["stages"]} for one in status["pipelines"]]
+    assert used in ([{owner.id}, {guest.id}], [{guest.id}, {owner.id}])
+    # A daemon that starts again changes nothing; what a person asks for is not half of a file.
+    await owner.ask(serve(kit, again=True, min_peers=2))
+    assert [one.min_peers for one in scene.state.models()] == [1, 1]
+    with pytest.raises(RequestError, match="written in a file"):
+        await owner.ask(serve(kit))
+    for bad in (asked_for(kit, "toy", "toy"), asked_for(kit, "toy", "other", replicas=8), b"x"):
+        with pytest.raises(RequestError):
+            await apply(owner, bad)
+    assert [(one.facts.name, one.replicas) for one in scene.state.models()] == [
+        ("toy", 1),
+        ("other", 1),
+    ]
+    epochs = [one.epoch for one in scene.state.pipelines()]
+    await scene.stop()
+    await scene.start(port=None)
+    assert [one.facts.name for one in scene.coordinator.fleet.models] == ["toy", "other"]
+    await scene.until(ready, owner, guest)
+    assert [one.epoch for one in scene.state.pipelines()] == epochs
+    await owner.ask(StopServing(ref=0))
+    assert scene.state.models() == ()
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])
@@ -705,7 +768,7 @@ async def test_nobody_else_renames_a_member(scene: Scene) -> None:
     assert record.owner
     assert record.name in ("owner", "A")
     assert scene.state.members()[0].name in ("owner", "A")
-    assert not any("guest" in line for line in scene.coordinator.reconciler.story)
+    assert not any("guest" in line for line in scene.coordinator.fleet.story)
 
 
 async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
@@ -714,10 +777,8 @@ async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
     owner.obeys = False
     owner.client.send(StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07"))
-    await scene.until(
-        lambda: any("PWNED" in line for line in scene.coordinator.reconciler.story), owner
-    )
-    assert all(map(str.isprintable, scene.coordinator.reconciler.story))
+    await scene.until(lambda: any("PWNED" in line for line in scene.coordinator.fleet.story), owner)
+    assert all(map(str.isprintable, scene.coordinator.fleet.story))
 
 
 # --- who leads -------------------------------------------------------------------------------
@@ -918,7 +979,7 @@ async def test_of_two_pcs_with_one_key_the_second_is_told(
     assert first.last(Twin) is None
     told = len(first.told)
     await scene.until(lambda: len(first.told) > told + 2, first, second)
-    assert scene.coordinator.reconciler.registry.live(first.id)
+    assert scene.coordinator.fleet.registry.live(first.id)
 
 
 async def test_a_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
@@ -926,7 +987,7 @@ async def test_a_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit, min_peers=3, min_stages=3))
     others = [await scene.join(await scene.token(owner)) for _ in range(2)]
-    reconciler = scene.coordinator.reconciler
+    (reconciler,) = scene.coordinator.fleet.deployments
 
     def stands(*peers: Peer) -> bool:
         holds = reconciler.formation.peers if reconciler.ready else ()
@@ -965,7 +1026,7 @@ async def test_who_speaks_otherwise_takes_no_part(
 
     await scene.until(lambda: refused(newer), owner, newer)
     assert (newer.last(Noted).version, newer.last(Noted).protocol) == (__version__, PROTOCOL)
-    live = scene.coordinator.reconciler.registry.live
+    live = scene.coordinator.fleet.registry.live
     await scene.until(lambda: not live(newer.id), owner, newer)
     (shown,) = [p for p in (await scene.status(owner))["peers"] if p["id"] == newer.id]
     assert (shown["state"], shown["version"]) == ("refused", "2.0")

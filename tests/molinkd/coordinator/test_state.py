@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from molink.errors import InvariantError, StateError
@@ -69,7 +70,7 @@ def test_a_restart_finds_everything(state: State) -> None:
     state.admit(MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"), used)
     state.save_member(MemberRecord(A, KEYS[0].public, A[:3]))
     state.delete_invitation("invite:1")
-    state.save_desired(Desired(FACTS, A, 3, "f32", 2))
+    state.save_models((Desired(FACTS, A, 3, "f32", 2),))
     state.commit(pipeline())
     state.commit(pipeline(epoch=2, formed=True, blocks=10, micro_batches=2))
     with reopened(state) as again:
@@ -81,8 +82,8 @@ def test_a_restart_finds_everything(state: State) -> None:
         assert again.invitations() == [used]
         again.delete_invitation("invite:2")
         assert again.invitations() == []
-        assert again.desired() == Desired(FACTS, A, 3, "f32", 2)
-        assert again.pipeline() == pipeline(epoch=2, formed=True, blocks=10, micro_batches=2)
+        assert again.models() == (Desired(FACTS, A, 3, "f32", 2),)
+        assert again.pipelines() == (pipeline(epoch=2, formed=True, blocks=10, micro_batches=2),)
         assert again.last() == (1, 2)
 
 
@@ -90,13 +91,21 @@ def test_a_new_folder_is_empty(tmp_path: Path) -> None:
     with contextlib.closing(State.open(tmp_path)) as state:
         assert state.swarm() is None
         assert state.members() == []
-        assert state.desired() is None
-        assert state.pipeline() is None
+        assert state.models() == ()
+        assert state.pipelines() == ()
         assert state.last() == (0, 0)
 
 
-#: What makes a file of the present format one of the third, and of the second.
-TO_3 = """
+#: What makes a file of the present format one of the fifth, of the third and of the second.
+TO_5 = """
+ALTER TABLE models DROP COLUMN replicas;
+ALTER TABLE models DROP COLUMN pins;
+ALTER TABLE models DROP COLUMN applied;
+ALTER TABLE pipelines DROP COLUMN replica;
+UPDATE schema SET version = 5;
+"""
+TO_3 = f"""
+{TO_5}
 ALTER TABLE models DROP COLUMN objective;
 ALTER TABLE models DROP COLUMN min_stages;
 ALTER TABLE swarm DROP COLUMN term;
@@ -115,7 +124,7 @@ UPDATE schema SET version = 2;
 
 
 def test_a_file_of_the_first_format_goes_on(state: State) -> None:
-    state.save_desired(Desired(FACTS, A))
+    state.save_models((Desired(FACTS, A),))
     state.commit(pipeline(formed=True, blocks=10))
     state._db.executescript(
         f"""
@@ -136,19 +145,69 @@ def test_a_file_of_the_first_format_goes_on(state: State) -> None:
         state._db.execute("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
     with reopened(state) as again:
         stages = (StageRecord(A, (0, 3), 5468, 10), StageRecord(B, (3, 6)))
-        assert again.pipeline() == PipelineRecord("p1", "toy", 1, stages, True, 10)
+        assert again.pipelines() == (PipelineRecord("p1", "toy", 1, stages, True, 10),)
         again.commit(pipeline(epoch=2, block_size=256))
-        assert again.pipeline() == pipeline(epoch=2, block_size=256)
-        assert again.desired() == Desired(FACTS, A)
-        again.save_desired(Desired(FACTS, A, dtype="f32"))
-        assert again.pipeline() is None, "stages go with their pipeline"
+        assert again.pipelines() == (pipeline(epoch=2, block_size=256),)
+        assert again.models() == (Desired(FACTS, A),)
+        again.save_models((Desired(FACTS, A, dtype="f32"),))
+        assert again.pipelines() == (), "stages go with their pipeline"
+
+
+def test_the_one_model_and_pipeline_of_the_fifth_format_go_on(state: State) -> None:
+    state.save_models((Desired(FACTS, A),))
+    state.commit(pipeline(formed=True, blocks=10))
+    state._db.executescript(TO_5)
+    with reopened(state) as again:
+        assert again.models() == (Desired(FACTS, A),)
+        assert again.pipelines() == (pipeline(formed=True, blocks=10),)
+
+
+OTHER = msgspec.structs.replace(FACTS, name="other")
+
+
+def test_several_models_with_several_pipelines_are_kept(state: State, tmp_path: Path) -> None:
+    models = (
+        Desired(FACTS, A, replicas=2, applied=True),
+        Desired(OTHER, B, pins=((B, "0:6"),), applied=True),
+    )
+    state.save_models(models)
+    state.commit(pipeline())
+    state.commit(pipeline(epoch=2, id="p2", replica=1))
+    other = replace(pipeline(epoch=3, id="p3"), model="other")
+    state.commit(other)
+    # An epoch that began before that of another pipeline is complete only now.
+    state.commit(pipeline(formed=True, blocks=10))
+    assert state.last() == (3, 3)
+    kept = {pipeline(formed=True, blocks=10), pipeline(epoch=2, id="p2", replica=1), other}
+    with reopened(state) as again:
+        assert again.models() == models
+        assert set(again.pipelines()) == kept
+        replica = decode_replica(again.replica().encode())
+    with contextlib.closing(State.open(tmp_path / "copy")) as copy:
+        copy.restore(replica, KEYS[1].public)
+        assert copy.models() == models
+        assert set(copy.pipelines()) == kept
+        # A pipeline more than wanted is forgotten, and so are those of a model that isn't.
+        copy.save_models((Desired(FACTS, A),))
+        assert copy.pipelines() == (pipeline(formed=True, blocks=10),)
+        copy.commit(pipeline(epoch=4, id="p4"))
+        assert copy.pipelines() == (pipeline(epoch=4, id="p4"),)
+
+
+def test_a_copy_of_an_earlier_version_has_one_model(state: State) -> None:
+    state.save_models((Desired(FACTS, A),))
+    fields = msgspec.msgpack.decode(state.replica().encode())
+    fields = {name: value for name, value in fields.items() if not name.startswith("more_")}
+    for name in ("replicas", "pins", "applied"):
+        del fields["desired"][name]
+    assert decode_replica(msgspec.msgpack.encode(fields)).models == (Desired(FACTS, A),)
 
 
 def test_what_a_ring_is_placed_for_is_kept(state: State) -> None:
     wanted = Desired(FACTS, A, objective="throughput", min_stages=3)
-    state.save_desired(wanted)
+    state.save_models((wanted,))
     with reopened(state) as again:
-        assert again.desired() == wanted
+        assert again.models() == (wanted,)
 
 
 def test_a_file_of_the_second_format_goes_on(state: State) -> None:
@@ -175,30 +234,30 @@ def test_a_file_of_the_third_format_goes_on(state: State) -> None:
 
 
 def test_an_epoch_never_goes_back(state: State) -> None:
-    state.save_desired(Desired(FACTS, A))
+    state.save_models((Desired(FACTS, A),))
     state.commit(pipeline(epoch=5))
     with pytest.raises(InvariantError, match="epoch 4 after 5"):
         state.commit(pipeline(epoch=4))
-    assert state.pipeline() == pipeline(epoch=5)
+    assert state.pipelines() == (pipeline(epoch=5),)
 
 
 def test_another_model_ends_the_pipeline_but_not_the_counting(state: State) -> None:
-    state.save_desired(Desired(FACTS, A))
+    state.save_models((Desired(FACTS, A),))
     state.commit(pipeline(epoch=5))
-    state.save_desired(Desired(FACTS, B))
-    assert state.pipeline() is not None
-    state.save_desired(Desired(FACTS, B, dtype="f32"))
-    assert state.pipeline() is None
+    state.save_models((Desired(FACTS, B),))
+    assert state.pipelines() != ()
+    state.save_models((Desired(FACTS, B, dtype="f32"),))
+    assert state.pipelines() == ()
     state.commit(pipeline(epoch=6, id="p2"))
-    state.save_desired(Desired(FACTS, B, dtype="f32", quantize="nf4"))
-    assert state.pipeline() is None
-    assert state.desired() == Desired(FACTS, B, dtype="f32", quantize="nf4")
+    state.save_models((Desired(FACTS, B, dtype="f32", quantize="nf4"),))
+    assert state.pipelines() == ()
+    assert state.models() == (Desired(FACTS, B, dtype="f32", quantize="nf4"),)
     other = ModelFacts(
         name="x", layers=1, layer_bytes=1, first_bytes=1, last_bytes=1, kv_bytes=1, context=1
     )
-    state.save_desired(Desired(other, B))
-    assert state.pipeline() is None
-    assert state.desired() == Desired(other, B)
+    state.save_models((Desired(other, B),))
+    assert state.pipelines() == ()
+    assert state.models() == (Desired(other, B),)
     assert state.last() == (2, 6)
 
 
@@ -214,9 +273,9 @@ def test_standing(state: State) -> None:
 
 def test_a_failed_write_changes_nothing(state: State) -> None:
     with pytest.raises(StateError):
-        state.save_desired(Desired(FACTS, "nobody"))
-    assert state.desired() is None
-    state.save_desired(Desired(FACTS, A))
+        state.save_models((Desired(FACTS, "nobody"),))
+    assert state.models() == ()
+    state.save_models((Desired(FACTS, A),))
 
 
 def test_one_process_at_a_time(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,13 +311,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_what_is_made_beside_only_takes_its_number(state: State) -> None:
-    state.save_desired(Desired(FACTS, A))
+    state.save_models((Desired(FACTS, A),))
     state.commit(pipeline(epoch=5, formed=True))
     state.reserve("p2", 6)
-    assert state.pipeline() == pipeline(epoch=5, formed=True)
+    assert state.pipelines() == (pipeline(epoch=5, formed=True),)
     assert state.last() == (2, 6)
     with pytest.raises(InvariantError):
-        state.commit(pipeline(epoch=5, formed=True))
+        state.commit(pipeline(epoch=4, formed=True))
 
 
 def test_a_replica_makes_the_same_state_elsewhere(state: State, tmp_path: Path) -> None:
@@ -269,7 +328,7 @@ def test_a_replica_makes_the_same_state_elsewhere(state: State, tmp_path: Path) 
     state.add_invitation(InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2))
     used = InvitationRecord("invite:2", KEYS[1].public, 0, B, 1.5, 2, (Use(A, 3.5),))
     state.admit(MemberRecord(A, KEYS[0].public, A[:3], invitation="invite:2"), used)
-    state.save_desired(Desired(FACTS, A, 3, "f32", 2))
+    state.save_models((Desired(FACTS, A, 3, "f32", 2),))
     state.commit(pipeline(epoch=4, formed=True, blocks=10, micro_batches=2))
     state.save_standing(B, "revoked")
     replica = decode_replica(state.replica().encode())

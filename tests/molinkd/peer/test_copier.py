@@ -308,3 +308,41 @@ async def test_a_pc_may_do_without(pcs: MakePc, brought: Library, root: str) -> 
     await asyncio.sleep(0)
     assert pc.connected == []
     assert pc.copier.percent == 0
+
+
+async def test_of_several_models_it_copies_that_of_its_own_stage(tmp_path: Path) -> None:
+    """Routes of all come again and again; nothing is begun anew by that."""
+    mine = ""
+    pc = Pc(tmp_path / "pc", {})
+    pc.copier = Copier(
+        pc.store, pc.library, lambda: (0, 0), pc.changed.set, lambda one: one == mine, wanted=True
+    )
+
+    def route(pipeline: str, ready: bool = True) -> Route:
+        return Route(
+            pipeline=pipeline,
+            epoch=1,
+            model=f"m{pipeline}",
+            ready=ready,
+            head=None,
+            context=1,
+            root=f"{pipeline:0>64}:1",
+        )
+
+    chosen = []
+    for one in ("1", "2", "1", "2"):
+        pc.copier.serve(route(one))
+        chosen.append((pc.copier._model or ("",))[0])
+    mine = "2"
+    pc.copier.serve(route("1"))
+    chosen.append((pc.copier._model or ("",))[0])
+    pc.copier.serve(route("2"))
+    chosen.append((pc.copier._model or ("",))[0])
+    assert chosen == ["m1"] * 5 + ["m2"]
+    pc.copier.serve(route("2", ready=False))
+    assert pc.copier._pace.serving  # the other one does
+    pc.copier.gone("2")
+    assert (pc.copier._model or ("",))[0] == "m1"
+    pc.copier.gone("1")
+    assert not pc.copier._pace.serving
+    await pc.copier.close()

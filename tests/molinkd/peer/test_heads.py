@@ -84,6 +84,19 @@ async def test_a_session_tells_what_has_ended_while_there_was_none(net: Net) -> 
     await heads.close()
 
 
+async def test_what_goes_on_beside_has_not_ended(net: Net) -> None:
+    """A model may have several pipelines, and there may be other models."""
+    heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)
+    for pipeline in ("p1", "p2", "p3"):
+        heads.update(msgspec.structs.replace(route(net, 0, 3), pipeline=pipeline))
+    heads.update(msgspec.structs.replace(route(net, 0, 4), pipeline="p4", model="other"))
+    heads.welcomed()
+    again = msgspec.structs.replace(route(net, 0, 3), beside=("p2",))
+    assert heads.update(again) == ["p3"]
+    assert [known.pipeline for known in heads.routes] == ["p1", "p2", "p4"]
+    await heads.close()
+
+
 async def test_a_broken_connection_is_a_change(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     heads = Heads(net.context, net.member(), lambda _: None, lambda *_: None)

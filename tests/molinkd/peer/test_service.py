@@ -18,6 +18,8 @@ from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.pipe import MemberKey
 from molink.wire.messages.requests import (
+    Applied,
+    ApplyFile,
     Bringing,
     BringModel,
     DrainRequest,
@@ -68,6 +70,12 @@ class Commands:
         self.asked.append(model)
         return Bringing(ref=0, state="hashing", name="m", done=1, total=2)
 
+    async def apply(self, order: ApplyFile) -> tuple[Bringing | Applied, bytes]:
+        self.asked.append(order)
+        if order.dry:
+            return Applied(ref=0, payload=Payload("u8", (3,))), b"+ m"
+        return Bringing(ref=0, state="hashing"), b""
+
     async def shutdown(self, leave: bool) -> None:
         self.asked.append(leave)
 
@@ -93,7 +101,12 @@ def start(net: Net, library: Library, me: str) -> tuple[Server, Commands]:
         me,
         library,
         UserCommands(
-            commands.status, commands.relay, commands.shutdown, commands.drain, commands.bring
+            commands.status,
+            commands.relay,
+            commands.shutdown,
+            commands.drain,
+            commands.bring,
+            commands.apply,
         ),
         AboutLeader(
             lambda peer, request: LeaderReply(
@@ -190,9 +203,13 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
     await client.request(DrainRequest(ref=0, drain=True))
     far, _ = await client.request(BringModel(ref=0, model="owner/m"))
     assert (far.state, far.name, far.done, far.total) == ("hashing", "m", 1, 2)
+    far, payload = await client.request(ApplyFile(ref=0, models=()))
+    assert (far.state, payload) == ("hashing", None)
+    done, payload = await client.request(ApplyFile(ref=0, models=(), dry=True))
+    assert (isinstance(done, Applied), bytes(payload or b"")) == (True, b"+ m")
     await client.request(StopServing(ref=0))
     await client.request(ShutdownRequest(ref=0, leave=True))
-    revoke, unrevoke, drain, bring, stop, leave = commands.asked
+    revoke, unrevoke, drain, bring, _, _, stop, leave = commands.asked
     assert bring == "owner/m"
     assert isinstance(stop, StopServing)
     assert isinstance(revoke, RevokeRequest)
@@ -214,7 +231,8 @@ async def test_others_may_not(net: Net, library: Library) -> None:
     client.send(DrainRequest(ref=9, drain=True))
     client.send(BringModel(ref=7, model="/etc"))
     client.send(StopServing(ref=8))
-    await net.until(lambda: server.counters.forbidden == 9)
+    client.send(ApplyFile(ref=10, models=()))
+    await net.until(lambda: server.counters.forbidden == 10)
     assert commands.asked == []
 
 

@@ -114,6 +114,8 @@ def _knocks(knocks: Sequence[KnockView], width: int) -> Iterator[Text]:
 def _ring(ring: RingView, width: int) -> Iterator[Text]:
     """Two lines for each stage: the stage, and its link to the next one."""
     name, device = _shares(width - 48, 15, 44)
+    if ring.model:
+        yield Text(f"{ring.model}, {ring.id}{'' if ring.ready else ', not ready'}", "bold")
     yield Text(
         f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'memory':>15} "
         f"{'busy':>5} {'bubble':>6} {'step':>7}",

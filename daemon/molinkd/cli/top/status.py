@@ -121,6 +121,7 @@ class Pipeline(msgspec.Struct, frozen=True):
     """A pipeline and its stages in ring order; none are known while it can't be formed."""
 
     id: str
+    model: str = ""
     epoch: Count = 0
     ready: bool = False
     reason: str = ""
@@ -150,12 +151,19 @@ class CoordinatorStatus(msgspec.Struct, frozen=True):
     state: str = ""
 
 
+class ModelStatus(msgspec.Struct, frozen=True):
+    """A model that is to be served."""
+
+    name: str = ""
+
+
 class Status(msgspec.Struct, frozen=True):
     """The swarm."""
 
     swarm: str = ""
     coordinator: CoordinatorStatus = CoordinatorStatus()
     model: str | None = None
+    models: tuple[ModelStatus, ...] = ()
     peers: tuple[Peer, ...] = ()
     pipelines: tuple[Pipeline, ...] = ()
     files: str = ""

@@ -56,9 +56,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class RingView:
-    """A pipeline: its stages, and what its head does."""
+    """A pipeline: its stages, and what its head does; ``model`` is empty if there is only one."""
 
     id: str
+    model: str
     epoch: int
     ready: bool
     stages: tuple[StageView, ...]
@@ -146,15 +147,18 @@ def make_view(status: Status, *, demo: bool = False) -> View:
     here = sum(peer.state == "here" for peer in status.peers)
     return View(
         swarm=plain(status.swarm) + (" (demo)" if demo else ""),
-        model=plain(status.model or "no model"),
-        ready=any(pipeline.ready for pipeline in status.pipelines),
+        model=", ".join(plain(one) for one in _models(status)) or "no model",
+        ready=_ready(status),
         here=here,
         away=len(status.peers) - here,
         notices=_first(list(_notices(status, names))),
         knocks=tuple(
             KnockView(plain(one.name), plain(one.code), plain(one.address)) for one in status.knocks
         ),
-        rings=tuple(_ring(pipeline, peers, names) for pipeline in status.pipelines),
+        rings=tuple(
+            _ring(pipeline, peers, names, alone=len(status.pipelines) == 1)
+            for pipeline in status.pipelines
+        ),
         others=tuple(_other(peer) for peer in status.peers if peer.id not in shown),
         transfers=tuple(_transfers(status)),
         events=tuple(_event(line, status.clock) for line in reversed(status.story)),
@@ -177,7 +181,8 @@ def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
     for pipeline in status.pipelines:
         if pipeline.reason:
             ready = "is ready" if pipeline.ready else "is not ready"
-            yield f"Pipeline {plain(pipeline.id)} {ready}: {plain(pipeline.reason)}"
+            of = f" of {plain(pipeline.model)}" if len(status.pipelines) > 1 else ""
+            yield f"Pipeline {plain(pipeline.id)}{of} {ready}: {plain(pipeline.reason)}"
     for peer in status.peers:
         if peer.reason:
             yield f"{names[peer.id]} is {plain(peer.reason)}"
@@ -187,10 +192,26 @@ def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
         yield f"{plain(one.name)} was cut off by {plain(one.by)}: {plain(one.reason)}"
 
 
-def _ring(pipeline: Pipeline, peers: dict[str, Peer], names: dict[str, str]) -> RingView:
+def _models(status: Status) -> list[str]:
+    named = [one.name for one in status.models]
+    return named or ([status.model] if status.model else [])
+
+
+def _ready(status: Status) -> bool:
+    """Whether each model has a pipeline that is ready."""
+    ready: dict[str, bool] = {}
+    for one in status.pipelines:
+        ready[one.model] = ready.get(one.model, False) or one.ready
+    return bool(ready) and all(ready.values())
+
+
+def _ring(
+    pipeline: Pipeline, peers: dict[str, Peer], names: dict[str, str], *, alone: bool
+) -> RingView:
     head, stages = pipeline.head or HeadStatus(), pipeline.stages
     return RingView(
         id=plain(pipeline.id),
+        model="" if alone else plain(pipeline.model),
         epoch=pipeline.epoch,
         ready=pipeline.ready,
         stages=tuple(_stage(pipeline, number, peers, names) for number in range(len(stages))),

@@ -105,6 +105,29 @@ def serving() -> dict[str, Any]:
     return status
 
 
+def several() -> dict[str, Any]:
+    """Two models; one has two pipelines, of which one waits for a PC."""
+    first = ring(["alice", "bob"], model="qwen3-8b")
+    second = ring(["dora"], id="p2", model="llama-3b")
+    (other,) = second["pipelines"]
+    other["stages"][0]["peer"] = f"{5:016x}"
+    worker = {**second["peers"][0]["workers"][0], "pipeline": "p2"}
+    waiting = {
+        "id": "p3",
+        "model": "llama-3b",
+        "epoch": 3,
+        "ready": False,
+        "reason": "no peer offers to run layers",
+        "stages": [],
+    }
+    return {
+        **first,
+        "models": [{"name": "qwen3-8b"}, {"name": "llama-3b"}],
+        "peers": [*first["peers"], peer(5, "dora", worker)],
+        "pipelines": [*first["pipelines"], other, waiting],
+    }
+
+
 def loading() -> dict[str, Any]:
     """A stage fetches its files, another one loads."""
     status = ring(["alice", "bob"], ready=False, reason="loading the model", head=None)

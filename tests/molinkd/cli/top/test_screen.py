@@ -22,6 +22,7 @@ SWARMS: tuple[Callable[[], dict[str, Any]], ...] = (
     swarms.not_ready,
     swarms.knocking,
     swarms.alone,
+    swarms.several,
     swarms.sixteen,
     swarms.long_names,
     swarms.hostile,

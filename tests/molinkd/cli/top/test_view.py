@@ -57,6 +57,16 @@ def test_a_stage_whose_pc_is_gone() -> None:
     assert ring.stages[1].pc == f"{1:016x}"
 
 
+def test_several_models() -> None:
+    view = view_of(swarms.several())
+    assert (view.model, view.ready) == ("qwen3-8b, llama-3b", True)
+    assert [ring.model for ring in view.rings] == ["qwen3-8b", "llama-3b", "llama-3b"]
+    assert view.notices == ("Pipeline p3 of llama-3b is not ready: no peer offers to run layers",)
+    status = swarms.several()
+    status["pipelines"][1]["ready"] = False
+    assert not view_of(status).ready
+
+
 def test_without_a_coordinator() -> None:
     """What a PC knows of itself then: no stages of the ring, and its own."""
     status = swarms.serving()

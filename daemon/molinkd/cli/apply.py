@@ -1,0 +1,72 @@
+"""``molink apply``: have the swarm serve what a file names."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from molink.errors import MolinkError, RequestError
+from molink.plaintext import printable
+from molink.swarm.throughput import Throughput
+from molink.wire.messages.requests import Applied, ApplyFile, Bringing
+from molinkd.cli import local_daemon
+from molinkd.cli.console import TransferLine
+from molinkd.cli.model_verbs import LOOK_S, show_progress
+from molinkd.cli.swarm_file import Lines, SwarmFile, called, entries, read_swarm_file
+from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.progress import Progress
+
+
+def apply(
+    file: Annotated[Path, typer.Argument(help="A TOML file with a [[models]] for each model.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Have the swarm serve the models that a file names, and no others; twice is as once."""
+    found, lines = read_swarm_file(file)
+    models = entries(found, lines, file.absolute().parent)
+    daemon = local_daemon.need_daemon(home)
+    order = ApplyFile(ref=0, models=models, molink=found.molink, dry=dry_run)
+    try:
+        changes = _carry_out(daemon, order)
+    except RequestError as error:
+        raise _located(error, found, lines) from None
+    for line in changes.splitlines():
+        print(printable(line))
+    if not changes:
+        print("Nothing to change: the swarm is asked for this already.")
+    elif dry_run:
+        print("Nothing was changed (--dry-run).")
+    else:
+        print("Applied; `molink status` shows how far it is.")
+
+
+def _carry_out(daemon: local_daemon.Found, order: ApplyFile) -> str:
+    """Ask until all models are found and the coordinator has answered: what changes."""
+    line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
+    speed, doing = Throughput(time.monotonic()), ("", "")
+    try:
+        while True:
+            far, payload = local_daemon.ask(daemon, order)
+            if isinstance(far, Applied):
+                return payload.decode("utf-8")
+            assert isinstance(far, Bringing)
+            if (far.name, far.state) != doing:
+                speed, doing = Throughput(time.monotonic(), far.done), (far.name, far.state)
+            progress = Progress(far.done, far.total)
+            progress.source = "the hub" if far.state == "fetching" else "disk, to hash it once"
+            show_progress(line, far.name or "a model", progress, speed)
+            time.sleep(LOOK_S)
+    finally:
+        line.clear()
+
+
+def _located(error: RequestError, file: SwarmFile, lines: Lines) -> MolinkError:
+    """The coordinator's refusal with the line of the model that it is about."""
+    text = str(error)
+    for index, one in enumerate(file.models):
+        if text.startswith(f"{called(one.model)}: "):
+            return lines.refusal(text, index)
+    return error

@@ -1,0 +1,107 @@
+"""``swarm.toml``: what is wrong is named with its line, and nothing is guessed."""
+
+from pathlib import Path
+
+import pytest
+
+from molink.errors import UsageError
+from molinkd.cli.swarm_file import MAX_BYTES, called, entries, read_swarm_file
+
+GOOD = """\
+molink = "1.2"
+
+[[models]]
+model = "Qwen/Qwen3-0.6B"   # of the hub
+replicas = 2
+min_stages = 2
+objective = "throughput"
+quantize = "int8"
+
+[[models]]
+model = "tiny"
+layers = { first = "0:2", attic = "2:6" }
+
+[[models]]
+model = "molink-demo"
+pcs = ["den", "loft"]
+[models.layers]
+den = "0:2"
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "swarm.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_all_that_it_may_say(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    found, lines = read_swarm_file(write(tmp_path, GOOD))
+    assert found.molink == "1.2"
+    hub, folder, demo = entries(found, lines, tmp_path)
+    assert (hub.source, hub.replicas, hub.min_stages) == ("Qwen/Qwen3-0.6B", 2, 2)
+    assert (hub.objective, hub.quantize, hub.dtype) == ("throughput", "int8", "auto")
+    assert folder.source == str((tmp_path / "tiny").resolve())
+    assert folder.pins == (("first", "0:2"), ("attic", "2:6"))
+    assert demo.source == "molink-demo"
+    assert demo.pins == (("den", "0:2"), ("loft", "auto"))
+    assert [called(one.model) for one in found.models] == ["Qwen3-0.6B", "tiny", "molink-demo"]
+    assert [lines.at(index) for index in range(3)] == [3, 10, 14]
+    assert called("/some/where/tiny/") == "tiny"
+
+
+M = '[[models]]\nmodel = "a"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ("", 1, "models is missing"),
+        ("models = []", 1, "no model is named"),
+        ("molink = 3\n" + M, 1, "molink: expected `str`"),
+        ("x = 1\n" + M, 1, "x is nothing known: there are models, molink"),
+        (M + "replica = 2", 3, "replica is nothing known: there are model, replicas"),
+        (M + M.replace("a", "b") + "replicas = 0", 5, "replicas: expected `int` >= 1"),
+        (M + "min_stages = 17", 3, "min_stages: expected `int` <= 16"),
+        (M + 'objective = "speed"', 3, "objective: invalid enum value 'speed'"),
+        (M + "quantize = 8", 3, "quantize: expected `str`"),
+        ("[[models]]\nreplicas = 2", 1, "model is missing"),
+        (M + "replicas = ", 3, "this is no TOML: Invalid value"),
+        (M + "\n\n" + M, 6, "a is named twice"),
+        (M + '[[models]]\nmodel = "b/a"', 4, "a is named twice"),
+        (M + 'pcs = ["x", "x"]', 3, "a PC is named twice"),
+        (M + 'replicas = 2\nlayers = { x = "0:2" }', 4, "of which of the 2 replicas"),
+        (M + 'layers = { x = "2" }', 3, "layers of x are A:B with A < B, not 2"),
+        (M + '[models.layers]\nx = "2:2"', 3, "layers of x are A:B with A < B, not 2:2"),
+        (M + 'pcs = ["y"]\nlayers = { x = "0:2" }', 4, "x has layers, but is none of pcs"),
+        (M + "replicas = 5\n" + M.replace("a", "b") + "replicas = 4", 6, "9 pipelines"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(
+    tmp_path: Path, text: str, line: int, why: str
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_swarm_file(path)
+    said = str(caught.value)
+    assert said.startswith(f"{path}, line {line}: ")
+    assert why in said
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    found, lines = read_swarm_file(path)
+    with pytest.raises(UsageError, match="line 11: tiny is no folder"):
+        entries(found, lines, tmp_path)
+
+
+def test_what_is_no_file_of_this_kind(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can't be read"):
+        read_swarm_file(tmp_path / "nothing.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="can't be read"):
+        read_swarm_file(binary)
+    with pytest.raises(UsageError, match="longer than"):
+        read_swarm_file(write(tmp_path, "#" * (MAX_BYTES + 1)))
