@@ -74,7 +74,7 @@ def fits(desired: Desired, offers: Iterable[Candidate]) -> bool:
     if any(one.capacity(opens=True, closes=True) >= layers for one in runners):
         return True
     runners = sorted(runners, key=lambda one: -one.capacity())[:MAX_STAGES]
-    for first, last in permutations(runners, 2):
+    for first, last in permutations(runners, 2) if layers > 1 else ():
         ends = first.capacity(opens=True), last.capacity(closes=True)
         rest = sum(max(0, one.capacity()) for one in runners if one not in (first, last))
         if min(ends) >= 1 and sum(ends) + rest >= layers:
@@ -196,9 +196,19 @@ class _Allotment:
                     continue
                 self.owner[peer] = need.key
                 if self.has_room(need):
+                    self.give_back(need, before)
                     return True
         self.owner = before
         return False
+
+    def give_back(self, need: Need, before: Mapping[str, Key]) -> None:
+        """What turns out not to be needed goes to where it was."""
+        for peer in self.of(need):
+            if before.get(peer) == need.key or not self.has_room(need, without=peer):
+                continue
+            del self.owner[peer]
+            if peer in before:
+                self.owner[peer] = before[peer]
 
     def share_rest(self) -> None:
         """What is over makes rings better, or is at hand when a peer is lost."""

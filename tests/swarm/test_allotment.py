@@ -130,8 +130,9 @@ def test_it_keeps_its_promises(memory: list[int], layers: list[int], data: st.Da
     for each in needs:
         mine = [one for one in offers if owner.get(one.peer) == each.key]
         assert not each.serves or fits(each.desired, mine)
-    # The same again, though what was promised isn't there yet.
-    assert allot(needs, offers, owner) == owner
+    # The same again, though what was promised isn't there yet; spares may find another place once.
+    again = allot(needs, offers, owner)
+    assert allot(needs, offers, again) == again
 
 
 @given(
