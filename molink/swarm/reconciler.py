@@ -1,9 +1,7 @@
 """Makes what is (peers, stages) what it should be (a deployment served by one ready pipeline).
 
-One for each pipeline that there is to be: of one model, or of several, or several of one model.
-:mod:`molink.swarm.fleet` tells all of them what happens and carries on what they decide; an epoch
-is thus committed before it is announced. After each event :meth:`Reconciler.advance` moves the
-formation on.
+:mod:`molink.swarm.fleet` tells each deployment's what happens and carries on what they decide; an
+epoch is thus committed before it is announced.
 """
 
 from molink.swarm import epochs, instructions
