@@ -58,15 +58,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it holds both kinds of times."""
         return bool(self.decode and self.prefill)
 
-    def scaled(self, factor: float) -> "Profile":
-        """Of a stage of the same kind that has ``factor`` times as much to compute."""
+    def scaled(self, factor: float, prefill: float | None = None) -> "Profile":
+        """Of a stage of the same kind that takes ``factor`` times as long.
+
+        Its prefill steps take ``prefill`` times as long, if that is another factor.
+        """
+        prefill = factor if prefill is None else prefill
         return Profile(
             decode=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.decode),
-            prefill=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.prefill),
+            prefill=tuple((rows, _bounded(seconds * prefill)) for rows, seconds in self.prefill),
             tile=self.tile,
             context=self.context,
             decode_token_s=min(MAX_SECONDS, self.decode_token_s * factor),
-            prefill_token_s=min(MAX_SECONDS, self.prefill_token_s * factor),
+            prefill_token_s=min(MAX_SECONDS, self.prefill_token_s * prefill),
         )
 
     def decode_s(self, rows: int, context: float = 0) -> float:

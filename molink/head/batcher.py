@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from molink.facts.profile import Profile
 from molink.head.batch import Batch, HeadControl, HeadVolume, VolumeBuilder
 from molink.head.cache import BlockCache
 from molink.head.chunk import ChunkSize
@@ -59,18 +60,23 @@ class Batcher:
         self.prompt_tokens = 0
         self.prefill_rows = 0
 
+    def set_profiles(self, profiles: Sequence[Profile]) -> None:
+        """Stages have measured themselves anew."""
+        self.micro_batches.set_profiles(profiles)
+        self._chunk.set_profiles(profiles)
+
     def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         admitted: list[Job] = []
         if not self._ledger.wide:
-            streams = self._roster.decoding()
-            count = self.micro_batches.update(streams)
+            streams, context = self._roster.decoding()
+            count = self.micro_batches.update(streams, context)
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, streams, now)
             if prefill:
-                rows = self._prefill_rows(streams, now, beside=len(decode) > 0)
+                rows = self._prefill_rows(streams, context, now, beside=len(decode) > 0)
                 self._add_prefill(chunk, rows, admitted, now)
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
@@ -152,8 +158,10 @@ class Batcher:
             admitted.append(new)
             left -= self._add_chunk(builder, new, left)
 
-    def _prefill_rows(self, streams: int, now: float, *, beside: bool) -> int:
-        """Rows of the next prefill volume, 0 if there is to be none; ``streams`` decode.
+    def _prefill_rows(self, streams: int, context: int, now: float, *, beside: bool) -> int:
+        """Rows of the next prefill volume, 0 if there is to be none.
+
+        ``streams`` decode, of ``context`` tokens each on average.
 
         Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
         decode-maximal batches), the others may be a chunk. If chunks went whenever stage 0 is idle,
@@ -172,11 +180,12 @@ class Batcher:
         if not left:
             return 0
         before = jobs[0].issued if jobs else 0
-        rows = self._chunk.rows(streams, left, before)
+        rows = self._chunk.rows(streams, left, before, context)
         if paired:
             return rows
         room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows
-        return rows if room and flying < self.micro_batches.prefills(rows, before, streams) else 0
+        depth = self.micro_batches.prefills(rows, before, streams, context)
+        return rows if room and flying < depth else 0
 
     def _add_chunk(self, builder: VolumeBuilder, job: Job, maximum: int) -> int:
         """Add up to ``maximum`` prefill rows of a job; how many it got."""

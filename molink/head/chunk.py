@@ -20,6 +20,7 @@ here they never wait for a prompt, so that nothing has to be balanced.
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 
@@ -58,14 +59,19 @@ class ChunkSize:
 
     def __init__(self, fixed: int, profiles: Sequence[Profile], micro_batches: int) -> None:
         self._fixed = fixed
-        self._profiles = [profile for profile in profiles if profile.known]
         self._micro_batches = micro_batches
+        self._remembered: dict[tuple[int, int, int, int], int] = {}
+        self.set_profiles(profiles)
+
+    def set_profiles(self, profiles: Sequence[Profile]) -> None:
+        """Stages have measured themselves (anew)."""
+        self._profiles = [profile for profile in profiles if profile.known]
         self._tile = max((profile.tile for profile in self._profiles), default=1)
         self._step = -(-_STEP // self._tile) * self._tile
         measured = min((each.prefill[-1][0] for each in self._profiles), default=0)
         maximum = min(MAX_CHUNK_ROWS, max(_MIN_MAX, self._tile, measured))
         self._maximum = maximum // self._step * self._step or self._step
-        self._remembered: dict[tuple[int, int, int], int] = {}
+        self._remembered.clear()
 
     def set_micro_batches(self, count: int) -> None:
         """Another number of micro-batches is in flight."""
@@ -73,11 +79,12 @@ class ChunkSize:
             self._micro_batches = count
             self._remembered.clear()
 
-    def rows(self, decoding: int, left: int, before: int = 0) -> int:
+    def rows(self, decoding: int, left: int, before: int = 0, context: int = 0) -> int:
         """Rows of the next chunk, at least 1.
 
-        ``decoding`` streams are between two tokens, spread over the micro-batches. ``left`` prompt
-        rows are still to be computed, the first of them after ``before`` tokens of its prompt.
+        ``decoding`` streams are between two tokens, spread over the micro-batches, after
+        ``context`` tokens each on average. ``left`` prompt rows are still to be computed, the first
+        of them after ``before`` tokens of its prompt.
         """
         if self._fixed:
             return self._fixed
@@ -86,13 +93,14 @@ class ChunkSize:
         riding = -(-decoding // self._micro_batches)
         # Rounded, so that what was decided once can be remembered.
         before = before // _MIN_MAX * _MIN_MAX
+        context = context // _MIN_MAX * _MIN_MAX if riding else 0
         steps = 0 if riding else max(1, min(-(-left // self._step), _MANY))
-        key = riding, steps, before
+        key = riding, steps, before, context
         if key not in self._remembered:
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = (
-                self._bounded(riding, before)
+                self._bounded(riding, before, context)
                 if riding
                 else self._efficient(steps * self._step, before)
             )
@@ -113,12 +121,12 @@ class ChunkSize:
 
     def _prompt_s(self, left: int, rows: int, before: int) -> float:
         """Seconds until the last of ``left`` rows has left the ring, in chunks of ``rows``."""
-        steps = [self._step_s(profile, rows, 0, before) for profile in self._profiles]
+        steps = [self._chunk_s(profile, rows, before) for profile in self._profiles]
         return (-(-left // rows) - 1) * max(steps) + sum(steps)
 
     # --- others decode -------------------------------------------------------------------------
 
-    def _bounded(self, riding: int, before: int) -> int:
+    def _bounded(self, riding: int, before: int, context: int) -> int:
         """The largest chunk that doesn't make ``riding`` decode rows wait too long.
 
         It is no larger than pays: than one for a long prompt that nobody would wait for.
@@ -126,20 +134,21 @@ class ChunkSize:
         maximum = self._efficient(_MANY * self._step, before)
         sizes = [rows - riding for rows in self._ladder(riding)]
         sizes = [rows for rows in sizes if rows <= maximum] or sizes[:1]
-        minimum = self._turn_s(sizes[0], riding, before)
-        bound = max(STRETCH * self._turn_s(0, riding, before), NEAR_MIN * minimum)
-        fitting = bisect_right(sizes, bound, key=lambda rows: self._turn_s(rows, riding, before))
-        return sizes[max(0, fitting - 1)]
+        turn_s = partial(self._turn_s, riding=riding, before=before, context=context)
+        bound = max(STRETCH * turn_s(0), NEAR_MIN * turn_s(sizes[0]))
+        return sizes[max(0, bisect_right(sizes, bound, key=turn_s) - 1)]
 
-    def _turn_s(self, rows: int, riding: int, before: int) -> float:
+    def _turn_s(self, rows: int, riding: int, before: int, context: int) -> float:
         """Seconds of a turn of the ring, in each step a chunk of ``rows`` rows.
 
         The first stage has a chunk and the decode rows beside it at the same time. At the others
         the chunk comes later, in the midst of another micro-batch's step or between two: decode
         rows wait for half a chunk more there.
         """
-        steps = [self._step_s(profile, rows, riding, before) for profile in self._profiles]
-        waits = [self._step_s(profile, rows, 0, before) / 2 for profile in self._profiles[1:]]
+        steps = [
+            self._step_s(profile, rows, riding, before, context) for profile in self._profiles
+        ]
+        waits = [self._chunk_s(profile, rows, before) / 2 for profile in self._profiles[1:]]
         return max(self._micro_batches * max(steps), sum(steps) + sum(waits))
 
     # --- steps ---------------------------------------------------------------------------------
@@ -155,13 +164,19 @@ class ChunkSize:
             return sizes
         return [*range(riding + _MIN_BESIDE, sizes[0], _MIN_BESIDE), *sizes]
 
-    def _step_s(self, profile: Profile, rows: int, riding: int, before: int) -> float:
+    def _chunk_s(self, profile: Profile, rows: int, before: int) -> float:
+        """Seconds of a step that has nothing but a chunk."""
+        return self._step_s(profile, rows, 0, before, 0)
+
+    def _step_s(
+        self, profile: Profile, rows: int, riding: int, before: int, context: int
+    ) -> float:
         """Seconds of a fused step: what all rows' matrix products take, and decodes' attention.
 
         The latter is what ``T_d`` is longer than a chunk of as many rows; two passes one after
         another are an upper bound.
         """
-        alone = profile.decode_s(riding)
+        alone = profile.decode_s(riding, context)
         if not rows:
             return alone
         attention = max(0.0, alone - profile.prefill_s(riding))

@@ -17,27 +17,31 @@ from molink.wire.messages.data import MAX_MICRO_BATCHES
 _ROUNDING = 1e-6
 
 
-def prefill_depth(times: RingTimes, rows: int, before: int, riding: int, count: int) -> int:
+def prefill_depth(
+    times: RingTimes, rows: int, before: int, riding: int, count: int, context: float = 0
+) -> int:
     """Up to how many prefill volumes of ``rows`` rows may be in flight, unpaired or not.
 
     The first row comes after ``before`` tokens of its prompt. ``riding`` decode rows are in each of
-    ``count`` micro-batches, 0 if nobody decodes. 0 = none may go unpaired: a decode volume that
-    waits for a chunk at each stage, or stages that compute one by itself for every decode volume,
-    would take more than :data:`~molink.head.chunk.STRETCH` times the turn without chunks. (That a
-    decode volume then runs with the next chunk is left out.)
+    ``count`` micro-batches, 0 if nobody decodes, after ``context`` tokens on average. 0 = none may
+    go unpaired: a decode volume that waits for a chunk at each stage, or stages that compute one by
+    itself for every decode volume, would take more than :data:`~molink.head.chunk.STRETCH` times
+    the turn without chunks. (That a decode volume then runs with the next chunk is left out.)
     """
     chunks = [profile.prefill_s(rows, before) for profile in times.profiles]
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
     slowest = max([*chunks, *sends], default=0.0)
-    if not slowest or (riding and not _hardly_noticed(times, chunks, riding, count)):
+    if not slowest or (riding and not _hardly_noticed(times, chunks, riding, count, context)):
         return 0
     turn = sum(chunks) + times.transfer_s(rows)
     return min(math.ceil(turn / slowest - _ROUNDING), MAX_MICRO_BATCHES)
 
 
-def _hardly_noticed(times: RingTimes, chunks: list[float], riding: int, count: int) -> bool:
-    steps = [profile.decode_s(riding) for profile in times.profiles]
-    turn = times.turn_s(riding)
+def _hardly_noticed(
+    times: RingTimes, chunks: list[float], riding: int, count: int, context: float
+) -> bool:
+    steps = [profile.decode_s(riding, context) for profile in times.profiles]
+    turn = times.turn_s(riding, context)
     beside = [step + chunk for step, chunk in zip(steps, chunks, strict=True)]
     without = max(turn, count * max(steps))
     return max(turn + sum(chunks), count * max(beside)) <= STRETCH * without

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from molink.errors import InvariantError, RequestError
+from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts
 from molink.facts.story import Story
 from molink.head.admission import Admission
@@ -185,6 +186,10 @@ class Head:
     def set_links(self, links: Sequence[LinkFacts]) -> None:
         """What stages have measured of their links to the next, in ring order."""
         self._batcher.micro_batches.set_links(links)
+
+    def set_profiles(self, profiles: Sequence[Profile]) -> None:
+        """How long stages' steps take now, in ring order; of those that were known before."""
+        self._batcher.set_profiles(profiles)
 
     # --- reports -------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from molink.head.depth import prefill_depth
 #: A count is only left for one that promises so much less time per token.
 WORTH = 0.005
 _REMEMBERED = 1024
-#: Tokens before a chunk are rounded to these, so that what was decided can be remembered.
+#: Tokens before a row are rounded to these, so that what was decided can be remembered.
 _BEFORE = 128
 
 
@@ -38,10 +38,13 @@ class Prospect:
     busy: float
 
 
-def prospects(times: RingTimes, streams: int) -> list[Prospect]:
-    """What every count from ``N`` to ``2N`` promises to ``streams`` decoding streams."""
+def prospects(times: RingTimes, streams: int, context: float = 0) -> list[Prospect]:
+    """What every count from ``N`` to ``2N`` promises to ``streams`` decoding streams.
+
+    They have ``context`` tokens each, on average.
+    """
     degree = len(times.profiles)
-    return [_prospect(times, count, streams) for count in range(degree, 2 * degree + 1)]
+    return [_prospect(times, count, streams, context) for count in range(degree, 2 * degree + 1)]
 
 
 def best_of(curve: Sequence[Prospect]) -> Prospect:
@@ -50,13 +53,13 @@ def best_of(curve: Sequence[Prospect]) -> Prospect:
     return curve[best]
 
 
-def _prospect(times: RingTimes, count: int, streams: int) -> Prospect:
+def _prospect(times: RingTimes, count: int, streams: int, context: float) -> Prospect:
     rows = max(1, -(-streams // count))
     flying = min(count, -(-streams // rows)) or 1
-    steps = [profile.decode_s(rows) for profile in times.profiles]
+    steps = [profile.decode_s(rows, context) for profile in times.profiles]
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
     slowest = max([*steps, *sends], default=0.0)
-    token_s = max(times.turn_s(rows), flying * slowest)
+    token_s = max(times.turn_s(rows, context), flying * slowest)
     busy = flying * max(steps, default=0.0) / token_s if token_s else 0.0
     return Prospect(count, rows, token_s, busy)
 
@@ -74,29 +77,36 @@ class MicroBatches:
         unpaired: bool = True,
     ) -> None:
         self._fixed = fixed
-        known = len(profiles) == degree and all(profile.known for profile in profiles)
-        self._profiles = tuple(profiles) if known else ()
+        self._profiles = _known(profiles, degree)
         #: Whether prefill volumes may go without decode rows beyond the ``K``.
-        self.unpaired = unpaired and known
+        self.unpaired = unpaired and bool(self._profiles)
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
-        #: By streams: the best count, and what each promises in seconds per token.
-        self._curves: dict[int, tuple[Prospect, dict[int, float]]] = {}
-        #: By rows, tokens before them, streams and count.
-        self._depths: dict[tuple[int, int, int, int], int] = {}
+        #: By streams and their context: the best count, and what each promises in seconds per token.
+        self._curves: dict[tuple[int, int], tuple[Prospect, dict[int, float]]] = {}
+        #: By rows, tokens before them, streams, their context, and count.
+        self._depths: dict[tuple[int, int, int, int, int], int] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
     def set_links(self, links: Sequence[LinkFacts]) -> None:
         """The links have been measured (anew); one per stage."""
         self._links = tuple(links)
+        self._forget()
+
+    def set_profiles(self, profiles: Sequence[Profile]) -> None:
+        """Stages have measured themselves anew: those that were known before, in ring order."""
+        self._profiles = _known(profiles, len(self._profiles))
+        self._forget()
+
+    def _forget(self) -> None:
         self._curves.clear()
         self._depths.clear()
 
-    def update(self, streams: int) -> int:
-        """``K`` while ``streams`` streams decode."""
+    def update(self, streams: int, context: int = 0) -> int:
+        """``K`` while ``streams`` streams decode, of ``context`` tokens each on average."""
         if self.decides and streams:
-            self.count = self._decide(streams)
+            self.count = self._decide(streams, _rounded(context))
         return self.count
 
     @property
@@ -104,32 +114,44 @@ class MicroBatches:
         """Whether ``K`` is not fixed and the stages are known."""
         return bool(self._profiles) and not self._fixed
 
-    def prefills(self, rows: int, before: int, streams: int) -> int:
+    def prefills(self, rows: int, before: int, streams: int, context: int = 0) -> int:
         """Up to how many prefill volumes chunks may go unpaired; see :func:`prefill_depth`.
 
         0 where that is switched off or nothing is known of the stages.
         """
         if not self.unpaired:
             return 0
-        before -= before % _BEFORE
-        key = rows, before, streams, self.count
+        before, context = _rounded(before), _rounded(context)
+        key = rows, before, streams, context, self.count
         if key not in self._depths:
             if len(self._depths) >= _REMEMBERED:
                 self._depths.clear()
             riding = -(-streams // self.count)
-            self._depths[key] = prefill_depth(self._times, rows, before, riding, self.count)
+            self._depths[key] = prefill_depth(
+                self._times, rows, before, riding, self.count, context
+            )
         return self._depths[key]
 
-    def _decide(self, streams: int) -> int:
-        if streams not in self._curves:
+    def _decide(self, streams: int, context: int) -> int:
+        if (streams, context) not in self._curves:
             if len(self._curves) >= _REMEMBERED:
                 self._curves.clear()
-            curve = prospects(self._times, streams)
+            curve = prospects(self._times, streams, context)
             now = {each.count: each.token_s for each in curve}
-            self._curves[streams] = best_of(curve), now
-        best, token_s = self._curves[streams]
+            self._curves[streams, context] = best_of(curve), now
+        best, token_s = self._curves[streams, context]
         return best.count if best.token_s < (1 - WORTH) * token_s[self.count] else self.count
 
     @property
     def _times(self) -> RingTimes:
         return RingTimes(self._profiles, self._links, self._row_bytes)
+
+
+def _known(profiles: Sequence[Profile], degree: int) -> tuple[Profile, ...]:
+    """Those of all ``degree`` stages, or none."""
+    known = len(profiles) == degree and all(profile.known for profile in profiles)
+    return tuple(profiles) if known else ()
+
+
+def _rounded(tokens: int) -> int:
+    return tokens - tokens % _BEFORE

@@ -92,9 +92,17 @@ class Roster:
         """All jobs of a daemon."""
         return [job for (name, _), job in self._jobs.items() if name == owner]
 
-    def decoding(self) -> int:
-        """Jobs that take part in decoding: those that wait for their client do not count."""
-        return sum(job.state == "decode" and not job.stalled for job in self._admitted.values())
+    def decoding(self) -> tuple[int, int]:
+        """Jobs that take part in decoding, and how many tokens they have on average.
+
+        Those that wait for their client do not count.
+        """
+        contexts = [
+            len(job.tokens)
+            for job in self._admitted.values()
+            if job.state == "decode" and not job.stalled
+        ]
+        return len(contexts), sum(contexts) // max(1, len(contexts))
 
     # --- whose turn it is -------------------------------------------------------------------------
 

@@ -99,6 +99,24 @@ def test_a_context_that_costs_makes_chunks_smaller() -> None:
     assert sizes[-1] < sizes[0]
 
 
+def test_a_chunk_may_be_larger_beside_decodes_that_are_slow_by_themselves() -> None:
+    deep = profile(0.02, 1e-4, context=128, decode_token_s=1e-6)
+    chunks = ChunkSize(0, [deep], 1)
+    sizes = [chunks.rows(8, left=4096, context=context) for context in (0, 128, 2048, 8192)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
+    assert chunks.rows(0, left=4096, context=8192) == chunks.rows(0, left=4096)
+
+
+def test_chunks_follow_stages_that_are_measured_anew() -> None:
+    chunks = ChunkSize(0, [GPU, GPU], 2)
+    before = chunks.rows(8, left=4096)
+    chunks.set_profiles([GPU, GPU.scaled(1.0, prefill=3.0)])
+    assert chunks.rows(8, left=4096) < before
+    chunks.set_profiles([GPU, GPU])
+    assert chunks.rows(8, left=4096) == before
+
+
 def test_no_chunk_is_larger_than_what_was_measured() -> None:
     assert ChunkSize(0, [GPU, profile(0.02, 1e-4, maximum=256)], 2).rows(0, left=4096) <= 256
     slow = Profile(decode=((1, 1.0),), prefill=((16, 2.0), (32, 2.1)))

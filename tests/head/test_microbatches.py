@@ -74,6 +74,35 @@ def test_it_is_decided_anew_when_links_or_streams_change() -> None:
     assert micro_batches.update(12) == 6
 
 
+#: Attention to 1000 tokens before takes as long as reading the weights.
+DEEP = Profile(
+    decode=STAGE.decode, prefill=STAGE.prefill, context=128, decode_token_s=1e-5 * 1000 / 872
+)
+
+
+def test_contexts_that_grow_make_steps_longer_and_fewer_micro_batches_enough() -> None:
+    times = RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW)
+    short, long = prospects(times, 12), prospects(times, 12, context=10_000)
+    assert short[0].token_s == pytest.approx(prospects(times, 12, context=128)[0].token_s)
+    assert long[0].busy > short[0].busy
+    micro_batches = MicroBatches(0, 3, (DEEP,) * 3, ROW)
+    micro_batches.set_links(times.links)
+    counts = [micro_batches.update(12, context) for context in (100, 10_000, 100)]
+    assert counts == [6, 4, 6]
+
+
+def test_stages_that_become_slower_need_fewer_micro_batches() -> None:
+    micro_batches = decider(ring(0.03, rate=None))
+    assert micro_batches.update(12) == 6
+    micro_batches.set_profiles((STAGE, STAGE.scaled(4.0), STAGE))
+    assert micro_batches.update(12) == 3
+    micro_batches.set_profiles((STAGE,) * 3)
+    assert micro_batches.update(12) == 6
+    unknown = MicroBatches(0, 3, (STAGE, UNKNOWN, STAGE), ROW)
+    unknown.set_profiles((STAGE,) * 3)
+    assert not unknown.decides, "a ring that began without knowing its stages goes on without"
+
+
 def test_a_fixed_number_stays_and_without_profiles_there_are_as_many_as_stages() -> None:
     assert decider(ring(0.1), fixed=4).update(12) == 4
     unknown = MicroBatches(0, 3, (STAGE, UNKNOWN, STAGE), ROW)
