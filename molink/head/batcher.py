@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from molink.facts.profile import Profile
+from molink.facts.ringtimes import RingTimes
 from molink.head.batch import Batch, HeadControl, HeadVolume, VolumeBuilder
 from molink.head.cache import BlockCache
 from molink.head.chunk import ChunkSize
@@ -60,10 +60,10 @@ class Batcher:
         self.prompt_tokens = 0
         self.prefill_rows = 0
 
-    def set_profiles(self, profiles: Sequence[Profile]) -> None:
-        """Stages have measured themselves anew."""
-        self.micro_batches.set_profiles(profiles)
-        self._chunk.set_profiles(profiles)
+    def set_times(self, times: RingTimes) -> None:
+        """Stages have measured themselves, or their links, anew."""
+        self.micro_batches.set_times(times)
+        self._chunk.set_profiles(times.profiles)
 
     def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""

@@ -61,11 +61,16 @@ class ChunkSize:
         self._fixed = fixed
         self._micro_batches = micro_batches
         self._remembered: dict[tuple[int, int, int, int], int] = {}
-        self.set_profiles(profiles)
+        self._read([profile for profile in profiles if profile.known])
 
     def set_profiles(self, profiles: Sequence[Profile]) -> None:
-        """Stages have measured themselves (anew)."""
-        self._profiles = [profile for profile in profiles if profile.known]
+        """Stages may have measured themselves anew."""
+        known = [profile for profile in profiles if profile.known]
+        if known != self._profiles:
+            self._read(known)
+
+    def _read(self, profiles: list[Profile]) -> None:
+        self._profiles = profiles
         self._tile = max((profile.tile for profile in self._profiles), default=1)
         self._step = -(-_STEP // self._tile) * self._tile
         measured = min((each.prefill[-1][0] for each in self._profiles), default=0)
@@ -145,9 +150,7 @@ class ChunkSize:
         the chunk comes later, in the midst of another micro-batch's step or between two: decode
         rows wait for half a chunk more there.
         """
-        steps = [
-            self._step_s(profile, rows, riding, before, context) for profile in self._profiles
-        ]
+        steps = [self._step_s(profile, rows, riding, before, context) for profile in self._profiles]
         waits = [self._chunk_s(profile, rows, before) / 2 for profile in self._profiles[1:]]
         return max(self._micro_batches * max(steps), sum(steps) + sum(waits))
 
@@ -168,9 +171,7 @@ class ChunkSize:
         """Seconds of a step that has nothing but a chunk."""
         return self._step_s(profile, rows, 0, before, 0)
 
-    def _step_s(
-        self, profile: Profile, rows: int, riding: int, before: int, context: int
-    ) -> float:
+    def _step_s(self, profile: Profile, rows: int, riding: int, before: int, context: int) -> float:
         """Seconds of a fused step: what all rows' matrix products take, and decodes' attention.
 
         The latter is what ``T_d`` is longer than a chunk of as many rows; two passes one after

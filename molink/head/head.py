@@ -1,11 +1,10 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 
 from molink.errors import InvariantError, RequestError
-from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ringtimes import RingTimes
 from molink.facts.story import Story
 from molink.head.admission import Admission
 from molink.head.batch import Batch
@@ -183,13 +182,12 @@ class Head:
         freed = self._cache.blocks.reclaim(tick)
         self._story.add(now, "released", tick, freed)
 
-    def set_links(self, links: Sequence[LinkFacts]) -> None:
-        """What stages have measured of their links to the next, in ring order."""
-        self._batcher.micro_batches.set_links(links)
+    def set_times(self, times: RingTimes) -> None:
+        """What stages have measured of themselves and of their links to the next.
 
-    def set_profiles(self, profiles: Sequence[Profile]) -> None:
-        """How long stages' steps take now, in ring order; of those that were known before."""
-        self._batcher.set_profiles(profiles)
+        Of those of which nothing was known before only their links count.
+        """
+        self._batcher.set_times(times)
 
     # --- reports -------------------------------------------------------------------------------
 

@@ -82,24 +82,20 @@ class MicroBatches:
         self.unpaired = unpaired and bool(self._profiles)
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
-        #: By streams and their context: the best count, and what each promises in seconds per token.
+        #: By streams and their context: the best count, and what each promises, in seconds.
         self._curves: dict[tuple[int, int], tuple[Prospect, dict[int, float]]] = {}
         #: By rows, tokens before them, streams, their context, and count.
         self._depths: dict[tuple[int, int, int, int, int], int] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
-    def set_links(self, links: Sequence[LinkFacts]) -> None:
-        """The links have been measured (anew); one per stage."""
-        self._links = tuple(links)
-        self._forget()
+    def set_times(self, times: RingTimes) -> None:
+        """Stages have measured themselves or their links anew.
 
-    def set_profiles(self, profiles: Sequence[Profile]) -> None:
-        """Stages have measured themselves anew: those that were known before, in ring order."""
-        self._profiles = _known(profiles, len(self._profiles))
-        self._forget()
-
-    def _forget(self) -> None:
+        Where not all stages were known at first, none is.
+        """
+        self._profiles = _known(times.profiles, len(self._profiles))
+        self._links = tuple(times.links)
         self._curves.clear()
         self._depths.clear()
 

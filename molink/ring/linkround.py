@@ -3,13 +3,11 @@
 import math
 
 from molink.facts.ringtimes import LinkFacts
+from molink.ring.round import HASTE, Round
 from molink.wire.messages.data import LinkReport
 
-#: Seconds between two reports, and between two of which the second says something else.
+#: Seconds between two reports; of two of which the second says something else, ``HASTE``.
 INTERVAL = 1.0
-HASTE = 0.2
-#: Reports of one link that may come at once, when a link that was cut delivers again.
-MAX_WAITING = 32
 #: Relative changes that are worth a report, and one in haste.
 _NOTICEABLE = 0.02
 _LARGE = 0.1
@@ -17,7 +15,7 @@ _LARGE = 0.1
 _MIN_RATE = 1.0
 
 
-class LinkRound:
+class LinkRound(Round):
     """The links of a ring of ``stages``, as stage ``stage`` knows them.
 
     Each stage reports its own link to the next stage, which passes the report on; the one before
@@ -25,14 +23,11 @@ class LinkRound:
     """
 
     def __init__(self, stage: int, stages: int) -> None:
-        self._stage = stage
-        self._next = (stage + 1) % stages
+        super().__init__(stage, stages)
         #: One per stage in ring order, each leading to the next stage.
         self.links: tuple[LinkFacts, ...] = (LinkFacts(),) * stages
         self._told: LinkReport | None = None
         self._told_at = 0.0
-        #: By stage: when reports passed on so far would have been due, one each :data:`HASTE`.
-        self._due_at = [-math.inf] * stages
 
     def measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
         """This stage has measured its link: what to tell the next one, if anything now."""
@@ -56,19 +51,9 @@ class LinkRound:
 
     def arrived(self, report: LinkReport) -> bool:
         """The previous stage passes a report on; ``False`` if it makes no sense here."""
-        others = report.stage < len(self.links) and report.stage != self._stage
-        if not others or not _sensible(report):
+        if not self._concerns(report.stage) or not _sensible(report):
             return False
         self._learn(report)
-        return True
-
-    def goes_on(self, report: LinkReport, now: float) -> bool:
-        """Whether the next stage has not seen it yet, and it is not one of a flood."""
-        earliest = now - MAX_WAITING * HASTE
-        due_at = max(self._due_at[report.stage], earliest) + HASTE
-        if report.stage == self._next or due_at > now:
-            return False
-        self._due_at[report.stage] = due_at
         return True
 
     def _learn(self, report: LinkReport) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.facts.ringtimes import LinkFacts
 from molink.link.heartbeat import StageProgress, patience_for
 from molink.link.policies.base import DecodeFinished, DecodeStarted
 from molink.ring.bubbles import Bubbles
 from molink.ring.ends import Collector, Front
+from molink.ring.knowledge import RingKnowledge
 from molink.ring.known import BoardLimits
-from molink.ring.linkround import LinkRound
+from molink.ring.pace import PaceMeter
 from molink.ring.pieces import Cutting, WholeVolumes
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
@@ -35,6 +36,7 @@ from molink.wire.messages.data import (
     Admit,
     History,
     LinkReport,
+    PaceReport,
     Release,
     RingBody,
     Sampled,
@@ -103,11 +105,11 @@ class Ring:
         self.bubbles = Bubbles(clock())
         self.steps = StepLog()
         self._strays = 0
-        self._link_round = LinkRound(shape.index, shape.stages)
+        self._known = RingKnowledge(shape, config.profiles)
         self._on_broken = on_broken
         self._times = StepTimes(config.profile)
-        self._profiles = config.profiles
-        self._turns = TurnClock(self._ring_times())
+        self._meter = PaceMeter(config.profile)
+        self._turns = TurnClock(self._known.times)
         #: How long the step that runs should take at most, in seconds; 0 between steps.
         self.predicted = 0.0
         #: When that step began.
@@ -171,10 +173,10 @@ class Ring:
                 self.scoreboard.arrive(body, data, now, rows)
             case Sampled() | TopLogprobs() | Release() | Tombstone():
                 self._came_round(body, now)
-            case LinkReport() if self._link_round.arrived(body):
-                if self._link_round.goes_on(body, now):
+            case LinkReport() | PaceReport() if self._known.arrived(body):
+                if self._known.goes_on(body, now):
                     self._pass_on(body)
-                self._links_known()
+                self._times_known()
             case _:
                 self._strays += 1
 
@@ -207,6 +209,7 @@ class Ring:
         self._computing = True
         self._note(now)
         expected = self._times.begin(segment.volume for segment in work.segments)
+        self._meter.begin(segment.volume for segment in work.segments)
         self.predicted, self._began = expected.maximum, now
         if work.decode is not None and self._next is not None:
             self._next.handle(DecodeStarted(work.decode.volume.count, expected.likely))
@@ -217,28 +220,25 @@ class Ring:
         if self._front is not None:
             self._front.came_round(body, now)
 
-    # --- links -----------------------------------------------------------------------------------
+    # --- links and paces -------------------------------------------------------------------------
 
     def link_measured(self, facts: LinkFacts, now: float) -> None:
         """What this stage's link to the next one is like; the others are told."""
         with self._unbroken():
-            report = self._link_round.measured(facts, now)
+            report = self._known.link_measured(facts, now)
             if report is not None and not self._closed:
                 self._pass_on(report)
-                self._links_known()
+                self._times_known()
 
     @property
     def links(self) -> tuple[LinkFacts, ...]:
         """All links of the ring as far as they are known, each stage's to the next one."""
-        return self._link_round.links
+        return tuple(self._known.times.links)
 
-    def _ring_times(self) -> RingTimes:
-        return RingTimes(self._profiles, self.links, self._shape.row_bytes)
-
-    def _links_known(self) -> None:
-        self._turns.times = self._ring_times()
+    def _times_known(self) -> None:
+        times = self._turns.times = self._known.times
         if self._front is not None:
-            self._front.head.set_links(self.links)
+            self._front.head.set_times(times)
 
     # --- to the next stage -----------------------------------------------------------------------
 
@@ -277,7 +277,9 @@ class Ring:
         if not self._shape.is_last and isinstance(data, bytes | bytearray | memoryview):
             self._pass_on(body, data)
 
-    def _pass_on(self, body: ControlBody | LinkReport, payload: Buffer | None = None) -> None:
+    def _pass_on(
+        self, body: ControlBody | LinkReport | PaceReport, payload: Buffer | None = None
+    ) -> None:
         if self._next is not None:
             self._next.control(body, payload)
         elif isinstance(body, Release | Tombstone):
@@ -299,6 +301,9 @@ class Ring:
         self._note(now)
         self.steps.add(done)
         self._times.end(done.seconds)
+        if done.error is None and self._meter.end(done.seconds, now):
+            self._pass_on(self._known.pace_measured(self._meter.pace))
+            self._times_known()
         patience = self.steps.patience
         if patience.exhausted or (done.error and not done.results):
             self._break(f"{patience.failures} steps failed one after another: {done.error}")
@@ -384,6 +389,7 @@ class Ring:
             "stage_busy_share": round(self.bubbles.busy, 4),
             "stage_queued_volumes": self.scoreboard.queued,
             "stage_completed_tick": self.scoreboard.last_completed,
+            "stage_decode_pace": round(self._meter.decode, 3),
         }
         return (
             {name: float(value) for name, value in counters.items()},

@@ -90,6 +90,11 @@ class Pipeline:
         for hop in self._hops:
             hop.on_transfer = timeline.transfer
 
+    def slow(self, stage: int, factor: float, at: float) -> None:
+        """From ``at`` on the steps of a stage take ``factor`` times as long as its device's do."""
+        executor = self._executors[stage]
+        self.agenda.at(at, setattr, executor, "slowed", factor)
+
     def _look(self) -> None:
         """Whether the ring gets on."""
         if self.clients.waiting_s > _STUCK:

@@ -67,12 +67,14 @@ class SimExecutor:
         self._roofline = roofline
         self._zeros = zeros
         self.busy_s = 0.0
+        #: How many times as long as that a step takes: a device that is hot, or shared.
+        self.slowed = 1.0
         self.on_step: OnStep | None = None
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Begin a step."""
         size = step_rows([segment.volume for segment in segments], self._is_last)
-        seconds = self._roofline.step_s(size)
+        seconds = self.slowed * self._roofline.step_s(size)
         now = self._agenda.now
         self.busy_s += seconds
         if self.on_step is not None:

@@ -55,23 +55,23 @@ def test_without_profiles_nothing_is_known() -> None:
 def test_it_can_be_switched_off_whatever_k_is() -> None:
     for count in (0, 3):
         off = MicroBatches(count, 3, (STAGE,) * 3, ROW, unpaired=False)
-        off.set_links(ring(0.03, None).links)
+        off.set_times(ring(0.03, None))
         assert off.prefills(128, 0, streams=4) == 0
 
 
 def test_a_fixed_k_bounds_paired_volumes_only() -> None:
     fixed = MicroBatches(3, 3, (STAGE,) * 3, ROW)
-    fixed.set_links(ring(0.03, None).links)
+    fixed.set_times(ring(0.03, None))
     assert fixed.prefills(128, 0, streams=4) == 18
 
 
 def test_it_follows_links_and_streams() -> None:
     decider = MicroBatches(0, 3, (STAGE,) * 3, ROW)
     assert decider.prefills(128, 0, streams=4) == 0
-    decider.set_links(ring(0.03, None).links)
+    decider.set_times(ring(0.03, None))
     assert decider.prefills(128, 0, streams=4) == 18
     assert decider.prefills(128, 0, streams=0) == 18
-    decider.set_links(ring(0.001, None).links)
+    decider.set_times(ring(0.001, None))
     assert decider.prefills(128, 0, streams=4) == 0
 
 
@@ -82,7 +82,7 @@ def test_late_in_a_prompt_chunks_are_dearer() -> None:
     assert prefill_depth(times, 128, 0, riding=2, count=3) == 8
     assert prefill_depth(times, 128, 10_000, riding=2, count=3) == 0
     decider = MicroBatches(0, 3, times.profiles, ROW)
-    decider.set_links(times.links)
+    decider.set_times(times)
     assert decider.prefills(128, 100, streams=4) == 8
     assert decider.prefills(128, 10_000, streams=4) == 0
 

@@ -10,7 +10,7 @@ from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.microbatches import MicroBatches, prospects
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import Sampling
+from molink.wire.messages.data import Choice, Sampled, Sampling
 
 #: Reading the weights takes 10 ms, each row 1 ms more.
 STAGE = Profile(decode=((1, 0.011), (101, 0.111)), prefill=((16, 0.02),))
@@ -54,7 +54,7 @@ def test_no_more_are_in_flight_than_there_are_streams() -> None:
 def decider(links: RingTimes | None = None, fixed: int = 0) -> MicroBatches:
     micro_batches = MicroBatches(fixed, 3, (STAGE,) * 3, ROW)
     if links is not None:
-        micro_batches.set_links(links.links)
+        micro_batches.set_times(links)
     return micro_batches
 
 
@@ -66,10 +66,10 @@ def test_latency_wants_more_of_them_and_its_absence_fewer() -> None:
 def test_it_is_decided_anew_when_links_or_streams_change() -> None:
     micro_batches = decider(ring(0.1))
     assert micro_batches.update(12) == 6
-    micro_batches.set_links(ring(0.0, rate=None).links)
+    micro_batches.set_times(ring(0.0, rate=None))
     assert micro_batches.update(12) == 3
     assert micro_batches.update(0) == 3
-    micro_batches.set_links(ring(0.1).links)
+    micro_batches.set_times(ring(0.1))
     assert micro_batches.update(1) == 3, "nothing is gained for one stream"
     assert micro_batches.update(12) == 6
 
@@ -86,27 +86,28 @@ def test_contexts_that_grow_make_steps_longer_and_fewer_micro_batches_enough() -
     assert short[0].token_s == pytest.approx(prospects(times, 12, context=128)[0].token_s)
     assert long[0].busy > short[0].busy
     micro_batches = MicroBatches(0, 3, (DEEP,) * 3, ROW)
-    micro_batches.set_links(times.links)
+    micro_batches.set_times(times)
     counts = [micro_batches.update(12, context) for context in (100, 10_000, 100)]
     assert counts == [6, 4, 6]
 
 
 def test_stages_that_become_slower_need_fewer_micro_batches() -> None:
+    links = ring(0.03, rate=None).links
     micro_batches = decider(ring(0.03, rate=None))
     assert micro_batches.update(12) == 6
-    micro_batches.set_profiles((STAGE, STAGE.scaled(4.0), STAGE))
+    micro_batches.set_times(RingTimes((STAGE, STAGE.scaled(4.0), STAGE), links, ROW))
     assert micro_batches.update(12) == 3
-    micro_batches.set_profiles((STAGE,) * 3)
+    micro_batches.set_times(RingTimes((STAGE,) * 3, links, ROW))
     assert micro_batches.update(12) == 6
     unknown = MicroBatches(0, 3, (STAGE, UNKNOWN, STAGE), ROW)
-    unknown.set_profiles((STAGE,) * 3)
+    unknown.set_times(RingTimes((STAGE,) * 3, links, ROW))
     assert not unknown.decides, "a ring that began without knowing its stages goes on without"
 
 
 def test_a_fixed_number_stays_and_without_profiles_there_are_as_many_as_stages() -> None:
     assert decider(ring(0.1), fixed=4).update(12) == 4
     unknown = MicroBatches(0, 3, (STAGE, UNKNOWN, STAGE), ROW)
-    unknown.set_links(ring(0.1).links)
+    unknown.set_times(ring(0.1))
     assert unknown.update(12) == 3
 
 
@@ -128,10 +129,34 @@ def test_the_head_spreads_decodes_over_as_many_as_pay() -> None:
     limits = HeadLimits(256, 16, 0, chunk_tokens=16, profiles=(STAGE,) * 3, stages=3, row_bytes=ROW)
     head = Head(limits, 1)
     assert head.stats()[1]["head_micro_batches"] == 3
-    head.set_links(ring(0.1).links)
+    head.set_times(ring(0.1))
     for index in range(12):
         request = HeadRequest("d", f"r{index}", (1, 2), 2, 8, Sampling())
         head.submit(request, 0.0)
     while head.next(0.0) is not None:
         pass
     assert head.stats()[1]["head_micro_batches"] in (3, 6)
+
+
+def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
+    def count(prompt: int) -> float:
+        limits = HeadLimits(
+            1 << 14, 16, 0, chunk_tokens=8192, profiles=(DEEP,) * 3, stages=3, row_bytes=ROW
+        )
+        head = Head(limits, 1)
+        head.set_times(RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW))
+        for index in range(12):
+            tokens = tuple(range(index, index + prompt))
+            head.submit(
+                HeadRequest("d", f"r{index}", tokens, prompt, 4000, Sampling(), window=4096), 0.0
+            )
+        for _ in range(200):
+            batch = head.next(0.0)
+            for volume in batch.volumes if batch is not None else ():
+                rows = [each for each in volume.header.rows if each.sample]
+                choices = tuple(Choice(each.request, each.start + each.count, 1) for each in rows)
+                head.sampled(Sampled(volume.header.tick, choices), {}, 0.0)
+        return head.stats()[1]["head_micro_batches"]
+
+    assert count(16) == 6
+    assert count(10_000) < 6

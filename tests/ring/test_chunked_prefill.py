@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.limits import HeadLimits
 from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.sim.agenda import Agenda
@@ -166,7 +166,7 @@ def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() 
 def auto(latency: float) -> Ring:
     """Three stages, which decide how many volumes are in flight by links that they know."""
     ring = Ring([1.0] * 3, latency, micro_batches=0)
-    ring.head.set_links([LinkFacts(latency, 1e12)] * 3)
+    ring.head.set_times(RingTimes(ring.head.limits.profiles, [LinkFacts(latency, 1e12)] * 3, 0))
     return ring
 
 

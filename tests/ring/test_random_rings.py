@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from molink.errors import Overloaded
 from molink.facts.profile import Profile
-from molink.facts.ringtimes import LinkFacts
+from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
@@ -484,7 +484,9 @@ def test_every_request_gets_its_own_tokens(
         ring.now += rng.choice([0.0, 0.0, PATIENCE / 3])
         live = [key for key, client in ring.clients.items() if not client.over]
         if rng.random() < 0.1:
-            ring.head.set_links([LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages)
+            links = [LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages
+            profile = STAGE.scaled(rng.choice([0.2, 1.0, 1.0, 5.0]))
+            ring.head.set_times(RingTimes((profile,) * stages, links, 0))
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
             for number in range(rng.randrange(1, 5)):

@@ -89,6 +89,9 @@ _STAGE = {
     "stage_busy_share": "Share of the last 5 s in which the stage computed, 0 to 1.",
     "stage_queued_volumes": "Volumes that have come and were not computed yet.",
     "stage_completed_tick": "The latest tick up to which all are completed at the stage.",
+    "stage_decode_pace": (
+        "How many times as long as its profile says the stage's decode steps take; 0 = unknown."
+    ),
     "stage_weight_bytes": "Bytes of the stage's weights in its device's memory.",
     "stage_kv_bytes": "Bytes of the stage's KV pool in its device's memory.",
     "loop_busy_share": (

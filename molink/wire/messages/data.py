@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.pace import MAX_PACE
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
 
@@ -220,6 +221,17 @@ class LinkReport(LeanMessage, frozen=True, tag="link"):
     rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
+class PaceReport(LeanMessage, frozen=True, tag="pace"):
+    """How much longer the steps of stage ``stage`` take than its profile; goes once round the ring.
+
+    A factor for ``decode`` steps and one for ``prefill`` steps.
+    """
+
+    stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    decode: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
+    prefill: Annotated[float, msgspec.Meta(ge=1 / MAX_PACE, le=MAX_PACE)]
+
+
 class Probe(LeanMessage, frozen=True, tag="probe"):
     """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
 
@@ -237,6 +249,7 @@ RingBody = (
     | TopLogprobs
     | Sampled
     | LinkReport
+    | PaceReport
     | Probe
 )
 
