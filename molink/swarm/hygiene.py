@@ -35,7 +35,11 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
         stage=report.stage if _is_stage(report.stage) else "none",
         models=tuple(model for model in report.models if is_model_name(model)),
         workers=tuple(
-            msgspec.structs.replace(worker, pipeline=clean_name(worker.pipeline, "?"))
+            msgspec.structs.replace(
+                worker,
+                pipeline=clean_name(worker.pipeline, "?"),
+                pace=worker.pace if math.isfinite(worker.pace) else 0.0,
+            )
             for worker in report.workers
         ),
         prefetched=_clean_prefetched(report.prefetched),

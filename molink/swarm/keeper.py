@@ -268,10 +268,13 @@ class Keeper:
 
     # --- state ---
 
-    def states(self, transfers: Mapping[int, tuple[int, int]]) -> tuple[WorkerState, ...]:
+    def states(
+        self, transfers: Mapping[int, tuple[int, int]], paces: Mapping[str, float]
+    ) -> tuple[WorkerState, ...]:
         """All assignments, as the report to the coordinator shows them.
 
-        ``transfers`` has, by generation, the bytes that are here and those that there are in all.
+        ``transfers`` has, by generation, the bytes that are here and those that there are in all;
+        ``paces``, by pipeline, how many times as long its steps take as they should.
         """
         return tuple(
             WorkerState(
@@ -283,6 +286,7 @@ class Keeper:
                 epoch=stage.assign.epoch,
                 done=transfers.get(stage.generation, (0, 0))[0],
                 total=transfers.get(stage.generation, (0, 0))[1],
+                pace=paces.get(pipeline, 0.0),
             )
             for pipeline, stage in self._stages.items()
         )

@@ -132,6 +132,8 @@ class Pipelines:
                 self.planner.settle(tuple(kept))  # the others may have been about to join in
                 self.planner.placed = True
             formation.state = "ready"
+            if self.desired is not None:
+                self.planner.formed(formation.record, self.desired, self.registry)
             self.phases.reach("formed", now)
             self.reason = ""
             self._note(now, f"epoch {epoch_text(formation.record.epoch)} is ready")

@@ -149,6 +149,12 @@ def place(
         return Unplaceable("; ".join([str(reason), *named]))
 
 
+def setup_of(candidate: Candidate, common: StageSetup) -> StageSetup:
+    """How a peer would run a stage; ``common`` has what is the same at every peer."""
+    kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
+    return replace(common, kind=kind, bf16=candidate.bf16)
+
+
 def row_bytes(facts: ModelFacts, dtype: str) -> int:
     """Bytes of a row on its way from stage to stage, unpacked."""
     return facts.hidden * DTYPE_SIZES.get(dtype, facts.element_bytes)
@@ -199,13 +205,8 @@ class _Placer:
     def runner(self, candidate: Candidate, tokens: int = 0) -> Runner:
         """What a peer has, and what the model takes there with room for ``tokens`` tokens."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        costs = Costs.of(Footprint.of(self.facts, self.target(candidate)), tokens)
+        costs = Costs.of(Footprint.of(self.facts, setup_of(candidate, self.common)), tokens)
         return Runner(candidate.peer, usable(candidate.memory), rate, costs, candidate.step)
-
-    def target(self, candidate: Candidate) -> StageSetup:
-        """How a peer would run a stage."""
-        kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
-        return replace(self.common, kind=kind, bf16=candidate.bf16)
 
     def place(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         if not self.autos and not self.fixed:
@@ -292,7 +293,7 @@ class _Placer:
         opens, closes = first == 0, last == self.facts.layers
         runner = self.runner(candidate)
         if last - first > runner.capacity(opens=opens, closes=closes):
-            why = refusal(self.facts, layers, self.target(candidate), candidate.memory)
+            why = refusal(self.facts, layers, setup_of(candidate, self.common), candidate.memory)
             raise _NoPlacement(f"{named}: {why}{self.hint}")
         return Placed(candidate.peer, layers, runner.seconds(last - first, closes=closes))
 

@@ -8,12 +8,22 @@ and whatever changes the candidates (a join, a loss, the end of a back-off) is t
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from molink.facts.footprint import StageSetup
 from molink.swarm.backoff import Backoff
 from molink.swarm.formation import Formation
 from molink.swarm.links import Links
-from molink.swarm.placement import Aim, Candidate, Placement, Unplaceable, parse_range, place
+from molink.swarm.paces import Paces, measured_rate
+from molink.swarm.placement import (
+    ROWS,
+    Aim,
+    Candidate,
+    Placement,
+    Unplaceable,
+    parse_range,
+    place,
+)
 from molink.swarm.reach import Reach, Unreachable
-from molink.swarm.records import Desired, Pin, StageRecord
+from molink.swarm.records import Desired, Pin, PipelineRecord, StageRecord
 from molink.swarm.registry import PeerSession, Registry
 from molink.wire.messages.reports import PeerReport
 
@@ -33,7 +43,7 @@ STALE = 1.5
 #: A restarted coordinator waits this long, in seconds, for ``min_peers`` to come back, if so many
 #: are members still.
 RESTORE_TIMEOUT = 30.0
-#: Links that have changed are no reason to look at a placement again for so long, in seconds.
+#: Links and paces that have changed are no reason to look at a young placement again, in seconds.
 REVIEW = 60.0
 #: A change of a peer's memory below this part of it is no reason to place anew.
 MEMORY_CHANGE = 0.1
@@ -54,6 +64,7 @@ class Planner:
         self.backoff = backoff
         self.reach = reach
         self.links = links
+        self.paces = Paces()
         #: Peers that this model may use; ``None``: all.
         self.allotted: frozenset[str] | None = None
         self._pins: dict[str, str] = {}
@@ -171,8 +182,9 @@ class Planner:
         return True
 
     def _review(self, now: float) -> bool:
-        """Whether links have changed since the last placement, and that one is not young."""
-        if now < self._review_at or not self.links.news:
+        """Whether links or paces have changed since the last placement, and that is not young."""
+        self.paces.look(now)
+        if now < self._review_at or not (self.links.news or self.paces.news):
             return False
         self._review_at = now + REVIEW
         return True
@@ -194,6 +206,18 @@ class Planner:
         )
         return differ(now, then)
 
+    def formed(self, record: PipelineRecord, desired: Desired, registry: Registry) -> None:
+        """All stages of a ring have told how long their steps take."""
+        setup = StageSetup(dtype=desired.dtype, quantize=desired.quantize)
+        rows = ROWS[desired.objective]
+        for stage in record.stages:
+            seconds = stage.profile.decode_s(rows)
+            session = registry.sessions.get(stage.peer)
+            offer = None if session is None else self._offer(stage.peer, session.report)
+            if seconds > 0 and offer is not None:
+                rate = measured_rate(desired.facts, offer, setup, stage.layers, seconds)
+                self.paces.loaded(stage.peer, (stage.layers, stage.profile, rows), rate)
+
     def settle(self, candidates: Candidates) -> None:
         """There is a placement, and it need not be looked at again for these candidates."""
         self._tried, self._pending, self._step = candidates, None, DEBOUNCE
@@ -213,6 +237,7 @@ class Planner:
     def lost(self, peer: str) -> None:
         """The peer is not there any more."""
         self.links.forget(peer)
+        self.paces.forget(peer)
         self._offers.pop(peer, None)
         self._doubts.pop(peer, None)
 
@@ -249,7 +274,9 @@ class Planner:
                 f"waiting for peers: {len(candidates)} of {desired.min_peers} with a stage are "
                 "there"
             )
+        candidates = self.paces.applied(candidates)
         self.links.placed()
+        self.paces.placed(candidates)
         found = place(
             desired.facts,
             candidates,

@@ -71,6 +71,9 @@ class Reconciler(Pipelines):
     def reported(self, event: Reported, now: float) -> None:
         """A peer's report is news of its stages."""
         peer = event.peer
+        for worker in event.report.workers:
+            if worker.pace > 0 and self.ready and worker.pipeline == self.pipeline:
+                self.planner.paces.told(peer, worker.pace, now)
         for formation in self._formations():
             stage = formation.stage_of(peer)
             if stage is None:

@@ -153,7 +153,7 @@ class Daemon(Process):
             stage=peer.stage,
             device=peer.device,
             models=tuple(self.world.models),
-            workers=self.keeper.states({}),
+            workers=self.keeper.states({}, {}),
             prefetched=self.prefetched,
             replica=peer.replica.version,
             routes=self.heads.known,
@@ -263,7 +263,7 @@ class Daemon(Process):
         self.later(_TRY * self.world.network.latency, self._probe, member)
 
     def _check_epochs(self) -> None:
-        for state in self.keeper.states({}):
+        for state in self.keeper.states({}, {}):
             if state.epoch < self._epochs.get(state.pipeline, 0):
                 raise Failure(f"{self} went back to epoch {state.epoch}")
             self._epochs[state.pipeline] = state.epoch

@@ -82,7 +82,7 @@ def ready(epoch: int = 1) -> Tell:
 
 
 def state(keeper: Keeper) -> tuple[str, int]:
-    (worker,) = keeper.states({})
+    (worker,) = keeper.states({}, {})
     return worker.state, worker.epoch
 
 
@@ -102,11 +102,11 @@ def test_from_assignment_to_ready() -> None:
     keeper = Keeper()
     assert keeper.assign(assign()) == [Fetch(1, assign())]
     assert state(keeper) == ("fetching", 1)
-    (shown,) = keeper.states({1: (5, 9), 2: (1, 1)})
-    assert (shown.done, shown.total) == (5, 9)
+    (shown,) = keeper.states({1: (5, 9), 2: (1, 1)}, {"p1": 1.5})
+    assert (shown.done, shown.total, shown.pace) == (5, 9, 1.5)
     assert keeper.fetched(1, start()) == [StartWorker(1, start())]
     keeper.started(1, 4711)
-    assert keeper.states({})[0].pid == 4711
+    assert keeper.states({}, {})[0].pid == 4711
     assert keeper.worker_said(1, LOADED) == [told()]
     ring = FormRing(epoch=1, ring=RING, blocks=64, micro_batches=2)
     assert keeper.form(form()) == [TellWorker(1, ring)]
@@ -166,7 +166,7 @@ def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
     assert keeper.worker_said(1, NextStageLost(epoch=1, reason="silent")) == []
     changed = msgspec.structs.replace(start(), layers=(0, 6))
     assert keeper.fetched(1, changed) == [TellWorker(1, changed)]
-    assert keeper.states({})[0].pid == 4711
+    assert keeper.states({}, {})[0].pid == 4711
     keeper.validate()
     assert keeper.worker_said(1, Formed(epoch=1)) == []
     assert keeper.worker_said(1, LOADED) == [told(2)]
@@ -280,7 +280,7 @@ def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
 def test_unassign_ends_it() -> None:
     keeper = running()
     assert keeper.unassign("p1") == [StopWorker(1)]
-    assert keeper.states({}) == ()
+    assert keeper.states({}, {}) == ()
     assert keeper.unassign("p1") == []
     assert keeper.form(form()) == []
 

@@ -20,6 +20,7 @@ from molink.swarm.events import (
     Tried,
 )
 from molink.swarm.formation import LOAD_RATE, LOAD_TIMEOUT
+from molink.swarm.paces import REMEMBERED, STAYS
 from molink.swarm.planner import REVIEW
 from molink.swarm.records import PipelineRecord, StageRecord
 from molink.swarm.registry import MAX_ASTRAY
@@ -496,6 +497,70 @@ def test_what_serves_stays_until_another_ring_is_worth_it(kit: Kit) -> None:
     paper.wait(2.5, *"abc")
     paper.obey()
     assert set(paper.reconciler.formation.peers) == {"a", "c"}
+
+
+def paced(paper: Paper, peer: str, pace: float) -> None:
+    """From now on its stage says that its steps take ``pace`` times as long."""
+    old = paper.reconciler.registry.sessions[peer].report
+    workers = tuple(msgspec.structs.replace(one, pace=pace) for one in old.workers)
+    paper.do(Reported(peer, msgspec.structs.replace(old, workers=workers)))
+
+
+@pytest.fixture
+def pair(kit: Kit) -> Paper:
+    """A and B serve, and C, which is like them, is a spare."""
+    paper = kit.Paper("a", "b", "c", min_peers=3)
+    paper.serve(min_stages=2)
+    for name in "abc":
+        paper.report(name, memory=8 * GB)
+    paper.wait(1.25, *"abc")
+    paper.obey()
+    assert paper.reconciler.formation.peers == ("a", "b")
+    return paper
+
+
+def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: Paper) -> None:
+    paced(pair, "a", 1.0)
+    paced(pair, "b", 4.0)
+    pair.wait(STAYS - 1, *"abc")
+    assert pair.reconciler.move is None, "it may pass"
+    pair.wait(REVIEW + 2, *"abc")
+    pair.obey()
+    pair.wait(2.5, *"abc")
+    pair.obey()
+    assert set(pair.reconciler.formation.peers) == {"a", "c"}
+    epoch = pair.reconciler.formation.record.epoch
+    pair.wait(REMEMBERED + 2 * REVIEW, *"abc")
+    assert pair.reconciler.formation.record.epoch == epoch, "B is as good again, but no better"
+
+
+def test_a_pace_that_comes_and_goes_never_changes_the_ring(pair: Paper) -> None:
+    paced(pair, "a", 1.0)
+    for _ in range(6):
+        paced(pair, "b", 4.0)
+        pair.wait(STAYS / 2, *"abc")
+        paced(pair, "b", 1.0)
+        pair.wait(STAYS / 2, *"abc")
+    assert pair.reconciler.formation.record.epoch == 1
+    assert pair.reconciler.move is None
+
+
+def test_what_was_measured_counts_in_the_next_placement_only(kit: Kit) -> None:
+    paper = kit.Paper("a", "b")
+    paper.serve(min_stages=2)
+    for name in "ab":
+        paper.report(name, memory=100 * GB)
+    paper.wait(1.25, *"ab")
+    for peer, message in paper.take():
+        if isinstance(message, Assign):
+            slow = Profile(decode=((1, 0.9 if peer == "b" else 0.3),))
+            paper.loaded(message, peer, profile=slow)
+    paper.obey()
+    paper.wait(3 * REVIEW, *"ab")
+    assert paper.reconciler.formation.record.epoch == 1, "nobody has asked for anything yet"
+    paper.join("c")
+    paper.wait(2.5, *"abc")
+    assert set(paper.reconciler.move.peers) == {"a", "c"}
 
 
 def test_who_serves_is_not_put_out_by_a_try(running: Paper) -> None:

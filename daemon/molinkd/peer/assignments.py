@@ -163,7 +163,8 @@ class Assignments:
 
     def states(self) -> tuple[WorkerState, ...]:
         """All stages of this peer."""
-        return self._keeper.states({number: p.shown for number, p in self._progress.items()})
+        transfers = {number: p.shown for number, p in self._progress.items()}
+        return self._keeper.states(transfers, self.supervisor.gauges("stage_decode_pace"))
 
     def layers(self) -> LayerRange:
         """Those that this peer holds; ``0:0`` if none."""

@@ -255,6 +255,14 @@ class Supervisor:
                 return worker.stats.gauges.get(name, 0.0) if worker.stats is not None else 0.0
         return None
 
+    def gauges(self, name: str) -> dict[str, float]:
+        """A gauge of all workers that have told it, by pipeline."""
+        return {
+            worker.start.pipeline: worker.stats.gauges[name]
+            for worker in self._workers.values()
+            if worker.start is not None and worker.stats is not None and name in worker.stats.gauges
+        }
+
     def _said(self, worker: _WorkerChild, message: object) -> None:
         if worker.stopping:
             return

@@ -6,6 +6,7 @@ import msgspec
 
 from molink.facts.device import Device
 from molink.facts.model import LayerRange
+from molink.facts.pace import MAX_PACE
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port
@@ -22,7 +23,8 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
     ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or Form (``ready``) that the
     worker has carried out: a restarted coordinator adopts a running pipeline by it.
-    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked.
+    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked. ``pace`` is how many
+    times as long as the stage's profile says its decode steps take at present; 0 = not measured.
     """
 
     pid: Index
@@ -33,6 +35,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
     epoch: Count = 0
     done: Count = 0
     total: Count = 0
+    pace: Annotated[float, msgspec.Meta(ge=0, le=MAX_PACE)] = 0.0
 
 
 class Prefetched(Message, frozen=True, kw_only=True):
