@@ -4,6 +4,7 @@ import os
 import queue
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from molink.bench.planned import PlannedRequest
@@ -13,11 +14,12 @@ from molink.sim.roofline import StepRows
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume
 from molink.wire.sockets.curve import KeyPair
+from tests.support.net import until
 from tools.emulation.activations import BUNDLED, Activations, record
 from tools.emulation.executor import EmulatedExecutor, sampled
 from tools.emulation.load import load_on, run_load
 from tools.emulation.model import EmulatedStage, Emulation
-from tools.emulation.ring import Host, RingSettings, ring_of
+from tools.emulation.ring import Host, Member, RingSettings, ring_of
 
 DEVICE = """
 source = "a test"
@@ -110,3 +112,30 @@ async def test_a_ring_of_emulated_stages_answers_every_request(emulation: Emulat
     assert [sample.error for sample in samples] == [None] * 5
     assert [sample.output_tokens for sample in samples] == [4, 5, 6, 7, 8]
     assert all(sample.ttft > 0 for sample in samples)
+
+
+def of(name: str, stage: Member) -> float:
+    """A gauge of a stage, 0 as long as it has told none."""
+    return stage.stats.gauges[name] if stage.stats is not None else 0.0
+
+
+@pytest.mark.slow
+async def test_the_head_of_a_ring_learns_that_a_stage_has_become_slow(
+    tmp_path: Path, emulation: Emulation
+) -> None:
+    # A step takes 2 ms, and as much for each row; turns are mostly latency.
+    device = DEVICE.replace("tflops = 100", "tflops = 38e-6").replace("step_ms = 1", "step_ms = 2")
+    (tmp_path / "device.toml").write_text(device)
+    emulation = msgspec.structs.replace(emulation, hot=(1, 400, 20.0))
+    keys = KeyPair.generate()
+    plan = [PlannedRequest(index, 0.0, 8, 4000) for index in range(12)]
+    settings = RingSettings(chunk_tokens=32)
+    with ring_of(emulation, settings, [Host()] * 3, keys, delay_ms=30.0) as members:
+        async with load_on(members[0], keys, 1000) as load:
+            for request in plan:
+                load.submit(request)
+            head, hot = members[0], members[1]
+            await until(lambda: of("head_micro_batches", head) > 3)
+            await until(lambda: of("stage_decode_pace", hot) > 5)
+            await until(lambda: of("head_micro_batches", head) == 3)
+        assert [member.trouble for member in members] == [[], [], []]

@@ -63,7 +63,7 @@ class EmulatedExecutor:
             began = time.perf_counter()
             segments, done = job
             rows = step_rows([segment.volume for segment in segments], self._stage.is_last)
-            planned = self._roofline.step_s(rows)
+            planned = self._roofline.step_s(rows) * self._stage.slowed(self.punctuality.steps)
             results = [self._result(segment.volume) for segment in segments]
             if (left := planned - (time.perf_counter() - began)) > 0:
                 time.sleep(left)

@@ -20,13 +20,15 @@ CONTEXT = 32_768
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The settings of all stages of a ring; devices and models as ``molink simulate`` has them.
 
-    ``activations`` is a file of recorded rows.
+    ``activations`` is a file of recorded rows. ``hot`` is a stage whose device becomes slower:
+    after how many steps, and how many times as long they take then.
     """
 
     activations: str
     stages: int = 3
     device: str = "rtx4090"
     model: str = "qwen-7b"
+    hot: tuple[int, int, float] | None = None
 
     @cached_property
     def device_profile(self) -> DeviceProfile:
@@ -78,6 +80,11 @@ class EmulatedStage:
 
     emulation: Emulation
     index: int
+
+    def slowed(self, steps: int) -> float:
+        """How many times as long as the device's its next step takes, after so many."""
+        hot = self.emulation.hot
+        return hot[2] if hot is not None and hot[0] == self.index and steps >= hot[1] else 1.0
 
     @property
     def config(self) -> EmulatedConfig:

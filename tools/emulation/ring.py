@@ -38,6 +38,7 @@ from molink.wire.messages.pipe import (
 from molink.wire.sockets.curve import KeyPair
 from tools.emulation.model import CONTEXT, EmulatedStage, Emulation
 from tools.emulation.worker import NOTE
+from tools.wan.proxy import Shaper
 
 PIPELINE = "p1"
 EPOCH = 1
@@ -78,6 +79,8 @@ class Member:
     host: Host
     log: Path
     port: int = 0
+    #: KV blocks that it has room for.
+    blocks: int = 0
     #: What it last reported of itself.
     stats: Stats | None = None
     #: Why it has given up, or its neighbour.
@@ -149,9 +152,15 @@ class Member:
 
 @contextlib.contextmanager
 def ring_of(
-    emulation: Emulation, settings: RingSettings, hosts: Sequence[Host], client: KeyPair
+    emulation: Emulation,
+    settings: RingSettings,
+    hosts: Sequence[Host],
+    client: KeyPair,
+    delay_ms: float = 0.0,
 ) -> Iterator[list[Member]]:
     """A formed ring of one stage per host; ``client`` may talk to its head.
+
+    ``delay_ms`` delays what is sent to stages on this PC's loopback (:class:`Shaper`).
 
     Raises:
         UsageError: more or fewer hosts than stages.
@@ -160,7 +169,10 @@ def ring_of(
     if len(hosts) != emulation.stages:
         raise UsageError(f"{emulation.stages} stages need as many hosts, not {len(hosts)}")
     members: list[Member] = []
-    with tempfile.TemporaryDirectory(prefix="molink-emulation-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="molink-emulation-") as folder,
+        contextlib.ExitStack() as shapers,
+    ):
         described = Path(folder) / "emulation.json"
         described.write_bytes(msgspec.json.encode(emulation))
         try:
@@ -168,7 +180,11 @@ def ring_of(
                 members.append(_launch(described, index, host))
                 members[-1].listen()
                 members[-1].tell(_start(emulation, settings, index, members[-1]))
-            _form(emulation, settings, members, client)
+            _load(members, client)
+            for member in members if delay_ms else ():
+                shaper = Shaper(member.host.address, member.port, mbps=0.0, delay_ms=delay_ms)
+                member.port = shapers.enter_context(shaper).port
+            _form(emulation, settings, members)
             yield members
         finally:
             for member in members:
@@ -223,23 +239,22 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
     )
 
 
-def _form(
-    emulation: Emulation, settings: RingSettings, members: Sequence[Member], client: KeyPair
-) -> None:
+def _load(members: Sequence[Member], client: KeyPair) -> None:
     keys = [client, *(member.keys for member in members)]
     allowed = Members(
         members=tuple(MemberKey(peer=peer_id(key.public), public_key=key.public) for key in keys)
     )
-    blocks = []
     for member in members:
         member.tell(allowed)
         loaded = member.hear(Loaded)
-        member.port = loaded.port
-        blocks.append(loaded.max_blocks)
+        member.port, member.blocks = loaded.port, loaded.max_blocks
+
+
+def _form(emulation: Emulation, settings: RingSettings, members: Sequence[Member]) -> None:
     order = FormRing(
         epoch=EPOCH,
         ring=tuple(member.address() for member in members),
-        blocks=min(blocks),
+        blocks=min(member.blocks for member in members),
         micro_batches=settings.micro_batches,
         profiles=emulation.profiles,
     )
