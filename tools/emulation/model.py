@@ -10,7 +10,7 @@ from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile, load_device, load_model
-from molink.sim.roofline import Roofline, rooflines
+from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
 
 DTYPE: WeightDType = "bf16"
 #: Longest prompt and answer together.
@@ -20,7 +20,8 @@ CONTEXT = 32_768
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The settings of all stages of a ring; devices and models as ``molink simulate`` has them.
 
-    ``activations`` is a file of recorded rows. ``hot`` is a stage whose device becomes slower:
+    ``activations`` is a file of recorded rows. ``devices`` and ``layers`` are those of each stage,
+    if they differ or aren't shared out evenly. ``hot`` is a stage whose device becomes slower:
     after how many steps, and how many times as long they take then.
     """
 
@@ -28,12 +29,14 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     stages: int = 3
     device: str = "rtx4090"
     model: str = "qwen-7b"
+    devices: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
     hot: tuple[int, int, float] | None = None
 
     @cached_property
-    def device_profile(self) -> DeviceProfile:
-        """The device of every stage."""
-        return load_device(self.device)
+    def device_profiles(self) -> Sequence[DeviceProfile]:
+        """The device of each stage."""
+        return [load_device(name) for name in self.devices or (self.device,) * self.stages]
 
     @cached_property
     def model_profile(self) -> ModelProfile:
@@ -43,7 +46,8 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def rooflines(self) -> Sequence[Roofline]:
         """How long the steps of each stage take."""
-        return rooflines(self.device_profile, self.model_profile, self.stages)
+        layers = self.layers or split_layers(self.model_profile.layers, self.stages)
+        return unequal_rooflines(self.device_profiles, self.model_profile, layers)
 
     @cached_property
     def profiles(self) -> tuple[Profile, ...]:
@@ -115,7 +119,8 @@ class EmulatedStage:
     @property
     def kv_tokens(self) -> int:
         """Tokens whose keys and values the device would hold."""
-        return self.emulation.rooflines[self.index].kv_tokens(self.emulation.device_profile)
+        device = self.emulation.device_profiles[self.index]
+        return self.emulation.rooflines[self.index].kv_tokens(device)
 
     def block_bytes(self, block_size: int) -> int:
         """A byte per token, so that ``Start`` can count in tokens."""
