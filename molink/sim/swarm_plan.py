@@ -22,6 +22,7 @@ from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
 from molink.swarm.links import Links
+from molink.swarm.outlook import Prospect, prospect
 from molink.swarm.placement import (
     ROWS,
     Aim,
@@ -111,20 +112,6 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class OneMore:
-    """What the ring would be with one PC more of ``device``, as placement predicts it.
-
-    ``turn_s`` is the time per token of a micro-batch that waits for nothing, ``tokens_per_s`` what
-    all streams get: one of them for ``latency``, as many as the ring takes for ``throughput``.
-    """
-
-    device: str
-    stages: int
-    turn_s: float
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class SwarmPlan:
     """The ring, the PCs that get no stage, and what another PC would bring.
 
@@ -136,8 +123,8 @@ class SwarmPlan:
     stages: tuple[PlannedStage, ...]
     spares: tuple[str, ...]
     bottleneck: str
-    now: OneMore
-    more: tuple[OneMore, ...]
+    now: Prospect
+    more: tuple[Prospect, ...]
     forecast: RingForecast
 
     def as_json(self) -> dict[str, object]:
@@ -182,7 +169,7 @@ def plan_swarm(
         stages=stages,
         spares=tuple(names[peer] for peer in placed.spares),
         bottleneck=_bottleneck(stages, aim.objective, ring_times(scenario)),
-        now=_outcome("", placed, aim),
+        now=prospect("", placed, aim.objective),
         more=tuple(_more(model, devices, link, aim)),
         forecast=forecast,
     )
@@ -267,14 +254,9 @@ def _bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: Rin
 
 def _more(
     model: Described, devices: Sequence[str], link: LinkProfile, aim: Aim
-) -> Iterator[OneMore]:
+) -> Iterator[Prospect]:
     """What a PC more of each device would bring; nothing where a ring can have no more PCs."""
     for device in dict.fromkeys(devices):
         placed = _place(model, [*devices, device], link, aim)
         if isinstance(placed, Placement):
-            yield _outcome(device, placed, aim)
-
-
-def _outcome(device: str, placed: Placement, aim: Aim) -> OneMore:
-    rows = ROWS[aim.objective]
-    return OneMore(device, len(placed.stages), placed.turn, rows / placed.cost)
+            yield prospect(device, placed, aim.objective)

@@ -1,5 +1,8 @@
 """What peers have measured of the ways between them, for whoever places a model over these."""
 
+from collections.abc import Sequence
+from statistics import median
+
 from molink.facts.ringtimes import LinkFacts
 
 #: What counts where nothing was measured, in either direction: a home's network.
@@ -54,6 +57,20 @@ class Links:
             ASSUMED_LATENCY if latency is None else latency,
             ASSUMED_RATE if rate is None else rate,
         )
+
+    def with_newcomer(self, peer: str, others: Sequence[str]) -> "Links":
+        """The same with one more peer, to and from which links are as those of the others are."""
+        known = [
+            facts for pair, facts in self._measured.items() if all(each in others for each in pair)
+        ]
+        latencies = [facts.latency for facts in known if facts.latency is not None]
+        rates = [facts.rate for facts in known if facts.rate is not None]
+        usual = LinkFacts(
+            median(latencies) if latencies else None, median(rates) if rates else None
+        )
+        found = Links()
+        found._measured = {**self._measured, **{(peer, other): usual for other in others}}
+        return found
 
     def known(self, by: str, to: str) -> bool:
         """Whether anything was measured between them."""

@@ -1,15 +1,18 @@
 """What ``molink status --json`` shows, built from the fleet's view."""
 
 import json
+import math
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from molink.facts.device import Device
 from molink.facts.ringtimes import TOKEN_BYTES
+from molink.swarm import epochs
 from molink.swarm.copying import ranges
 from molink.swarm.fleet import Fleet
 from molink.swarm.formation import Formation
+from molink.swarm.outlook import outlook
 from molink.swarm.placement import row_bytes
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord, StageRecord
@@ -20,6 +23,8 @@ from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
 
 #: Bound of the reply's payload, in bytes.
 MAX_BYTES = 192 * 1024
+#: An outlook is worked out at most once in so many seconds: nothing else is done meanwhile.
+OUTLOOK = 5.0
 #: Transitions that are shown: what fits a screen.
 _STORY = 20
 #: Pairs of peers that can't connect which are shown.
@@ -85,6 +90,38 @@ def _model(fleet: Fleet, desired: Desired) -> dict[str, Any]:
         "ready": sum(one.ready for one in mine),
         "applied": desired.applied,
     }
+
+
+class RareOutlook:
+    """What a PC more would bring; whoever asks again soon is told the same again."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._last: dict[str, Any] = {}
+        self._until = -math.inf
+
+    def at(self, now: float) -> dict[str, Any]:
+        """By pipeline, as it is now, in seconds, or was a moment ago."""
+        if now >= self._until:
+            found = {
+                one.pipeline: build_outlook(one, self._fleet.clock)
+                for one in self._fleet.deployments
+            }
+            self._last, self._until = found, now + OUTLOOK
+        return self._last
+
+
+def build_outlook(reconciler: Reconciler, now: float) -> dict[str, Any]:
+    """What a PC more would bring; empty where no ring serves, or one that was made by hand."""
+    registry, planner, formation = reconciler.registry, reconciler.planner, reconciler.formation
+    if formation is None or not reconciler.ready:
+        return {}
+    devices = {
+        peer: device_text(session.report.device) for peer, session in registry.sessions.items()
+    }
+    candidates = planner.candidates(registry, formation, now)
+    serving = epochs.layout(formation.record.stages)
+    return outlook(planner, reconciler.desired, candidates, devices, serving)
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
@@ -304,7 +341,7 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
             "peer": stage.peer,
             "layers": list(stage.layers),
             "device": device_text(session.report.device) if session is not None else "",
-            "decode_s": stage.profile.decode_s(1),
+            "decode_s": stage.profile.decode_s(1) * _pace(session, formation.record.id),
             "link_s": link_s(stage, after) if after is not stage else 0.0,
             "link_measured": links.known(stage.peer, after.peer),
         }
@@ -318,6 +355,12 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
     return [
         shown(stage, after) for stage, after in zip(stages, stages[1:] + stages[:1], strict=True)
     ]
+
+
+def _pace(session: PeerSession | None, pipeline: str) -> float:
+    """How many times as long as its profile says a peer's stage takes, as far as it has told."""
+    workers = () if session is None else session.report.workers
+    return next((one.pace for one in workers if one.pipeline == pipeline and one.pace > 0), 1.0)
 
 
 def device_text(device: Device) -> str:

@@ -1,6 +1,7 @@
 """``molink plan --live``: the ring that serves, by what was measured of its stages and links."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.table import Table
 
 from molink.errors import Unavailable
 from molink.plaintext import printable
+from molink.swarm.outlook import Prospect
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,9 @@ class LivePlan:
     turn_s: float
     bottleneck: str
     spares: dict[str, str]
+    #: As placement predicts the ring now and with one PC more, for each kind that there is.
+    now: Prospect | None = None
+    more: tuple[Prospect, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped."""
@@ -84,7 +89,18 @@ def _plan(
     model = pipeline.get("model") or status["model"]
     turn = sum(one.step_s + one.link_s for one in stages)
     objective = objectives.get(model) or status.get("objective", "latency")
-    return LivePlan(model, objective, stages, turn, _bottleneck(stages), spares)
+    outlook = status.get("outlook", {}).get(pipeline["id"], {})
+    more = tuple(Prospect(**one) for one in outlook.get("more", ()))
+    return LivePlan(
+        model,
+        objective,
+        stages,
+        turn,
+        _bottleneck(stages),
+        spares,
+        Prospect(**outlook["now"]) if more else None,
+        tuple(replace(one, device=printable(one.device)) for one in more),
+    )
 
 
 def show(plan: LivePlan) -> None:
@@ -103,8 +119,27 @@ def show(plan: LivePlan) -> None:
     console.print(table)
     console.print(f"Least time per token of this ring: {1e3 * plan.turn_s:.1f} ms")
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
+    if plan.now is not None:
+        for line in one_more(plan.now, plan.more, plan.objective):
+            console.print(line, markup=False)
     for name, why in plan.spares.items():
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
+
+
+def one_more(now: Prospect, more: Iterable[Prospect], objective: str) -> Iterator[str]:
+    """What a PC more of each kind would bring, for a person."""
+
+    def text(one: Prospect) -> str:
+        if objective == "latency":
+            return f"{1e3 * one.turn_s:.1f} ms per token"
+        return f"{one.tokens_per_s:.0f} tokens/s of many"
+
+    for one in more:
+        stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
+        if text(one) == text(now):
+            yield f"One more {one.device} would bring nothing: {text(one)}"
+        else:
+            yield f"One more {one.device}: {stages}, {text(one)} instead of {text(now)}"
 
 
 def _bottleneck(stages: tuple[LiveStage, ...]) -> str:

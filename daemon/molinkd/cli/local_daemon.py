@@ -84,9 +84,9 @@ def _not_running(home: Home) -> Unavailable:
     )
 
 
-def fetch_status(found: Found) -> dict[str, Any]:
-    """``molink status --json`` of the daemon's swarm."""
-    _, payload = ask(found, StatusRequest(ref=0))
+def fetch_status(found: Found, *, outlook: bool = False) -> dict[str, Any]:
+    """``molink status --json`` of the daemon's swarm, perhaps with what a PC more would bring."""
+    _, payload = ask(found, StatusRequest(ref=0, outlook=outlook))
     status: dict[str, Any] = json.loads(payload)
     return status
 

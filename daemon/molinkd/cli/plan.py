@@ -12,9 +12,9 @@ from molink.errors import UsageError
 from molink.facts.memory_plan import size
 from molink.facts.model import Objective
 from molink.sim.profiles import LinkProfile
-from molink.sim.swarm_plan import Described, OneMore, SwarmPlan, plan_swarm
+from molink.sim.swarm_plan import Described, SwarmPlan, plan_swarm
 from molink.swarm.placement import MAX_STAGES, Aim
-from molinkd.cli.live_plan import explain, show
+from molinkd.cli.live_plan import explain, one_more, show
 from molinkd.cli.local_daemon import fetch_status, need_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 
@@ -59,13 +59,7 @@ def plan(
 ) -> None:
     """Placement, micro-batches and predicted times of a ring, by rooflines: nothing is started."""
     if live:
-        rings = explain(fetch_status(need_daemon(home)))
-        if as_json:
-            told = [one.as_json() for one in rings]
-            print(json.dumps(told[0] if len(told) == 1 else told, indent=2))
-            return
-        for one in rings:
-            show(one)
+        _explain_live(home, as_json=as_json)
         return
     devices = [name.strip() for name in device.split(",")]
     if len(devices) == 1:
@@ -89,6 +83,16 @@ def plan(
         _show(planned, devices, link)
 
 
+def _explain_live(home: Path | None, *, as_json: bool) -> None:
+    rings = explain(fetch_status(need_daemon(home), outlook=True))
+    if as_json:
+        told = [one.as_json() for one in rings]
+        print(json.dumps(told[0] if len(told) == 1 else told, indent=2))
+        return
+    for one in rings:
+        show(one)
+
+
 def _show(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
     console, forecast = Console(highlight=False), planned.forecast
     counts = {name: devices.count(name) for name in dict.fromkeys(devices)}
@@ -106,8 +110,8 @@ def _show(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> None:
         f"One request alone, {forecast.prompt_tokens} prompt tokens (simulated): first token after"
         f" {1e3 * forecast.ttft_s:.0f} ms, then one every {1e3 * forecast.tpot_s:.1f} ms"
     )
-    for one in planned.more:
-        console.print(_one_more(one, planned))
+    for line in one_more(planned.now, planned.more, planned.objective):
+        console.print(line)
     console.print(f"With {forecast.streams} streams (< is what the head takes):")
     console.print(_curve(planned))
 
@@ -128,18 +132,6 @@ def _stages(planned: SwarmPlan) -> Table:
             f"{1e3 * one.link_s:.1f} ms" if one.link_s else "-",
         )
     return table
-
-
-def _one_more(one: OneMore, planned: SwarmPlan) -> str:
-    now = planned.now
-    if planned.objective == "latency":
-        was, then = (f"{1e3 * each.turn_s:.1f} ms per token" for each in (now, one))
-    else:
-        was, then = (f"{each.tokens_per_s:.0f} tokens/s of many" for each in (now, one))
-    stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
-    if was == then:
-        return f"One more {one.device} would bring nothing: {then}"
-    return f"One more {one.device}: {stages}, {then} instead of {was}"
 
 
 def _curve(planned: SwarmPlan) -> Table:

@@ -41,7 +41,7 @@ from molink.swarm.events import (
 from molink.swarm.fleet import Fleet
 from molink.swarm.hygiene import clean_failed, clean_report
 from molink.swarm.relays import Found, Live, Offered, Opened
-from molink.swarm.status import build_status, encode_status
+from molink.swarm.status import RareOutlook, build_status, encode_status
 from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
 from molink.swarm.versions import RefusedPeers, Spoken, ours
@@ -163,6 +163,7 @@ class Coordinator:
             self._reception,
         )
         self._refused = RefusedPeers()
+        self._outlook = RareOutlook(self.fleet)
         self._ticking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] | None = None
 
@@ -397,6 +398,8 @@ class Coordinator:
             "relays": self._relaying.shown,
             "knocks": [asdict(one) for one in self._reception.waiting],
         }
+        if message.outlook:
+            more["outlook"] = self._outlook.at(time.monotonic())
         text = encode_status(status | more)
         payload = Payload("u8", (len(text),))
         self._reply(sender, StatusReply(ref=message.ref, payload=payload), text)

@@ -321,8 +321,8 @@ class Daemon:
 
     # --- the command line --------------------------------------------------------------------
 
-    async def _status(self) -> bytes:
-        return await self._running().status()
+    async def _status(self, outlook: bool) -> bytes:
+        return await self._running().status(outlook)
 
     async def _relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
         return await self._running().relay(message)

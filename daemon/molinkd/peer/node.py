@@ -190,13 +190,14 @@ class Node:
 
     # --- for the user of this PC -------------------------------------------------------------
 
-    async def status(self) -> bytes:
+    async def status(self, outlook: bool = False) -> bytes:
         """The coordinator's view of the swarm; this peer's if it can't be asked (JSON, UTF-8).
 
         Either way with the members that this PC has cut off.
         """
         try:
-            _, text = await self.session.request_payload(StatusRequest(ref=0), timeout=3.0)
+            asked = StatusRequest(ref=0, outlook=outlook)
+            _, text = await self.session.request_payload(asked, timeout=3.0)
         except MolinkError as error:
             reason = self.session.failure or str(error)
             routes = self._heads.routes

@@ -61,8 +61,8 @@ SendTo = Callable[[bytes, ControlMessage, Buffer | None], object]
 class UserCommands:
     """What the command line may ask of its daemon. All may raise ``MolinkError``."""
 
-    #: ``molink status --json`` as UTF-8.
-    status: Callable[[], Awaitable[bytes]]
+    #: ``molink status --json`` as UTF-8, with what a PC more would bring if true.
+    status: Callable[[bool], Awaitable[bytes]]
     #: Ask the coordinator: its reply, with the payload.
     relay: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
     #: Stop, and leave the swarm for good if true. Returns once that is certain.
@@ -122,7 +122,8 @@ class Service:
                 elsewhere = Elsewhere(ref=message.ref, coordinator_key=key, addresses=addresses)
                 self.send(sender.identity, elsewhere, None)
             case StatusRequest():
-                self._reply_status(sender, message.ref, await self._commands.status())
+                text = await self._commands.status(message.outlook)
+                self._reply_status(sender, message.ref, text)
             case BringModel():
                 far = await self._commands.bring(message.model)
                 self.send(sender.identity, _with_ref(far, message.ref), None)

@@ -219,9 +219,13 @@ class JudgeReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status"):
-    """Ask a daemon, or the coordinator, for the state of the swarm."""
+    """Ask a daemon, or the coordinator, for the state of the swarm.
+
+    With its ``outlook``: what a PC more would bring; that takes a while.
+    """
 
     ref: Count
+    outlook: bool = False
 
 
 class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):

@@ -43,6 +43,23 @@ def test_one_stage_is_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None
     assert explain(status(stage("a", 0.0, 0.0)))[0].bottleneck == "nothing is measured yet"
 
 
+def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    now = {"device": "", "stages": 2, "turn_s": 0.065, "tokens_per_s": 15.4}
+    more = [
+        {**now, "device": "cuda: fast", "stages": 1, "turn_s": 0.02, "tokens_per_s": 50.0},
+        {**now, "device": "cpu: slow"},
+    ]
+    outlook = {"p1": {"now": now, "more": more}}
+    (plan,) = explain(status(stage("a", 0.010, 0.030), outlook=outlook))
+    show(plan)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "One more cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
+    assert "One more cpu: slow would bring nothing: 65.0 ms per token" in shown
+    assert plan.as_json()["more"][0]["turn_s"] == 0.02
+    (plan,) = explain(status(stage("a", 0.01, 0.03), outlook={}))
+    assert plan.more == ()
+
+
 def test_no_ring() -> None:
     waiting = {"ready": False, "stages": [], "reason": "waiting for peers"}
     with pytest.raises(Unavailable, match="no ring is ready: waiting for peers"):
