@@ -5,6 +5,7 @@ import re
 
 import msgspec
 
+from molink.facts.pace import MAX_PACE
 from molink.plaintext import printable
 from molink.swarm.placement import parse_range
 from molink.wire.messages.reports import PeerReport, Prefetched, StageFailed
@@ -38,7 +39,7 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
             msgspec.structs.replace(
                 worker,
                 pipeline=clean_name(worker.pipeline, "?"),
-                pace=worker.pace if math.isfinite(worker.pace) else 0.0,
+                pace=worker.pace if 1 / MAX_PACE <= worker.pace <= MAX_PACE else 0.0,
             )
             for worker in report.workers
         ),

@@ -1,4 +1,5 @@
 import msgspec
+import pytest
 
 from molink.swarm.hygiene import (
     clean_failed,
@@ -40,6 +41,15 @@ def test_reports(kit: Kit) -> None:
     assert [(one.model, one.source) for one in clean.transfers] == [("toy", "nas")]
     assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
     assert clean_report(kit.report("a"), "a") == kit.report("a")
+
+
+@pytest.mark.parametrize(
+    ("told", "believed"), [(0.0, 0.0), (2.0, 2.0), (1e-300, 0.0), (1e300, 0.0), (float("nan"), 0.0)]
+)
+def test_paces(kit: Kit, told: float, believed: float) -> None:
+    worker = msgspec.structs.replace(kit.worker("ready", 1, 0, (0, 6)), pace=told)
+    (clean,) = clean_report(kit.report("a", worker), "a").workers
+    assert clean.pace == believed
 
 
 def test_reasons() -> None:
