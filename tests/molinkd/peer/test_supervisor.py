@@ -109,6 +109,8 @@ async def test_metrics_never_fall(heard: Heard) -> None:
     assert heard.supervisor.metrics().stages == {
         first: StageFigures({"steps": 2.0}, {"members": 1.0})
     }
+    assert heard.supervisor.gauges("members") == {"p1": 1.0}
+    assert heard.supervisor.gauges("stage_decode_pace") == {}, "it has told none"
     heard.supervisor.start(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
     figures = heard.supervisor.metrics()
