@@ -7,6 +7,9 @@ from molink.facts.profile import Profile
 
 #: Bytes on the last link for each token of a micro-batch: what was sampled, and its header.
 TOKEN_BYTES = 64
+#: Seconds from the end of a stage's step to the next stage's, beside the link and the next step:
+#: event loops, threads, encryption, the head. As measured (``docs/performance.md``).
+HANDLING_S = 0.0015
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def ring_times(scenario: Scenario) -> RingTimes:
     """Times of the ring of ``scenario``, by the rooflines of its devices."""
     model, count = scenario.model_profile, scenario.stages
     profiles = [one.profile() for one in scenario.rooflines]
-    link = LinkFacts(scenario.link.latency, scenario.link.rate)
+    link = LinkFacts(scenario.link.latency + scenario.link.handling, scenario.link.rate)
     row_bytes = model.hidden * scenario.tensors * DTYPE_SIZES[DTYPE]
     return RingTimes(profiles, (link,) * count if count > 1 else (), row_bytes)
 

@@ -14,7 +14,7 @@ from molink.checkpoint.quantization import quantized_bytes
 from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_PART
 from molink.facts.model import ModelFacts, Objective, Quantize
-from molink.facts.ringtimes import RingTimes
+from molink.facts.ringtimes import HANDLING_S, RingTimes
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
 from molink.sim.pipeline import CONTEXT
 from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
@@ -156,7 +156,7 @@ def plan_swarm(
         Workload(rate=1.0, duration=1.0),
         stages=len(placed.stages),
         model=model.name,
-        link=link,
+        link=replace(link, handling_ms=1000 * HANDLING_S),
         devices=tuple(names[stage.peer] for stage in placed.stages),
         layers=tuple(last - first for first, last in (one.layers for one in placed.stages)),
         shape=model.shape,

@@ -23,7 +23,7 @@ from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import refusal, size, smaller_modes, usable
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
-from molink.facts.ringtimes import TOKEN_BYTES
+from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
 from molink.swarm.kv_room import CONVERSATION, is_worth, rooms
 from molink.swarm.links import Links
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
@@ -265,6 +265,7 @@ class _Placer:
             if one is other or other.peer in one.blocked:
                 return None
             latency, rate = self.links.between(one.peer, other.peer)
+            latency += HANDLING_S
             busy, tokens_busy = volume / rate, rows * TOKEN_BYTES / rate
             return HopTimes(latency + busy, busy, latency + tokens_busy, tokens_busy)
 

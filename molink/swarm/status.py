@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from molink.facts.device import Device
-from molink.facts.ringtimes import TOKEN_BYTES
+from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
 from molink.swarm import epochs
 from molink.swarm.copying import ranges
 from molink.swarm.fleet import Fleet
@@ -350,7 +350,7 @@ def _stages(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]
         """Seconds until a row, or its token, is at the next stage."""
         latency, rate = links.between(stage.peer, after.peer)
         row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
-        return latency + (TOKEN_BYTES if after is stages[0] else row) / rate
+        return latency + HANDLING_S + (TOKEN_BYTES if after is stages[0] else row) / rate
 
     return [
         shown(stage, after) for stage, after in zip(stages, stages[1:] + stages[:1], strict=True)

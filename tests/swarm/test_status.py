@@ -3,6 +3,7 @@ import json
 import msgspec
 
 from molink import __version__
+from molink.facts.ringtimes import HANDLING_S
 from molink.swarm.records import Desired
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
 from molink.wire.messages.load import HeadLoad, Load, RequestNow, StageLoad
@@ -64,7 +65,7 @@ def test_the_shape(running: Paper) -> None:
                 "layers": layers,
                 "device": "cpu: CPU",
                 "decode_s": 0.01,
-                "link_s": 0.001 + (64 / 12.5e6 if p == "c" else 0.0),
+                "link_s": HANDLING_S + 0.001 + (64 / 12.5e6 if p == "c" else 0.0),
                 "link_measured": False,
             }
             for p, layers in (("a", [0, 2]), ("b", [2, 4]), ("c", [4, 6]))

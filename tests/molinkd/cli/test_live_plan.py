@@ -15,7 +15,7 @@ def stage(peer: str, step_s: float, link_s: float, *, measured: bool = True) -> 
 
 
 def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
-    pipeline = {"ready": True, "stages": list(stages), "reason": ""}
+    pipeline = {"id": "p1", "ready": True, "stages": list(stages), "reason": ""}
     peers = [
         {"id": peer, "name": peer.upper(), "state": state, "reason": "a spare" * (peer == "c")}
         for peer, state in (("a", "here"), ("b", "here"), ("c", "here"), ("d", "away"))
