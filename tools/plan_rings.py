@@ -19,6 +19,7 @@ from molink.bench.planned import PlannedRequest
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import Described, SwarmPlan, plan_swarm
 from molink.swarm.placement import Aim
+from molinkd.peer.link_rates import LOOK_S
 from tools.emulation.drive import Driven, Spec
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, RingSettings
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Before the first request: links are being tried out.
 _WARMUP_S = 3.0
 START_S = 300.0
+#: Tokens of a prompt whose rows are enough to tell a link's rate.
+_MANY = 256
 _TOKEN = re.compile(r"molink join (\S+)")
 _ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
 #: What would use links and cores beside the ring.
@@ -148,8 +151,9 @@ def _measured(rig: Rig, link: Link, home: Path, url: str, asked: Asked) -> Run:
         rig.change(index, up_mbps=link.mbps, down_mbps=link.mbps)
     sizes = [str(asked.prompt_tokens), str(asked.output_tokens)]
     command = [sys.executable, "-m", "tools.plan_client", url]
-    _said(rig, home, [*command, "2", *sizes])  # the links' senders learn of their rates
-    time.sleep(_WARMUP_S)
+    # The links' senders learn of their rates, and tell them to the coordinator.
+    _said(rig, home, [*command, "2", str(_MANY), "8"])
+    time.sleep(LOOK_S + _WARMUP_S)
     measured = _said(rig, home, [*command, str(asked.requests), *sizes])
     plan = _said(rig, home, [sys.executable, "-m", "molinkd", "plan", "--live", "--json"])
     return Run(plan["turn_s"], tuple(measured))
