@@ -32,7 +32,6 @@ _WARMUP_S = 3.0
 START_S = 300.0
 #: Tokens of a prompt whose rows are enough to tell a link's rate.
 _MANY = 256
-_TOKEN = re.compile(r"molink join (\S+)")
 _ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
 #: What would use links and cores beside the ring.
 _QUIET = "copies = false\nspare_worker = false\ndiscovery = false\n"
@@ -160,12 +159,20 @@ def _measured(rig: Rig, link: Link, home: Path, url: str, asked: Asked) -> Run:
 
 
 def _said(rig: Rig, home: Path, command: Sequence[str]) -> Any:
-    """What a program on the first node prints."""
+    """What a program on the first node prints as JSON."""
+    return json.loads(_printed(rig, home, command))
+
+
+def _invitation(rig: Rig, home: Path) -> str:
+    return _printed(rig, home, [sys.executable, "-m", "molinkd", "invite"]).decode().strip()
+
+
+def _printed(rig: Rig, home: Path, command: Sequence[str]) -> bytes:
     process = rig.run(0, command, env=_environment(home), cwd=ROOT, stdout=subprocess.PIPE)
-    printed = process.communicate(timeout=START_S)[0]
+    printed: bytes = process.communicate(timeout=START_S)[0]
     if process.returncode != 0:
         raise RigError(f"{' '.join(command[2:])} failed; see above")
-    return json.loads(printed)
+    return printed
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -181,6 +188,8 @@ def _swarm(rig: Rig, model: Path, base: Path, stages: int) -> Iterator[tuple[Pat
             home = base / f"pc{index}"
             home.mkdir()
             (home / "config.toml").write_text(_QUIET, encoding="utf-8")
+            if index:
+                token = _invitation(rig, base / "pc0")
             verb = ["join", token] if index else ["up", "--model", str(model.resolve())]
             more = [] if index else ["--min-peers", str(stages)]
             command = [sys.executable, "-m", "molinkd", *verb, *more]
@@ -198,7 +207,6 @@ def _swarm(rig: Rig, model: Path, base: Path, stages: int) -> Iterator[tuple[Pat
                 )
             started.append(process)
             if not index:
-                token = _wait_for(log, _TOKEN, process)
                 url = f"http://127.0.0.1:{_wait_for(log, _ENDPOINT, process)}"
         _said(rig, base / "pc0", [sys.executable, "-m", "tools.plan_client", url, "1", "4", "2"])
         yield base / "pc0", url

@@ -21,9 +21,9 @@ def test_a_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*RING, "--bandwidth", "20", "--latency", "5"]) == 0
+    assert run([*RING, "--bandwidth", "20", "--latency", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "qwen-7b on 2 x rtx4090, links of 20 Mbps and 5 ms one way" in shown
+    assert "qwen-7b on 2 x rtx4090, links of 20 Mbps and 2 ms one way" in shown
     assert "0:18" in shown
     assert "18:32" in shown
     assert "Bottleneck: computing" in shown
