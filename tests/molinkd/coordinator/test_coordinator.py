@@ -283,6 +283,11 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     head = owner.last(Route).head
     assert (head.peer, head.port) == (owner.id, 5468)
     status = await scene.status(guest)
+    assert "outlook" not in status
+    _, asked = await guest.client.request(StatusRequest(ref=0, outlook=True), timeout=30)
+    found = json.loads(bytes(asked))["outlook"]
+    assert found["now"]["stages"] == len(status["pipelines"][0]["stages"])
+    assert len(found["more"]) == 1
     assert status["swarm"] == scene.coordinator.swarm.id
     assert [(p["id"], p["state"]) for p in status["peers"]] == [
         (owner.id, "here"),

@@ -49,8 +49,8 @@ class Commands:
     def __init__(self) -> None:
         self.asked: list[object] = []
 
-    async def status(self) -> bytes:
-        return b'{"swarm": "s"}'
+    async def status(self, outlook: bool) -> bytes:
+        return b'{"swarm": "s", "outlook": {}}' if outlook else b'{"swarm": "s"}'
 
     async def relay(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
         match message:
@@ -189,6 +189,8 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
     assert isinstance(reply, StatusReply)
     assert payload is not None
     assert bytes(payload) == b'{"swarm": "s"}'
+    _, payload = await client.request(StatusRequest(ref=0, outlook=True))
+    assert bytes(payload or b"") == b'{"swarm": "s", "outlook": {}}'
     reply, _ = await client.request(InviteRequest(ref=0, ttl=5.0, uses=3))
     assert isinstance(reply, Invite)
     assert reply.token == "token 5 3"
