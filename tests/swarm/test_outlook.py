@@ -8,7 +8,7 @@ import pytest
 from molink.facts.profile import Profile
 from molink.swarm.events import Reported, Tried
 from molink.swarm.links import ASSUMED_LATENCY, ASSUMED_RATE, Links
-from molink.swarm.status import build_outlook, build_status
+from molink.swarm.status import OUTLOOK, RareOutlook, build_outlook, build_status
 from molink.wire.messages.instructions import Assign
 from tests.support.swarm import GB, Kit, Paper
 
@@ -87,3 +87,12 @@ def test_a_newcomers_links_are_as_those_of_the_others() -> None:
     assert joined.between("n", "a") == joined.between("b", "n") == (0.02, 1e6)
     assert joined.between("a", "b") == links.between("a", "b")
     assert not links.known("n", "a")
+
+
+def test_who_asks_again_soon_is_told_the_same(kit: Kit) -> None:
+    paper = swarm(kit)
+    rare = RareOutlook(paper.reconciler)
+    first = rare.at(100.0)
+    paper.do(Tried("a", "b", ok=True, latency=0.5, rate=1e6))
+    assert rare.at(100.0 + OUTLOOK - 1) is first
+    assert rare.at(100.0 + OUTLOOK)["now"]["turn_s"] > first["now"]["turn_s"]
