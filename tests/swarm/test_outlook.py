@@ -52,7 +52,6 @@ def test_for_many_streams_it_brings_what_another_stage_does(kit: Kit) -> None:
 
 def test_nothing_is_said_where_nothing_serves_or_layers_were_named(kit: Kit) -> None:
     paper = kit.Paper("a", "b")
-    assert build_outlook(paper.reconciler, paper.now) == {}
     paper.serve()
     for name, stage in (("a", "0:3"), ("b", "3:6")):
         paper.report(name, stage=stage)
@@ -67,7 +66,7 @@ def test_a_status_shows_steps_at_their_present_pace(kit: Kit) -> None:
     paper = swarm(kit)
 
     def steps() -> list[float]:
-        (pipeline,) = build_status(paper.reconciler, "s", (), 1)["pipelines"]
+        (pipeline,) = build_status(paper.fleet, "s", (), 1)["pipelines"]
         return [one["decode_s"] for one in pipeline["stages"]]
 
     assert steps() == [STEP_S, STEP_S]
@@ -91,8 +90,9 @@ def test_a_newcomers_links_are_as_those_of_the_others() -> None:
 
 def test_who_asks_again_soon_is_told_the_same(kit: Kit) -> None:
     paper = swarm(kit)
-    rare = RareOutlook(paper.reconciler)
+    rare = RareOutlook(paper.fleet)
     first = rare.at(100.0)
     paper.do(Tried("a", "b", ok=True, latency=0.5, rate=1e6))
     assert rare.at(100.0 + OUTLOOK - 1) is first
-    assert rare.at(100.0 + OUTLOOK)["now"]["turn_s"] > first["now"]["turn_s"]
+    later = rare.at(100.0 + OUTLOOK)
+    assert later["p1"]["now"]["turn_s"] > first["p1"]["now"]["turn_s"]
