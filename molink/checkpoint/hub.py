@@ -218,6 +218,8 @@ def _lay_out(found: Repository, names: set[str]) -> Path:
     """Have ``names`` in the snapshot's folder: small ones are fetched, large ones are there."""
     from huggingface_hub import constants, snapshot_download
 
+    # Windows has links for developers only; what is twice then is removed below.
+    constants.HF_HUB_DISABLE_SYMLINKS_WARNING = True
     folder = Path(
         snapshot_download(
             found.id,

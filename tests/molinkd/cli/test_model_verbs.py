@@ -1,6 +1,7 @@
 """``molink pull``, ``list``, ``rm``, and what ``run`` and ``stop`` say without a daemon."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def test_pull_list_and_rm(served: FakeHub, capsys: pytest.CaptureFixture[str]) -
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 0
     assert "GB are free again" in capsys.readouterr().out
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 5
+
+
+def test_pull_where_there_are_no_links(
+    served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows without developer mode; a warning of the hub's library would be an error."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("a required privilege is not held by the client")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr("huggingface_hub.file_download._are_symlinks_supported_in_dir", {})
+    assert run(["pull", REPOSITORY]) == 0
+    assert f"{REPOSITORY} is here: " in capsys.readouterr().out
+    served.asked.clear()
+    assert run(["pull", REPOSITORY]) == 0
+    assert served.asked == [], "nothing is fetched twice"
 
 
 def test_a_model_that_is_served_is_not_deleted(
