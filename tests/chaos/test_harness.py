@@ -73,7 +73,9 @@ def test_a_pause_is_the_longest_silence_that_touches_a_fault(tmp_path: Path) -> 
 
 def test_processes_are_known_by_their_home(tmp_path: Path) -> None:
     here, there = pc(tmp_path, 1), pc(tmp_path, 2)
-    with python(here, "input()") as process:
+    with python(here, "print(flush=True); input()") as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs
         assert [found.pid for found in here.processes()] == [process.pid]
         assert there.processes() == []
         assert here.role(psutil.Process(process.pid)) == "other"

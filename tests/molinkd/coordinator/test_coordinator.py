@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import random
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -170,6 +172,15 @@ class Peer:
         return (await self.client.request(message, timeout=30))[0]
 
 
+def lasting_port() -> int:
+    """A free port that the system gives nobody else while it isn't listened on."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 class Scene:
     """A coordinator that can be restarted, and peers around it."""
 
@@ -179,7 +190,7 @@ class Scene:
         stack.callback(self.context.destroy, linger=0)
         self.keys, self.owner_keys = KeyPair.generate(), KeyPair.generate()
         self.coordinator = self.state = None
-        self.port = 0
+        self.port = lasting_port()
 
     async def start(self, **changes: int | None) -> Self:
         options = Options(

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control import Done, Failure
 from molink.wire.messages.data import Cancel, Prompt
 from molink.wire.messages.requests import StatusReply, StatusRequest
-from molink.wire.sockets.backlog import BacklogLimits
+from molink.wire.sockets import server as server_module
+from molink.wire.sockets.backlog import BacklogLimits, UnreadBytes
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.refusal import is_refused
@@ -288,6 +290,14 @@ async def test_a_callback_that_fails_does_not_end_the_client(net: Any) -> None:
     await net.until(lambda: len(senders) == 2)
 
 
+@pytest.fixture
+def blocked_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sender and reader share a loop here: who is far ahead of its reader is not cut for it."""
+    limits = BacklogLimits(party_bytes=1 << 30, total_bytes=1 << 30)
+    monkeypatch.setattr(server_module, "UnreadBytes", partial(UnreadBytes, limits))
+
+
+@pytest.mark.usefixtures("blocked_reader")
 async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
     got: list[int] = []
 
@@ -311,6 +321,7 @@ async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
     await net.until(lambda: not client.congested)
 
 
+@pytest.mark.usefixtures("blocked_reader")
 async def test_what_comes_after_a_break_is_sent_however_full_the_socket_was(net: Any) -> None:
     """The break may come before what waits for the socket has begun to wait."""
     got: list[int] = []
