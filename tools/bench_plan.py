@@ -141,7 +141,7 @@ def main() -> int:
                 rows.append(asdict(row))
                 if not options.json:
                     print(_ROW.format(**rows[-1]), flush=True)
-        except RigError as error:
+        except (RigError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 1
     if options.json:

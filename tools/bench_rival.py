@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -31,13 +30,11 @@ import aiohttp
 
 from molink.bench.sample import Sample
 from tools.serving.client import complete, make_prompt
-from tools.serving.process import START_S
+from tools.serving.process import ENDPOINT, START_S, TOKEN, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
 
 #: Where llama.cpp's RPC servers and its server listen, each in a namespace of its own.
 _RPC_PORT, _HTTP_PORT = 50052, 8080
-_ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
-_TOKEN = re.compile(r"molink join (molink-\S+)")
 #: What molink adds to a plain pipeline is off; as many micro-batches as stages are in flight.
 PLAIN = {
     "MOLINK_LINK_POLICY": "concurrent",
@@ -122,8 +119,8 @@ def molink(
             own |= {"MOLINK_SPARE_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
             process = side.run(index, command, log, own)
             if index == 0:
-                token = _wait_for(log, _TOKEN, process)
-                side.url = f"http://127.0.0.1:{_wait_for(log, _ENDPOINT, process)}"
+                token = wait_for(log, TOKEN, process)
+                side.url = f"http://127.0.0.1:{wait_for(log, ENDPOINT, process)}"
         _wait_ready(side, f"{side.url}/readyz")
         _wait_for_stages(side, nodes, folder / f"{name} 0")
         yield side
@@ -151,16 +148,6 @@ def llama(binaries: Path, model: Path, nodes: int, slots: int, folder: Path) -> 
         side.url = f"http://127.0.0.1:{_HTTP_PORT}"
         _wait_ready(side, f"{side.url}/health")
         yield side
-
-
-def _wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[bytes]") -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        found = pattern.search(log.read_text("utf-8", "replace"))
-        if found is not None:
-            return found[1]
-        time.sleep(0.1)
-    raise RuntimeError(f"no {pattern.pattern!r} in: {log.read_text('utf-8', 'replace')}")
 
 
 def _wait_ready(side: Side, url: str) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from molinkd.peer.link_rates import LOOK_S
 from tools.emulation.drive import Driven, Spec
 from tools.emulation.model import Emulation
 from tools.emulation.ring import Host, RingSettings
+from tools.serving.process import ENDPOINT, wait_for
 from tools.wan import Node, Rig, RigError
 from tools.wan.namespaces import enter
 
@@ -32,7 +32,6 @@ _WARMUP_S = 3.0
 START_S = 300.0
 #: Tokens of a prompt whose rows are enough to tell a link's rate.
 _MANY = 256
-_ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
 #: What would use links and cores beside the ring.
 _QUIET = "copies = false\nspare_worker = false\ndiscovery = false\n"
 
@@ -207,7 +206,7 @@ def _swarm(rig: Rig, model: Path, base: Path, stages: int) -> Iterator[tuple[Pat
                 )
             started.append(process)
             if not index:
-                url = f"http://127.0.0.1:{_wait_for(log, _ENDPOINT, process)}"
+                url = f"http://127.0.0.1:{wait_for(log, ENDPOINT, process)}"
         _said(rig, base / "pc0", [sys.executable, "-m", "tools.plan_client", url, "1", "4", "2"])
         yield base / "pc0", url
     finally:
@@ -216,13 +215,3 @@ def _swarm(rig: Rig, model: Path, base: Path, stages: int) -> Iterator[tuple[Pat
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-
-
-def _wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[Any]") -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        found = pattern.search(log.read_text("utf-8", "replace"))
-        if found is not None:
-            return found[1]
-        time.sleep(0.1)
-    raise RigError(f"no {pattern.pattern!r} in: {log.read_text('utf-8', 'replace')}")

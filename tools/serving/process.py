@@ -11,10 +11,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 START_S = 300.0
-_ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
-_TOKEN = re.compile(r"molink join (molink-\S+)")
+#: What `molink up` prints: its endpoint's port, and a join token.
+ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
+TOKEN = re.compile(r"molink join (molink-\S+)")
 
 
 @contextlib.contextmanager
@@ -61,8 +63,8 @@ def molink_swarm(model: Path, stages: int, *options: str, threads: int = 1) -> I
                 running(command + common * (index > 0), log, {"MOLINK_HOME": str(home)})
             )
             if index == 0:
-                wanted = (_ENDPOINT, _TOKEN)
-                url, token = (_wait_for(log, pattern, process) for pattern in wanted)
+                wanted = (ENDPOINT, TOKEN)
+                url, token = (wait_for(log, pattern, process) for pattern in wanted)
                 url = f"http://127.0.0.1:{url}"
         _wait_ready(f"{url}/readyz", process)
         yield url
@@ -82,7 +84,12 @@ def llama_server(binary: Path, model: Path, slots: int, *, threads: int = 1) -> 
             yield url
 
 
-def _wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[bytes]") -> str:
+def wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[Any]") -> str:
+    """The group of ``pattern`` in a log, once it is there.
+
+    Raises:
+        RuntimeError: the process ended before, or it takes too long.
+    """
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         found = pattern.search(log.read_text("utf-8", "replace"))
