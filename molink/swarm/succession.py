@@ -15,9 +15,27 @@ A plain object: events and ``now`` (monotonic seconds) in, decisions out.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Literal
 
+from molink.swarm.leading import (
+    Answered,
+    Ask,
+    ConnectionLost,
+    Decision,
+    Event,
+    Follow,
+    Heard,
+    Known,
+    Lead,
+    Led,
+    NotLed,
+    Raise,
+    Resigned,
+    Silent,
+    StepDown,
+    TimePassed,
+)
 from molink.swarm.terms import MAX_ROUND, next_term, round_of
 from molink.wire.messages.leading import LeaderView
 
@@ -25,8 +43,10 @@ from molink.wire.messages.leading import LeaderView
 SILENCE = 3.0
 #: Pause between two rounds of questions while there is nobody to follow, in seconds.
 AGAIN = 0.5
-#: How often a leader looks for another part of its swarm, in seconds, and whom it asks each time.
+#: How often a leader looks for another part of its swarm, in seconds.
 PROBE = 2.0
+#: Whom it asks each time; and whom a peer asks, beside the leader that it knew, until that has had
+#: its time to start.
 PROBES = 4
 #: How long the peer whose turn it is has to begin to lead, in seconds.
 CLAIM = 5.0
@@ -48,121 +68,6 @@ REST = 1.0
 NO_REPLICA = (0, 0)
 
 Role = Literal["looking", "following", "starting", "leading", "ended"]
-
-
-# --- events ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """The coordinator that this peer is connected to has spoken, in this term.
-
-    ``leader`` is the peer on whose PC it runs; empty for one without a daemon.
-    """
-
-    term: int
-    leader: str
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
-    """The connection to the coordinator is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """All members in the order of succession, and the replica (term, revision) that is held."""
-
-    order: tuple[str, ...]
-    replica: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A peer has said whom it follows, as an answer or with a question of its own."""
-
-    peer: str
-    view: LeaderView
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """A peer that was asked can't be reached, or doesn't answer."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Led:
-    """The coordinator of this PC runs, as :class:`Lead` asked for, in that term or a higher one."""
-
-    term: int
-    coordinator_key: str
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NotLed:
-    """The coordinator of this PC can't be started, or doesn't stay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resigned:
-    """This daemon ends in good order."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """Time has passed."""
-
-
-Event = Heard | ConnectionLost | Known | Answered | Silent | Led | NotLed | Resigned | TimePassed
-
-
-# --- decisions ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask a peer whom it follows; :class:`Answered` or :class:`Silent` has to come of it."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class Follow:
-    """Connect to the coordinator that runs at ``leader``."""
-
-    leader: str
-    term: int
-    coordinator_key: str
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lead:
-    """Run the coordinator here, in this term, or start it again if it runs already.
-
-    ``lost`` is the peer that led until now and can't be reached; empty if there is none.
-    """
-
-    term: int
-    lost: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Raise:
-    """The coordinator here goes on in this term; none of its connections is lost."""
-
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepDown:
-    """End the coordinator that runs here: another one leads."""
-
-
-Decision = Ask | Follow | Lead | Raise | StepDown
 
 
 class Succession:
@@ -203,6 +108,8 @@ class Succession:
         self._unfit: dict[str, float] = {}
         self._raised = now - RAISE
         self._probed = 0
+        #: Whether this round of questions is to all: only then this peer may lead.
+        self._all_asked = False
         #: The term that this peer is about to lead in, and since when.
         self._coming = (term, now)
         #: Where the coordinator of this PC listens.
@@ -301,6 +208,8 @@ class Succession:
         self._answers[peer] = view
         if self.role == "leading":
             self._meet(peer, view, now)
+        elif self.role == "looking" and not self._all_asked:
+            self._seek(view)
 
     def _led(self, event: Led, now: float) -> None:
         if self.role not in ("starting", "leading"):
@@ -334,8 +243,10 @@ class Succession:
                 self._probe(now)
         elif self.role == "following" and now - self._heard > SILENCE:
             self._look("the coordinator says nothing any more", now)
-        elif self.role == "looking" and now >= self._round_at and not self._unanswered:
-            self._round(now)
+        elif self.role != "looking" or now < self._round_at:
+            return
+        elif not self._unanswered or not self._all_asked:
+            self._round(now, some=now < self._patience)
 
     # --- looking for a leader ------------------------------------------------------------------
 
@@ -344,16 +255,50 @@ class Succession:
         self.role = "looking"
         self._patience = now if self.leader else now + LONE
         self._turn = ("", now)
-        self._round(now)
+        self._round(now, some=True)
 
-    def _round(self, now: float) -> None:
+    def _round(self, now: float, *, some: bool = False) -> None:
+        """Ask all; or first ``some``.
+
+        When a swarm starts, or its leader is slow, all PCs look: if each of many asks each other
+        one, they are busy with that alone.
+        """
         self._answers.clear()
-        self._ask_all(now)
+        if some and len(self._others) > PROBES:
+            self._ask(self._some(), now)
+            self._all_asked = False
+        else:
+            self._ask_all(now)
 
     def _ask_all(self, now: float) -> None:
+        self._ask(self._others, now)
+        self._all_asked = True
+
+    def _ask(self, peers: Iterable[str], now: float) -> None:
         self._round_at = now + AGAIN
-        self._unanswered = set(self._others)
-        self._out += [Ask(peer) for peer in self._others]
+        # First the leader that it knew: if that one answers, nobody else need be asked.
+        known = [self.leader] if self.leader in self._others else []
+        self._unanswered = {*known, *peers}
+        self._out += [Ask(peer) for peer in dict.fromkeys((*known, *peers))]
+
+    def _some(self) -> list[str]:
+        """A few others, in turn."""
+        others, some = self._others, []
+        for _ in range(min(PROBES, len(others))):
+            self._probed = (self._probed + 1) % len(others)
+            some.append(others[self._probed])
+        return some
+
+    def _seek(self, view: LeaderView) -> None:
+        """A peer names the leader that it hears: ask that one."""
+        known = view.leader in self._answers or view.leader in self._unanswered
+        if view.hears and view.leader in self._others and not known:
+            self._unanswered.add(view.leader)
+            self._out.append(Ask(view.leader))
+
+    def wants(self, peer: str) -> bool:
+        """Whether an answer of that peer still counts, which was to be asked."""
+        return self.role == "leading" or peer in self._unanswered
 
     def _conclude(self, now: float) -> None:
         """Do what follows from the answers, if enough have come."""
@@ -366,7 +311,10 @@ class Succession:
         if found and self._better(found, leaders[found]):
             self._follow(found, leaders[found], now)
         elif self.role == "looking" and not found and not self._unanswered:
-            self._succeed(now)
+            if self._all_asked:
+                self._succeed(now)
+            elif now >= self._patience:
+                self._round(now)
 
     def _better(self, leader: str, view: LeaderView) -> bool:
         """Whether to turn to a leader: none below our term, and no other one while ours is heard.
@@ -427,10 +375,7 @@ class Succession:
     def _probe(self, now: float) -> None:
         """Ask a few, in turn: one that can't be reached now may lead another part later."""
         self._round_at = now + PROBE
-        others = self._others
-        for _ in range(min(PROBES, len(others))):
-            self._probed = (self._probed + 1) % len(others)
-            self._out.append(Ask(others[self._probed]))
+        self._out += [Ask(peer) for peer in self._some()]
 
     def _meet(self, peer: str, view: LeaderView, now: float) -> None:
         """A peer says whom it follows; see whether it is of another part of the swarm."""

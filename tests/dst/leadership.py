@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from molink.swarm.replica import decode_replica
-from molink.swarm.succession import (
+from molink.swarm.leading import (
     Answered,
     Ask,
     ConnectionLost,
@@ -19,9 +18,10 @@ from molink.swarm.succession import (
     Raise,
     Silent,
     StepDown,
-    Succession,
     TimePassed,
 )
+from molink.swarm.replica import decode_replica
+from molink.swarm.succession import Succession
 from molink.wire.messages.leading import LeaderView
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.network import Listener

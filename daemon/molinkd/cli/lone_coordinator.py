@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.plaintext import printable
-from molink.swarm.succession import Lead
+from molink.swarm.leading import Lead
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.loop import EventLoop
 from molinkd.cli import local_daemon

@@ -11,7 +11,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from molink.errors import UsageError, WorkerError
-from molink.swarm.succession import Lead
+from molink.swarm.leading import Lead
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.addresses import advertised
 from molinkd.peer.child import Child, how_it_ended

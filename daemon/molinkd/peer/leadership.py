@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError
 from molink.facts.identity import peer_id
-from molink.swarm.succession import (
+from molink.swarm.leading import (
     Answered,
     Ask,
     ConnectionLost,
@@ -29,9 +29,9 @@ from molink.swarm.succession import (
     Resigned,
     Silent,
     StepDown,
-    Succession,
     TimePassed,
 )
+from molink.swarm.succession import Succession
 from molink.wire.messages.instructions import Member
 from molink.wire.messages.leading import LeaderReply, LeaderRequest, LeaderView
 from molinkd.peer.addresses import from_here
@@ -49,6 +49,8 @@ from molinkd.peer.replica_file import ReplicaFile
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
+#: So many peers are asked at once.
+_ASKED_AT_ONCE = 8
 
 
 class DaemonHost(Host, Protocol):
@@ -86,6 +88,7 @@ class Leadership:
         self._tasks: set[asyncio.Task[None]] = set()
         #: Peers that are being asked.
         self._asking: set[str] = set()
+        self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._loop = asyncio.get_running_loop()
         #: Done once this peer leads what it founds, or can't.
         self._begun: asyncio.Future[None] = self._loop.create_future()
@@ -255,7 +258,11 @@ class Leadership:
             self._spawn(self._ask(peer, succession), f"molink-ask-{peer}")
 
     async def _ask(self, peer: str, succession: Succession) -> None:
-        answer = await self._answer_of(peer, succession)
+        async with self._turns:
+            if not succession.wants(peer):
+                self._asking.discard(peer)
+                return
+            answer = await self._answer_of(peer, succession)
         self._asking.discard(peer)
         self._happened(Silent(peer) if answer is None else Answered(peer, answer))
 

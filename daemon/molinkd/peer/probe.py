@@ -28,10 +28,13 @@ RETRY_S = 5.0
 MEASURE_S = 600.0
 #: The same of a way over a relay, which may be gone.
 DETOUR_S = 30.0
-#: A round trip is the least of so many: what comes on top is the PCs' own.
-_TRIPS = 5
+#: So many members are tried at once: when a swarm starts, each PC tries all others.
+_AT_ONCE = 4
 #: Another latency is told if it differs by this part and by so many seconds.
 _NEWS, _NEWS_S = 0.2, 0.001
+#: A round trip is the least of so many: what comes on top is the PCs' own. One so short is enough:
+#: a shorter one would be no news.
+_TRIPS, _ENOUGH_S = 5, 2 * _NEWS_S
 
 
 async def can_connect(
@@ -120,6 +123,8 @@ async def _trips(host: str, port: int) -> list[float]:
             began = loop.time()
             await loop.sock_connect(one, address)
             trips.append(loop.time() - began)
+        if trips[-1] < _ENOUGH_S:
+            break
     return trips
 
 
@@ -153,6 +158,7 @@ class Prober:
         self._tries: dict[str, asyncio.Task[None]] = {}
         #: All that have not ended, those that were given up too.
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
 
     def member(self, member: Member) -> None:
         """A member is there, or listens elsewhere."""
@@ -196,7 +202,8 @@ class Prober:
 
     async def _try(self, member: Member, targets: Sequence[str]) -> None:
         while True:
-            reached, relayed = await self._reach(member, targets)
+            async with self._turns:
+                reached, relayed = await self._reach(member, targets)
             self._say(member.peer, reached, None, relayed)
             if reached:
                 await self._measure(member, relayed)
@@ -224,7 +231,8 @@ class Prober:
                 if away is None:
                     return
             else:
-                away = await latency(member.addresses, member.control_port)
+                async with self._turns:
+                    away = await latency(member.addresses, member.control_port)
             if away is not None and _is_news(away, told):
                 told = away
                 self._say(member.peer, True, away, relayed)

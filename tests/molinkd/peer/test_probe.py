@@ -76,6 +76,43 @@ async def test_a_latency_is_told_again_where_it_has_changed(
     assert told == [None, 0.010, 0.014, 0.030]
 
 
+async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each PC of a swarm that starts tries all others: their handshakes would fill its day."""
+    under_way = most = 0
+
+    async def can_connect(*_: object) -> bool:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return True
+
+    monkeypatch.setattr(module, "can_connect", can_connect)
+    monkeypatch.setattr(module, "latency", lambda *_: asyncio.sleep(0, 0.001))
+    told: asyncio.Queue[str] = asyncio.Queue()
+    prober = Prober(net.context, net.member(), lambda *said: told.put_nowait(said[0]))
+    targets = [member(net.member().public, 1) for _ in range(20)]
+    for target in targets:
+        prober.member(target)
+    reached = {await told.get() for _ in range(2 * len(targets))}
+    await prober.close()
+    assert reached == {target.peer for target in targets}
+    assert most == 4
+
+
+async def test_a_round_trip_so_short_that_less_would_be_no_news_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        monkeypatch.setattr(module, "_ENOUGH_S", 10.0)
+        assert await module.latency(["127.0.0.1"], server.getsockname()[1]) is not None
+        server.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
 class FakeDetours:
     """A detour to every member, which leads to ``port``."""
 
