@@ -99,6 +99,34 @@ async def test_a_peer_is_asked_once_at_a_time(net: Net, tmp_path: Path) -> None:
     await leadership.close()
 
 
+async def test_many_are_asked_a_few_at_a_time_and_none_in_vain(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leadership = make(net, tmp_path, Other(net))
+    succession = leadership._succession
+    assert succession is not None
+    wanted = [f"p{number}" for number in range(20)]
+    monkeypatch.setattr(succession, "wants", wanted.__contains__)
+    under_way, most = set[str](), 0
+    asked: list[str] = []
+
+    async def answer_of(peer: str, _: object) -> None:
+        nonlocal most
+        under_way.add(peer)
+        asked.append(peer)
+        most = max(most, len(under_way))
+        await asyncio.sleep(0)
+        under_way.remove(peer)
+
+    monkeypatch.setattr(leadership, "_answer_of", answer_of)
+    for peer in (*wanted, "who answers nothing that counts"):
+        leadership._ask_once(peer, succession)
+    await net.until(lambda: not leadership._asking)
+    await leadership.close()
+    assert asked == wanted
+    assert most == 8
+
+
 async def test_another_swarms_question_is_refused(net: Net, tmp_path: Path) -> None:
     leadership = make(net, tmp_path, Other(net))
     with pytest.raises(NotAuthorized, match="not of swarm x"):
