@@ -45,9 +45,11 @@ SILENCE = 3.0
 AGAIN = 0.5
 #: How often a leader looks for another part of its swarm, in seconds.
 PROBE = 2.0
-#: Whom it asks each time; and whom a peer asks, beside the leader that it knew, until that has had
-#: its time to start.
+#: Whom it asks each time.
 PROBES = 4
+#: Whom a peer of more than ``PROBES`` others asks first, beside the leader that it knew; and how
+#: often, in seconds, until that has had its time to start. Its connection is tried again anyway.
+FEW, SELDOM = 1, 1.0
 #: How long the peer whose turn it is has to begin to lead, in seconds.
 CLAIM = 5.0
 #: After its own start a peer gives the leader that it knew so much time to start too, in seconds.
@@ -265,8 +267,10 @@ class Succession:
         """
         self._answers.clear()
         if some and len(self._others) > PROBES:
-            self._ask(self._some(), now)
+            self._ask(self._some(FEW), now)
             self._all_asked = False
+            if now < self._patience:
+                self._round_at = now + SELDOM
         else:
             self._ask_all(now)
 
@@ -281,10 +285,10 @@ class Succession:
         self._unanswered = {*known, *peers}
         self._out += [Ask(peer) for peer in dict.fromkeys((*known, *peers))]
 
-    def _some(self) -> list[str]:
+    def _some(self, count: int) -> list[str]:
         """A few others, in turn."""
         others, some = self._others, []
-        for _ in range(min(PROBES, len(others))):
+        for _ in range(min(count, len(others))):
             self._probed = (self._probed + 1) % len(others)
             some.append(others[self._probed])
         return some
@@ -375,7 +379,7 @@ class Succession:
     def _probe(self, now: float) -> None:
         """Ask a few, in turn: one that can't be reached now may lead another part later."""
         self._round_at = now + PROBE
-        self._out += [Ask(peer) for peer in self._some()]
+        self._out += [Ask(peer) for peer in self._some(PROBES)]
 
     def _meet(self, peer: str, view: LeaderView, now: float) -> None:
         """A peer says whom it follows; see whether it is of another part of the swarm."""
