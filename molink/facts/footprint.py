@@ -15,6 +15,8 @@ from molink.facts.profile import MAX_CHUNK_ROWS
 MIN_TOKENS = 2048
 #: Captured decode graphs, all row counts together: bytes for each layer.
 GRAPH_BYTES = 2 << 20
+#: What a stage has for graphs beside: torch takes memory for them by 20 MiB, where 2 aren't enough.
+GRAPH_POOL_BYTES = 24 << 20
 #: float32 logits, and one copy while they are made.
 _LOGIT_BYTES = 4 + 4
 #: A score in float32, and one copy while it is capped.
@@ -78,7 +80,7 @@ class Footprint:
     copies: int
     #: What the mask of a prefill chunk (and its capped scores) takes for each token of its request.
     mask: int
-    #: CUDA graphs of one layer, and those buffers of them that no layer has for itself.
+    #: CUDA graphs of one layer, and what of them no layer has for itself.
     layer_graphs: int = 0
     graphs: int = 0
 
@@ -113,7 +115,7 @@ class Footprint:
             copies=_PADDED * (token + element + scores),
             mask=load.chunk * (element + 1 + scores),
             layer_graphs=GRAPH_BYTES * cuda,
-            graphs=load.decodes * row * cuda,
+            graphs=(GRAPH_POOL_BYTES + load.decodes * row) * cuda,
         )
 
     @property

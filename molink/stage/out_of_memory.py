@@ -7,6 +7,7 @@ _WORDS = (
     "can't allocate memory",  # the CPU allocator
     "not enough memory",  # the same on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS has no room for what it needs itself
     "CUDA error: out of memory",
 )
 

@@ -9,7 +9,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.facts.dtypes import DTypeChoice, WeightDType
-from molink.facts.footprint import GRAPH_BYTES
+from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
 from molink.facts.model import LayerRange, Quantize
 from molink.stage.attention.base import (
     Attention,
@@ -212,7 +212,7 @@ class Stage:
             pool,
             self._attention(pool.block_size),
             self._dtype,
-            GraphPlan(pool.block_size, GRAPH_BYTES * len(self._decoder.blocks)),
+            GraphPlan(pool.block_size, GRAPH_POOL_BYTES + GRAPH_BYTES * len(self._decoder.blocks)),
             CudaCaptures(self.device),
         )
         row = SequenceRows(0, 1, (pool.spare,))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.facts.footprint import GRAPH_BYTES, Footprint, Load, StageSetup
+from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES, Footprint, Load, StageSetup
 from molink.facts.memory_plan import MemoryPlan, plan_memory, refusal, usable
 from molink.facts.model import ModelFacts
 
@@ -68,7 +68,7 @@ def test_a_plan_to_the_byte() -> None:
 
 def test_graphs_are_planned_on_a_gpu_only() -> None:
     gpu = plan_memory(TINY, (1, 3), StageSetup(kind="cuda", load=LOAD), GB)
-    assert gpu.graphs == 2 * GRAPH_BYTES + 2 * 10 * 2
+    assert gpu.graphs == GRAPH_POOL_BYTES + 2 * GRAPH_BYTES + 2 * 10 * 2
     assert gpu.weights == 2000
     assert plan_memory(TINY, (1, 3), StageSetup(load=LOAD), GB).graphs == 0
 

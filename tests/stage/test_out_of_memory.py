@@ -42,6 +42,9 @@ def test_where_there_is_nothing_to_bound(
 def test_what_is_no_want_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    # What a GPU without room for a library's own memory answers.
+    status = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(f"CUDA error: {status}"))
 
 
 def test_releasing_without_a_gpu_does_nothing() -> None:

@@ -19,8 +19,9 @@ from molink.stage.linear.base import pad_rows, total_bytes
 #: Steps of the first plane on either side of zero, and of the second within one of the first.
 _STEPS = 127
 _FINE = 254
-#: Rows that are multiplied at once: results are float32 and, for a moment, two of each.
-_ROWS = 128
+#: Rows that are multiplied at once: results are float32 and, for a moment, two of each. A GPU takes
+#: longer to launch the dozens of kernels of each part than to run them, so it takes whole steps.
+_CPU_ROWS, _GPU_ROWS = 128, 1024
 #: A row of nothing but zeros has to have some scale.
 _MINIMUM = 1e-30
 #: What both sizes of a weight have to be multiples of for cuBLASLt.
@@ -118,8 +119,9 @@ class Int8Linear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.Projection`."""
-        if len(rows) > _ROWS:
-            parts = (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
+        most = _CPU_ROWS if rows.device.type == "cpu" else _GPU_ROWS
+        if len(rows) > most:
+            parts = (rows[first : first + most] for first in range(0, len(rows), most))
             return torch.cat([self._multiply(part) for part in parts])
         return self._multiply(rows)
 

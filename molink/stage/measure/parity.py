@@ -33,6 +33,7 @@ from molink.stage.decoder.rotary import rotate
 from molink.stage.kernels.create import create_attend, create_matmul, create_rowwise
 from molink.stage.kernels.shape import AttendShape
 from molink.stage.linear import CompiledLinear, Linear, PackedLinear, Projection
+from molink.stage.linear.bnb import load_library
 from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_error
 from molink.stage.measure.dense import attention_error
 from molink.stage.measure.device import cpu_name, pick_device
@@ -149,6 +150,7 @@ def _compiled(dtype: torch.dtype, threads: int, weight: Tensor, bias: Tensor) ->
 
 def _quantized(mode: Quantize, dtype: torch.dtype, device: torch.device) -> float:
     if device.type == "cuda":
+        load_library()  # which registers its operators
         return relative_error(QuantizedKernels(True, True), mode, dtype, device)
     kernels = QuantizedKernels.probe(mode, dtype, device)
     if not (kernels.int8 or kernels.nf4):

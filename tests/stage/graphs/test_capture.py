@@ -125,6 +125,16 @@ def test_nor_is_work_for_which_there_is_no_memory(cuda: FakeCuda) -> None:
     assert cuda.current is cuda.here
 
 
+def test_the_quicker_of_two_runs_counts_after_one_that_warms_up(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 5.0, 10.0, 13.0])
+    monkeypatch.setattr(capture.time, "perf_counter", lambda: next(clock))
+    runs: list[int] = []
+    assert CudaCaptures(DEVICE).seconds(lambda: runs.append(len(runs))) == 3.0
+    assert runs == [0, 1, 2]
+
+
 def test_a_capture_that_fails_leaves_no_stream_in_place(cuda: FakeCuda) -> None:
     def work() -> None:
         if cuda.capturing:

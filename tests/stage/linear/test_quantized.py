@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from molink.checkpoint.quantization import quantized_bytes
+from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.stage.linear import int8, nf4, quantized
 from molink.stage.linear.int8 import CudaProduct, Int8Linear, has_onednn_int8, quantize_int8
 from molink.stage.linear.nf4 import NF4_VALUES, CudaNf4Linear, PackedNf4Linear
@@ -168,6 +170,24 @@ def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
     projection = Int8Linear(CudaProduct.of(made.data, made.scales))
     rows = rows_with_outliers(128, torch.bfloat16)
     compare(projection(rows), rows, dequantized("int8", weight), torch.zeros(96))
+
+
+@pytest.mark.parametrize(("device", "products"), [("cpu", 5), ("meta", 1)])
+def test_a_gpu_multiplies_a_whole_step_at_once(device: str, products: int) -> None:
+    """Dozens of small kernels for each part take it longer than the arithmetic."""
+    asked: list[int] = []
+
+    class Product:
+        nbytes = 0
+
+        def __call__(self, planes: Tensor) -> Tensor:
+            asked.append(len(planes))
+            return planes.new_zeros(len(planes), 8)
+
+    rows = torch.ones(MAX_CHUNK_ROWS + 64, 64, device=device)
+    assert Int8Linear(Product())(rows).shape == (len(rows), 8)
+    assert len(asked) == products
+    assert sum(asked) == 2 * len(rows)
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((100, 128), Int8Linear), ((33, 128), UnpackedLinear)])

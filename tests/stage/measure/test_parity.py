@@ -116,6 +116,23 @@ def test_products_of_a_gpu_that_are_wrong_are_not_used(
     assert QuantizedKernels.probe(mode, torch.float16, cuda) == QuantizedKernels(False, False)
 
 
+def test_a_gpus_products_are_tried_once_their_library_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def error(*_: object) -> float:
+        asked.append("product")
+        return 0.0
+
+    monkeypatch.setattr(parity, "has_bf16", lambda _: True)
+    monkeypatch.setattr(parity, "load_library", lambda: asked.append("library"))
+    monkeypatch.setattr(parity, "relative_error", error)
+    every = [one for one in parity.trials(torch.device("cuda", 0)) if one.kernel == "int8"]
+    assert [one.result()["state"] for one in every] == ["ok", "ok"]
+    assert asked == ["library", "product"] * 2
+
+
 @pytest.mark.parametrize("part", ["gate", "rotate"])
 def test_compiled_rows_that_are_wrong_are_not_used(
     monkeypatch: pytest.MonkeyPatch, part: str
