@@ -2,8 +2,10 @@
 
     python -m tools.make_bench_model FOLDER            # about 340 M parameters, 690 MB per format
     python -m tools.make_bench_model FOLDER --no-gguf
+    python -m tools.make_bench_model FOLDER --no-gguf --wide --layers 8     # 2007 M parameters
 
 A Llama of 24 layers: hidden 1024, 16 query and 4 key-value heads, ffn 2816, 32 000 tokens, bf16.
+With ``--wide`` its layers have the shapes of Llama 3 8B's.
 The weights are random, so the text it writes is noise; what counts is the work per token. The same
 weights go into both files: greedy answers agree but for rounding. GGUF needs ``pip install gguf``.
 """
@@ -11,6 +13,7 @@ weights go into both files: greedy answers agree but for rounding. GGUF needs ``
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,8 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 1024, 24, 16, 4, 2816
-HEAD_DIM = HIDDEN // HEADS
+LAYERS = 24
 VOCABULARY = 32_000
 CONTEXT = 8192
 #: The tokenizer's only merge: llama.cpp refuses one without.
@@ -31,27 +33,47 @@ TEMPLATE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.hidden // self.heads
+
+
+SMALL, WIDE = Shape(1024, 16, 4, 2816), Shape(4096, 32, 8, 14336)
+
+
 def main() -> None:
     """Write the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--wide", action="store_true", help="layers as Llama 3 8B has them")
     parser.add_argument("--gguf", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     folder: Path = options.folder
+    shape = WIDE if options.wide else SMALL
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(make_tensors(options.layers))
+    tensors = dict(make_tensors(options.layers, shape))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = model_config(options.layers)
+    config = model_config(options.layers, shape)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     tokens = write_tokenizer(folder)
     if options.gguf:
-        write_gguf(folder / "model-f16.gguf", tensors, tokens, options.layers)
+        write_gguf(folder / "model-f16.gguf", tensors, tokens, options.layers, shape)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     print(f"{folder}: {parameters / 1e6:.0f} M parameters")
 
 
-def make_tensors(layers: int) -> Iterator[tuple[str, Tensor]]:
+def make_tensors(layers: int, shape: Shape) -> Iterator[tuple[str, Tensor]]:
     """Names as in Hugging Face's Llama, values of a size that keeps activations near 1."""
     generator = torch.Generator().manual_seed(0)
 
@@ -59,37 +81,37 @@ def make_tensors(layers: int) -> Iterator[tuple[str, Tensor]]:
         weight = torch.randn(rows, columns, generator=generator)
         return weight.mul_(columns**-0.5).to(torch.bfloat16)
 
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    yield "model.embed_tokens.weight", draw(VOCABULARY, HIDDEN)
+    ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    yield "model.embed_tokens.weight", draw(VOCABULARY, shape.hidden)
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         yield f"{prefix}input_layernorm.weight", ones.clone()
         yield f"{prefix}post_attention_layernorm.weight", ones.clone()
         for name, rows, columns in (
-            ("self_attn.q_proj", HIDDEN, HIDDEN),
-            ("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HIDDEN),
-            ("mlp.gate_proj", INNER, HIDDEN),
-            ("mlp.up_proj", INNER, HIDDEN),
-            ("mlp.down_proj", HIDDEN, INNER),
+            ("self_attn.q_proj", shape.hidden, shape.hidden),
+            ("self_attn.k_proj", shape.kv_heads * shape.head_dim, shape.hidden),
+            ("self_attn.v_proj", shape.kv_heads * shape.head_dim, shape.hidden),
+            ("self_attn.o_proj", shape.hidden, shape.hidden),
+            ("mlp.gate_proj", shape.inner, shape.hidden),
+            ("mlp.up_proj", shape.inner, shape.hidden),
+            ("mlp.down_proj", shape.hidden, shape.inner),
         ):
             yield f"{prefix}{name}.weight", draw(rows, columns)
     yield "model.norm.weight", ones.clone()
-    yield "lm_head.weight", draw(VOCABULARY, HIDDEN)
+    yield "lm_head.weight", draw(VOCABULARY, shape.hidden)
 
 
-def model_config(layers: int) -> dict[str, object]:
+def model_config(layers: int, shape: Shape) -> dict[str, object]:
     """Its ``config.json``."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
         "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
@@ -124,7 +146,9 @@ def write_tokenizer(folder: Path) -> list[str]:
     return tokens
 
 
-def write_gguf(path: Path, tensors: dict[str, Tensor], tokens: list[str], layers: int) -> None:
+def write_gguf(
+    path: Path, tensors: dict[str, Tensor], tokens: list[str], layers: int, shape: Shape
+) -> None:
     """The same weights for llama.cpp: f16 matrices, f32 norms."""
     import gguf
 
@@ -132,11 +156,11 @@ def write_gguf(path: Path, tensors: dict[str, Tensor], tokens: list[str], layers
     writer.add_name("molink-bench")
     writer.add_block_count(layers)
     writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCABULARY)
@@ -159,9 +183,9 @@ def write_gguf(path: Path, tensors: dict[str, Tensor], tokens: list[str], layers
         if found is None:
             raise ValueError(f"GGUF has no name for {name}")
         if "q_proj" in name:
-            tensor = _interleave(tensor, HEADS)
+            tensor = _interleave(tensor, shape.heads)
         elif "k_proj" in name:
-            tensor = _interleave(tensor, KV_HEADS)
+            tensor = _interleave(tensor, shape.kv_heads)
         kind = torch.float32 if tensor.dim() == 1 else torch.float16
         writer.add_tensor(found, tensor.to(kind).numpy())
     writer.write_header_to_file()

@@ -79,14 +79,12 @@ def _report(
         return {}
     chosen = upload_integers([picked[index] for index in wanted], logits.device)[:, None]
     logprobs = take_rows(logits, wanted).log_softmax(dim=-1)
+    own = logprobs.gather(1, chosen).flatten().tolist()
     maximum = min(max(rows[index].sampling.logprobs for index in wanted), logits.shape[1])
-    values, ids = logprobs.topk(maximum, dim=-1)
-    # Copied at once, since each copy waits for the device; float64 holds ids and float32 exactly.
-    together = torch.cat((logprobs.gather(1, chosen).double(), values.double(), ids.double()), 1)
+    values, ids = (part.tolist() for part in logprobs.topk(maximum, dim=-1))
     reports: dict[int, SampledToken] = {}
-    for index, (own, *best) in zip(wanted, together.tolist(), strict=True):
-        likely = zip(map(int, best[maximum:]), best[:maximum], strict=True)
-        pairs = sorted(likely, key=lambda p: (-p[1], p[0]))
+    for place, index in enumerate(wanted):
+        pairs = sorted(zip(ids[place], values[place], strict=True), key=lambda p: (-p[1], p[0]))
         top = tuple(pairs[: rows[index].sampling.logprobs])
-        reports[index] = SampledToken(picked[index], own, top)
+        reports[index] = SampledToken(picked[index], own[place], top)
     return reports

@@ -226,30 +226,6 @@ def test_logprobs_are_the_models_own() -> None:
     assert math.isnan(third.logprob)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "copies"),
-    [
-        (Sampling(temperature=0.0), 1),
-        (Sampling(temperature=0.0, logprobs=5), 2),
-        (Sampling(temperature=0.8, top_p=0.5, seed=1, logprobs=5), 3),
-    ],
-)
-def test_how_often_a_step_waits_for_the_device(
-    monkeypatch: pytest.MonkeyPatch, sampling: Sampling, copies: int
-) -> None:
-    waits: list[int] = []
-    to_host = torch.Tensor.tolist
-
-    def counted(tensor: torch.Tensor) -> object:
-        waits.append(tensor.numel())
-        return to_host(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    logits = torch.linspace(9.0, -9.0, 1000).expand(3, -1).contiguous()
-    assert None not in sample(logits, [SampleRow(sampling, position) for position in range(3)])
-    assert len(waits) == copies
-
-
 def test_more_logprobs_than_tokens() -> None:
     found = sample(logits_of(1, 5), [SampleRow(Sampling(logprobs=20), 0)])[0]
     assert len(found.top) == 5

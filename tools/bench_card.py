@@ -1,0 +1,224 @@
+"""What a stage does on a CUDA card: steps with and without graphs, waits, memory beside its plan.
+
+    python -m tools.bench_card FOLDER --json           # a folder of tools.make_bench_model, say
+
+``steps``: a decode step (forward, greatest logit, copied to the host) as it comes and with graphs
+switched off, and the longest of the first ones: in that its graph was made. ``waits``: how often
+sampling waits for the device, and how long sampling takes. ``memory``: what was planned for a
+budget, beside what was taken while a largest step ran with a full pool. Blocks of a request lie
+anywhere in the pool. Needs about 14 GB of a card.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.footprint import Load, StageSetup
+from molink.facts.memory_plan import plan_memory
+from molink.facts.model import BLOCK_SIZE, Quantize
+from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.sampling.penalties import SampleRow
+from molink.stage.sampling.sampler import sample
+from molink.stage.stage import Stage
+from molink.wire.messages.data import Sampling
+
+#: Rows of a decode step, and the tokens before each.
+_STEPS = ((1, 128), (1, 2000), (4, 128), (8, 128), (8, 1000), (16, 128), (32, 500), (64, 128))
+_BLOCKS = 64 * 1024 // BLOCK_SIZE
+_BUDGET = 12 * 10**9
+_FIRST, _REPEATS = 5, 20
+_SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "any token": Sampling(temperature=1.0, seed=1),
+    "top_p": Sampling(temperature=0.8, top_p=0.9, seed=1),
+    "top_p and logprobs": Sampling(temperature=0.8, top_p=0.9, seed=1, logprobs=5),
+}
+#: Logits fall with the logarithm of a token's rank, as in trained models.
+_STEEPNESS, _VOCABULARY = 2.0, 151_936
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A model's folder and the card that it is measured on."""
+
+    folder: ModelFolder
+    device: torch.device
+
+    def load(self, quantize: Quantize) -> Stage:
+        """The whole model as one stage."""
+        layers = self.folder.config.layers
+        return Stage.load(self.folder, (0, layers), str(self.device), quantize=quantize)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long something takes, its end on the device included."""
+        torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        """The median of some runs."""
+        return 1e3 * statistics.median(self.seconds(work) for _ in range(_REPEATS))
+
+
+class Tables:
+    """Block tables in a pool of ``blocks``, in no order."""
+
+    def __init__(self, blocks: int) -> None:
+        self._order = list(range(blocks))
+        random.Random(0).shuffle(self._order)
+
+    def rows(self, start: int, count: int, request: int) -> SequenceRows:
+        """Rows of a request; where the pool is too small, requests share blocks."""
+        each = -(-(start + count) // BLOCK_SIZE)
+        places = range(request * each, (request + 1) * each)
+        return SequenceRows(start, count, [self._order[i % len(self._order)] for i in places])
+
+    def decode(self, rows: int, context: int, vocabulary: int) -> StageInput:
+        """One row each of so many requests."""
+        sequences = tuple(self.rows(context, 1, request) for request in range(rows))
+        return StageInput(_tokens(rows, vocabulary), None, sequences, tuple(range(rows)))
+
+
+def _tokens(count: int, vocabulary: int) -> Tensor:
+    return torch.arange(count) * 7919 % vocabulary
+
+
+def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
+    """Decode steps of several sizes."""
+    found, tables, vocabulary = [], Tables(_BLOCKS), card.folder.config.vocab_size
+    with_graphs, without = card.load(quantize), card.load(quantize)
+    with_graphs.allocate(_BLOCKS, BLOCK_SIZE)
+    without.allocate(_BLOCKS, BLOCK_SIZE)
+    without._graphs = None
+    for rows, context in _STEPS:
+        batch = tables.decode(rows, context, vocabulary)
+
+        def step(stage: Stage, batch: StageInput = batch) -> object:
+            return stage.forward(batch).argmax(-1).tolist()
+
+        before = with_graphs.graph_bytes
+        first = [1e3 * card.seconds(lambda: step(with_graphs)) for _ in range(_FIRST)]
+        step(without)
+        found.append(
+            {
+                "rows": rows,
+                "context": context,
+                "ms": card.milliseconds(lambda: step(with_graphs)),
+                "eager_ms": card.milliseconds(lambda: step(without)),
+                "longest_of_first_ms": max(first[1:]),
+                "graph_bytes": with_graphs.graph_bytes - before,
+            }
+        )
+    return found
+
+
+def measure_waits(card: Card) -> list[dict[str, Any]]:
+    """Sampling of one row and of 16."""
+    generator, found = torch.Generator().manual_seed(0), []
+    fall = -_STEEPNESS * torch.arange(1, _VOCABULARY + 1).log()
+    for count in (1, 16):
+        each = [fall[torch.randperm(_VOCABULARY, generator=generator)] for _ in range(count)]
+        logits = torch.stack(each).to(card.device)
+        for name, sampling in _SAMPLINGS.items():
+            rows = [SampleRow(sampling, position) for position in range(count)]
+
+            def draw(rows: list[SampleRow] = rows, logits: Tensor = logits) -> object:
+                return sample(logits, rows)
+
+            draw()
+            waits, taken = _waits(draw), card.milliseconds(draw)
+            found.append({"sampling": name, "rows": count, "waits": waits, "ms": taken})
+    return found
+
+
+def _waits(work: Callable[[], object]) -> int:
+    """How often the host waits for the device, of what torch notices."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(one.message) for one in seen)
+
+
+def measure_memory(card: Card, quantize: Quantize) -> dict[str, Any]:
+    """A budget shared out as a daemon does, and what is taken of it."""
+    torch.cuda.empty_cache()
+    folder, chunk, decodes = card.folder, Load().chunk, Load().decodes
+    layers = (0, folder.config.layers)
+    setup = StageSetup("cuda", True, "auto", quantize)
+    plan = plan_memory(folder.facts("bench"), layers, setup, _BUDGET)
+    before = torch.cuda.memory_allocated(card.device)
+    stage = card.load(quantize)
+    weights = torch.cuda.memory_allocated(card.device) - before
+    blocks = plan.kv // stage.block_bytes(BLOCK_SIZE)
+    stage.allocate(blocks, BLOCK_SIZE)
+    tables, config = Tables(blocks), folder.config
+    for _ in range(_FIRST):
+        stage.forward(tables.decode(decodes, 128, config.vocab_size))
+    # A prompt's last chunk beside as many streams as there may be, which fill the pool.
+    prompt = tables.rows(config.context - chunk, chunk, 0)
+    each = min(config.context, blocks * BLOCK_SIZE // decodes) - BLOCK_SIZE
+    streams = tables.decode(decodes, each, config.vocab_size).sequences
+    tokens = _tokens(chunk + decodes, config.vocab_size)
+    wanted = range(chunk - 1, chunk + decodes)
+    held = torch.cuda.memory_allocated(card.device)
+    torch.cuda.reset_peak_memory_stats(card.device)
+    stage.forward(StageInput(tokens, None, (prompt, *streams), tuple(wanted)))
+    torch.cuda.synchronize(card.device)
+    free, total = torch.cuda.mem_get_info(card.device)
+    return {
+        "planned": {name: getattr(plan, name) for name in plan.__dataclass_fields__},
+        "weights": weights,
+        "activations": torch.cuda.max_memory_allocated(card.device) - held,
+        "graphs": stage.graph_bytes,
+        "kv": blocks * stage.block_bytes(BLOCK_SIZE),
+        "reserved_by_torch": torch.cuda.memory_reserved(card.device),
+        "beside_torch": total - free - torch.cuda.memory_reserved(card.device),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--quantize", choices=("none", "int8", "nf4"), nargs="+", default=["none"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    card = Card(ModelFolder.open(options.folder), torch.device(options.device))
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(card.device),
+        "torch": torch.__version__,
+        "model": options.folder.name,
+        "memory": {mode: measure_memory(card, mode) for mode in options.quantize},
+        "steps": {mode: measure_steps(card, mode) for mode in options.quantize},
+        "waits": measure_waits(card),
+    }
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return
+    for mode in options.quantize:
+        print(f"memory, {mode}: {result['memory'][mode]}")
+        for one in result["steps"][mode]:
+            print(f"{mode}: {one}")
+    for one in result["waits"]:
+        print(one)
+
+
+if __name__ == "__main__":
+    main()
