@@ -202,7 +202,7 @@ def test_the_kernel_itself(
     shape = shape_of(groups=groups, head_dim=head_dim, windows=(0, 1, 100, PAGE, PAGE + 1))
     flash, reason = try_flash(shape, PAGE, dtype, torch.device(cuda))
     if flash is None:
-        pytest.skip(f"no flash attention here ({reason}); run on a GPU since Ampere, torch >= 2.12")
+        pytest.skip(f"no flash attention here ({reason}); run on a GPU since Ampere, torch >= 2.13")
     edges = [PAGE - 2, PAGE - 1, PAGE, 2 * PAGE - 1, 0]
     for mix in (
         [(before, 1) for before in edges],
