@@ -257,7 +257,7 @@ def test_a_gpu_keeps_room_for_graphs() -> None:
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
     gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="0:8")])
     assert isinstance(gpu, Unplaceable)
-    assert "16.8 MB CUDA graphs" in gpu.reason
+    assert "41.9 MB CUDA graphs" in gpu.reason
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pcs", type=int, default=4)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--device", default="cpu", help="of all stages: cpu or cuda:N")
     parser.add_argument("--keep", type=Path, help="folder for the homes, which stays")
     options = parser.parse_args()
     unknown = set(options.kinds) - KINDS.keys()
@@ -70,7 +71,9 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
     rng = random.Random(options.seed)
     faults = plan(options.kinds, rng, options.shortest, options.longest)
     async with (
-        Swarm(root, options.pcs, seed=options.seed, network=network) as swarm,
+        Swarm(
+            root, options.pcs, seed=options.seed, network=network, device=options.device
+        ) as swarm,
         Load(swarm, options.streams, options.tokens) as load,
     ):
         until = time.monotonic() + options.seconds

@@ -107,7 +107,7 @@ class Pc:
         first, last = place.workers
         options = ["--name", self.name, "--host", place.host, "--advertise", place.advertised]
         options += ["--endpoint-port", str(place.endpoint), "--control-port", str(place.control)]
-        return [*options, "--worker-ports", f"{first}-{last}", "--threads", "1", "--device", "cpu"]
+        return [*options, "--worker-ports", f"{first}-{last}", "--threads", "1"]
 
     def environment(self) -> dict[str, str]:
         """Of its processes."""

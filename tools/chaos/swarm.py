@@ -39,10 +39,11 @@ class Swarm:
         seed: int = 0,
         network: bool = False,
         absent: int = 0,
+        device: str = "cpu",
     ) -> None:
         """The first of ``count`` PCs founds the swarm, the last ``absent`` ones don't join yet.
 
-        With ``network`` it can be harmed too.
+        With ``network`` it can be harmed too. All stages are on ``device``.
         """
         rng = random.Random(seed)
         self.root = root
@@ -53,7 +54,7 @@ class Swarm:
             host = f"127.0.0.{number}"
             advertised = f"127.0.1.{number}" if network else host
             place = Place.free(host, advertised, rng)
-            self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, []))
+            self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, ["--device", device]))
         self.network = Network(self.pcs) if network else None
         self._stack = ExitStack()
         #: What was not as it should be when it ended.
