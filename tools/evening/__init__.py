@@ -1,0 +1,1 @@
+"""An evening on which links and PCs change: what happens when, and what became of it."""
