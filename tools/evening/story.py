@@ -10,8 +10,7 @@ and requests be sent there. A link is the way out of a PC: all that it sends sha
 not said here (devices, model, requests) is up to who plays it.
 """
 
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 
 #: Seconds, and how often the figures are looked at.
 DURATION = 3600.0
@@ -75,12 +74,10 @@ def story(scale: float = 1.0) -> tuple[Event, ...]:
 
     What deciders wait for is not scaled: at 0.1 a minute that a pace has to stay is ten of these.
     """
-    links = (
-        LinkChange(minute * MINUTE, peer, mbps) for minute, mbps in _LINKS for peer in range(PEERS)
-    )
-    paces = (PaceChange(minute * MINUTE, HOT, factor) for minute, factor in _PACES)
-    comings = (Leave(_LEAVES * MINUTE, AWAY), Return(_RETURNS * MINUTE, AWAY))
+    minute = MINUTE * scale
     events: list[Event] = [
-        replace(event, at=event.at * scale) for event in chain(links, paces, comings)
+        LinkChange(at * minute, peer, mbps) for at, mbps in _LINKS for peer in range(PEERS)
     ]
+    events += [PaceChange(at * minute, HOT, factor) for at, factor in _PACES]
+    events += [Leave(_LEAVES * minute, AWAY), Return(_RETURNS * minute, AWAY)]
     return tuple(sorted(events, key=lambda event: event.at))
