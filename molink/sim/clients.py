@@ -1,10 +1,12 @@
-"""Clients at the head: they send requests when these are due, and note when each token comes."""
+"""Clients: they send requests when these are due, and note when each token comes."""
 
+from array import array
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from molink.bench.planned import PlannedRequest
 from molink.bench.sample import Sample
-from molink.errors import MolinkError
+from molink.errors import InvariantError, MolinkError
 from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
@@ -16,82 +18,138 @@ _WINDOW = 1 << 24
 _OWNER = "clients"
 
 
-class Clients:
-    """Sends ``plan`` to ``head`` and keeps the time of every token.
+class Serving(Protocol):
+    """What takes requests: a ring."""
 
-    ``agenda`` is stopped after the last one. It is the head's front desk, too. Prompts have no
+    @property
+    def head(self) -> Head:
+        """Where they are submitted."""
+
+    def pump(self) -> None:
+        """The head has a new one."""
+
+
+#: Who is to serve a request now; ``None``: nobody is there, somebody will ask again.
+Choose = Callable[[PlannedRequest], Serving | None]
+
+
+class Clients:
+    """Sends ``plan`` to the heads that ``choose`` names, and keeps the time of every token.
+
+    ``agenda`` is stopped after the last one. It is the heads' front desk, too. Prompts have no
     content that could be shared.
     """
 
-    def __init__(
-        self, agenda: Agenda, head: Head, plan: Iterable[PlannedRequest], pump: Callable[[], None]
-    ) -> None:
-        """``pump`` is called after each request that was submitted."""
+    def __init__(self, agenda: Agenda, plan: Iterable[PlannedRequest], choose: Choose) -> None:
         self._agenda = agenda
-        self._head = head
-        self._pump = pump
+        self._choose = choose
         self._plan = {str(request.index): request for request in plan}
-        self._times: dict[str, list[float]] = {key: [] for key in self._plan}
+        self._times: dict[str, array[float]] = {key: array("d") for key in self._plan}
         self._errors: dict[str, str] = {}
+        #: Who serves those that live; nobody those that wait.
+        self._served: dict[str, Serving | None] = {}
         self.left = len(self._plan)
         #: When something last came of a request, or the first one of several was sent.
         self.heard_at = 0.0
-        self._live = 0
         self._live_since = 0.0
         #: Seconds in which any request was being served.
         self.live_s = 0.0
+        #: Told of each request that is over, and who served it.
+        self.on_over: Callable[[Serving | None], None] | None = None
 
     def start(self) -> None:
         """Have every request sent when it is due."""
         for key, request in self._plan.items():
-            self._agenda.at(request.at, self._submit, key, request)
+            self._agenda.at(request.at, self._begin, key)
 
-    def _submit(self, key: str, planned: PlannedRequest) -> None:
+    def _begin(self, key: str) -> None:
         now = self._agenda.now
+        if not self._served:
+            self._live_since = self.heard_at = now
+        self._served[key] = None
+        self._submit(key)
+
+    def _submit(self, key: str) -> None:
+        """Send the prompt, and what there is of the answer; the rest is to come."""
+        planned, now = self._plan[key], self._agenda.now
+        serving = self._served[key] = self._choose(planned)
+        if serving is None:
+            return
+        there = len(self._times[key])
         count = planned.input_tokens
         request = HeadRequest(
-            _OWNER, key, (0,) * count, count, planned.output_tokens, _SAMPLING, window=_WINDOW
+            _OWNER,
+            key,
+            (0,) * (count + there),
+            count,
+            planned.output_tokens - there,
+            _SAMPLING,
+            window=_WINDOW,
         )
-        if self._live == 0:
-            self._live_since = self.heard_at = now
-        self._live += 1
         try:
-            emissions = self._head.submit(request, now)
+            emissions = serving.head.submit(request, now)
         except MolinkError as error:
             self._over(key, now, str(error))
         else:
             self.deliver(emissions, now)
-            self._pump()
+            serving.pump()
+
+    def forsake(self, serving: Serving) -> list[str]:
+        """It is gone: those that it served wait, and can be sent again; returns their keys."""
+        lost = [key for key, other in self._served.items() if other is serving]
+        for key in lost:
+            self._served[key] = None
+        return lost
+
+    def resend(self, keys: Iterable[str]) -> None:
+        """Send those again that wait."""
+        for key in keys:
+            if key in self._served and self._served[key] is None:
+                self._submit(key)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Keys of those that nobody serves."""
+        return [key for key, serving in self._served.items() if serving is None]
 
     @property
     def waiting_s(self) -> float:
         """Seconds for which requests have been served without anything coming of it."""
-        return self._agenda.now - self.heard_at if self._live else 0.0
+        return self._agenda.now - self.heard_at if self._served else 0.0
 
-    # --- the head's front desk -------------------------------------------------------------------
+    # --- the heads' front desk -------------------------------------------------------------------
 
     def deliver(self, emissions: Iterable[Emission], now: float) -> None:
-        """Take tokens and refusals."""
+        """Take tokens and refusals.
+
+        Raises:
+            InvariantError: a token came twice, or one is missing before it.
+        """
         self.heard_at = now
         for emission in emissions:
             message = emission.message
             if isinstance(message, Token):
-                self._times[message.key].append(now)
+                times = self._times[message.key]
+                if message.position != self._plan[message.key].input_tokens + len(times):
+                    raise InvariantError(f"request {message.key}: position {message.position}")
+                times.append(now)
                 if message.finish is not None:
                     self._over(message.key, now)
             else:
                 self._over(message.key, now, message.message)
 
     def close(self) -> None:
-        """The ring has broken: nothing more comes."""
+        """A ring has ended: nothing more comes of it."""
 
     def _over(self, key: str, now: float, error: str | None = None) -> None:
         self.left -= 1
-        self._live -= 1
-        if self._live == 0:
+        serving = self._served.pop(key)
+        if not self._served:
             self.live_s += now - self._live_since
         if error is not None:
             self._errors[key] = error
+        if self.on_over is not None:
+            self.on_over(serving)
         if self.left == 0:
             self._agenda.stop()
 

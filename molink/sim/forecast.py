@@ -9,7 +9,8 @@ from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.microbatches import Prospect, best_of, prospects
-from molink.sim.pipeline import DTYPE, Pipeline
+from molink.sim.blueprint import DTYPE
+from molink.sim.pipeline import Pipeline
 from molink.sim.scenario import Scenario
 
 #: When the request is sent: links have been tried out by then.

@@ -38,34 +38,32 @@ class Medium(Protocol):
 
 
 class IdealMedium:
-    """A bottleneck of ``rate`` bytes/s, first in first out, then ``latency`` seconds.
+    """An uplink, then ``latency`` seconds.
 
     Both lanes feed it, message by message: while both have messages waiting they get on in the
     order in which these were sent. (Two TCP connections would share it segment by segment, so a
     decode of the other lane would pass part of the backlog.) A lane that has ``queue`` bytes in
-    front of the bottleneck is not ready for more. Nothing is ever lost; ``rate`` is what is left
-    after headers.
+    front of the bottleneck is not ready for more. Nothing is ever lost; the uplink's rate is what
+    is left after headers.
     """
 
-    def __init__(self, agenda: Agenda, rate: float, latency: float, queue: int) -> None:
+    def __init__(self, agenda: Agenda, uplink: Uplink, latency: float, queue: int) -> None:
         self.reply_s = latency
         self.busy_s = 0.0
         self._agenda = agenda
-        self._rate = rate
+        self._uplink = uplink
         self._latency = latency
         self._queue = queue
-        self._free_at = 0.0
         #: When the messages of a lane have passed the bottleneck, and their sizes.
         self._passing: dict[Lane, deque[tuple[float, int]]] = {lane: deque() for lane in Lane}
         self._backlog = dict.fromkeys(Lane, 0)
 
     def send(self, lane: Lane, nbytes: int, at: float, passed: Passed) -> None:
         """A message enters; its times are known at once."""
-        begin = max(at, self._free_at)
-        end = self._free_at = begin + nbytes / self._rate
+        begin, end = self._uplink.queue(nbytes, at)
         self._passing[lane].append((end, nbytes))
         self._backlog[lane] += nbytes
-        self.busy_s += nbytes / self._rate
+        self.busy_s += nbytes / self._uplink.rate
         passed(begin, end, end + self._latency)
 
     def backlog(self, lane: Lane, now: float) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from molink.ring.stage import StageShape
 from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.sim.agenda import Agenda
+from molink.sim.pc import Pc
 from molink.sim.roofline import Roofline, StepRows
 from molink.wire.messages.data import Admit, Choice, Sampled, Volume
 
@@ -53,30 +54,27 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
 
 
 class SimExecutor:
-    """Runs each step for as long as the roofline says; every sampled token is 0.
+    """Runs each step for as long as roofline and PC say; every sampled token is 0.
 
     Rows are views of ``zeros``, which has to be long enough for the largest volume.
     """
 
     def __init__(
-        self, agenda: Agenda, stage: StageShape, roofline: Roofline, zeros: memoryview
+        self, agenda: Agenda, stage: StageShape, roofline: Roofline, zeros: memoryview, pc: Pc
     ) -> None:
         self._agenda = agenda
         self._is_last = stage.is_last
         self._row_bytes = stage.row_bytes
         self._roofline = roofline
         self._zeros = zeros
-        self.busy_s = 0.0
-        #: How many times as long as that a step takes: a device that is hot, or shared.
-        self.slowed = 1.0
+        self._pc = pc
         self.on_step: OnStep | None = None
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         """Begin a step."""
         size = step_rows([segment.volume for segment in segments], self._is_last)
-        seconds = self.slowed * self._roofline.step_s(size)
         now = self._agenda.now
-        self.busy_s += seconds
+        seconds = self._pc.begin(self._roofline.step_s(size), now)
         if self.on_step is not None:
             self.on_step(now, seconds, size.decode, size.prefill)
         self._agenda.at(now + seconds, self._end, segments, done, seconds)

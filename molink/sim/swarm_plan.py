@@ -15,8 +15,8 @@ from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_PART
 from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.ringtimes import HANDLING_S, RingTimes
+from molink.sim.blueprint import CONTEXT
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
-from molink.sim.pipeline import CONTEXT
 from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario

@@ -2,9 +2,9 @@
 
 
 class Uplink:
-    """Whatever a stage sends goes through here, first in, first out.
+    """Whatever is sent from behind it goes through here, first in, first out.
 
-    ``rate`` in bytes/s, ``room`` bytes in the queue.
+    ``rate`` in bytes/s, of what enters from now on; ``room`` bytes in the queue.
     """
 
     def __init__(self, rate: float, room: int) -> None:
@@ -21,6 +21,12 @@ class Uplink:
             return None
         self._free_at = free + nbytes / self.rate
         return self._free_at
+
+    def queue(self, nbytes: int, at: float) -> tuple[float, float]:
+        """When the first and the last of so many bytes pass, which are never dropped."""
+        begin = max(at, self._free_at)
+        end = self._free_at = begin + nbytes / self.rate
+        return begin, end
 
     def wait(self, now: float) -> float:
         """Seconds that the next byte waits."""

@@ -23,7 +23,7 @@ class Taker:
 
 
 def test_messages_pass_one_after_another() -> None:
-    medium, taker = IdealMedium(Agenda(), rate=1000.0, latency=0.5, queue=QUEUE), Taker()
+    medium, taker = IdealMedium(Agenda(), Uplink(1000.0, QUEUE), 0.5, QUEUE), Taker()
     medium.send(Lane.BULK, 2000, 10.0, taker)
     medium.send(Lane.DECODE, 100, 10.0, taker)
     medium.send(Lane.DECODE, 100, 20.0, taker)
@@ -31,9 +31,22 @@ def test_messages_pass_one_after_another() -> None:
     assert round(medium.busy_s, 6) == 2.2
 
 
+def test_two_links_share_an_uplink() -> None:
+    agenda, uplink = Agenda(), Uplink(1000.0, QUEUE)
+    one, other = (IdealMedium(agenda, uplink, 0.5, QUEUE) for _ in range(2))
+    first, second = Taker(), Taker()
+    one.send(Lane.BULK, 2000, 10.0, first)
+    uplink.rate = 500.0
+    other.send(Lane.DECODE, 100, 10.0, second)
+    assert first.times == [(10.0, 12.0, 12.5)]
+    assert second.times == [(12.0, 12.2, 12.7)], "behind the other's bytes, at the rate of now"
+    assert (one.busy_s, other.busy_s) == (2.0, 0.2)
+    assert other.is_ready(Lane.BULK, 10.0), "what waits in it is the other's"
+
+
 def test_a_lane_is_ready_again_when_its_backlog_is_short() -> None:
     agenda = Agenda()
-    medium = IdealMedium(agenda, rate=QUEUE / 2, latency=0.0, queue=QUEUE)
+    medium = IdealMedium(agenda, Uplink(QUEUE / 2, QUEUE), 0.0, QUEUE)
     for _ in range(3):
         medium.send(Lane.BULK, QUEUE, 0.0, Taker())
     assert medium.backlog(Lane.BULK, 1.0) == 3 * QUEUE

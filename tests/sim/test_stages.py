@@ -3,9 +3,11 @@
 from molink.ring.stage import StageShape
 from molink.ring.work import Segment, StepDone
 from molink.sim.agenda import Agenda
+from molink.sim.pc import Pc
 from molink.sim.profiles import DeviceProfile, ModelProfile
 from molink.sim.roofline import Roofline, StepRows
 from molink.sim.stages import SimExecutor, step_rows
+from molink.sim.uplink import Uplink
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume
 
@@ -29,23 +31,25 @@ def test_what_a_step_counts() -> None:
     assert step_rows([CHUNK], is_last=False) == StepRows(prefill=7, prefill_context=56)
 
 
-def run(*, is_last: bool) -> tuple[SimExecutor, list[tuple[float, StepDone]]]:
+def run(*, is_last: bool) -> tuple[Pc, list[tuple[float, StepDone]]]:
+    pc = Pc(Uplink(1e6, 1000))
     agenda, ended = Agenda(), list[tuple[float, StepDone]]()
     executor = SimExecutor(
         agenda,
         StageShape(1, 2 if is_last else 3, hidden=100, vocabulary=10_000, dtype="bf16"),
         Roofline(DEVICE, MODEL, 5, is_last=is_last),
         memoryview(bytes(7 * 200)),
+        pc,
     )
     segments = [Segment(DECODES, b""), Segment(CHUNK, b"")]
     agenda.at(2.0, executor.submit, segments, lambda done: ended.append((agenda.now, done)))
     agenda.run(10.0)
-    return executor, ended
+    return pc, ended
 
 
 def test_a_stage_hands_on_a_row_for_each_row() -> None:
-    executor, [(at, done)] = run(is_last=False)
-    assert at == 2.0 + executor.busy_s == 2.0 + done.seconds
+    pc, [(at, done)] = run(is_last=False)
+    assert at == 2.0 + pc.busy_s == 2.0 + done.seconds
     assert [result.volume for result in done.results] == [DECODES, CHUNK]
     # Rows of 100 numbers of 2 bytes.
     assert [len(result.rows or b"") for result in done.results] == [400, 1400]
@@ -59,3 +63,12 @@ def test_the_last_stage_samples_zeros_where_it_is_asked_to() -> None:
     assert [each.tick for each in sampled] == [7, 8]
     choices = [(one.request, one.position, one.token) for each in sampled for one in each.choices]
     assert choices == [(1, 101, 0), (2, 31, 0), (4, 3, 0)]
+
+
+def test_stages_on_one_pc_take_turns() -> None:
+    pc = Pc(Uplink(1e6, 1000))
+    assert pc.begin(2.0, 10.0) == 2.0
+    pc.slowed = 3.0
+    assert pc.begin(1.0, 11.0) == 1.0 + 3.0, "after what has begun"
+    assert pc.begin(1.0, 20.0) == 3.0
+    assert pc.busy_s == 8.0

@@ -1,0 +1,114 @@
+"""What the rings of a scenario are built of; as many rings as there are share it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from molink.errors import UsageError
+from molink.facts.dtypes import DTYPE_SIZES, DType
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.head.chunk import max_chunk_rows
+from molink.head.limits import HeadLimits
+from molink.ring.build import RingPlan
+from molink.ring.stage import StageShape
+from molink.sim.profiles import MBPS
+from molink.sim.roofline import Roofline
+from molink.sim.scenario import Scenario
+from molink.wire.messages.data import MAX_GROUPS
+
+#: Activations travel as bf16.
+DTYPE: DType = "bf16"
+BLOCK_SIZE = 16
+#: Longest prompt and answer together.
+CONTEXT = 32_768
+_MAX_WAITING = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """The stages of a scenario's ring, how much fits into them, and ``zeros`` for all rows."""
+
+    scenario: Scenario
+    stages: Sequence[Roofline]
+    profiles: tuple[Profile, ...]
+    hidden: int
+    vocabulary: int
+    blocks: int
+    zeros: memoryview
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> "Blueprint":
+        """That of ``scenario``.
+
+        Raises:
+            UsageError: the model doesn't fit into the devices.
+        """
+        model, stages = scenario.model_profile, scenario.rooflines
+        tokens = min(
+            stage.kv_tokens(device)
+            for stage, device in zip(stages, scenario.device_profiles, strict=True)
+        )
+        if tokens < BLOCK_SIZE:
+            raise UsageError(
+                f"{scenario.model} doesn't fit into {scenario.stages} x {scenario.device}:"
+                " add --stages"
+            )
+        hidden = model.hidden * scenario.tensors
+        rows = max(max_chunk_rows(scenario.chunk_tokens), MAX_GROUPS)
+        return cls(
+            scenario,
+            stages,
+            tuple(stage.profile() for stage in stages),
+            hidden,
+            model.vocabulary,
+            tokens // BLOCK_SIZE,
+            memoryview(bytes(rows * hidden * DTYPE_SIZES[DTYPE])),
+        )
+
+    def shape(self, stage: int) -> StageShape:
+        """A stage's place in the ring."""
+        return StageShape(stage, len(self.stages), self.hidden, self.vocabulary, DTYPE)
+
+    def plan(self, stage: int, epoch: int) -> RingPlan:
+        """What a stage is told."""
+        scenario = self.scenario
+        return RingPlan(
+            epoch,
+            "",
+            self.shape(stage),
+            self._limits(),
+            CONTEXT,
+            self.profiles[stage],
+            scenario.policy,
+            scenario.cut_through,
+            scheduling_policy=scenario.scheduling_policy,
+        )
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds of a turn of the ring that waits for nothing, with a single row."""
+        link, stages = self.scenario.link, len(self.stages)
+        facts = LinkFacts(link.latency, link.bandwidth_mbps * MBPS)
+        links = (facts,) * stages if stages > 1 else ()
+        return RingTimes(self.profiles, links, self._row_bytes).turn_s(1)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.hidden * DTYPE_SIZES[DTYPE]
+
+    def _limits(self) -> HeadLimits:
+        scenario = self.scenario
+        return HeadLimits(
+            blocks=self.blocks,
+            block_size=BLOCK_SIZE,
+            micro_batches=scenario.micro_batches,
+            chunk_tokens=scenario.chunk_tokens,
+            max_running=scenario.max_running,
+            max_waiting=_MAX_WAITING,
+            max_context=CONTEXT,
+            prefix_cache=False,
+            profiles=self.profiles,
+            stages=scenario.stages,
+            row_bytes=self._row_bytes,
+            unpaired=scenario.unpaired,
+        )
