@@ -1,7 +1,7 @@
 """What the rings of a scenario are built of; as many rings as there are share it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES, DType
@@ -37,15 +37,15 @@ class Blueprint:
     zeros: memoryview
 
     @classmethod
-    def of(cls, scenario: Scenario) -> "Blueprint":
-        """That of ``scenario``.
+    def of(cls, scenario: Scenario, tenants: int = 1) -> "Blueprint":
+        """That of ``scenario``; ``tenants`` stages share the memory of a device.
 
         Raises:
             UsageError: the model doesn't fit into the devices.
         """
         model, stages = scenario.model_profile, scenario.rooflines
         tokens = min(
-            stage.kv_tokens(device)
+            stage.kv_tokens(replace(device, memory_gb=device.memory_gb / tenants))
             for stage, device in zip(stages, scenario.device_profiles, strict=True)
         )
         if tokens < BLOCK_SIZE:

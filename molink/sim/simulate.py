@@ -3,8 +3,9 @@
 import gc
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from molink.bench.report import Report, summarize
@@ -15,7 +16,7 @@ from molink.sim.timeline import Timeline
 
 #: Virtual seconds for the last requests to end after the last has arrived, at least; then as long
 #: again as the run itself.
-_GRACE = 3600.0
+GRACE = 3600.0
 #: Windows can wait for no more processes at once.
 _MAX_PROCESSES = 60
 
@@ -79,14 +80,8 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
     if timeline is not None:
         pipeline.watch(timeline)
     end = workload.warmup + workload.duration
-    # Millions of short-lived tuples and no cycles: the collector would find nothing.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        pipeline.run(2 * end + _GRACE)
-    finally:
-        if was_enabled:
-            gc.enable()
+    with no_collector():
+        pipeline.run(2 * end + GRACE)
     if pipeline.trouble:
         raise InvariantError(f"the ring can't go on: {pipeline.trouble}")
     samples = pipeline.clients.samples(workload.warmup)
@@ -103,6 +98,18 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
         pipeline.kv_peak,
         pipeline.preemptions,
     )
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Millions of short-lived tuples and hardly a cycle: the garbage collector stands still."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def simulate_all(scenarios: Sequence[Scenario], processes: int | None = None) -> list[Outcome]:

@@ -1,0 +1,270 @@
+"""Many pipelines in one virtual time: PCs that are shared, that leave and return, and a router."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from molink.bench.planned import PlannedRequest
+from molink.bench.report import Report, summarize
+from molink.errors import UsageError
+from molink.head.head import Head
+from molink.sim.agenda import Agenda
+from molink.sim.clients import Clients, Serving
+from molink.sim.pc import Pc
+from molink.sim.router import Load, create_router
+from molink.sim.scenario import Scenario
+from molink.sim.simulate import GRACE, no_collector
+from molink.sim.slot import Blueprints, Epoch, Slot
+from molink.sim.uplink import Uplink
+
+#: Pipelines of one simulation: a bound against a slip of the pen.
+MAX_PIPELINES = 10_000
+_HOUR = 3600.0
+#: A PC that leaves stays away for at least so many seconds.
+_LEAST_AWAY = 5.0
+#: What follows are seconds, as measured (``docs/reliability.md``). Requests that were lost are sent
+#: again after so many: that long it takes to notice that the connection has ended.
+NOTICED = 0.5
+#: A PC that returns can hold a stage after so many.
+JOINED = 4.7
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """``pipelines`` rings as ``ring`` has it, whose workload is that of all of them together.
+
+    There are ``peers`` PCs (0: as many as stages). Where there are fewer, PCs hold stages of
+    several pipelines; where there are more, pipelines have spares. So many as ``homes`` share an
+    uplink, those of one home mostly in different pipelines. A PC leaves ``churn`` times an hour on
+    average, without a word, and is away for ``away`` seconds on average.
+
+    Raises:
+        UsageError: a number is out of range, or there is no such router.
+    """
+
+    ring: Scenario
+    pipelines: int
+    peers: int = 0
+    homes: int = 1
+    router: str = "least-loaded"
+    churn: float = 0.0
+    away: float = 600.0
+
+    def __post_init__(self) -> None:
+        stages = self.ring.stages
+        bounds: dict[str, tuple[float, float, float]] = {
+            "--pipelines": (self.pipelines, 1, MAX_PIPELINES),
+            "--peers": (self.pc_count, stages, MAX_PIPELINES * stages),
+            "--peers-per-uplink": (self.homes, 1, self.pc_count),
+            "--churn": (self.churn, 0, 60),
+            "--away": (self.away, _LEAST_AWAY, 24 * _HOUR),
+        }
+        for option, (value, minimum, maximum) in bounds.items():
+            if not minimum <= value <= maximum:
+                raise UsageError(
+                    f"{option} has to be from {minimum:g} to {maximum:g}, not {value:g}"
+                )
+        create_router(self.router)
+
+    @property
+    def pc_count(self) -> int:
+        """PCs in all."""
+        return self.peers or self.pipelines * self.ring.stages
+
+    @property
+    def tenants(self) -> int:
+        """Stages that a PC holds at most."""
+        return -(-self.pipelines * self.ring.stages // self.pc_count)
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The PCs of each pipeline, spares last."""
+        stages, count = self.ring.stages, self.pc_count
+        found = [
+            [(pipeline * stages + stage) % count for stage in range(stages)]
+            for pipeline in range(self.pipelines)
+        ]
+        for spare in range(self.pipelines * stages, count):
+            found[spare % self.pipelines].append(spare)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFigures:
+    """Of one pipeline: requests that it was sent, rings that it had, and those that it lost."""
+
+    requests: int
+    formed: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOutcome:
+    """What a simulation of a fleet found.
+
+    ``lost`` requests have not had all of their tokens; ``resubmitted`` counts how often one was
+    sent again because its ring had ended, ``left`` how often a PC left, ``broken`` how often a ring
+    could not go on though all of its PCs were there. ``busy`` is the share of the time in which
+    each PC computed. ``virtual_s`` is how long it took.
+    """
+
+    fleet: Fleet
+    report: Report
+    pipelines: tuple[PipelineFigures, ...]
+    busy: tuple[float, ...]
+    lost: int
+    resubmitted: int
+    left: int
+    broken: int
+    virtual_s: float
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values to be dumped: those of the report, and the simulation's own."""
+        fleet, ring = self.fleet, self.fleet.ring
+        return self.report.as_json() | {
+            "rate": ring.workload.rate,
+            "seed": ring.workload.seed,
+            "stages": ring.stages,
+            "device": ring.device,
+            "model": ring.model,
+            "bandwidth_mbps": ring.link.bandwidth_mbps,
+            "latency_ms": ring.link.latency_ms,
+            "congestion": ring.link.congestion,
+            "switches": ring.switches,
+            "peers": fleet.pc_count,
+            "peers_per_uplink": fleet.homes,
+            "router": fleet.router,
+            "churn": fleet.churn,
+            "away_s": fleet.away,
+            "pipelines": [asdict(each) for each in self.pipelines],
+            "busy": list(self.busy),
+            "lost": self.lost,
+            "resubmitted": self.resubmitted,
+            "left": self.left,
+            "broken": self.broken,
+            "virtual_s": self.virtual_s,
+        }
+
+
+def simulate_fleet(fleet: Fleet) -> FleetOutcome:
+    """Run ``fleet`` until the last request is over; the same fleet always has the same outcome.
+
+    Raises:
+        UsageError: it makes no sense: a model too large for the devices, say.
+    """
+    workload = fleet.ring.workload
+    run = _Run(fleet)
+    with no_collector():
+        run.run(2 * (workload.warmup + workload.duration) + GRACE)
+    samples = run.clients.samples(workload.warmup)
+    now = run.agenda.now
+    return FleetOutcome(
+        fleet,
+        summarize(samples, now - workload.warmup, policy=fleet.ring.policy),
+        tuple(PipelineFigures(slot.requests, slot.formed, slot.lost) for slot in run.slots),
+        tuple(pc.busy_s / now for pc in run.pcs),
+        sum(sample.error is not None for sample in samples),
+        run.resubmitted,
+        run.left,
+        run.broken,
+        now,
+    )
+
+
+class _Run:
+    """Everything of one simulation. It is the surroundings of its slots."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        ring, count = fleet.ring, fleet.pc_count
+        self.agenda = Agenda()
+        uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.homes))]
+        self.pcs = [Pc(uplinks[index % len(uplinks)]) for index in range(count)]
+        self.clients = Clients(self.agenda, ring.workload.plan(), self._choose)
+        self.clients.on_over = self._over
+        self.resubmitted = self.left = self.broken = 0
+        self._fleet = fleet
+        self._router = create_router(fleet.router)
+        blueprints = Blueprints(ring, fleet.tenants)
+        self.slots = [
+            Slot(Load(number), [self.pcs[index] for index in members], blueprints, self)
+            for number, members in enumerate(fleet.members)
+        ]
+        #: Those that take requests.
+        self._up: list[Load] = []
+        self._chance = random.Random(f"churn {ring.workload.seed}")
+
+    def run(self, until: float) -> None:
+        """Serve the workload to its end, or until that time."""
+        for slot in self.slots:
+            slot.form()
+        self.clients.start()
+        if self._fleet.churn:
+            for pc in self.pcs:
+                self._stay(pc)
+        self.agenda.run(until)
+
+    # --- PCs that come and go --------------------------------------------------------------------
+
+    def _stay(self, pc: Pc) -> None:
+        stays = self._chance.expovariate(self._fleet.churn / _HOUR)
+        self.agenda.at(self.agenda.now + stays, self._leave, pc)
+
+    def _leave(self, pc: Pc) -> None:
+        self.left += 1
+        pc.there = False
+        for slot in self.slots:
+            slot.gone(pc)
+        longer = self._chance.expovariate(1.0) * (self._fleet.away - _LEAST_AWAY)
+        self.agenda.at(self.agenda.now + _LEAST_AWAY + longer + JOINED, self._return, pc)
+
+    def _return(self, pc: Pc) -> None:
+        pc.there = True
+        for slot in self.slots:
+            slot.form()
+        self._stay(pc)
+
+    # --- what pipelines ask, and tell ------------------------------------------------------------
+
+    def desk(self, head: Head) -> Clients:
+        """The front desk of every head."""
+        return self.clients
+
+    def ended(self, epoch: Epoch) -> None:
+        """Its requests are sent again, once that is noticed."""
+        keys = self.clients.forsake(epoch)
+        epoch.over(len(keys))
+        self.resubmitted += len(keys)
+        self.agenda.at(self.agenda.now + NOTICED, self.clients.resend, keys)
+
+    def broke(self) -> None:
+        """A ring can't go on though all of its PCs are there."""
+        self.broken += 1
+
+    def changed(self) -> None:
+        """Other pipelines take requests than before; what waited for one is sent."""
+        waited = not self._up
+        self._up = [slot.load for slot in self.slots if slot.epoch is not None]
+        if waited and self._up:
+            self.clients.resend(self.clients.waiting)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _choose(self, request: PlannedRequest) -> Serving | None:
+        if not self._up:
+            return None
+        slot = self.slots[self._router.choose(request, self._up).number]
+        assert slot.epoch is not None
+        slot.requests += 1
+        slot.epoch.begun()
+        return slot.epoch
+
+    def _over(self, serving: Serving | None) -> None:
+        if isinstance(serving, Epoch):
+            serving.over()
+            self.slots[serving.load.number].rest(serving)
+
+
+def spread(values: Iterable[float]) -> tuple[float, float, float]:
+    """The least, the mean and the most of them; there has to be one."""
+    found = list(values)
+    return min(found), sum(found) / len(found), max(found)
