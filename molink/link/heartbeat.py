@@ -149,14 +149,15 @@ class RoundTrip:
             self._trips.popleft()
         if not self._trips:
             return self._minimum
-        recent = [trip for trip in self._trips if trip.at >= now - _LATELY] or [self._trips[-1]]
+        since = now - _LATELY
+        recent = [trip for trip in self._trips if trip.at >= since] or [self._trips[-1]]
         alone = [trip.alone for trip in recent if _share(trip, rate) <= _LITTLE]
         long = now - self._trips[0].at >= _PATIENTLY - BUSY_INTERVAL
         if not alone and long and all(_share(trip, rate) < _MUCH for trip in self._trips):
             alone = [trip.alone for trip in self._trips]
         if alone:
             self._minimum = min(alone)
-        longest = min(trip.seconds for trip in recent)
+        longest = min([trip.seconds for trip in recent])
         if self._minimum is None or self._minimum > longest:
             self._minimum = longest
         return self._minimum
@@ -169,6 +170,8 @@ def _share(trip: _BeatTrip, rate: float | None) -> float:
     """
     if trip.alone < _MUCH * trip.seconds:
         return 1.0
+    if not trip.ahead:
+        return 0.0
     if rate is None or trip.rate is None:
         return 0.0
     return trip.ahead / (min(rate, trip.rate) * trip.seconds)

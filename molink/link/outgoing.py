@@ -188,15 +188,14 @@ class OutLink:
             self._sender.disconnected(lane, self._timers.time())
 
     def _set_timer(self, now: float) -> None:
-        wakes = [now + _LOOK_INTERVAL]
+        wake = now + _LOOK_INTERVAL
         if self._connections[Lane.DECODE].welcome:
-            wakes.append(self._next_beat(now))
+            wake = min(wake, self._next_beat(now))
         if self._sender.wake_at is not None:
-            wakes.append(self._sender.wake_at)
+            wake = min(wake, self._sender.wake_at)
         for each in self._connections.values():
             if each.connected and not each.welcome:
-                wakes.append(each.hello_at + HELLO_INTERVAL)
-        wake = min(wakes)
+                wake = min(wake, each.hello_at + HELLO_INTERVAL)
         at = wake if wake > now else now + _OVERDUE_PAUSE
         # One that is set for earlier looks again then.
         if self._timer is None or at < self._timer_at:

@@ -34,6 +34,7 @@ class SimSender:
 
 
 _SENDERS = {lane: SimSender(bytes([lane])) for lane in Lane}
+_LANES = {sender.identity: lane for lane, sender in _SENDERS.items()}
 
 
 class Hop:
@@ -113,7 +114,7 @@ class Hop:
 
     def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
         """Answer on a connection."""
-        events = self._events[Lane(identity[0])]
+        events = self._events[_LANES[identity]]
         at = self._agenda.now + self.medium.reply_s
         self._agenda.at(at, events.on_message, message, None)
         return True

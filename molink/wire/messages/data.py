@@ -147,7 +147,8 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     @property
     def count(self) -> int:
         """Rows of all groups together."""
-        return sum(group.count for group in self.rows)
+        rows = self.rows
+        return rows[0].count if len(rows) == 1 else sum(group.count for group in rows)
 
 
 class VolumePart(LeanMessage, frozen=True, tag="part"):
