@@ -1,7 +1,6 @@
 """Many pipelines in one virtual time: PCs that are shared, that leave and return, and a router."""
 
 import random
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from molink.bench.planned import PlannedRequest
@@ -161,7 +160,7 @@ def simulate_fleet(fleet: Fleet) -> FleetOutcome:
     return FleetOutcome(
         fleet,
         summarize(samples, now - workload.warmup, policy=fleet.ring.policy),
-        tuple(PipelineFigures(slot.requests, slot.formed, slot.lost) for slot in run.slots),
+        tuple(PipelineFigures(slot.load.sent, slot.formed, slot.lost) for slot in run.slots),
         tuple(pc.busy_s / now for pc in run.pcs),
         sum(sample.error is not None for sample in samples),
         run.resubmitted,
@@ -254,7 +253,6 @@ class _Run:
             return None
         slot = self.slots[self._router.choose(request, self._up).number]
         assert slot.epoch is not None
-        slot.requests += 1
         slot.epoch.begun()
         return slot.epoch
 
@@ -262,9 +260,3 @@ class _Run:
         if isinstance(serving, Epoch):
             serving.over()
             self.slots[serving.load.number].rest(serving)
-
-
-def spread(values: Iterable[float]) -> tuple[float, float, float]:
-    """The least, the mean and the most of them; there has to be one."""
-    found = list(values)
-    return min(found), sum(found) / len(found), max(found)

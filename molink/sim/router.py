@@ -13,10 +13,11 @@ ROUTERS = ("round-robin", "least-loaded")
 
 @dataclass(slots=True)
 class Load:
-    """What a router knows of a pipeline: its ``number``, and how many requests it serves."""
+    """What a router knows of a pipeline: ``requests`` that it serves, and was ``sent`` so far."""
 
     number: int
     requests: int = 0
+    sent: int = 0
 
 
 class Router(Protocol):
@@ -46,8 +47,8 @@ class LeastLoaded:
     """The one with the fewest requests, as a daemon chooses among the pipelines of a model."""
 
     def choose(self, request: PlannedRequest, up: Sequence[Load]) -> Load:
-        """Of several with as few the first."""
-        return min(up, key=lambda load: load.requests)
+        """Of several with as few the one that was sent the fewest."""
+        return min(up, key=lambda load: (load.requests, load.sent))
 
 
 def create_router(name: str) -> Router:

@@ -64,6 +64,7 @@ class Epoch:
         """It has one request more."""
         self.live += 1
         self.load.requests += 1
+        self.load.sent += 1
 
     def over(self, count: int = 1) -> None:
         """It has ``count`` less."""
@@ -102,8 +103,8 @@ class Slot:
         self, load: Load, pcs: Sequence[Pc], blueprints: Blueprints, around: Surroundings
     ) -> None:
         self.load = load
-        #: Requests that it was sent, rings that there were, and those that were lost.
-        self.requests = self.formed = self.lost = 0
+        #: Rings that there were, and those that were lost.
+        self.formed = self.lost = 0
         #: Takes requests; ``None`` while none can.
         self.epoch: Epoch | None = None
         self._pcs = pcs

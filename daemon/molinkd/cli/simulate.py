@@ -20,6 +20,7 @@ from molink.sim.simulate import Outcome, simulate, simulate_all
 from molink.sim.timeline import Timeline
 from molink.sim.workload import Workload
 from molinkd.cli import simulate_options as options
+from molinkd.cli.simulate_fleet import fleet_options, seconds, show_fleets
 
 #: Seconds that a picture shows unless told otherwise.
 _WINDOW = 3.0
@@ -46,6 +47,12 @@ def simulate_command(
     latency: options.Latency = None,
     congestion: options.Congestion = None,
     max_running: options.MaxRunning = 256,
+    pipelines: options.Pipelines = None,
+    peers: options.Peers = None,
+    peers_per_uplink: options.PeersPerUplink = None,
+    router: options.Router = None,
+    churn: options.Churn = None,
+    away: options.Away = None,
     policy: options.Policy = "adaptive",
     scheduling_policy: options.SchedulingPolicy = "fcfs",
     cut_through: options.CutThrough = True,
@@ -62,12 +69,15 @@ def simulate_command(
     """Run a trace through a ring of stages in virtual time, with the deciders of the product.
 
     Devices are rooflines of data sheets, links a bottleneck and a latency, with TCP's congestion
-    control if asked for: see the profiles.
+    control if asked for: see the profiles. With --pipelines many rings share one virtual time.
     """
     if recording is not None:
         _replay(recording, as_json=as_json)
         return
     _check_together(trace, arrivals, timeline, window)
+    fleet = fleet_options(pipelines, peers, peers_per_uplink, router, churn, away)
+    if fleet is not None and timeline is not None:
+        raise UsageError("--timeline draws a single ring: leave out --pipelines")
     rows, sizes = _requests(trace, input_tokens, output_tokens)
     load = Workload(rate, duration, warmup, rows, arrivals, seed, *sizes, max_prompt, max_output)
     scenario = Scenario(
@@ -85,6 +95,9 @@ def simulate_command(
         scheduling_policy=scheduling_policy,
         unpaired=unpaired,
     )
+    if fleet is not None:
+        show_fleets([replace(scenario, policy=name) for name in _policies(policy)], fleet, as_json)
+        return
     _show(_compare(scenario, _policies(policy), timeline, window), as_json=as_json)
 
 
@@ -204,18 +217,14 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
             str(report.completed),
             str(report.failed),
             str(outcome.micro_batches),
-            _seconds(report.ttft_s.mean, 2),
-            _seconds(report.ttft_s.p99, 2),
-            _seconds(report.tpot_s.mean, 4),
-            _seconds(report.tpot_s.p99, 4),
-            _seconds(report.latency_s.mean, 1),
+            seconds(report.ttft_s.mean, 2),
+            seconds(report.ttft_s.p99, 2),
+            seconds(report.tpot_s.mean, 4),
+            seconds(report.tpot_s.p99, 4),
+            seconds(report.latency_s.mean, 1),
             f"{100 * max(0.0, idle):.0f} %",
         )
     Console().print(table)
-
-
-def _seconds(value: float | None, places: int) -> str:
-    return "–" if value is None else f"{value:.{places}f}"
 
 
 def _replay(recording: Path, *, as_json: bool) -> None:

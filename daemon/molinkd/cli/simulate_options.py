@@ -8,6 +8,7 @@ import typer
 
 _load = partial(typer.Option, rich_help_panel="Load")
 _ring = partial(typer.Option, rich_help_panel="Ring")
+_fleet = partial(typer.Option, rich_help_panel="Fleet")
 _switch = partial(typer.Option, rich_help_panel="Switches")
 _output = partial(typer.Option, rich_help_panel="Output")
 
@@ -35,6 +36,20 @@ Congestion = Annotated[
     _ring(help="TCP's congestion control, instead of the link's (none, unless it says)."),
 ]
 MaxRunning = Annotated[int, _ring(help="Requests that hold KV blocks at once.")]
+
+Pipelines = Annotated[int | None, _fleet(help="Rings that share the requests.")]
+Peers = Annotated[int | None, _fleet(help="PCs in all.", show_default="--pipelines x --stages")]
+PeersPerUplink = Annotated[int | None, _fleet(help="PCs behind one router.", show_default="1")]
+Router = Annotated[
+    str | None,
+    _fleet(help="Who gets a request: round-robin, least-loaded.", show_default="least-loaded"),
+]
+Churn = Annotated[
+    float | None, _fleet(help="Times that a PC leaves in an hour, on average.", show_default="0")
+]
+Away = Annotated[
+    float | None, _fleet(help="Seconds that it is away, on average.", show_default="600")
+]
 
 Policy = Annotated[str, _switch(help="How links send; several separated by commas.")]
 SchedulingPolicy = Annotated[str, _switch(help="Whose turn it is among requests.")]

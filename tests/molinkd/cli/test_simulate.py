@@ -156,3 +156,26 @@ def test_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording.write_bytes(b"nonsense\n")
     assert simulate("--replay", str(recording)) == 2
     assert "line 1 of the recording" in capsys.readouterr().err
+
+
+FLEET = ("--pipelines", "2", "--stages", "2", "--router", "round-robin", "--churn", "30")
+
+
+def test_many_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*SHORT, *FLEET, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() >= KEYS - {"floor_s", "micro_batches", "bubble_share", "link_utilisation"}
+    assert (found["failed"], found["lost"], found["peers"]) == (0, 0, 4)
+    assert len(found["pipelines"]) == 2
+    assert found["cpu_s"] > 0
+    assert simulate(*SHORT, *FLEET, "--policy", "fifo,adaptive") == 0
+    shown = capsys.readouterr().out
+    for word in ("fifo", "adaptive", "requests per pipeline", "CPU seconds per virtual minute"):
+        assert word in shown
+
+
+def test_options_of_many_pipelines_need_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*SHORT, "--churn", "2") == 2
+    assert "--churn is about many pipelines: it needs --pipelines" in capsys.readouterr().err
+    assert simulate(*SHORT, "--pipelines", "2", "--timeline", "unused.svg") == 2
+    assert "leave out --pipelines" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""``molink simulate --pipelines``: many rings, and what came of them."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from molink.errors import UsageError
+from molink.sim.fleet import Fleet, FleetOutcome, simulate_fleet
+from molink.sim.scenario import Scenario
+
+
+def fleet_options(
+    pipelines: int | None,
+    peers: int | None,
+    homes: int | None,
+    router: str | None,
+    churn: float | None,
+    away: float | None,
+) -> dict[str, Any] | None:
+    """What was given, by the names of :class:`Fleet`; ``None`` if it is about a single ring.
+
+    Raises:
+        UsageError: an option needs ``--pipelines``.
+    """
+    given = {
+        "peers": ("--peers", peers),
+        "homes": ("--peers-per-uplink", homes),
+        "router": ("--router", router),
+        "churn": ("--churn", churn),
+        "away": ("--away", away),
+    }
+    found = {name: value for name, (_, value) in given.items() if value is not None}
+    if pipelines is None and found:
+        option = given[next(iter(found))][0]
+        raise UsageError(f"{option} is about many pipelines: it needs --pipelines")
+    return None if pipelines is None else {"pipelines": pipelines, **found}
+
+
+def show_fleets(rings: Sequence[Scenario], options: dict[str, Any], as_json: bool) -> None:
+    """Run the fleet with each of ``rings``, and show what came of it."""
+    found: list[tuple[FleetOutcome, float]] = []
+    for ring in rings:
+        fleet = Fleet(ring, **options)
+        with Console(stderr=True).status("simulating …"):
+            began = time.process_time()
+            outcome = simulate_fleet(fleet)
+            found.append((outcome, time.process_time() - began))
+    if as_json:
+        values = [{**outcome.as_json(), "cpu_s": round(cpu, 2)} for outcome, cpu in found]
+        print(json.dumps(values if len(values) > 1 else values[0], indent=2))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("")
+    for outcome, _ in found:
+        table.add_column(outcome.report.policy, justify="right")
+    rows = [dict(_rows(*each)) for each in found]
+    for name in rows[0]:
+        table.add_row(name, *(row[name] for row in rows))
+    Console().print(table)
+
+
+def _rows(outcome: FleetOutcome, cpu: float) -> Iterator[tuple[str, str]]:
+    """What is shown of one, by lines."""
+    report, pipelines = outcome.report, outcome.pipelines
+    yield "requests done", str(report.completed)
+    yield "lost", str(outcome.lost)
+    yield "sent again", str(outcome.resubmitted)
+    yield "PCs that left", str(outcome.left)
+    yield "rings lost / formed", f"{_total(pipelines, 'lost')} / {_total(pipelines, 'formed')}"
+    yield "rings that broke by themselves", str(outcome.broken)
+    for name, summary, places in (("TTFT", report.ttft_s, 2), ("TPOT", report.tpot_s, 4)):
+        values = (summary.mean, summary.p50, summary.p90, summary.p99)
+        shown = " / ".join(seconds(value, places) for value in values)
+        yield f"{name}, s: mean / p50 / p90 / p99", shown
+    loads = [each.requests for each in pipelines]
+    spread = f"{min(loads)} / {fmean(loads):.1f} / {max(loads)}"
+    yield "requests per pipeline: least / mean / most", spread
+    busy = [100 * share for share in outcome.busy]
+    yield (
+        "a PC computes: least / mean / most",
+        f"{min(busy):.0f} / {fmean(busy):.0f} / {max(busy):.0f} %",
+    )
+    yield "virtual minutes", f"{outcome.virtual_s / 60:.1f}"
+    yield "CPU seconds per virtual minute", f"{60 * cpu / outcome.virtual_s:.2f}"
+
+
+def _total(pipelines: Sequence[Any], name: str) -> int:
+    return sum(getattr(each, name) for each in pipelines)
+
+
+def seconds(value: float | None, places: int) -> str:
+    """A time for a table."""
+    return "–" if value is None else f"{value:.{places}f}"

@@ -1,0 +1,121 @@
+"""Many pipelines in one virtual time: nothing is lost, whoever leaves, and PCs are shared."""
+
+import json
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from molink.bench.planned import PlannedRequest
+from molink.errors import UsageError
+from molink.sim.fleet import Fleet, FleetOutcome, simulate_fleet
+from molink.sim.profiles import LinkProfile
+from molink.sim.router import LeastLoaded, Load, RoundRobin
+from molink.sim.scenario import Scenario
+from molink.sim.simulate import simulate
+from molink.sim.workload import Workload
+
+REQUEST = PlannedRequest(0, 0.0, 16, 4)
+
+
+@pytest.fixture
+def ring(workload: Workload) -> Scenario:
+    return Scenario(replace(workload, rate=2.0), stages=2, link=LinkProfile(100, 10))
+
+
+def assert_all_done(outcome: FleetOutcome) -> None:
+    planned = outcome.fleet.ring.workload.plan()
+    assert (outcome.lost, outcome.broken) == (0, 0)
+    assert outcome.report.completed == len(planned)
+    assert outcome.report.output_tokens == sum(request.output_tokens for request in planned)
+
+
+def mean_tpot(outcome: FleetOutcome) -> float:
+    assert outcome.report.tpot_s.mean is not None
+    return outcome.report.tpot_s.mean
+
+
+def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
+    alone, fleet = simulate(ring).report, simulate_fleet(Fleet(ring, 1)).report
+    assert (fleet.ttft_s, fleet.tpot_s, fleet.latency_s) == (
+        alone.ttft_s,
+        alone.tpot_s,
+        alone.latency_s,
+    )
+
+
+def test_several_serve_more_and_share_the_load(ring: Scenario) -> None:
+    outcome = simulate_fleet(Fleet(ring, 4))
+    assert_all_done(outcome)
+    assert mean_tpot(outcome) < mean_tpot(simulate_fleet(Fleet(ring, 1)))
+    assert all(each.requests > 0 and each.formed == 1 for each in outcome.pipelines)
+    assert len(outcome.busy) == 8
+
+
+def test_pcs_that_leave_cost_time_and_no_token(ring: Scenario) -> None:
+    # Two PCs hold the model, and so does one of them.
+    steady = replace(ring, workload=replace(ring.workload, duration=25.0, output_tokens=40))
+    churning = Fleet(steady, 3, peers=7, churn=60.0, away=20.0)
+    outcome, calm = simulate_fleet(churning), simulate_fleet(replace(churning, churn=0.0))
+    assert_all_done(outcome)
+    assert_all_done(calm)
+    assert outcome.left > 0
+    assert outcome.resubmitted > 0 == calm.resubmitted
+    assert sum(each.formed - each.lost for each in outcome.pipelines) >= 3
+    assert outcome.report.latency_s.p99 is not None
+    assert calm.report.latency_s.p99 is not None
+    assert outcome.report.latency_s.p99 > calm.report.latency_s.p99
+
+
+def test_requests_wait_while_no_pipeline_can_be_formed(ring: Scenario) -> None:
+    large = replace(ring, device="rtx3060", model="llama-2-13b", stages=4)
+    slow = replace(large, workload=replace(ring.workload, rate=0.5, duration=40.0))
+    outcome = simulate_fleet(Fleet(slow, 1, churn=30.0, away=10.0))
+    assert_all_done(outcome)
+    assert outcome.report.ttft_s.p99 is not None
+    assert outcome.report.ttft_s.p99 > 5.0
+
+
+def test_the_same_again(ring: Scenario) -> None:
+    fleet = Fleet(ring, 2, peers=3, homes=2, churn=60.0, away=10.0)
+    once, again = (json.dumps(simulate_fleet(fleet).as_json()) for _ in range(2))
+    assert once == again
+
+
+def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
+    narrow = replace(ring, link=LinkProfile(20, 10), compression="none")
+    own, one_home, one_pc = (
+        simulate_fleet(Fleet(narrow, 4, **more)) for more in ({}, {"homes": 8}, {"peers": 2})
+    )
+    for outcome in (own, one_home, one_pc):
+        assert_all_done(outcome)
+    assert own.report.ttft_s.mean is not None
+    assert one_home.report.ttft_s.mean is not None
+    assert one_home.report.ttft_s.mean > 1.5 * own.report.ttft_s.mean
+    assert fmean(one_pc.busy) > 2 * fmean(own.busy)
+
+
+def test_routers() -> None:
+    up = [Load(0, 2), Load(2, 1), Load(5, 1)]
+    turns, least = RoundRobin(), LeastLoaded()
+    assert [turns.choose(REQUEST, up).number for _ in range(4)] == [0, 2, 5, 0]
+    assert turns.choose(REQUEST, up[1:]).number == 2
+    assert least.choose(REQUEST, up).number == 2
+    up[1].sent = 1
+    assert least.choose(REQUEST, up).number == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"pipelines": 0}, "--pipelines has to be from 1"),
+        ({"peers": 1}, "--peers has to be from 2"),
+        ({"homes": 0}, "--peers-per-uplink"),
+        ({"churn": -1.0}, "--churn"),
+        ({"away": 0.0}, "--away"),
+        ({"router": "best"}, "--router is one of round-robin, least-loaded, not 'best'"),
+    ],
+)
+def test_what_makes_no_sense(ring: Scenario, wrong: dict[str, float | str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Fleet(ring, **{"pipelines": 2, **wrong})  # type: ignore[arg-type]
