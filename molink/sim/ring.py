@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from molink.facts.ringtimes import LinkFacts
 from molink.head.head import Head
 from molink.ring.build import LinkSurroundings, Seat, Surroundings, build_ring
 from molink.ring.ends import FrontDesk
@@ -118,6 +119,11 @@ class SimRing:
         head = self._seats[0].head
         assert head is not None
         return head
+
+    @property
+    def links(self) -> tuple[LinkFacts, ...]:
+        """Each stage's link to the next one, as far as the first stage knows them."""
+        return self._seats[0].ring.links
 
     def stats(self, stage: int = 0) -> tuple[dict[str, float], dict[str, float]]:
         """Counters and gauges of a stage."""

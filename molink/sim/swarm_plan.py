@@ -200,11 +200,11 @@ def _place(
     for by, _ in peers:
         for to, _ in peers:
             links.measured(by, to, link.latency, link.rate)
-    candidates = [_candidate(peer, device) for peer, device in peers]
+    candidates = [candidate(peer, device) for peer, device in peers]
     return place(model.facts, candidates, quantize=quantize, aim=aim, links=links)
 
 
-def _candidate(peer: str, device: str) -> Candidate:
+def candidate(peer: str, device: str) -> Candidate:
     """A PC with that device, as its daemon would report it."""
     profile = load_device(device)
     return Candidate(
