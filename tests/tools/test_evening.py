@@ -1,4 +1,4 @@
-"""The changing evening in virtual time: what happens when, who is placed, and that nothing is lost."""
+"""The changing evening in virtual time: who is placed when, and that nothing is lost."""
 
 from molink.bench.planned import PlannedRequest
 from molink.sim.profiles import LinkProfile
