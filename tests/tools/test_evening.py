@@ -42,9 +42,9 @@ def test_who_leaves_is_done_without_and_taken_back() -> None:
 
 def test_only_who_follows_does_without_a_pc_that_stays_hot() -> None:
     events: list[Event] = [PaceChange(5.0, HOT, 4.0)]
-    kept = evening(Choice("", follows=False), events, 100.0)
+    kept = evening(Choice("", follows=False), events, 30.0)
     assert len(kept.log) == 1
-    found = evening(Choice(""), events, 100.0)
+    found = evening(Choice(""), events, 140.0)
     assert f"pc{HOT}" in peers(found)[0]
     assert f"pc{HOT}" not in peers(found)[-1]
     # A pace has to stay for a minute.
