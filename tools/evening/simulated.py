@@ -4,7 +4,7 @@
 
 The product's deciders in virtual time: K, chunks, links and placement follow what is measured. The
 fixed ones have one of three link policies, K of 1, 2 or 4 and chunks of 64, 256 or 2048 rows, and
-are placed once, by what is known in the beginning; the best three also without the PCs that will be
+are placed once, by what is known in the beginning; the best two also without the PCs that will be
 hot or away, as if one knew. With ``--results`` each run is kept in that file, and not done again.
 
 A gap between two tokens of a request counts for the minute in which it ends.
@@ -34,7 +34,7 @@ DEVICES = ("rtx3060", "rtx3090", "rtx3090", "rtx3060")
 PROMPT, ANSWER = 512, 64
 PRODUCT = Choice("follows")
 #: Those that are tried without the PCs that something happens to.
-_BEST = 3
+_BEST = 2
 _WITHOUT = ((HOT,), (AWAY,), (HOT, AWAY))
 
 Row = dict[str, Any]
