@@ -26,6 +26,7 @@ from molink.swarm.events import (
     Tick,
     Tried,
 )
+from molink.swarm.links import Links
 from molink.swarm.placement import Candidate
 from molink.swarm.planner import differ, offer_of
 from molink.swarm.reconciler import Reconciler
@@ -201,8 +202,12 @@ class Fleet:
         if not (self.registry.live(event.by) and self.registry.live(event.to)):
             return
         self.commons.reach.tried(event.by, event.to, event.ok)
-        for links in (self.commons.links, *(one.planner.links for one in self.deployments)):
+        for links in self._links():
             links.measured(event.by, event.to, event.latency, event.rate)
+
+    def _links(self) -> tuple[Links, ...]:
+        """What is known of the ways between peers: each deployment has its own."""
+        return (self.commons.links, *(one.planner.links for one in self.deployments))
 
     def _removed(self, peer: str, why: str, now: float) -> None:
         if peer not in self.registry.members:
@@ -216,6 +221,7 @@ class Fleet:
 
     def _lose(self, peers: list[str], why: str, now: float) -> None:
         """They are gone at once: nothing goes on with one of them for the loss of another."""
+        peers = [*peers, *(self.registry.lost_with(peers, now) if peers else ())]
         for peer in peers:
             self.registry.drop(peer)
         for peer in peers:
@@ -242,6 +248,8 @@ class Fleet:
         elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
             self._lost(peer, "was started anew", now)
         self.commons.decide(*self.registry.report(peer, event.report, event.fresh, now))
+        for links in self._links():
+            links.located(peer, event.report.pc)
         # First whom an instruction may name.
         self.commons.decide(*self.registry.publish_members())
         for one in self.deployments:

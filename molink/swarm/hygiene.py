@@ -31,6 +31,7 @@ def clean_report(report: PeerReport, peer: str) -> PeerReport:
         name=clean_name(report.name, peer),
         version=clean_name(report.version, "?"),
         system=clean_name(report.system, ""),
+        pc="" if report.pc == peer else clean_name(report.pc, ""),
         endpoint=clean_name(report.endpoint, ""),
         addresses=tuple(a for a in report.addresses if _ADDRESS.match(a)),
         stage=report.stage if _is_stage(report.stage) else "none",

@@ -8,6 +8,9 @@ from molink.facts.ringtimes import LinkFacts
 #: What counts where nothing was measured, in either direction: a home's network.
 ASSUMED_LATENCY = 0.001
 ASSUMED_RATE = 12.5e6
+#: The same between two devices of one PC: its loopback.
+LOCAL_LATENCY = 50e-6
+LOCAL_RATE = 1e9
 #: A measurement is news if it differs from what the last placement saw by this part of it, and
 #: latencies by this many seconds too: measurements jitter.
 _NEWS = 0.25
@@ -21,6 +24,8 @@ class Links:
         self._measured: dict[tuple[str, str], LinkFacts] = {}
         #: As they were when a model was last placed.
         self._seen: dict[tuple[str, str], LinkFacts] = {}
+        #: The PC of each further device.
+        self._pcs: dict[str, str] = {}
         #: Whether something was so different from that meanwhile that it may matter.
         self.news = False
 
@@ -28,8 +33,16 @@ class Links:
         """What is known, for whom nothing has been placed by it."""
         found = Links()
         found._measured = dict(self._measured)
+        found._pcs = dict(self._pcs)
         found.news = bool(found._measured)
         return found
+
+    def located(self, peer: str, pc: str) -> None:
+        """``peer`` is a further device of the PC of ``pc``; empty: it is a PC of its own."""
+        if pc:
+            self._pcs[peer] = pc
+        else:
+            self._pcs.pop(peer, None)
 
     def measured(self, by: str, to: str, latency: float | None, rate: float | None) -> None:
         """``by`` has measured the way to ``to``; ``None``: it says nothing of that."""
@@ -47,15 +60,17 @@ class Links:
         for known in (self._measured, self._seen):
             for pair in [pair for pair in known if peer in pair]:
                 del known[pair]
+        self._pcs.pop(peer, None)
 
     def between(self, by: str, to: str) -> tuple[float, float]:
         """Latency and rate of that direction; what was measured in the other counts for both."""
         there, back = (self._measured.get(pair, LinkFacts()) for pair in ((by, to), (to, by)))
         latency = back.latency if there.latency is None else there.latency
         rate = back.rate if there.rate is None else there.rate
+        local = self._pcs.get(by, by) == self._pcs.get(to, to)
         return (
-            ASSUMED_LATENCY if latency is None else latency,
-            ASSUMED_RATE if rate is None else rate,
+            (LOCAL_LATENCY if local else ASSUMED_LATENCY) if latency is None else latency,
+            (LOCAL_RATE if local else ASSUMED_RATE) if rate is None else rate,
         )
 
     def with_newcomer(self, peer: str, others: Sequence[str]) -> "Links":
@@ -69,6 +84,7 @@ class Links:
             median(latencies) if latencies else None, median(rates) if rates else None
         )
         found = Links()
+        found._pcs = dict(self._pcs)
         found._measured = {**self._measured, **{(peer, other): usual for other in others}}
         return found
 

@@ -1,6 +1,6 @@
 """Who is a member, who is there, and what each of those has been told of the others."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from molink.swarm.events import Announce, Decision, SendMessage
@@ -20,6 +20,9 @@ from molink.wire.messages.reports import PeerReport
 SESSION_TIMEOUT = 3.0
 #: A peer whose connection has broken has this long for another one, in seconds.
 RECONNECT_TIMEOUT = 0.5
+#: The devices of one PC are gone together: who has been silent for this long, in seconds, when
+#: another of them is lost.
+TOGETHER = 1.0
 #: So many reports in a row that show other routes than the peer was told: they came to nothing.
 MAX_ASTRAY = 6
 #: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
@@ -116,6 +119,7 @@ class Registry:
             addresses=report.addresses[:MAX_ADDRESSES],
             control_port=report.control_port,
             models=report.models,
+            pc=report.pc,
         )
         if told != member.announced:
             self.members[peer] = replace(member, name=report.name, announced=told)
@@ -142,6 +146,24 @@ class Registry:
             for peer, session in self.sessions.items()
             if session.cut is not None
             and (now - session.cut >= RECONNECT_TIMEOUT or doubted(peer, session))
+        ]
+
+    def pc(self, peer: str) -> str:
+        """The peer that speaks for the PC: another one if ``peer`` is a further device of it."""
+        member = self.members.get(peer)
+        told = member.announced if member is not None else None
+        pc = told.pc if told is not None else ""
+        return pc if pc in self.members else peer
+
+    def lost_with(self, peers: Collection[str], now: float) -> list[str]:
+        """Devices that are gone if ``peers`` are: of the same PCs, and as silent."""
+        pcs = {self.pc(peer) for peer in peers}
+        return [
+            peer
+            for peer, session in self.sessions.items()
+            if peer not in peers
+            and self.pc(peer) in pcs
+            and (session.cut is not None or now - session.seen > TOGETHER)
         ]
 
     def drop(self, peer: str) -> None:

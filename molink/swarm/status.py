@@ -158,6 +158,7 @@ def _peer(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
         "address": told.addresses[0] if told is not None and told.addresses else "",
         "endpoint": "",
         "state": "away",
+        "pc": told.pc if told is not None else "",
         "device": "",
         "daemon_pid": 0,
         "workers": [],
@@ -172,6 +173,7 @@ def show_report(report: PeerReport) -> dict[str, Any]:
     """What a peer that is there says of itself."""
     return {
         "endpoint": report.endpoint,
+        "pc": report.pc,
         "state": "here",
         "device": device_text(report.device),
         "daemon_pid": report.daemon_pid,

@@ -14,6 +14,7 @@ connection under its own key, and how many follow it is what they say themselves
 A plain object: events and ``now`` (monotonic seconds) in, decisions out.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Literal
@@ -83,8 +84,12 @@ class Succession:
         known: Known,
         term: int = 0,
         leader: str = "",
+        able: bool = True,
     ) -> None:
-        """``term`` and ``leader`` as this peer knew them last; it looks for who leads now."""
+        """``term`` and ``leader`` as this peer knew them last; it looks for who leads now.
+
+        One that isn't ``able`` never leads.
+        """
         self._me = me
         self._order = known.order
         #: How far the replica is that this peer holds: term, and revision in it.
@@ -107,7 +112,7 @@ class Succession:
         #: Whose turn it is to lead, and since when.
         self._turn: tuple[str, float] = ("", now)
         #: Peers that didn't lead although it was their turn, and until when they are passed over.
-        self._unfit: dict[str, float] = {}
+        self._unfit: dict[str, float] = {} if able else {me: math.inf}
         self._raised = now - RAISE
         self._probed = 0
         #: Whether this round of questions is to all: only then this peer may lead.

@@ -42,7 +42,10 @@ CoordinatorPortOption = Annotated[
 ]
 ControlPortOption = Annotated[int | None, typer.Option(help="\\[default: 5467]")]
 WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  \\[default: 5468-5479]")]
-DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda:N.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda:N, or several: cuda:0,cuda:1.  \\[default: all GPUs, or the CPU]"),
+]
 MemoryOption = Annotated[
     str | None,
     typer.Option(help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET)."),

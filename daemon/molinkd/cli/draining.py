@@ -9,6 +9,10 @@ from molink.errors import Unavailable
 from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Only that one of this PC's devices: cuda:1.  \\[default: all]")
+]
+
 #: How often the swarm is looked at, in seconds.
 _LOOK_S = 0.5
 
@@ -17,6 +21,7 @@ def drain(
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the others to take over.")
     ] = 120.0,
+    device: DeviceOption = None,
     home: HomeOption = None,
 ) -> None:
     """Hold no layers on this PC: the others take them, and memory is free.
@@ -27,18 +32,19 @@ def drain(
     from molinkd.peer.home import Home
 
     place, found = Home.find(home), local_daemon.need_daemon(home)
-    local_daemon.drain(found, on=True)
+    local_daemon.drain(found, device or "", on=True)
     deadline = time.monotonic() + timeout
     trouble = "the others have not taken them yet"
     while True:
         status = local_daemon.fetch_status(found)
-        me = _here(status, found.note.pid)
-        if me is not None and not me["workers"]:
+        here = _here(status, found.note.pid, device)
+        if here and not any(one["workers"] for one in here):
+            what = f"{device} of this PC" if device else "This PC"
             ends = f"{place.typed('resume')} ends that."
-            print(printable(f"This PC holds no layers now; its endpoint goes on. {ends}"))
+            print(printable(f"{what} holds no layers now; its endpoint goes on. {ends}"))
             return
         trouble = status.get("trouble") or trouble
-        if time.monotonic() >= deadline or _stuck(status, me):
+        if time.monotonic() >= deadline or _stuck(status, here):
             break
         time.sleep(_LOOK_S)
     raise Unavailable(
@@ -50,18 +56,24 @@ def drain(
     )
 
 
-def resume(home: HomeOption = None) -> None:
+def resume(device: DeviceOption = None, home: HomeOption = None) -> None:
     """Offer to hold layers on this PC again, after `molink drain`."""
     from molinkd.cli import local_daemon
 
-    local_daemon.drain(local_daemon.need_daemon(home), on=False)
-    print("This PC offers to hold layers again.")
+    local_daemon.drain(local_daemon.need_daemon(home), device or "", on=False)
+    print(f"{printable(device) if device else 'This PC'} offers to hold layers again.")
 
 
-def _here(status: dict[str, Any], pid: int) -> dict[str, Any] | None:
-    return next((peer for peer in status["peers"] if peer["daemon_pid"] == pid), None)
+def _here(status: dict[str, Any], pid: int, device: str | None) -> list[dict[str, Any]]:
+    """The peers of this PC, or that of one device; none if they are not known."""
+    own = next((peer for peer in status["peers"] if peer["daemon_pid"] == pid), None)
+    if own is None:
+        return []
+    mine = [own, *(peer for peer in status["peers"] if peer.get("pc") == own["id"])]
+    named = [peer for peer in mine if peer["name"].endswith(f"/{device}")]
+    return mine if device is None else named or [own]
 
 
-def _stuck(status: dict[str, Any], me: dict[str, Any] | None) -> bool:
-    """Whether the swarm has looked at it, and knows no way."""
-    return bool(me is not None and me.get("paused") and status.get("trouble"))
+def _stuck(status: dict[str, Any], here: list[dict[str, Any]]) -> bool:
+    """Whether the swarm has looked at them, and knows no way."""
+    return bool(any(one.get("paused") for one in here) and status.get("trouble"))

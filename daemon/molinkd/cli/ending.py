@@ -69,8 +69,9 @@ def leave(
         end_daemon(place, note, leave=True)
     for file in (place.membership, place.replica, place.options):
         patiently(partial(file.unlink, missing_ok=True))
-    if member.own and not wait_until(lambda: _removed(place.coordinator)):
-        raise UsageError(f"can't delete {place.coordinator}: delete it by hand")
+    for folder in (place.devices, *([place.coordinator] if member.own else ())):
+        if not wait_until(partial(_removed, folder)):
+            raise UsageError(f"can't delete {folder}: delete it by hand")
     print(printable(f"This PC has left swarm {member.swarm}."))
 
 

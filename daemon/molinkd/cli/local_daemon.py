@@ -234,9 +234,12 @@ def shut_down(found: Found, *, leave: bool) -> None:
     assert isinstance(reply, Done)
 
 
-def drain(found: Found, *, on: bool) -> None:
-    """Have the PC of the daemon hold no layers for now, or do so again."""
-    reply, _ = ask(found, DrainRequest(ref=0, drain=on))
+def drain(found: Found, device: str = "", *, on: bool) -> None:
+    """Have the PC of the daemon hold no layers for now, or do so again.
+
+    ``device``: only on that one of its devices.
+    """
+    reply, _ = ask(found, DrainRequest(ref=0, drain=on, device=device))
     assert isinstance(reply, Done)
 
 

@@ -15,6 +15,7 @@ from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.child import how_it_ended
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
+    DAEMON_COMMAND,
     Announce,
     AnyEvent,
     Ended,
@@ -23,7 +24,7 @@ from molinkd.peer.launch import (
     Listening,
     Trouble,
 )
-from molinkd.peer.main import DAEMON_COMMAND, DETACHED, log_to_file, run_daemon
+from molinkd.peer.main import DETACHED, log_to_file, run_daemon
 from molinkd.peer.platform import child_options
 from molinkd.peer.remembered import as_typed, read_options, write_options
 from molinkd.peer.settings import load_settings

@@ -101,7 +101,7 @@ class Administration:
                 return self._revoke(peer, order), None
             case UnrevokeRequest():
                 self._check_owner(peer)
-                self._happened(MemberAdded(self._door.readmit(order.target)))
+                self._readmit(order.target)
                 return Done(ref=order.ref), None
             case JudgeRequest():
                 return self._judge(peer, order), None
@@ -111,11 +111,27 @@ class Administration:
         return JudgeReply(ref=order.ref, name=name)
 
     def dismiss(self, peer: str, standing: Standing) -> list[MemberRecord]:
-        """A peer is no member any more; returns those who came by an invitation that ended."""
-        stayed = self._door.dismiss(peer, standing)
-        self._connections.forget(peer)
-        self._happened(MemberRemoved(peer, "left" if standing == "left" else "was revoked"))
-        return stayed
+        """A PC is no member any more; returns those who came by an invitation that ended.
+
+        With it go its further devices.
+        """
+        stayed: list[MemberRecord] = []
+        for one in (peer, *self._door.devices(peer)):
+            if self._door.records[one].standing != "member":
+                continue
+            if standing == "revoked":
+                self._connections.tell(one, Revoked(swarm=self._swarm))
+            stayed += self._door.dismiss(one, standing)
+            self._connections.forget(one)
+            self._happened(MemberRemoved(one, "left" if standing == "left" else "was revoked"))
+        return [one for one in stayed if self._door.records[one.peer].standing == "member"]
+
+    def _readmit(self, peer: str) -> None:
+        """A revoked PC is a member again, with its further devices."""
+        self._happened(MemberAdded(self._door.readmit(peer)))
+        for one in self._door.devices(peer):
+            if self._door.records[one].standing == "revoked":
+                self._happened(MemberAdded(self._door.readmit(one)))
 
     def _serve(self, peer: str, order: ServeModel) -> Done:
         applied = any(one.applied for one in self._fleet.models)
@@ -197,10 +213,10 @@ class Administration:
             self._check_owner(peer)
             if target == peer or target not in self._fleet.registry.members:
                 raise RequestError(f"{target} is no other member", param="target")
-            self._connections.tell(target, Revoked(swarm=self._swarm))
             stayed = self.dismiss(target, "revoked")
             # Nothing that it sends counts any more; its connection is cut once this is answered.
-            asyncio.get_running_loop().call_later(_CUT_DELAY, self._cut, target)
+            for one in (target, *self._door.devices(target)):
+                asyncio.get_running_loop().call_later(_CUT_DELAY, self._cut, one)
         names = tuple(self._name(one.peer) for one in stayed)
         others = len(names[_NAMED:])
         return RevokeReply(ref=order.ref, stayed=names[:_NAMED], others=others)

@@ -253,6 +253,14 @@ class Door:
             self._let_be_told(peer)
         return self._end_invitations(ids)
 
+    def devices(self, peer: str) -> list[str]:
+        """The further devices of a PC, by the peer that is its own."""
+        return [
+            one.peer
+            for one in self.records.values()
+            if one.announced is not None and one.announced.pc == peer and not one.owner
+        ]
+
     def take_over(self, member: MemberRecord) -> None:
         """Write down what another part of the swarm knows of a peer.
 

@@ -27,6 +27,7 @@ from molinkd.peer.addresses import from_here
 from molinkd.peer.applier import Applier
 from molinkd.peer.bringer import Bringer
 from molinkd.peer.device_probe import Measured, measure_device
+from molinkd.peer.devices import FurtherDevices, own_settings
 from molinkd.peer.discovery import Announcer
 from molinkd.peer.endpoint import Endpoint
 from molinkd.peer.founder import Founder
@@ -52,9 +53,11 @@ class Daemon:
     """One run of a peer, from taking its home's lock to letting go of it."""
 
     def __init__(self, launch: Launch, announce: Announce) -> None:
-        self._launch = launch
+        #: Those of the whole PC.
+        self._all = launch.settings
+        self._settings = own_settings(launch.settings)
+        self._launch = msgspec.structs.replace(launch, settings=self._settings)
         self._say = announce
-        self._settings = launch.settings
         self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
         self._leaving = False
@@ -64,6 +67,7 @@ class Daemon:
         self._bringer: Bringer | None = None
         self._applier: Applier | None = None
         self._node: Node | None = None
+        self._devices: FurtherDevices | None = None
         self._leadership: Leadership | None = None
 
     def _announce(self, event: AnyEvent) -> None:
@@ -124,7 +128,9 @@ class Daemon:
             membership = await self._join(context, keys, chosen, known)
         swarm = membership.swarm if membership is not None else None
         replica = ReplicaFile(self._home.replica, swarm)
-        leadership = self._leadership = Leadership(resources, replica, membership)
+        leadership = self._leadership = Leadership(
+            resources, replica, membership, able=not self._launch.pc
+        )
         stack.push_async_callback(leadership.close)
         if leadership.founds:
             await leadership.found()
@@ -139,6 +145,8 @@ class Daemon:
         self._applier = self._make_applier(keys, library, leadership)
         stack.push_async_callback(self._applier.close)
         node = await self._enter(stack, resources, leadership, measured)
+        assert self._devices is not None
+        self._devices.start(measured, leadership.target.swarm, node.session.request)
         offering = self._offer_again(founder.brought, keys, library, node)
         for work in (founder.serve(node.session), founder.watch(), offering):
             stack.push_async_callback(_cancel, asyncio.create_task(work))
@@ -270,6 +278,7 @@ class Daemon:
             offenders,
             self._announce,
             self._transfers,
+            self._launch.pc,
         )
 
     async def _enter(
@@ -285,11 +294,16 @@ class Daemon:
             resources, leadership, lambda: url, partial(self._revoked, swarm), self._is_twin
         )
         stack.push_async_callback(node.close)
-        endpoint = Endpoint(self._settings, node.requests)
-        await endpoint.start()
-        stack.push_async_callback(endpoint.close)
-        url = endpoint.url
-        stack.push_async_callback(node.goodbye)
+        if not self._launch.pc:
+            endpoint = Endpoint(self._settings, node.requests)
+            await endpoint.start()
+            stack.push_async_callback(endpoint.close)
+            url = endpoint.url
+        devices = self._devices = FurtherDevices(
+            self._all, self._home, resources.me, resources.context, self._announce
+        )
+        # All say goodbye at once, so that the others change their ring once.
+        stack.push_async_callback(lambda: asyncio.gather(node.goodbye(), devices.close()))
         node.start(measured)
         self._node = node
         here = from_here(self._settings.host)
@@ -339,12 +353,20 @@ class Daemon:
 
     async def _shutdown(self, leave: bool) -> None:
         if leave:
-            await self._running().leave()
+            node = self._running()
+            if self._devices is not None:
+                await self._devices.leave()
+            await node.leave()
             self._leaving = True
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._stop.set)
 
-    def _drain(self, drain: bool) -> None:
-        self._running().drain(drain)
+    def _drain(self, drain: bool, device: str) -> None:
+        node = self._running()
+        own = device == node.device
+        if self._devices is not None and not own:
+            self._devices.drain(drain, device)
+        if own or not device:
+            node.drain(drain)
 
     def _revoked(self, swarm: str) -> None:
         self._shut_out = ShutOut(self._shut_out_of(swarm))

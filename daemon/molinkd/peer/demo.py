@@ -1,13 +1,11 @@
 """A swarm of several daemons on this PC, as real processes, each with a home of its own."""
 
 import asyncio
-import contextlib
 import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import BinaryIO
 
 import msgspec
 
@@ -19,14 +17,15 @@ from molink.wire.sockets.secrets import private_folder
 from molinkd.peer.child import Child, how_it_ended
 from molinkd.peer.home import Home, HomeLock
 from molinkd.peer.launch import (
+    DAEMON_COMMAND,
     AnyEvent,
     Ended,
     Invitation,
     Launch,
     Listening,
     ModelReady,
+    read_event,
 )
-from molinkd.peer.main import DAEMON_COMMAND
 from molinkd.peer.runfile import RunFile
 from molinkd.peer.settings import Settings
 
@@ -218,15 +217,6 @@ def demo_homes(under: Home) -> list[Home]:
 def first_peer(demo: Home) -> Home:
     """The home of the daemon that founded the demo's swarm."""
     return Home(demo.root / "peer-1")
-
-
-def read_event(stream: BinaryIO) -> object | None:
-    """The next event of a daemon; lines that are none are passed over."""
-    for line in iter(lambda: stream.readline(65536), b""):
-        with contextlib.suppress(msgspec.MsgspecError):
-            event: AnyEvent = msgspec.json.decode(line, type=AnyEvent)
-            return event
-    return None
 
 
 def _delete(home: Home) -> None:

@@ -46,6 +46,8 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
     torch: str
+    #: CUDA devices that this PC has.
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Measured:
 
     device: Device
     bf16: bool
+    #: CUDA devices of the whole PC.
+    gpus: int = 0
 
     @property
     def name(self) -> str:
@@ -98,7 +102,7 @@ async def measure_device(
         bf16=probe.bf16,
         block_size=probe.block_size,
     )
-    return Measured(device, probe.bf16)
+    return Measured(device, probe.bf16, probe.gpus)
 
 
 def budget(settings: Settings, probe: DeviceProbe) -> int:

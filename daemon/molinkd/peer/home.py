@@ -121,6 +121,11 @@ class Home:
         return self.root / "device.json"
 
     @property
+    def devices(self) -> Path:
+        """Homes of the daemons of this PC's further devices."""
+        return self.root / "devices"
+
+    @property
     def avoid(self) -> Path:
         """Kernels that this PC's device computes wrongly with, as ``molink doctor`` has found."""
         return self.root / "avoid.json"

@@ -1,13 +1,18 @@
 """What a daemon is started for, and what it tells whoever started it."""
 
+import contextlib
+import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 
 from molink.wire.messages.instructions import KnockingPc
 from molink.wire.messages.reports import TransferState
 from molinkd.peer.settings import Settings
+
+#: Runs a daemon: its order on standard input, its events on standard output.
+DAEMON_COMMAND = (sys.executable, "-P", "-m", "molinkd.peer")
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +29,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     invite: bool = True
     #: The pasted token of ``join``; ``None`` returns to the remembered swarm.
     token: str | None = None
+    #: For a further device of a PC: the peer that is the PC's own, which has the endpoint.
+    pc: str = ""
 
 
 class LaunchEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -114,3 +121,12 @@ AnyEvent = (
     | Ended
 )
 Announce = Callable[[AnyEvent], None]
+
+
+def read_event(stream: BinaryIO) -> object | None:
+    """The next event of a daemon; lines that are none are passed over."""
+    for line in iter(lambda: stream.readline(65536), b""):
+        with contextlib.suppress(msgspec.MsgspecError):
+            event: AnyEvent = msgspec.json.decode(line, type=AnyEvent)
+            return event
+    return None

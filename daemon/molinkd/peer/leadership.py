@@ -71,8 +71,10 @@ class Leadership:
         replica: ReplicaFile,
         membership: Membership | None,
         on_follow: Callable[[Membership], None] = lambda _: None,
+        *,
+        able: bool = True,
     ) -> None:
-        """``membership`` is ``None`` to found a swarm.
+        """``membership`` is ``None`` to found a swarm. One that isn't ``able`` never leads.
 
         ``on_follow`` is told where the coordinator is, whenever that is another place.
         """
@@ -80,6 +82,7 @@ class Leadership:
         self.replica = replica
         self.membership = membership
         self.on_follow = on_follow
+        self._able = able
         self._me = peer_id(host.keys.public)
         self._process: CoordinatorProcess | None = None
         #: Addresses of the coordinator here, as others reach it.
@@ -132,6 +135,7 @@ class Leadership:
             known=known,
             term=0 if membership is None else max(membership.term, known.replica[0]),
             leader=self._me if self.founds or membership is None else membership.leader,
+            able=self._able,
         )
         self._spawn(self._act(), "molink-lead")
         self._spawn(self._ticks(), "molink-succession")

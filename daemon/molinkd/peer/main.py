@@ -21,8 +21,6 @@ from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, AnyEvent, Ended, Launch
 from molinkd.peer.platform import on_terminate
 
-#: Runs :func:`main`.
-DAEMON_COMMAND = (sys.executable, "-P", "-m", "molinkd.peer")
 #: The argument of a daemon that outlives who started it.
 DETACHED = "--detached"
 #: Longest order on standard input, in bytes.

@@ -223,6 +223,11 @@ class Node:
         except MolinkError as error:
             self._trouble(f"the coordinator was not told: {error}")
 
+    @property
+    def device(self) -> str:
+        """This peer's device, as torch calls it."""
+        return self._measured.name
+
     def drain(self, drain: bool) -> None:
         """Hold no layers for now, or do so again; the coordinator sees to it."""
         self._pauser.drain(drain)
@@ -254,6 +259,7 @@ class Node:
             routes=self._heads.known,
             relays=settings.relay and not self._pauser.resting,
             load=self._assignments.supervisor.load(),
+            pc=self._resources.pc,
         )
 
     def _welcomed(self) -> None:

@@ -31,6 +31,8 @@ class Resources:
     offenders: Offenders
     announce: Announce
     transfers: Transfers = field(default_factory=Transfers)
+    #: As in :class:`~molinkd.peer.launch.Launch`.
+    pc: str = ""
 
     @property
     def me(self) -> str:

@@ -67,8 +67,8 @@ class UserCommands:
     relay: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
     #: Stop, and leave the swarm for good if true. Returns once that is certain.
     shutdown: Callable[[bool], Awaitable[None]]
-    #: Hold no layers for now if true, or do so again.
-    drain: Callable[[bool], None]
+    #: Hold no layers for now if true, or do so again; on that device, or on all.
+    drain: Callable[[bool, str], None]
     #: Have the swarm serve a model: how far that is.
     bring: Callable[[str], Awaitable[Bringing]]
     #: Have the swarm serve what a file names: how far that is, or what it changes as the payload.
@@ -141,7 +141,7 @@ class Service:
                 reply, payload = await self._commands.relay(message)
                 self.send(sender.identity, _with_ref(reply, message.ref), payload or None)
             case DrainRequest():
-                self._commands.drain(message.drain)
+                self._commands.drain(message.drain, message.device)
                 self.send(sender.identity, Done(ref=message.ref), None)
             case ShutdownRequest():
                 await self._commands.shutdown(message.leave)

@@ -32,7 +32,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
 _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
+_DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
 
 
@@ -69,9 +69,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_hosts: tuple[str, ...] = ()
     #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
     stage: str = "auto"
-    #: ``cpu``, ``cuda:N`` or ``auto``.
+    #: ``cpu``, ``cuda:N``, several of these with commas, or ``auto``: all GPUs, or the CPU.
     device: str = "auto"
-    #: Bytes that stages may use on the device, or a share of it; 0 = by the device.
+    #: Bytes that stages may use on each device, or a share of it; 0 = by the device.
     memory: Annotated[int, msgspec.Meta(ge=0)] | Share = 0
     #: Compute threads of a stage on the CPU; 0 = cores divided by ``stages_here``.
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
@@ -119,7 +119,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
         if _DEVICE.match(self.device) is None:
-            raise ValueError(f"--device is auto, cpu or cuda:N, not {self.device!r}")
+            raise ValueError(
+                f"--device is auto, cpu, cuda:N or several of these with commas, not "
+                f"{self.device!r}"
+            )
+        if match[1] is not None and len(self.devices) > 1:
+            raise ValueError("`stage` A:B is for a PC with one --device; others take auto")
         for text in self.pause_times:
             DailyTime.parse(text)
         for text in self.advertise:
@@ -136,6 +141,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"`{name}` is one of {', '.join(choices)}, not {chosen!r}")
         if self.worker_ports[0] > self.worker_ports[1]:
             raise ValueError("`worker_ports` is a first and a last port")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """What ``device`` names, one after the other."""
+        return tuple(self.device.split(","))
 
 
 #: What a user may set.
@@ -268,6 +278,8 @@ def _parse(name: str, value: object, where: str) -> object:
             return parse_memory(value) if name == "memory" else parse_size(value)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
+    if name == "device":
+        return ",".join(part.strip() for part in value.split(","))
     if name in ("advertise", "allowed_hosts", "pause_times"):
         return [part.strip() for part in value.split(",") if part.strip()]
     if name in ("chunk_tokens", "micro_batches"):

@@ -6,7 +6,7 @@ Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``t
 memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
 a decode step streams weights), ``bf16`` (whether it computes in it natively), ``block_size`` (what
 its attention backend wants the positions of a KV block to be a multiple of), ``threads``, ``torch``
-(version).
+(version), ``gpus`` (how many CUDA devices there are).
 """
 
 import argparse
@@ -84,6 +84,7 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
         "block_size": wanted_block_size(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "gpus": torch.cuda.device_count(),
     }
 
 

@@ -36,6 +36,8 @@ class Member(Message, frozen=True, kw_only=True, tag="member"):
     addresses: Addresses
     control_port: Port
     models: tuple[Text, ...] = ()
+    #: Where it is a further device of a PC: the peer that is the PC's own.
+    pc: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):

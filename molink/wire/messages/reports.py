@@ -107,6 +107,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     )
     #: Whether this peer passes on what two others say that can't reach each other.
     relays: bool = False
+    #: Where this peer is a further device of a PC: the peer that is the PC's own.
+    pc: Annotated[str, msgspec.Meta(max_length=64)] = ""
     #: For people only, and left out where the report is too long for it.
     load: Load | None = None
 

@@ -236,10 +236,14 @@ class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):
 
 
 class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
-    """The command line asks its own daemon to hold no layers for now, or to do so again."""
+    """The command line asks its own daemon to hold no layers for now, or to do so again.
+
+    On the ``device`` of that name; empty: on all of this PC.
+    """
 
     ref: Count
     drain: bool
+    device: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):

@@ -55,7 +55,7 @@ def gather(home: Home, say: Say) -> Facts:
     device = DeviceFacts(
         system=sys.platform,
         test=test,
-        wanted=settings.device,
+        wanted=settings.devices[0],
         card=read_card(_ask(["nvidia-smi"])),
         on_bus=_on_bus(),
     )
@@ -79,7 +79,7 @@ def _settings(home: Home) -> tuple[Settings, str]:
 
 
 def _tested(home: Home, settings: Settings) -> SelfTest:
-    test = self_test(settings.device, worker_threads(settings))
+    test = self_test(settings.devices[0], worker_threads(settings))
     if test.results and home.root.is_dir():
         with contextlib.suppress(OSError, MolinkError):
             remember(home.avoid, test)
