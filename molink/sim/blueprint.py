@@ -87,10 +87,10 @@ class Blueprint:
     @property
     def floor_s(self) -> float:
         """Seconds of a turn of the ring that waits for nothing, with a single row."""
-        link, stages = self.scenario.link, len(self.stages)
-        facts = LinkFacts(link.latency, link.bandwidth_mbps * MBPS)
-        links = (facts,) * stages if stages > 1 else ()
-        return RingTimes(self.profiles, links, self._row_bytes).turn_s(1)
+        stages = len(self.stages)
+        links = [self.scenario.link_from(stage) for stage in range(stages)]
+        facts = tuple(LinkFacts(link.latency, link.bandwidth_mbps * MBPS) for link in links)
+        return RingTimes(self.profiles, facts if stages > 1 else (), self._row_bytes).turn_s(1)
 
     @property
     def _row_bytes(self) -> int:

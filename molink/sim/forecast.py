@@ -76,9 +76,10 @@ def ring_times(scenario: Scenario) -> RingTimes:
     """Times of the ring of ``scenario``, by the rooflines of its devices."""
     model, count = scenario.model_profile, scenario.stages
     profiles = [one.profile() for one in scenario.rooflines]
-    link = LinkFacts(scenario.link.latency + scenario.link.handling, scenario.link.rate)
+    links = [scenario.link_from(index) for index in range(count)]
+    facts = tuple(LinkFacts(link.latency + link.handling, link.rate) for link in links)
     row_bytes = model.hidden * scenario.tensors * DTYPE_SIZES[DTYPE]
-    return RingTimes(profiles, (link,) * count if count > 1 else (), row_bytes)
+    return RingTimes(profiles, facts if count > 1 else (), row_bytes)
 
 
 def _alone(scenario: Scenario, prompt_tokens: int, output_tokens: int) -> Report:

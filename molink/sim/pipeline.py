@@ -28,8 +28,8 @@ class Pipeline:
         #: The largest share of the KV blocks that was in use.
         self.kv_peak = 0.0
         self._blueprint = Blueprint.of(scenario)
-        link = scenario.link
-        self._pcs = [Pc(Uplink(link.rate, link.queue)) for _ in range(scenario.stages)]
+        links = [scenario.link_from(stage) for stage in range(scenario.stages)]
+        self._pcs = [Pc(Uplink(link.rate, link.queue)) for link in links]
         self.clients = Clients(self.agenda, plan, lambda _: self._ring)
         self._ring = SimRing(
             self.agenda, self._blueprint, self._pcs, lambda _: self.clients, self._broken

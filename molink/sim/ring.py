@@ -94,7 +94,7 @@ class SimRing:
 
     def _make_medium(self, index: int) -> Medium:
         """The way from stage ``index`` to the next."""
-        agenda, link = self._agenda, self.blueprint.scenario.link
+        agenda, link = self._agenda, self.blueprint.scenario.link_from(index)
         uplink = self.pcs[index].uplink
         if link.congestion == "none":
             return IdealMedium(agenda, uplink, link.latency, link.queue)
@@ -108,8 +108,9 @@ class SimRing:
         )
 
     def _make_hop(self, index: int) -> Hop:
-        medium, handling = self._make_medium(index), self.blueprint.scenario.link.handling
-        return Hop(index, self._agenda, medium, handling, self.blueprint.zeros)
+        blueprint = self.blueprint
+        handling = blueprint.scenario.link_from(index).handling
+        return Hop(index, self._agenda, self._make_medium(index), handling, blueprint.zeros)
 
     # --- figures ---------------------------------------------------------------------------------
 

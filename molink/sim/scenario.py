@@ -33,6 +33,7 @@ class Scenario:
     the links, ``scheduling_policy`` that of the head. ``unpaired`` lets prefill chunks go
     without decode rows where those who decode hardly notice (:mod:`molink.head.depth`).
     ``devices`` and ``layers`` are those of each stage, if they differ or aren't shared out evenly.
+    ``links`` are those from each stage to the next, if they differ.
     ``shape`` is the model's, if it has no profile of that name.
 
     Raises:
@@ -56,6 +57,7 @@ class Scenario:
     unpaired: bool = True
     devices: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
+    links: tuple[LinkProfile, ...] = ()
     shape: ModelProfile | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +114,10 @@ class Scenario:
         if not self.devices:
             return (load_device(self.device),) * self.stages
         return tuple(load_device(name) for name in self.devices)
+
+    def link_from(self, index: int) -> LinkProfile:
+        """The link from stage ``index`` to the next."""
+        return self.links[index] if self.links else self.link
 
     @property
     def split(self) -> tuple[int, ...]:

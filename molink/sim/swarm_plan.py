@@ -21,7 +21,7 @@ from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_mod
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.links import Links
+from molink.swarm.links import LOCAL_LATENCY, LOCAL_RATE, Links
 from molink.swarm.outlook import Prospect, prospect
 from molink.swarm.placement import (
     ROWS,
@@ -143,7 +143,9 @@ def plan_swarm(
     prompt_tokens: int,
     output_tokens: int,
 ) -> SwarmPlan:
-    """Place ``model`` over a PC for each of ``devices``, with equal links between all.
+    """Place ``model`` over a PC for each of ``devices``, with equal links between all PCs.
+
+    A PC with several devices is named with ``+`` between them: each holds a stage of its own.
 
     Raises:
         UsageError: there is no such device, the model doesn't fit, or a number is out of range.
@@ -151,13 +153,21 @@ def plan_swarm(
     placed = _place(model, devices, link, aim)
     if isinstance(placed, Unplaceable):
         raise UsageError(placed.reason)
-    names = dict(_peers(devices))
+    peers = {one.peer: one for one in _peers(devices)}
+    names = {peer: one.device for peer, one in peers.items()}
+    order = [peers[stage.peer] for stage in placed.stages]
+    wide = replace(link, handling_ms=1000 * HANDLING_S)
+    local = replace(wide, latency_ms=1000 * LOCAL_LATENCY, bandwidth_mbps=8 * LOCAL_RATE / 1e6)
     scenario = Scenario(
         Workload(rate=1.0, duration=1.0),
         stages=len(placed.stages),
         model=model.name,
-        link=replace(link, handling_ms=1000 * HANDLING_S),
-        devices=tuple(names[stage.peer] for stage in placed.stages),
+        link=wide,
+        devices=tuple(one.device for one in order),
+        links=tuple(
+            local if one.pc == after.pc else wide
+            for one, after in zip(order, order[1:] + order[:1], strict=True)
+        ),
         layers=tuple(last - first for first, last in (one.layers for one in placed.stages)),
         shape=model.shape,
     )
@@ -184,8 +194,21 @@ def least_quantized(model: Described, devices: Sequence[str]) -> Quantize | None
     return None
 
 
-def _peers(devices: Sequence[str]) -> list[tuple[str, str]]:
-    return [(f"pc{index}", device) for index, device in enumerate(devices)]
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A device of a described PC."""
+
+    peer: str
+    device: str
+    pc: str
+
+
+def _peers(pcs: Sequence[str]) -> list[_Peer]:
+    return [
+        _Peer(f"pc{index}/{number}" if number else f"pc{index}", device.strip(), f"pc{index}")
+        for index, devices in enumerate(pcs)
+        for number, device in enumerate(devices.split("+"))
+    ]
 
 
 def _place(
@@ -197,10 +220,12 @@ def _place(
 ) -> Placement | Unplaceable:
     peers = _peers(devices)
     links = Links()
-    for by, _ in peers:
-        for to, _ in peers:
-            links.measured(by, to, link.latency, link.rate)
-    candidates = [candidate(peer, device) for peer, device in peers]
+    for by in peers:
+        links.located(by.peer, by.pc if by.peer != by.pc else "")
+        for to in peers:
+            if by.pc != to.pc:
+                links.measured(by.peer, to.peer, link.latency, link.rate)
+    candidates = [candidate(one.peer, one.device) for one in peers]
     return place(model.facts, candidates, quantize=quantize, aim=aim, links=links)
 
 

@@ -35,7 +35,10 @@ def plan(
     ] = None,
     device: Annotated[
         str,
-        typer.Option(help="Device of each PC: a name or a .toml file; comma separated if unequal."),
+        typer.Option(
+            help="Device of each PC: a name or a .toml file; comma separated if unequal, with + "
+            "between those of one PC: rtx3090+rtx3060,rtx4090."
+        ),
     ] = "rtx4090",
     model: Annotated[
         Path | None, typer.Option(help="Folder of the model: its config.json is enough.")
@@ -62,11 +65,14 @@ def plan(
         _explain_live(home, as_json=as_json)
         return
     devices = [name.strip() for name in device.split(",")]
-    if len(devices) == 1:
+    if len(devices) == 1 and "+" not in device:
         devices *= stages or _PCS
         stages = len(devices)
-    if not all(devices) or len(devices) > _MOST:
-        raise UsageError(f"--device names 1 to {_MOST} devices, one per PC, with commas between")
+    if not all(part.strip() for one in devices for part in one.split("+")) or len(devices) > _MOST:
+        raise UsageError(
+            f"--device names 1 to {_MOST} devices, one per PC, with commas between "
+            "(rtx3090+rtx3060: a PC with both)"
+        )
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
         Described.of_folder(model) if model is not None else Described.named(model_profile),
