@@ -3,9 +3,10 @@
 Each peer is for one deployment. What serves keeps its peers; one that lacks room takes those that
 nobody uses, the models' first deployments before the second ones and large models before small
 ones, and each no more than it needs while another lacks some. What is over goes to those that have
-least for their size. Only one that has lacked room for a while takes peers of those that serve, if
-these have room without them. Plain functions of what there is and what was so far: the same gives
-the same.
+least for their size. Devices of one PC go to the same deployment where there is a choice, so that
+its loss is that of one. Only a deployment that has lacked room for a while takes peers of those
+that serve, if these have room without them. Plain functions of what there is and what was so far:
+the same gives the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,12 +141,30 @@ class _Allotment:
         bound = self.bound.get(peer)
         return bound == need.key[0] or (bound is None and not need.desired.pins)
 
-    def ordered(self, need: Need, peers: Iterable[str], sign: int) -> list[str]:
-        """First those that it had; then by memory, the smallest first, or the largest (-1)."""
+    def ordered(
+        self, need: Need, peers: Iterable[str], sign: int, more: Iterable[str] = ()
+    ) -> list[str]:
+        """First those that it had; then by memory, the smallest first, or the largest (-1).
+
+        Before memory comes whose PCs they are: its own (with ``more``), nobody's, others'.
+        """
+        own = {self.pc(peer) for peer in (*self.of(need), *more)}
+        used = {self.pc(peer) for peer in self.owner}
+
+        def apart(peer: str) -> int:
+            return 0 if self.pc(peer) in own else 1 if self.pc(peer) not in used else 2
+
         return sorted(
             peers,
-            key=lambda peer: (self.before.get(peer) != need.key, sign * self.offers[peer].memory),
+            key=lambda peer: (
+                self.before.get(peer) != need.key,
+                apart(peer),
+                sign * self.offers[peer].memory,
+            ),
         )
+
+    def pc(self, peer: str) -> str:
+        return self.offers[peer].pc or peer
 
     def has_room(self, need: Need, *more: str, without: str = "") -> bool:
         peers = [peer for peer in (*self.of(need), *more) if peer != without]
@@ -178,7 +197,9 @@ class _Allotment:
                 self.give(need, [peer])
                 return True
         taken: list[str] = []
-        for peer in self.ordered(need, free, -1):
+        while free:
+            peer = self.ordered(need, free, -1, taken)[0]
+            free.remove(peer)
             taken.append(peer)
             if self.has_room(need, *taken):
                 self.give(need, taken)
@@ -224,7 +245,9 @@ class _Allotment:
             ]
             had = [need for need in able if need.key == self.before.get(peer)]
             if able:
-                self.give(had[0] if had else min(able, key=self.supply), [peer])
+                pc = self.pc(peer)
+                near = [need for need in able if pc in map(self.pc, self.of(need))]
+                self.give(had[0] if had else min(near or able, key=self.supply), [peer])
 
     def supply(self, need: Need) -> float:
         """Memory that it has, for its size."""

@@ -84,6 +84,11 @@ class TermRaised:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """All models are to be placed anew, as if nothing served them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -96,6 +101,7 @@ Event = (
     | Reported
     | Tried
     | StageSaid
+    | Rebalanced
     | Serve
     | TermRaised
     | Tick

@@ -19,6 +19,7 @@ from molink.swarm.events import (
     Event,
     MemberAdded,
     MemberRemoved,
+    Rebalanced,
     Reported,
     Serve,
     StageSaid,
@@ -145,10 +146,8 @@ class Fleet:
                     one.stage_said(event, now)
             case Serve():
                 self._serve(event.models, now)
-            case TermRaised():
-                self.commons.term = event.term
-                for one in self.deployments:
-                    one.term_raised(now)
+            case Rebalanced() | TermRaised():
+                self._tell_all(event, now)
             case Tick():
                 self.commons.clock = now
                 self._lose(self.registry.silent(now), "has not reported any more", now)
@@ -157,6 +156,17 @@ class Fleet:
             self._allot(now)
         self._follow(now)
         return self.commons.take()
+
+    def _tell_all(self, event: Rebalanced | TermRaised, now: float) -> None:
+        """What is so for all deployments."""
+        if isinstance(event, TermRaised):
+            self.commons.term = event.term
+            for one in self.deployments:
+                one.term_raised(now)
+            return
+        self._note(now, "all is placed anew, as asked for")
+        for one in self.deployments:
+            one.rebalance(now)
 
     def _came_or_went(
         self, event: MemberAdded | MemberRemoved | Departed | Disconnected, now: float

@@ -53,7 +53,8 @@ class Candidate:
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
     four bytes per weight with the dtype ``auto``. ``blocked`` are those to whom it can't connect.
-    ``step`` is what its steps take beside reading weights, in seconds.
+    ``step`` is what its steps take beside reading weights, in seconds. ``pc`` is the PC's own peer,
+    where this one is a further device of it.
     """
 
     peer: str
@@ -65,6 +66,7 @@ class Candidate:
     cuda: bool = False
     blocked: frozenset[str] = frozenset()
     step: float = STEP_S
+    pc: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ class Planner:
         self._place_at = 0.0
         #: When a change of links may be looked at.
         self._review_at = 0.0
+        #: Whether the next placement is made as if nothing served.
+        self._afresh = False
         #: How long a change of the candidates puts the placement off.
         self._step = DEBOUNCE
         #: What each peer offers, and in which report.
@@ -256,6 +258,11 @@ class Planner:
         self._pending_since, self._place_at = now, now + pause
         self._step = step
 
+    def rebalance(self, candidates: Candidates, now: float) -> None:
+        """Place again at once, and see no worth in what serves."""
+        self._afresh = True
+        self.again(candidates, now, 0.0)
+
     def restart(self) -> None:
         """Another model is to be placed for the first time."""
         self.placed, self._waive_at = False, None
@@ -284,8 +291,9 @@ class Planner:
             desired.quantize,
             aim=Aim(desired.objective, desired.stages),
             links=self.links,
-            serving=[(stage.peer, stage.layers) for stage in serving],
+            serving=[(stage.peer, stage.layers) for stage in serving if not self._afresh],
         )
+        self._afresh = False
         self.spares = frozenset(found.spares if isinstance(found, Placement) else ())
         if isinstance(found, Placement):
             self.placed, self._waive_at = True, None
@@ -311,6 +319,7 @@ def offer_of(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
         report.stage if pin in ("", "auto") else pin,
         bf16=device.bf16,
         cuda=device.kind == "cuda",
+        pc=report.pc,
     )
 
 

@@ -182,6 +182,10 @@ class Reconciler(Pipelines):
             self._abolish()
         self._break(JUST_ASKED, None, now)
 
+    def rebalance(self, now: float) -> None:
+        """Place it anew, as if nothing served it; what does goes on until the next ring stands."""
+        self.planner.rebalance(self._candidates(now), now)
+
     @property
     def _wish(self) -> str:
         return f"serve {self.desired.facts.name} as {self.desired.dtype}, {self.desired.mode}"

@@ -50,6 +50,8 @@ def build_status(
         _peer(member, registry.sessions.get(peer)) | {"reason": fleet.left_out(peer)}
         for peer, member in registry.members.items()
     ]
+    joined = {peer: at for at, peer in enumerate(registry.members)}
+    peers.sort(key=lambda one: joined[registry.pc(one["id"])])  # a PC's devices after it
     for peer in peers:
         if peer["id"] in refused:
             spoken = refused[peer["id"]]

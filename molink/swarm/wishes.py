@@ -132,10 +132,14 @@ def _refusal(model: str, why: str) -> RequestError:
 
 def _desired(wish: ModelWish, source: str, registry: Registry) -> Desired:
     name = wish.model.name
-    pins = tuple(sorted(_pin(pin, wish, registry) for pin in wish.pins))
-    peers = [peer for peer, _ in pins]
+    named = [_pin(pin, wish, registry) for pin in wish.pins]
+    peers = [peer for peer, _ in named]
     if len(set(peers)) < len(peers):
         raise _refusal(name, "a PC is named twice")
+    # With a PC go its further devices.
+    whole = {peer for peer, stage in named if stage == "auto"}
+    devices = [one for one in registry.members if registry.pc(one) in whole and one not in peers]
+    pins = tuple(sorted([*named, *((one, "auto") for one in devices)]))
     if wish.replicas > 1 and any(stage != "auto" for _, stage in pins):
         raise _refusal(name, f"of which of its {wish.replicas} replicas are the layers?")
     return Desired(

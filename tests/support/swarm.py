@@ -72,6 +72,7 @@ def report(
     models: tuple[str, ...] = (),
     prefetched: Prefetched | None = None,
     block_size: int = 1,
+    pc: str = "",
 ) -> PeerReport:
     return PeerReport(
         name=name.upper(),
@@ -85,6 +86,7 @@ def report(
         models=models or (("toy",) if name == "a" else ()),
         workers=workers,
         prefetched=prefetched,
+        pc=pc,
     )
 
 

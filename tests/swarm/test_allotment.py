@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,3 +152,18 @@ def test_what_fits_is_what_a_placement_finds(
     )
     offers = [offer(chr(97 + i), size) for i, size in enumerate(memory)]
     assert fits(Desired(facts, "a"), offers) == isinstance(place(facts, offers), Placement)
+
+
+def test_replicas_are_apart_and_each_has_whole_pcs() -> None:
+    """What one PC's loss takes is of one replica, whatever the memory of its devices."""
+    sizes = {"a": 10, "b": 10, "c": 8, "d": 8}
+    pcs = {"c": "a", "d": "b"}
+    offers = [replace(offer(name, size), pc=pcs.get(name, "")) for name, size in sizes.items()]
+    x = model("x", 14, replicas=2)
+    assert shares(allot([need(x), need(x, 1)], offers, {})) == {"x": "ac", "x2": "bd"}
+    # What is over is beside its PC's other device, though the other replica has less.
+    more = [*offers, replace(offer("e", 1), pc="a")]
+    assert shares(allot([need(x), need(x, 1)], more, {})) == {"x": "ace", "x2": "bd"}
+    # Where there is only one PC, its devices are shared out all the same.
+    both = [offer("a", 20), replace(offer("b", 20), pc="a")]
+    assert shares(allot([need(x), need(x, 1)], both, {})) == {"x": "a", "x2": "b"}

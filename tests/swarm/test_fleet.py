@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from molink.swarm.events import Departed, MemberRemoved, Reported, TermRaised
+from molink.swarm.events import Departed, MemberRemoved, Rebalanced, Reported, TermRaised
 from molink.swarm.fleet import PRESSING, Fleet
 from molink.swarm.records import Desired, PipelineRecord
 from molink.swarm.terms import next_term
@@ -169,6 +169,50 @@ def test_replicas_come_and_go(kit: Kit) -> None:
     settle(paper, "abc")
     assert paper.deployment("x").formation.record == first
     assert len(paper.fleet.deployments) == 1
+
+
+def test_the_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
+    """The power of one PC goes: what is left is placed once, not once for each device."""
+    paper = kit.Paper("a", "b", "c", "d", min_peers=4)
+    for name in "abcd":
+        paper.report(name, pc="c" if name == "d" else "")
+    paper.serve()
+    told = settle(paper, "abcd")
+    assert len(paper.reconciler.formation.peers) == 4
+    assert paper.fleet.registry.pc("d") == "c"
+    # The last report of one device came half a second after that of the other.
+    paper.wait(0.5, *"abd")
+    paper.take()
+    epoch = paper.reconciler.epoch
+    told = settle(paper, "ab", 4.0)
+    assert not paper.fleet.registry.live("d")
+    assert {m.epoch for _, m in told if isinstance(m, Assign)} == {epoch + 1}
+    assert set(paper.reconciler.formation.peers) == {"a", "b"}
+    # One that still reports is not lost with the other: only that one's daemon has ended.
+    paper.report("c", fresh=True)
+    paper.report("d", fresh=True, pc="c")
+    settle(paper, "abd", 4.0)
+    assert paper.fleet.registry.live("d")
+    assert not paper.fleet.registry.live("c")
+
+
+def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
+    """What serves is hardly worse than another ring; a person may want the other one."""
+    paper = start(kit, "ab", wish("x"))
+    (at,) = peers_of(paper, "x")
+    other = "b" if at == "a" else "a"
+    session = paper.fleet.registry.sessions[other]
+    device = msgspec.structs.replace(session.report.device, read_rate=10.5e9)
+    paper.do(Reported(other, msgspec.structs.replace(session.report, device=device)))
+    settle(paper, "ab", 70.0)
+    assert peers_of(paper, "x") == at
+    paper.do(Rebalanced())
+    settle(paper, "ab", 5.0)
+    assert paper.deployment("x").ready
+    assert peers_of(paper, "x") == other
+    paper.do(Rebalanced())
+    settle(paper, "ab", 5.0)
+    assert peers_of(paper, "x") == other
 
 
 def test_a_replica_too_many_waits_for_peers(kit: Kit) -> None:

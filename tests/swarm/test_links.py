@@ -1,4 +1,10 @@
-from molink.swarm.links import ASSUMED_LATENCY, ASSUMED_RATE, Links
+from molink.swarm.links import (
+    ASSUMED_LATENCY,
+    ASSUMED_RATE,
+    LOCAL_LATENCY,
+    LOCAL_RATE,
+    Links,
+)
 
 
 def test_what_one_direction_lacks_the_other_one_tells() -> None:
@@ -38,3 +44,16 @@ def test_jitter_is_no_news() -> None:
     assert links.known("b", "a")
     links.measured("a", "c", None, None)
     assert not links.known("a", "c")
+
+
+def test_devices_of_one_pc_are_near_until_that_is_measured() -> None:
+    links = Links()
+    links.located("a2", "a")
+    for pair in (("a", "a2"), ("a2", "a")):
+        assert links.between(*pair) == (LOCAL_LATENCY, LOCAL_RATE)
+    assert links.between("a2", "b") == (ASSUMED_LATENCY, ASSUMED_RATE)
+    assert links.copy().between("a", "a2") == (LOCAL_LATENCY, LOCAL_RATE)
+    links.measured("a", "a2", 0.002, None)
+    assert links.between("a2", "a") == (0.002, LOCAL_RATE)
+    links.forget("a2")
+    assert links.between("a2", "a") == (ASSUMED_LATENCY, ASSUMED_RATE)

@@ -36,6 +36,18 @@ def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -
     return one
 
 
+def test_one_that_is_not_able_never_leads() -> None:
+    """A further device of a PC: whatever is lost, it looks for somebody else."""
+    one = Succession("b", 0.0, known=Known(ORDER, (0, 5)), leader="a", able=False)
+    assert not one.view(0.0).fit
+    now = 0.0
+    for _ in range(100):
+        now += 1.0
+        decisions = one.handle(TimePassed(), now)
+        decisions += [each for peer in "ac" for each in one.handle(Silent(peer), now)]
+        assert not any(isinstance(each, Lead) for each in decisions)
+
+
 def view(
     leader: str = "a",
     term: int = 0,

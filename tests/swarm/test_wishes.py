@@ -52,6 +52,17 @@ def test_a_wish_becomes_what_is_desired(registry: Registry) -> None:
     )
 
 
+def test_with_a_pc_go_its_further_devices(registry: Registry, kit: Kit) -> None:
+    registry.add(kit.member("e"))
+    registry.report("e", kit.report("e", pc="b", memory=10 * GB), True, 1.0)
+    (x,) = served(registry, wish("x", pins=(("B", "auto"),)))
+    assert x.pins == (("b", "auto"), ("e", "auto"))
+    (x,) = served(registry, wish("x", pins=(("E", "auto"),)))
+    assert x.pins == (("e", "auto"),)
+    (x,) = served(registry, wish("x", pins=(("B", "0:3"), ("E", "3:6"))))
+    assert x.pins == (("b", "0:3"), ("e", "3:6"))
+
+
 @pytest.mark.parametrize(
     ("models", "why"),
     [

@@ -1,4 +1,4 @@
-"""``molink drain`` and ``molink resume``: this PC gives its layers away for a while."""
+"""Who holds layers, as a person wants it: ``molink drain``, ``resume`` and ``rebalance``."""
 
 import time
 from typing import Annotated, Any
@@ -62,6 +62,21 @@ def resume(device: DeviceOption = None, home: HomeOption = None) -> None:
 
     local_daemon.drain(local_daemon.need_daemon(home), device or "", on=False)
     print(f"{printable(device) if device else 'This PC'} offers to hold layers again.")
+
+
+def rebalance(home: HomeOption = None) -> None:
+    """Place all models anew over the PCs that are here, as if nothing served them yet.
+
+    By itself the swarm leaves what serves where it is, unless another ring is much better. Answers
+    go on meanwhile.
+    """
+    from molink.wire.messages.requests import Rebalance
+    from molinkd.cli import local_daemon
+    from molinkd.peer.home import Home
+
+    local_daemon.ask(local_daemon.need_daemon(home), Rebalance(ref=0))
+    watch = Home.find(home).typed("status")
+    print(printable(f"All models are placed anew; {watch} shows what becomes of it."))
 
 
 def _here(status: dict[str, Any], pid: int, device: str | None) -> list[dict[str, Any]]:

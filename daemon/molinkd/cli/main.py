@@ -39,6 +39,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         swarm_verbs.un_revoke,
         draining.drain,
         draining.resume,
+        draining.rebalance,
         ending.down,
         ending.leave,
         daemon_verbs.coordinator,

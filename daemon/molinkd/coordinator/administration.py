@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from molink.errors import NotAuthorized, RequestError
-from molink.swarm.events import Event, MemberAdded, MemberRemoved, Serve
+from molink.swarm.events import Event, MemberAdded, MemberRemoved, Rebalanced, Serve
 from molink.swarm.fleet import Fleet
 from molink.swarm.hygiene import is_model_name
 from molink.swarm.invitations import encode_invitations
@@ -23,6 +23,7 @@ from molink.wire.messages.requests import (
     InviteRequest,
     JudgeReply,
     JudgeRequest,
+    Rebalance,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -39,6 +40,7 @@ Order = (
     ServeModel
     | ApplyModels
     | StopServing
+    | Rebalance
     | InviteRequest
     | InvitationsRequest
     | RevokeRequest
@@ -92,6 +94,8 @@ class Administration:
                 return self._apply(peer, order, payload)
             case StopServing():
                 return self._stop(peer, order), None
+            case Rebalance():
+                return self._rebalance(peer, order), None
             case InviteRequest():
                 return self._invite(peer, order), None
             case InvitationsRequest():
@@ -180,6 +184,14 @@ class Administration:
                 f"only the swarm's first PC, or the one that brought {names}, can have it stop"
             )
         self._have_served(())
+        return Done(ref=order.ref)
+
+    def _rebalance(self, peer: str, order: Rebalance) -> Done:
+        if not self._door.records[peer].owner:
+            raise NotAuthorized("only the swarm's first PC may have all models placed anew")
+        if not self._fleet.models:
+            raise RequestError("the swarm serves no model")
+        self._happened(Rebalanced())
         return Done(ref=order.ref)
 
     def _have_served(self, models: tuple[Desired, ...]) -> None:

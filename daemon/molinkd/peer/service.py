@@ -23,6 +23,7 @@ from molink.wire.messages.requests import (
     InvitationsRequest,
     InviteRequest,
     JudgeRequest,
+    Rebalance,
     RevokeRequest,
     ShutdownRequest,
     StatusReply,
@@ -49,6 +50,7 @@ FOR_USER = (
     UnrevokeRequest,
     JudgeRequest,
     StopServing,
+    Rebalance,
     BringModel,
     ApplyFile,
 )
@@ -137,6 +139,7 @@ class Service:
                 | UnrevokeRequest()
                 | JudgeRequest()
                 | StopServing()
+                | Rebalance()
             ):
                 reply, payload = await self._commands.relay(message)
                 self.send(sender.identity, _with_ref(reply, message.ref), payload or None)

@@ -38,6 +38,7 @@ from molink.wire.messages.requests import (
     JudgeReply,
     JudgeRequest,
     LeaveRequest,
+    Rebalance,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -87,6 +88,7 @@ ControlMessage = (
     | StageFailed
     | ServeModel
     | StopServing
+    | Rebalance
     | ApplyModels
     | Applied
     | ApplyFile

@@ -42,6 +42,12 @@ class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
     ref: Count
 
 
+class Rebalance(Message, frozen=True, kw_only=True, tag="rebalance"):
+    """Place all models anew, as if nothing served them; from an owner. Answered by Done."""
+
+    ref: Count
+
+
 #: Models that may be asked for at once, and peers that one may be bound to.
 MAX_MODELS = 8
 MAX_PINS = 64

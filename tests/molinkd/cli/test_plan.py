@@ -120,3 +120,21 @@ def test_the_help_names_what_is_imported_late(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "simulate" in shown
     assert "plan" in shown
+
+
+def test_a_pc_with_two_devices_has_two_stages_and_a_quick_link(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["plan", "--device", "rtx3060+rtx3060,rtx3060", "--stages", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    links = sorted(stage["link_s"] for stage in found["stages"])
+    assert links[0] < 0.002
+    assert min(links[1:]) > 0.03
+    assert found["tpot_s"] < 0.065 + sum(stage["step_s"] for stage in found["stages"])
+    # A PC more is one with both, and one PC with both needs no link.
+    assert {one["device"] for one in found["more"]} == {"rtx3060+rtx3060", "rtx3060"}
+    assert run(["plan", "--device", "rtx3060 + rtx3060", "--json", "--stages", "2"]) == 0
+    (first, second) = json.loads(capsys.readouterr().out)["stages"]
+    assert max(first["link_s"], second["link_s"]) < 0.002
+    assert run(["plan", "--device", "rtx3060+,rtx3060"]) == 2
+    assert "a PC with both" in capsys.readouterr().err

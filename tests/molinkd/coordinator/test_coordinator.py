@@ -76,6 +76,7 @@ from molink.wire.messages.requests import (
     JudgeRequest,
     LeaveRequest,
     ModelWish,
+    Rebalance,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -106,7 +107,7 @@ class Peer:
         self.told = []
         self.obeys = True
         self.workers = {}
-        self.stage, self.models = "auto", ()
+        self.stage, self.models, self.pc = "auto", (), ""
         self.version, self.protocol = "1", PROTOCOL
         self.prefetched: Prefetched | None = None
         self.replica, self.shared = (0, 0), None
@@ -126,7 +127,11 @@ class Peer:
 
     def report(self) -> None:
         report = self.kit.report(
-            "a", *self.workers.values(), stage=self.stage, models=self.models or ("toy",)
+            "a",
+            *self.workers.values(),
+            stage=self.stage,
+            models=self.models or ("toy",),
+            pc=self.pc,
         )
         said = {
             "replica": self.replica,
@@ -516,6 +521,39 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
         with pytest.raises(RequestError, match="is no other member"):
             await owner.ask(RevokeRequest(ref=0, target=target))
     assert other.id in scene.coordinator.fleet.registry.members
+
+
+@pytest.mark.parametrize("how", ["revoked", "left"])
+async def test_with_a_pc_go_its_further_devices(scene: Scene, how: str) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    await scene.until(lambda: guest.last(Welcome), guest)
+    device = await scene.join(await scene.token(guest))
+    device.pc = guest.id
+    other = await scene.join(await scene.token(guest))
+    await scene.until(lambda: other.last(Welcome) and device.last(Welcome), device, other)
+    members = scene.coordinator.fleet.registry.members
+    if how == "left":
+        await guest.ask(LeaveRequest(ref=0))
+    else:
+        ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
+        assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
+        await scene.until(lambda: device.last(Revoked))
+    await scene.until(lambda: set(members) == {owner.id, other.id})
+    if how == "revoked":
+        await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
+        assert set(members) == {owner.id, other.id, guest.id, device.id}
+
+
+async def test_all_models_are_placed_anew_for_the_owner_alone(scene: Scene) -> None:
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    with pytest.raises(NotAuthorized, match="only the swarm's first PC"):
+        await guest.ask(Rebalance(ref=0))
+    with pytest.raises(RequestError, match="serves no model"):
+        await owner.ask(Rebalance(ref=0))
+    await owner.ask(serve(scene.kit))
+    assert isinstance(await owner.ask(Rebalance(ref=0)), Done)
 
 
 async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> None:

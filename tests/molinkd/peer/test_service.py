@@ -63,8 +63,8 @@ class Commands:
         self.asked.append(message)
         return Done(ref=99), b""
 
-    def drain(self, drain: bool) -> None:
-        self.asked.append(("drain", drain))
+    def drain(self, drain: bool, device: str) -> None:
+        self.asked.append(("drain", drain, device))
 
     async def bring(self, model: str) -> Bringing:
         self.asked.append(model)
@@ -216,7 +216,7 @@ async def test_the_user_may_ask_for_everything(net: Net, library: Library) -> No
     assert isinstance(stop, StopServing)
     assert isinstance(revoke, RevokeRequest)
     assert isinstance(unrevoke, UnrevokeRequest)
-    assert drain == ("drain", True)
+    assert drain == ("drain", True, "")
     assert leave is True
 
 

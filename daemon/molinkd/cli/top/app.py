@@ -16,7 +16,7 @@ from textual.widgets import Input, Static
 
 from molink.errors import MolinkError
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest
+from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
 from molinkd.cli.top.feed import StatusFeed
 from molinkd.cli.top.lines import ORDERS, body_lines, head_lines, wrap
 from molinkd.cli.top.status import Status
@@ -30,8 +30,10 @@ INTERVAL_S = 1.0
 Ask = Callable[[], Awaitable[tuple[Status, bool]]]
 #: Has the daemon here do what its user wants; raises ``MolinkError``.
 Tell = Callable[[ControlMessage], Awaitable[ControlMessage]]
+#: What keys can have the daemon do.
+Order = JudgeRequest | DrainRequest | Rebalance
 
-_KEYS_LINE = "? help  q quit  p pause  s sort  a approve  d drain  up/down PgUp/PgDn scroll"
+_KEYS_LINE = "? help  q quit  p pause  s sort  a approve  d drain  r re-place  up/down scroll"
 #: How long what came of a command is shown, in seconds.
 _SAID_S = 8.0
 _HELP = """\
@@ -42,6 +44,7 @@ Keys
   s            order of requests: oldest, fastest, longest first
   a            let a PC in that waits to join, or send it away
   d            have this PC hold no layers, or hold some again
+  r            place all models anew over the PCs that are here
   up down PgUp PgDn Home End    scroll
 
 Ring
@@ -138,6 +141,29 @@ class Draining(ModalScreen[DrainRequest | None]):
         self.dismiss(None if wanted is None else DrainRequest(ref=0, drain=wanted))
 
 
+class Rebalancing(ModalScreen[Rebalance | None]):
+    """Asks whether that is meant."""
+
+    CSS = """
+    Rebalancing { align: center middle; }
+    Rebalancing > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
+    """
+
+    def compose(self) -> ComposeResult:
+        """What it would do."""
+        text = (
+            "y  place all models anew, as if nothing served them;\n"
+            "   answers go on, but layers may move to other PCs\n"
+            "Any other key does nothing."
+        )
+        yield Static(Text(text))
+
+    def on_key(self, event: Key) -> None:
+        """Any key ends it."""
+        event.stop()
+        self.dismiss(Rebalance(ref=0) if event.key == "y" else None)
+
+
 class TopApp(App[None]):
     """The swarm on one screen."""
 
@@ -154,6 +180,7 @@ class TopApp(App[None]):
         Binding("question_mark,h,f1", "help"),
         Binding("a", "approve"),
         Binding("d", "drain"),
+        Binding("r", "rebalance"),
     ]
 
     def __init__(
@@ -270,11 +297,15 @@ class TopApp(App[None]):
         """Have this PC hold no layers, or some again."""
         self.push_screen(Draining(), self._ordered)
 
-    def _ordered(self, message: JudgeRequest | DrainRequest | None) -> None:
+    def action_rebalance(self) -> None:
+        """Have all models placed anew."""
+        self.push_screen(Rebalancing(), self._ordered)
+
+    def _ordered(self, message: Order | None) -> None:
         if message is not None:
             self.run_worker(self._carry_out(message), exit_on_error=True)
 
-    async def _carry_out(self, message: JudgeRequest | DrainRequest) -> None:
+    async def _carry_out(self, message: Order) -> None:
         """Tell the daemon, and show what came of it."""
         try:
             reply = await self._tell(message)
@@ -286,7 +317,9 @@ class TopApp(App[None]):
         self.show()
 
 
-def _outcome(message: JudgeRequest | DrainRequest, reply: ControlMessage) -> str:
+def _outcome(message: Order, reply: ControlMessage) -> str:
+    if isinstance(message, Rebalance):
+        return "All models are placed anew; the events below tell what becomes of it."
     if isinstance(message, DrainRequest):
         if message.drain:
             return "The layers of this PC go to the others as soon as these can take them."

@@ -81,6 +81,8 @@ class Peer(msgspec.Struct, frozen=True):
     device: str = ""
     memory: Count = 0
     reason: str = ""
+    #: Of a further device of a PC: the id of the PC's own peer.
+    pc: str = ""
     transfers: tuple[Transfer, ...] = ()
     workers: tuple[Worker, ...] = ()
 

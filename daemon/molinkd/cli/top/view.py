@@ -144,13 +144,14 @@ def make_view(status: Status, *, demo: bool = False) -> View:
     names = {peer.id: plain(peer.name) for peer in status.peers}
     peers = {peer.id: peer for peer in status.peers}
     shown = {stage.peer for pipeline in status.pipelines for stage in pipeline.stages}
-    here = sum(peer.state == "here" for peer in status.peers)
+    pcs = [peer.state == "here" for peer in status.peers if not peer.pc]
+    here = sum(pcs)
     return View(
         swarm=plain(status.swarm) + (" (demo)" if demo else ""),
         model=", ".join(plain(one) for one in _models(status)) or "no model",
         ready=_ready(status),
         here=here,
-        away=len(status.peers) - here,
+        away=len(pcs) - here,
         notices=_first(list(_notices(status, names))),
         knocks=tuple(
             KnockView(plain(one.name), plain(one.code), plain(one.address)) for one in status.knocks

@@ -9,7 +9,7 @@ import pytest
 
 from molink.errors import MolinkError, RequestError, Unavailable
 from molink.wire.messages.control import ControlMessage, Done
-from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest
+from molink.wire.messages.requests import DrainRequest, JudgeReply, JudgeRequest, Rebalance
 from molinkd.cli.top.app import TopApp
 from molinkd.cli.top.status import Status
 from tests.molinkd.cli.top import swarms
@@ -149,6 +149,17 @@ async def test_this_pc_gives_its_layers_away_and_takes_some_again() -> None:
             await pilot.pause()
         assert "offers to hold layers again" in screen(app)
     assert daemon.told == [DrainRequest(ref=0, drain=True), DrainRequest(ref=0, drain=False)]
+
+
+async def test_all_is_placed_anew_once_that_is_confirmed() -> None:
+    daemon, app = swarm_of(swarms.serving())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.look()
+        for keys in ("rx", "ry"):
+            await pilot.press(*keys)
+            await pilot.pause()
+        assert "All models are placed anew" in screen(app)
+    assert daemon.told == [Rebalance(ref=0)]
 
 
 async def test_a_pause_keeps_the_figures() -> None:
