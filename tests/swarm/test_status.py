@@ -29,6 +29,7 @@ def test_the_shape(running: Paper) -> None:
         "address": "10.0.0.98",
         "endpoint": "http://127.0.0.1:5465",
         "state": "here",
+        "pc": "",
         "device": "cpu: CPU",
         "daemon_pid": 1,
         "reason": "",
@@ -223,3 +224,11 @@ def test_it_is_bounded(running: Paper) -> None:
     text = encode_status(status)
     assert len(text) <= MAX_BYTES
     assert json.loads(text)["truncated"] is True
+
+
+def test_devices_are_shown_after_their_pc(kit: Kit) -> None:
+    paper = kit.Paper("a", "b", "c")
+    for name in "abc":
+        paper.report(name, pc="a" if name == "c" else "")
+    status = build_status(paper.fleet, "s1", [], 1)
+    assert [(one["id"], one["pc"]) for one in status["peers"]] == [("a", ""), ("c", "a"), ("b", "")]

@@ -130,7 +130,7 @@ def test_a_pc_with_two_devices_has_two_stages_and_a_quick_link(
     links = sorted(stage["link_s"] for stage in found["stages"])
     assert links[0] < 0.002
     assert min(links[1:]) > 0.03
-    assert found["tpot_s"] < 0.065 + sum(stage["step_s"] for stage in found["stages"])
+    assert found["tpot_s"] < 0.07 + sum(stage["step_s"] for stage in found["stages"])
     # A PC more is one with both, and one PC with both needs no link.
     assert {one["device"] for one in found["more"]} == {"rtx3060+rtx3060", "rtx3060"}
     assert run(["plan", "--device", "rtx3060 + rtx3060", "--json", "--stages", "2"]) == 0

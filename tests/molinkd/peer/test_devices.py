@@ -61,7 +61,7 @@ def test_what_is_named_twice_is_shared_and_has_another_label() -> None:
         *(8 << 30, 1),
     )
     # What it would copy, pass on or announce is lost with the PC.
-    assert not (card.copies or card.relay or card.discovery)
+    assert [card.copies, card.relay, card.discovery] == [False] * 3
     half = own_settings(msgspec.structs.replace(whole, memory=Share(50.0)))
     assert half.memory == Share(25.0)
 
@@ -113,7 +113,7 @@ class Pc:
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 (it is other processes that are waited for)
                 await asyncio.sleep(0.02)
 
 
