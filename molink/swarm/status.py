@@ -271,7 +271,7 @@ def _transfer(one: TransferState) -> dict[str, Any]:
 def _files(fleet: Fleet, desired: Desired) -> str:
     """Whose loss would be that of the model, for a person; empty if nobody's."""
     sessions = fleet.registry.sessions
-    if len(sessions) < 2:
+    if len({fleet.registry.pc(peer) for peer in sessions}) < 2:
         return ""
     name, only_model = desired.facts.name, len(fleet.models) == 1
     holders = [

@@ -112,7 +112,12 @@ def _others(home: "Home", member: "Membership") -> list[str]:
 
     held, me = ReplicaFile(home.replica, member.swarm).held, peer_id(home.keys().public)
     members = () if held is None else held.members
-    return [one.name for one in members if one.standing == "member" and one.peer != me]
+    return [
+        one.name
+        for one in members
+        if one.standing == "member"
+        and me not in (one.peer, one.announced.pc if one.announced is not None else "")
+    ]
 
 
 def _tell_coordinator(home: "Home", member: "Membership") -> None:

@@ -332,7 +332,8 @@ def guides(registry: Registry, leader: str) -> tuple[Guide, ...]:
 
     Not ``leader``, on whose PC it is now.
     """
-    told = [registry.members[peer].announced for peer in registry.sessions if peer != leader]
+    pcs = [peer for peer in registry.sessions if registry.pc(peer) == peer != leader]
+    told = [registry.members[peer].announced for peer in pcs]
     return tuple(
         Guide(one.public_key, tuple(host_port(host, one.control_port) for host in one.addresses))
         for one in told

@@ -217,9 +217,7 @@ class FurtherDevices:
         private_folder(self._home.devices)
         private_folder(one.home.root.parent)
         private_folder(one.home.root)
-        if one.settings.device == self._settings.devices[0] and not one.home.device.exists():
-            with contextlib.suppress(OSError):  # measured already: it is the same one
-                shutil.copyfile(self._home.device, one.home.device)
+        self._hand_down(one)
         launch = Launch(
             home=str(one.home.root), settings=one.settings, role="join", token=token, pc=self._me
         )
@@ -241,6 +239,15 @@ class FurtherDevices:
             await child.stop(_GRACE_S)
         last = (child.tail.splitlines() or [""])[-1]
         return one.ended or Ended(code=1, text=f"its daemon {how_it_ended(code)}. {last}".strip())
+
+    def _hand_down(self, one: _Device) -> None:
+        """What is known of this PC's device, if it is the same one, and of kernels to avoid."""
+        known = [(self._home.avoid, one.home.avoid)]
+        if one.settings.device == self._settings.devices[0]:
+            known.append((self._home.device, one.home.device))
+        for here, there in known:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(here, there)
 
     def _said(self, one: _Device, event: object) -> None:
         match event:
