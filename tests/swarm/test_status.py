@@ -232,3 +232,13 @@ def test_devices_are_shown_after_their_pc(kit: Kit) -> None:
         paper.report(name, pc="a" if name == "c" else "")
     status = build_status(paper.fleet, "s1", [], 1)
     assert [(one["id"], one["pc"]) for one in status["peers"]] == [("a", ""), ("c", "a"), ("b", "")]
+
+
+def test_files_that_lie_on_one_pc_alone_are_told_only_where_there_are_others(kit: Kit) -> None:
+    paper = kit.Paper("a", "b")
+    for name in "ab":
+        paper.report(name, pc="a" if name == "b" else "")
+    paper.serve()
+    assert build_status(paper.fleet, "s1", [], 1)["files"] == ""
+    paper.report("b")
+    assert build_status(paper.fleet, "s1", [], 1)["files"] == "Only A has all files of toy so far"

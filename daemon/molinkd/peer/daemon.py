@@ -146,7 +146,7 @@ class Daemon:
         stack.push_async_callback(self._applier.close)
         node = await self._enter(stack, resources, leadership, measured)
         assert self._devices is not None
-        self._devices.start(measured, leadership.target.swarm, node.session.request)
+        self._devices.start(measured, lambda: leadership.target, node.session.request)
         offering = self._offer_again(founder.brought, keys, library, node)
         for work in (founder.serve(node.session), founder.watch(), offering):
             stack.push_async_callback(_cancel, asyncio.create_task(work))

@@ -38,7 +38,7 @@ from molinkd.peer.launch import (
     Trouble,
     read_event,
 )
-from molinkd.peer.membership import read_membership
+from molinkd.peer.membership import Membership, parse_token, read_membership
 from molinkd.peer.settings import Settings, Share
 
 log = logging.getLogger(__name__)
@@ -131,10 +131,14 @@ class FurtherDevices:
         self._devices: list[_Device] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: list[asyncio.Task[None]] = []
-        self._leaving = False
+        #: None is started again: a cancellation may be lost in a wait that ends at the same time.
+        self._ending = False
 
-    def start(self, measured: Measured, swarm: str, ask: Ask) -> None:
-        """Have a daemon for each device beside the ``measured`` one; ``ask`` as this PC."""
+    def start(self, measured: Measured, swarm: Callable[[], Membership], ask: Ask) -> None:
+        """Have a daemon for each device beside the ``measured`` one; ``ask`` as this PC.
+
+        ``swarm()`` is where this PC knows its coordinator.
+        """
         devices = others(self._settings, measured)
         for device, label in zip(devices, labels(measured.name, devices), strict=True):
             # Bound to this PC's key: a copied state folder has devices of another PC.
@@ -147,6 +151,7 @@ class FurtherDevices:
 
     async def close(self) -> None:
         """End all of them."""
+        self._ending = True
         for task in (*self._keeping, *self._tasks):
             task.cancel()
         await asyncio.gather(*self._keeping, *self._tasks, return_exceptions=True)
@@ -167,22 +172,22 @@ class FurtherDevices:
 
     async def leave(self) -> None:
         """Have all of them leave the swarm for good."""
-        self._leaving = True
+        self._ending = True
         told = (self._tell(one, ShutdownRequest(ref=0, leave=True)) for one in self._devices)
         await asyncio.gather(*told)
 
     # --- one device ------------------------------------------------------------------------------
 
-    async def _keep(self, one: _Device, swarm: str, ask: Ask) -> None:
+    async def _keep(self, one: _Device, swarm: Callable[[], Membership], ask: Ask) -> None:
         """Start it again and again, if it has to be."""
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
         while True:
             began = loop.time()
             try:
-                ended = await self._run(one, await self._token(one, swarm, ask))
+                ended = await self._run(one, await self._token(one, swarm(), ask))
             except (MolinkError, OSError) as error:
                 ended = Ended(code=1, text=str(error))
-            if self._leaving:
+            if self._ending:
                 return
             if ended.code == ShutOut.exit_code:
                 self._say(Trouble(text=f"{one.label}: {ended.text}"))
@@ -194,10 +199,10 @@ class FurtherDevices:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE_S)
 
-    async def _token(self, one: _Device, swarm: str, ask: Ask) -> str | None:
+    async def _token(self, one: _Device, swarm: Membership, ask: Ask) -> str | None:
         """An invitation for a device that is no member yet."""
         known = read_membership(one.home.membership)
-        if known is not None and known.swarm == swarm:
+        if known is not None and known.swarm == swarm.swarm:
             return None
         if known is not None:  # of a swarm that this PC was in before
             await asyncio.to_thread(patiently, partial(shutil.rmtree, one.home.root))
@@ -209,7 +214,9 @@ class FurtherDevices:
                 await asyncio.sleep(_RETRY_S)
             else:
                 assert isinstance(reply, Invite)
-                return reply.token
+                # Others may know the coordinator by an address that leads nowhere from here.
+                token = parse_token(reply.token)
+                return str(msgspec.structs.replace(token, addresses=swarm.addresses))
 
     async def _run(self, one: _Device, token: str | None) -> Ended:
         """Its daemon, from the start to the end."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from molink.errors import RequestError, ShutOut, Unavailable
 from molink.facts.device import Device
+from molink.swarm.token import JoinToken
 from molink.wire.messages.requests import Invite, InviteRequest
 from molinkd.peer import devices
 from molinkd.peer.device_probe import Measured
@@ -66,6 +67,9 @@ def test_what_is_named_twice_is_shared_and_has_another_label() -> None:
     assert half.memory == Share(25.0)
 
 
+SWARM = Membership(swarm="s", coordinator_key="k" * 40, addresses=("127.0.0.1:5466",))
+TOKEN = JoinToken("s", ("203.0.113.7:5466",), "k" * 40, "i" * 40)
+
 #: A daemon of a device that ends as its home's folder says.
 DAEMON = """
 import json, pathlib, sys
@@ -99,7 +103,7 @@ class Pc:
         self.asked += 1
         if self.asked == 1:
             raise Unavailable("nobody leads yet")
-        return Invite(ref=0, token="molink-token", id="i")
+        return Invite(ref=0, token=str(TOKEN), id="i")
 
     def ends(self, code: int) -> None:
         (self.home.root / "code").write_text(str(code))
@@ -118,21 +122,26 @@ class Pc:
 
 
 @pytest.fixture
-def pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pc:
+def pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pc]:
     monkeypatch.setattr(devices, "DAEMON_COMMAND", (sys.executable, "-c", DAEMON))
     monkeypatch.setattr(devices, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(devices, "_RETRY_S", 0.01)
-    return Pc(tmp_path)
+    found = Pc(tmp_path)
+    yield found
+    found.context.destroy()
 
 
 async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) -> None:
     pc.ends(3)
-    pc.devices.start(CPU, "s", pc.ask)
+    pc.devices.start(CPU, lambda: SWARM, pc.ask)
     try:
         await pc.until(lambda: len(pc.starts()) >= 2)
         pc.ends(0)
         first = pc.starts()[0]
-        assert (first.role, first.token, first.pc) == ("join", "molink-token", "me")
+        assert (first.role, first.pc) == ("join", "me")
+        # To the coordinator as this PC reaches it.
+        assert first.token is not None
+        assert JoinToken.parse(first.token, 0).addresses == SWARM.addresses
         assert first.settings.name == "pc/cpu.2"
         told = next(one.text for one in pc.said if isinstance(one, Trouble))
         assert told.startswith("cpu.2 holds no layers: no luck; it is started again in")
@@ -140,15 +149,14 @@ async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) 
             pc.devices.drain(True, "cuda:1")
     finally:
         await pc.devices.close()
-        pc.context.destroy()
 
 
 async def test_one_that_was_shut_out_stays_out(pc: Pc) -> None:
     """It goes back to the swarm that it knows without an invitation, and forgets another one."""
     pc.ends(ShutOut.exit_code)
     pc.place.create()
-    Membership(swarm="s", coordinator_key="k", addresses=()).save(pc.place.membership)
-    pc.devices.start(CPU, "s", pc.ask)
+    SWARM.save(pc.place.membership)
+    pc.devices.start(CPU, lambda: SWARM, pc.ask)
     try:
         await pc.until(lambda: any(isinstance(one, Trouble) for one in pc.said))
         assert pc.said == [Trouble(text="cpu.2: no luck")]
@@ -161,10 +169,10 @@ async def test_what_is_left_of_another_swarm_is_deleted(pc: Pc) -> None:
     pc.ends(0)
     pc.place.create()
     Membership(swarm="other", coordinator_key="k", addresses=()).save(pc.place.membership)
-    pc.devices.start(CPU, "s", pc.ask)
+    pc.devices.start(CPU, lambda: SWARM, pc.ask)
     try:
         await pc.until(lambda: len(pc.starts()) == 1)
         assert not pc.place.membership.exists()
-        assert pc.starts()[0].token == "molink-token"
+        assert pc.starts()[0].token is not None
     finally:
         await pc.devices.close()
