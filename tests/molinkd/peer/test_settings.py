@@ -64,7 +64,9 @@ def test_text_is_converted() -> None:
         ({"control_port": 70000}, "`control_port` is at most 65535, not 70000"),
         ({"control_port": "many"}, "`control_port` can't be 'many'"),
         ({"dtype": "f64"}, "dtype"),
-        ({"device": "tpu"}, "--device is auto, cpu or cuda:N, not 'tpu'"),
+        ({"device": "tpu"}, "--device is auto, cpu, cuda:N or several .*, not 'tpu'"),
+        ({"device": "auto,cpu"}, "--device is auto, cpu, cuda:N or several"),
+        ({"device": "cuda:0,cuda:1", "stage": "0:4"}, "for a PC with one --device"),
         ({"worker_ports": "5"}, "worker_ports"),
         ({"memory": "lots"}, "the command line: memory: not a size: 'lots'"),
         ({"memory": "12XB"}, "not a size: '12XB'. Write for example 8GB"),
@@ -230,3 +232,9 @@ def test_the_example_can_be_copied(tmp_path: Path) -> None:
     settings = load_settings(Home(tmp_path), {}, {})
     assert (settings.name, settings.hold) == ("attic", 60.0)
     assert settings.allowed_hosts == ("llm.home.example",)
+
+
+def test_several_devices_are_named_with_commas(tmp_path: Path) -> None:
+    settings = load_settings(Home(tmp_path), {"device": "cuda:1, cpu"}, {})
+    assert settings.device == "cuda:1,cpu"
+    assert settings.devices == ("cuda:1", "cpu")
