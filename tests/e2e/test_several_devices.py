@@ -72,36 +72,24 @@ def ask(client: openai.OpenAI, tokens: int = 24) -> str:
     return done.choices[0].text
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_both_devices_of_a_pc_hold_stages_and_come_and_go_with_it(place: Place) -> None:
     place.until(ALL, place.second)
     peers = place.peers()
-    assert peers["second/cpu.2"]["pc"] == peers["second"]["id"]
+    assert [peers[name]["pc"] for name in sorted(ALL)] == ["", "", peers["second"]["id"]]
     assert peers["second/cpu.2"]["endpoint"] == ""
-    assert peers["second"]["pc"] == ""
-    text = ask(place.client(place.first))
+    text = ask(place.client(place.first), 400)
     assert text
-    assert ask(place.client(place.second)) == text
+    assert ask(place.client(place.second), 400) == text
 
     place.second_molink("drain", "--device", "cpu.2")
     place.until({"first", "second"})
     place.second_molink("drain")
     place.until({"first"})
-    assert ask(place.client(place.second)) == text
+    assert ask(place.client(place.second), 400) == text
     place.second_molink("resume")
-    place.tools.wait_for(
-        lambda: not any(one["paused"] for one in place.peers().values()), place.first
-    )
-
-    place.second_molink("leave")
-    place.tools.wait_for(lambda: place.peers().keys() == {"first"}, place.first)
-    assert not Home(place.root / "second").devices.exists()
-
-
-@pytest.mark.timeout(400)
-def test_a_pc_that_dies_takes_both_stages_and_the_answer_goes_on(place: Place) -> None:
     place.until(ALL, place.second)
-    text = ask(place.client(place.first), 400)
+
     with place.client(place.first) as client:
         stream = client.completions.create(
             model="m", prompt="Hello", temperature=0, max_tokens=400, stream=True
@@ -112,8 +100,12 @@ def test_a_pc_that_dies_takes_both_stages_and_the_answer_goes_on(place: Place) -
     assert "".join(piece.choices[0].text for piece in pieces) == text
     place.until({"first"})
     place.second.stop()  # and nothing is left of it
+
     place.second = place.start("second", "join", "--device", "cpu,cpu")
     place.tools.wait_for(
         lambda: all(one["state"] == "here" for one in place.peers().values()), place.second
     )
     assert place.peers().keys() == ALL
+    place.second_molink("leave")
+    place.tools.wait_for(lambda: place.peers().keys() == {"first"}, place.first)
+    assert not Home(place.root / "second").devices.exists()
