@@ -124,10 +124,10 @@ def model_config(layers: int, shape: Shape) -> dict[str, object]:
     }
 
 
-def write_tokenizer(folder: Path) -> list[str]:
+def write_tokenizer(folder: Path, vocabulary_size: int = VOCABULARY) -> list[str]:
     """A byte-level tokenizer (nearly a token per byte); returns all tokens by id."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = [f"tok{index}" for index in range(VOCABULARY - len(letters) - len(SPECIAL) - 1)]
+    fillers = [f"tok{index}" for index in range(vocabulary_size - len(letters) - len(SPECIAL) - 1)]
     tokens = [*letters, *SPECIAL, "".join(MERGE), *fillers]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[MERGE]))

@@ -13,7 +13,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -56,14 +56,15 @@ _CONFIG = {
 }
 
 
-def write_model(folder: Path) -> None:
-    """A model of random bytes: 308 MB."""
+def write_model(folder: Path, config: Mapping[str, object] = _CONFIG) -> None:
+    """A model of random bytes, without a tokenizer: 308 MB unless ``config`` says otherwise."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     header: dict[str, object] = {}
     end = 0
-    for name, shape in stage_tensors(ModelConfig.load(folder), 0, LAYERS).items():
+    loaded = ModelConfig.load(folder)
+    for name, shape in stage_tensors(loaded, 0, loaded.layers).items():
         begin, size = end, 2
         for extent in shape:
             size *= extent

@@ -5,13 +5,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from molink.ring.work import Segment, SegmentResult, StepDone
+from molink.sim.roofline import Roofline
 from molink.sim.stages import step_rows
 from molink.wire.messages.data import Choice, Sampled, Volume
-from molinkd.worker.engine import HandOver
+from molinkd.worker.engine import HandOver, StageConfig
 from tools.emulation.activations import Activations
-from tools.emulation.model import EmulatedStage
+
+
+class TimedStage(Protocol):
+    """A stage that takes its time, and says how long that is."""
+
+    @property
+    def config(self) -> StageConfig:
+        """The model that it seems to hold layers of."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it samples."""
+
+    @property
+    def roofline(self) -> Roofline:
+        """How long its steps take."""
+
+    def slowed(self, steps: int) -> float:
+        """How many times as long its next step takes, after so many."""
 
 
 @dataclass(slots=True)
@@ -37,9 +57,9 @@ class EmulatedExecutor:
     Making the results is part of that time, as it is on a real device.
     """
 
-    def __init__(self, stage: EmulatedStage, activations: Activations, hand_over: HandOver) -> None:
+    def __init__(self, stage: TimedStage, activations: Activations, hand_over: HandOver) -> None:
         self._stage = stage
-        self._roofline = stage.emulation.rooflines[stage.index]
+        self._roofline = stage.roofline
         self._activations = activations
         self._hand_over = hand_over
         self._jobs: queue.SimpleQueue[

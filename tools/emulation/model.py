@@ -85,6 +85,11 @@ class EmulatedStage:
     emulation: Emulation
     index: int
 
+    @property
+    def roofline(self) -> Roofline:
+        """How long its steps take."""
+        return self.emulation.rooflines[self.index]
+
     def slowed(self, steps: int) -> float:
         """How many times as long as the device's its next step takes, after so many."""
         hot = self.emulation.hot

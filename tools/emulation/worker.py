@@ -10,12 +10,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from molink.errors import MolinkError
-from molink.wire.messages.pipe import Start
+from molink.wire.messages.pipe import Start, Warm, Warmed
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
 from molinkd.worker.daemon_pipe import DaemonPipe, leave
@@ -53,8 +54,8 @@ def _note(executor: EmulatedExecutor) -> None:
         print(NOTE + json.dumps(asdict(executor.punctuality)), file=sys.stderr, flush=True)
 
 
-def main() -> int:
-    """Run one worker; returns the exit code."""
+def run(engine: Callable[[Start], Engine]) -> int:
+    """Be a worker whose stages ``engine`` makes, on its own pipe; the exit code."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -62,11 +63,13 @@ def main() -> int:
     raise_descriptor_limit()
     pipe = DaemonPipe.on_stdio()
     try:
-        emulation = read_emulation(Path(sys.argv[1]).read_bytes())
         start = pipe.read_first()
+        if isinstance(start, Warm):  # a spare, which has nothing to compile
+            pipe.send(Warmed())
+            start = pipe.read_first()
         if isinstance(start, Start):
             with asyncio.Runner(loop_factory=EventLoop) as runner:
-                runner.run(Worker(start, pipe, partial(load, emulation)).run())
+                runner.run(Worker(start, pipe, engine).run())
     except MolinkError as error:
         log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
@@ -74,6 +77,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = run(partial(load, read_emulation(Path(sys.argv[1]).read_bytes())))
     logging.shutdown()
     leave(code)

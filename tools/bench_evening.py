@@ -1,0 +1,210 @@
+"""A changing evening on the rig: molink as it is, beside fixed configurations. Linux and root.
+
+    python -m tools.bench_evening [--scale 0.125] [--repeats 1] [--fixed even,other] [--json]
+
+What happens is :mod:`tools.evening.story`, with all its times multiplied by ``--scale``; what
+deciders wait for is not scaled. Each configuration has four PCs on a rig of its own (network
+namespaces, links shaped): real daemons, sockets and control plane, and stages whose compute is
+emulated (:mod:`tools.evening.worker`). All run at the same time and get the same requests.
+
+Fixed configurations have layers, ``K`` and chunks by hand; when a PC is lost, the one without
+layers takes its place until it returns. A row is a part of the evening, with what the tokens that
+came in it took (a time per token is that since the one before it in its stream).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from tools.evening.requests import Answered
+from tools.evening.rig import Configuration, Files, play, swarms
+from tools.evening.story import DURATION, MINUTE, story
+from tools.wan import RigError, unavailable
+
+#: Before the first thing that happens, and before requests begin: processes start, in seconds.
+_LEAD_S = 5.0
+CONFIGURATIONS = {
+    one.name: one
+    for one in (
+        Configuration("adaptive"),
+        Configuration("even", ("0:11", "11:22", "22:32", "auto"), 3, 64),
+        Configuration("cool", ("0:12", "auto", "12:24", "24:32"), 3, 64),
+        Configuration("near", ("0:12", "12:24", "auto", "24:32"), 3, 64),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of one configuration's evening; times in seconds, ``ring`` and K as last seen."""
+
+    begin: float
+    per_token: float
+    median: float
+    p99: float
+    ttft: float
+    requests: int
+    failed: int
+    ring: str
+    micro_batches: int
+
+
+def slices(answered: Answered, begin: float, length: float, count: int) -> list[Slice]:
+    """The evening in ``count`` parts of ``length`` seconds; later answers are in the last one."""
+
+    def part(at: float) -> int:
+        return min(count - 1, max(0, int((at - begin) / length)))
+
+    gaps: list[list[float]] = [[] for _ in range(count)]
+    firsts: list[list[float]] = [[] for _ in range(count)]
+    asked, failed = [0] * count, [0] * count
+    seen = [("", 0)] * count
+    for sample in answered.samples:
+        asked[part(sample.sent)] += 1
+        failed[part(sample.sent)] += sample.error is not None
+        if sample.error is None:
+            firsts[part(sample.sent)].append(sample.ttft)
+            for before, after in pairwise(sample.texts):
+                gaps[part(after)].append(after - before)
+    for look in answered.looks:
+        ring = " ".join(f"{name}:{last - first}" for name, first, last in look.ring)
+        seen[part(look.at)] = ring or "none", look.micro_batches
+    return [
+        Slice(
+            index * length,
+            statistics.mean(gaps[index] or [0.0]),
+            statistics.median(gaps[index] or [0.0]),
+            quantile(gaps[index], 0.99),
+            statistics.median(firsts[index] or [0.0]),
+            asked[index],
+            failed[index],
+            *seen[index],
+        )
+        for index in range(count)
+    ]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that ``share`` of all don't exceed; 0 of none."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else 0.0
+
+
+def whole(answered: Answered) -> dict[str, float]:
+    """The evening in one: means over all tokens and requests, and how many requests failed."""
+    good = [one for one in answered.samples if one.error is None]
+    gaps = [gap for one in good for gap in one.itl]
+    return {
+        "per_token": statistics.mean(gaps),
+        "median": statistics.median(gaps),
+        "p99": quantile(gaps, 0.99),
+        "worst": max(gaps),
+        "ttft": statistics.mean(one.ttft for one in good),
+        "latency": statistics.mean(one.latency for one in good),
+        "requests": len(answered.samples),
+        "failed": len(answered.samples) - len(good),
+    }
+
+
+def show(name: str, parts: Sequence[Slice], minute: float) -> None:
+    """A table as Markdown."""
+    print(
+        f"\n{name}\n\n| minute | per token, ms | median | p99 | first token, s | asked | failed |"
+        " K | layers |\n|---:|---:|---:|---:|---:|---:|---:|---:|---|"
+    )
+    for one in parts:
+        print(
+            f"| {one.begin / minute:.0f} | {1e3 * one.per_token:.0f} | {1e3 * one.median:.0f} "
+            f"| {1e3 * one.p99:.0f} | {one.ttft:.2f} | {one.requests} | {one.failed} "
+            f"| {one.micro_batches} | {one.ring} |",
+            flush=True,
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", type=float, default=0.125, help="of the story's times")
+    parser.add_argument("--until", type=float, default=60.0, help="minute of the story to end at")
+    parser.add_argument("--slice", type=float, default=2.0, help="minutes of the story in a row")
+    parser.add_argument("--configurations", default="adaptive,even,cool")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=0.3, help="requests a second")
+    parser.add_argument("--prompt-tokens", type=int, default=160)
+    parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--files", type=Path, help="keep the model's files here: minutes less")
+    parser.add_argument("--keep", type=Path, help="folder for the swarms' logs")
+    parser.add_argument("--json", type=Path, help="file for all that was seen")
+    return parser.parse_args()
+
+
+def evening(
+    options: argparse.Namespace, folder: Path, files: Files, seed: int
+) -> Mapping[str, tuple[Answered, float]]:
+    """One evening of all configurations; with each when it began."""
+    chosen = [CONFIGURATIONS[name] for name in options.configurations.split(",")]
+    length = min(DURATION, options.until * MINUTE) * options.scale
+    with swarms(chosen, folder, files) as found:
+        begin = time.perf_counter() + _LEAD_S
+        order = {
+            "begin": begin,
+            "end": begin + length,
+            "rate": options.rate,
+            "prompt_tokens": options.prompt_tokens,
+            "output_tokens": options.output_tokens,
+            "seed": seed,
+        }
+        events = [event for event in story(options.scale) if event.at < length]
+        print(f"[{time.strftime('%X')}] begins, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+        answered = play(found, events, order)
+        print(f"[{time.strftime('%X')}] is over, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+        for swarm in found:
+            print(swarm.configuration.name, swarm.rig.stats(), file=sys.stderr)
+    return {one.name: (told, begin) for one, told in zip(chosen, answered, strict=True)}
+
+
+def main() -> int:
+    """Measure, and print tables; the exit code."""
+    options = _arguments()
+    if (reason := unavailable()) is not None:
+        print(reason, file=sys.stderr)
+        return 1
+    minute = MINUTE * options.scale
+    count = round(min(60.0, options.until) / options.slice)
+    kept = []
+    with tempfile.TemporaryDirectory(prefix="molink-evening-") as base:
+        place = options.keep or Path(base)
+        files = Files(options.files or Path(base))
+        files.make()
+        for repeat in range(options.repeats):
+            folder = place / f"evening{options.seed + repeat}"
+            folder.mkdir(parents=True)
+            try:
+                found = evening(options, folder, files, options.seed + repeat)
+            except (RigError, RuntimeError) as error:
+                print(error, file=sys.stderr)
+                return 1
+            for name, (answered, begin) in found.items():
+                show(name, slices(answered, begin, options.slice * minute, count), minute)
+                print(json.dumps({"name": name, **whole(answered)}))
+                told = msgspec.to_builtins(answered)
+                kept.append({"name": name, "repeat": repeat, "begin": begin, "told": told})
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.encode(kept))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

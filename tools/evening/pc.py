@@ -1,0 +1,64 @@
+"""``python -m tools.evening.pc PC``: the daemon of a PC of the evening, on its node of the rig.
+
+The daemon, its coordinator and its sockets are the product's. Its stages are those of
+:mod:`tools.evening.worker`, and its device is what ``PC`` (a file with a :class:`Pc`) says. Events
+are printed as lines of JSON.
+"""
+
+import asyncio
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from molink.errors import MolinkError
+from molink.facts.device import Device
+from molink.wire.sockets.loop import EventLoop
+from molinkd.descriptors import raise_descriptor_limit
+from molinkd.peer import assignments
+from molinkd.peer import daemon as daemons
+from molinkd.peer.device_probe import Measured
+from molinkd.peer.launch import AnyEvent, Launch
+from molinkd.peer.supervisor import Supervisor
+
+_PRINTING = threading.Lock()
+
+
+class Pc(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run: ``computer`` is the file of what its stages compute with."""
+
+    launch: Launch
+    device: Device
+    computer: str
+
+
+def _say(event: AnyEvent) -> None:
+    with _PRINTING:
+        sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def main() -> int:
+    """Run it until it is killed; the exit code."""
+    pc = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Pc)
+
+    async def measure(*_: object) -> Measured:
+        return Measured(pc.device, bf16=True)
+
+    raise_descriptor_limit()
+    worker = (sys.executable, "-m", "tools.evening.worker", pc.computer)
+    assignments.Supervisor = partial(Supervisor, command=worker)  # type: ignore[assignment, misc]
+    daemons.measure_device = measure  # type: ignore[assignment]
+    try:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(daemons.Daemon(pc.launch, _say).run())
+    except MolinkError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
