@@ -1,6 +1,6 @@
 """A changing evening on the rig: molink as it is, beside fixed configurations. Linux and root.
 
-    python -m tools.bench_evening [--scale 0.125] [--repeats 1] [--fixed even,other] [--json]
+    python -m tools.bench_evening [--scale 0.125] [--repeats 1] [--json FILE]
 
 What happens is :mod:`tools.evening.story`, with all its times multiplied by ``--scale``; what
 deciders wait for is not scaled. Each configuration has four PCs on a rig of its own (network
@@ -37,9 +37,13 @@ CONFIGURATIONS = {
     one.name: one
     for one in (
         Configuration("adaptive"),
-        Configuration("even", ("0:11", "11:22", "22:32", "auto"), 3, 64),
-        Configuration("cool", ("0:12", "auto", "12:24", "24:32"), 3, 64),
-        Configuration("near", ("0:12", "12:24", "auto", "24:32"), 3, 64),
+        # The three equal PCs; and without the one that becomes hot.
+        Configuration("equal", ("0:11", "11:22", "22:32", "auto"), 3, 64),
+        Configuration("cool", ("0:12", "auto", "21:32", "12:21"), 3, 64),
+        # The first with other K and chunks.
+        Configuration("equal-k2", ("0:11", "11:22", "22:32", "auto"), 2, 64),
+        Configuration("equal-k6", ("0:11", "11:22", "22:32", "auto"), 6, 64),
+        Configuration("equal-chunk256", ("0:11", "11:22", "22:32", "auto"), 3, 256),
     )
 }
 
@@ -138,7 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=0.125, help="of the story's times")
     parser.add_argument("--until", type=float, default=60.0, help="minute of the story to end at")
     parser.add_argument("--slice", type=float, default=2.0, help="minutes of the story in a row")
-    parser.add_argument("--configurations", default="adaptive,even,cool")
+    parser.add_argument("--configurations", default="adaptive,equal,cool")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=0.3, help="requests a second")

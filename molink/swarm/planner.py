@@ -81,8 +81,9 @@ class Planner:
         self._pending: Candidates | None = None
         self._pending_since = 0.0
         self._place_at = 0.0
-        #: When a change of links may be looked at.
-        self._review_at = 0.0
+        #: When a change of links may be looked at, and one of paces: links jitter, and paces that
+        #: have stayed for long enough don't wait for what that led to.
+        self._links_at = self._paces_at = 0.0
         #: Whether the next placement is made as if nothing served.
         self._afresh = False
         #: How long a change of the candidates puts the placement off.
@@ -180,15 +181,18 @@ class Planner:
         ):
             return False
         self.settle(candidates)
-        self._review_at = now + REVIEW
+        self._links_at = self._paces_at = now + REVIEW
         return True
 
     def _review(self, now: float) -> bool:
         """Whether links or paces have changed since the last placement, and that is not young."""
         self.paces.look(now)
-        if now < self._review_at or not (self.links.news or self.paces.news):
+        paces = self.paces.news and now >= self._paces_at
+        if not paces and not (self.links.news and now >= self._links_at):
             return False
-        self._review_at = now + REVIEW
+        self._links_at = now + REVIEW
+        if paces:
+            self._paces_at = now + REVIEW
         return True
 
     def outdated(self, candidates: Candidates, peers: Collection[str]) -> bool:

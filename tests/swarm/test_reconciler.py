@@ -534,6 +534,18 @@ def test_a_stage_that_stays_slow_is_given_to_another_pc(pair: Paper) -> None:
     assert pair.reconciler.formation.record.epoch == epoch, "B is as good again, but no better"
 
 
+def test_links_that_were_looked_at_just_before_put_a_slow_stage_off_by_nothing(pair: Paper) -> None:
+    paced(pair, "a", 1.0)
+    pair.wait(2 * REVIEW, *"abc")
+    paced(pair, "b", 4.0)
+    pair.wait(STAYS - 5, *"abc")
+    pair.do(Tried("b", "c", ok=True, latency=0.005))
+    pair.wait(3, *"abc")
+    assert pair.reconciler.move is None
+    pair.wait(4, *"abc")
+    assert set(pair.reconciler.move.peers) == {"a", "c"}
+
+
 def test_a_pace_that_comes_and_goes_never_changes_the_ring(pair: Paper) -> None:
     paced(pair, "a", 1.0)
     for _ in range(6):
