@@ -17,8 +17,9 @@ from molink.errors import MolinkError
 from molink.facts.device import Device
 from molink.wire.sockets.loop import EventLoop
 from molinkd.descriptors import raise_descriptor_limit
-from molinkd.peer import assignments
+from molinkd.peer import assignments, coordinator_child
 from molinkd.peer import daemon as daemons
+from molinkd.peer.coordinator_child import CoordinatorProcess
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.launch import AnyEvent, Launch
 from molinkd.peer.supervisor import Supervisor
@@ -27,11 +28,15 @@ _PRINTING = threading.Lock()
 
 
 class Pc(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run: ``computer`` is the file of what its stages compute with."""
+    """What to run: ``computer`` is the file of what its stages compute with.
+
+    What a placement waits for takes ``waits`` times as long as it does for users.
+    """
 
     launch: Launch
     device: Device
     computer: str
+    waits: float = 1.0
 
 
 def _say(event: AnyEvent) -> None:
@@ -51,6 +56,10 @@ def main() -> int:
     worker = (sys.executable, "-m", "tools.evening.worker", pc.computer)
     assignments.Supervisor = partial(Supervisor, command=worker)  # type: ignore[assignment, misc]
     daemons.measure_device = measure  # type: ignore[assignment]
+    if pc.waits != 1.0:
+        command = (sys.executable, "-m", "tools.evening.hurry", str(pc.waits))
+        made = partial(CoordinatorProcess, command=command)
+        coordinator_child.CoordinatorProcess = made  # type: ignore[assignment, misc]
     try:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(daemons.Daemon(pc.launch, _say).run())

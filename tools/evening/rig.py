@@ -80,6 +80,8 @@ class Configuration:
     stages: tuple[str, ...] = ("auto",) * PEERS
     micro_batches: int = 0
     chunk_tokens: int = 0
+    #: How many times as long as for users a placement waits.
+    waits: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,12 @@ class Swarm:
             memory=MEMORY,
             read_rate=READ_RATE / PACES[index],
         )
-        pc = Pc(launch=launch, device=device, computer=str(home / "computer.json"))
+        pc = Pc(
+            launch=launch,
+            device=device,
+            computer=str(home / "computer.json"),
+            waits=self.configuration.waits,
+        )
         (home / "pc.json").write_bytes(msgspec.json.encode(pc))
         with self._log(index).open("ab") as output:
             self._running[index] = self.rig.run(
