@@ -14,7 +14,6 @@ came in it took (a time per token is that since the one before it in its stream)
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -47,6 +46,17 @@ CONFIGURATIONS = {
         Configuration("equal-chunk256", ("0:11", "11:22", "22:32", "auto"), 3, 256),
     )
 }
+
+
+class Evening(msgspec.Struct, frozen=True):
+    """What became of the requests of one configuration, and when its evening began."""
+
+    begin: float
+    told: Answered
+
+
+#: By the name of the configuration.
+Kept = dict[str, Evening]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +120,58 @@ def whole(answered: Answered) -> dict[str, float]:
     good = [one for one in answered.samples if one.error is None]
     gaps = [gap for one in good for gap in one.itl]
     return {
-        "per_token": statistics.mean(gaps),
-        "median": statistics.median(gaps),
-        "p99": quantile(gaps, 0.99),
-        "worst": max(gaps),
-        "ttft": statistics.mean(one.ttft for one in good),
-        "latency": statistics.mean(one.latency for one in good),
-        "requests": len(answered.samples),
+        "per token, ms": 1e3 * statistics.mean(gaps),
+        "median, ms": 1e3 * statistics.median(gaps),
+        "p99, ms": 1e3 * quantile(gaps, 0.99),
+        "longest, s": max(gaps),
+        "first token, s": statistics.mean(one.ttft for one in good),
+        "whole answer, s": statistics.mean(one.latency for one in good),
         "failed": len(answered.samples) - len(good),
     }
 
 
-def show(name: str, parts: Sequence[Slice], minute: float) -> None:
-    """A table as Markdown."""
-    print(
-        f"\n{name}\n\n| minute | per token, ms | median | p99 | first token, s | asked | failed |"
-        " K | layers |\n|---:|---:|---:|---:|---:|---:|---:|---:|---|"
-    )
-    for one in parts:
-        print(
-            f"| {one.begin / minute:.0f} | {1e3 * one.per_token:.0f} | {1e3 * one.median:.0f} "
-            f"| {1e3 * one.p99:.0f} | {one.ttft:.2f} | {one.requests} | {one.failed} "
-            f"| {one.micro_batches} | {one.ring} |",
-            flush=True,
-        )
+def show(
+    evenings: Sequence[Mapping[str, Evening]], minutes: float, scale: float, count: int
+) -> None:
+    """Tables as Markdown: by parts of so many minutes, and of the whole; medians of evenings."""
+    names, length = list(evenings[0]), minutes * MINUTE * scale
+    parts = {
+        name: [slices(one[name].told, one[name].begin, length, count) for one in evenings]
+        for name in names
+    }
+    heads = [f"{name}: per token, ms / p99 / first token, s" for name in names]
+    print(f"\n| minute | {' | '.join(heads)} | K | {names[0]}'s layers |")
+    print("|---:" * (len(names) + 2) + "|---|")
+    for index in range(count):
+        cells = []
+        for name in names:
+            same = [evening[index] for evening in parts[name]]
+            per_token, p99, ttft = (
+                statistics.median(values)
+                for values in zip(
+                    *((one.per_token, one.p99, one.ttft) for one in same), strict=True
+                )
+            )
+            failed = sum(one.failed for one in same)
+            cells.append(f"{1e3 * per_token:.0f} / {1e3 * p99:.0f} / {ttft:.2f}")
+            cells[-1] += f", {failed} failed" * (failed > 0)
+        last = parts[names[0]][0][index]
+        print(f"| {index * minutes:g} | {' | '.join(cells)} | {last.micro_batches} | {last.ring} |")
+    everything = {name: [whole(one[name].told) for one in evenings] for name in names}
+    figures = list(everything[names[0]][0])
+    print(f"\n| | {' | '.join(figures)} |\n|---{'|---:' * len(figures)}|")
+    for name, found in everything.items():
+        print(f"| {name} | {' | '.join(spread([one[key] for one in found]) for key in figures)} |")
+    for name in names[1:]:
+        for key in ("per token, ms", "first token, s", "whole answer, s"):
+            pairs = zip(everything[names[0]], everything[name], strict=True)
+            print(f"{names[0]} / {name}, {key}: {spread([a[key] / b[key] for a, b in pairs])}")
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and from which to which."""
+    text = f"{statistics.median(values):.3g}"
+    return text + (f" ({min(values):.3g}–{max(values):.3g})" if len(values) > 1 else "")
 
 
 def _arguments() -> argparse.Namespace:
@@ -157,13 +195,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--files", type=Path, help="keep the model's files here: minutes less")
     parser.add_argument("--keep", type=Path, help="folder for the swarms' logs")
     parser.add_argument("--json", type=Path, help="file for all that was seen")
+    parser.add_argument(
+        "--again", type=Path, nargs="+", help="such files: print their tables and measure nothing"
+    )
     return parser.parse_args()
 
 
 def evening(
     options: argparse.Namespace, folder: Path, files: Files, seed: int
-) -> Mapping[str, tuple[Answered, float]]:
-    """One evening of all configurations; with each when it began."""
+) -> Mapping[str, Evening]:
+    """One evening of all configurations."""
     waits = options.scale if options.scale_waits else 1.0
     chosen = [
         replace(CONFIGURATIONS[name], waits=waits) for name in options.configurations.split(",")
@@ -185,37 +226,37 @@ def evening(
         print(f"[{time.strftime('%X')}] is over, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
         for swarm in found:
             print(swarm.configuration.name, swarm.rig.stats(), file=sys.stderr)
-    return {one.name: (told, begin) for one, told in zip(chosen, answered, strict=True)}
+    return {one.name: Evening(begin, told) for one, told in zip(chosen, answered, strict=True)}
 
 
 def main() -> int:
     """Measure, and print tables; the exit code."""
     options = _arguments()
+    count = round(min(DURATION / MINUTE, options.until) / options.slice)
+    if options.again:
+        read = (path.read_bytes() for path in options.again)
+        kept = [one for data in read for one in msgspec.json.decode(data, type=list[Kept])]
+        show(kept, options.slice, options.scale, count)
+        return 0
     if (reason := unavailable()) is not None:
         print(reason, file=sys.stderr)
         return 1
-    minute = MINUTE * options.scale
-    count = round(min(60.0, options.until) / options.slice)
-    kept = []
+    evenings = []
     with tempfile.TemporaryDirectory(prefix="molink-evening-") as base:
         place = options.keep or Path(base)
         files = Files(options.files or Path(base))
         files.make()
-        for repeat in range(options.repeats):
-            folder = place / f"evening{options.seed + repeat}"
+        for seed in range(options.seed, options.seed + options.repeats):
+            folder = place / f"evening{seed}"
             folder.mkdir(parents=True)
             try:
-                found = evening(options, folder, files, options.seed + repeat)
+                evenings.append(evening(options, folder, files, seed))
             except (RigError, RuntimeError) as error:
                 print(error, file=sys.stderr)
                 return 1
-            for name, (answered, begin) in found.items():
-                show(name, slices(answered, begin, options.slice * minute, count), minute)
-                print(json.dumps({"name": name, **whole(answered)}))
-                told = msgspec.to_builtins(answered)
-                kept.append({"name": name, "repeat": repeat, "begin": begin, "told": told})
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.encode(kept))
+            if options.json is not None:
+                options.json.write_bytes(msgspec.json.encode(evenings))
+    show(evenings, options.slice, options.scale, count)
     return 0
 
 
