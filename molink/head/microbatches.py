@@ -123,9 +123,9 @@ class MicroBatches:
             if len(self._depths) >= _REMEMBERED:
                 self._depths.clear()
             riding = -(-streams // self.count)
-            self._depths[key] = prefill_depth(
-                self._times, rows, before, riding, self.count, context
-            )
+            # Few streams fill few of the micro-batches that there may be.
+            flying = -(-streams // riding) if riding else self.count
+            self._depths[key] = prefill_depth(self._times, rows, before, riding, flying, context)
         return self._depths[key]
 
     def _decide(self, streams: int, context: int) -> int:

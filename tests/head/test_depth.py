@@ -65,6 +65,13 @@ def test_a_fixed_k_bounds_paired_volumes_only() -> None:
     assert fixed.prefills(128, 0, streams=4) == 18
 
 
+def test_micro_batches_that_no_stream_is_in_hold_nobody_up() -> None:
+    many = MicroBatches(20, 3, (STAGE,) * 3, ROW)
+    many.set_times(ring(0.03, None))
+    assert many.prefills(128, 0, streams=40) == 0
+    assert many.prefills(128, 0, streams=2) == 18
+
+
 def test_it_follows_links_and_streams() -> None:
     decider = MicroBatches(0, 3, (STAGE,) * 3, ROW)
     assert decider.prefills(128, 0, streams=4) == 0
