@@ -1,12 +1,12 @@
 """A changing evening on the rig: molink as it is, beside fixed configurations. Linux and root.
 
-    python -m tools.bench_evening [--scale 0.125] [--scale-waits] [--repeats 1] [--json FILE]
+    python -m tools.bench_evening [--scale 0.125] [--repeats 1] [--json FILE]
 
 What happens is :mod:`tools.evening.story`, with all its times multiplied by ``--scale``; what
-placements wait for is not, without ``--scale-waits``. Each configuration has four PCs on a rig of
-its own (network namespaces, links shaped): real daemons, sockets and control plane, and stages
-whose compute is emulated (:mod:`tools.evening.worker`). All run at the same time and get the same
-requests.
+placements wait for is not, but for the configuration ``in-step``: so it shows what a whole hour
+would be. Each configuration has four PCs on a rig of its own (network namespaces, links shaped):
+real daemons, sockets and control plane, and stages whose compute is emulated
+(:mod:`tools.evening.worker`). All run at the same time and get the same requests.
 
 Fixed configurations have layers, ``K`` and chunks by hand; when a PC is lost, the one without
 layers takes its place until it returns. A row is a part of the evening, with what the tokens that
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,6 +37,7 @@ CONFIGURATIONS = {
     one.name: one
     for one in (
         Configuration("adaptive"),
+        Configuration("in-step", in_step=True),
         # The three equal PCs; and without the one that becomes hot.
         Configuration("equal", ("0:11", "11:22", "22:32", "auto"), 3, 64),
         Configuration("cool", ("0:12", "auto", "21:32", "12:21"), 3, 64),
@@ -179,14 +180,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scale", type=float, default=0.125, help="of the story's times")
-    parser.add_argument(
-        "--scale-waits",
-        action="store_true",
-        help="scale what placements wait for too: as the whole hour would be",
-    )
     parser.add_argument("--until", type=float, default=60.0, help="minute of the story to end at")
     parser.add_argument("--slice", type=float, default=2.0, help="minutes of the story in a row")
-    parser.add_argument("--configurations", default="adaptive,equal,cool")
+    parser.add_argument("--configurations", default="adaptive,in-step,equal,cool")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=0.3, help="requests a second")
@@ -205,12 +201,9 @@ def evening(
     options: argparse.Namespace, folder: Path, files: Files, seed: int
 ) -> Mapping[str, Evening]:
     """One evening of all configurations."""
-    waits = options.scale if options.scale_waits else 1.0
-    chosen = [
-        replace(CONFIGURATIONS[name], waits=waits) for name in options.configurations.split(",")
-    ]
+    chosen = [CONFIGURATIONS[name] for name in options.configurations.split(",")]
     length = min(DURATION, options.until * MINUTE) * options.scale
-    with swarms(chosen, folder, files) as found:
+    with swarms(chosen, folder, files, options.scale) as found:
         begin = time.perf_counter() + _LEAD_S
         order = {
             "begin": begin,

@@ -80,8 +80,8 @@ class Configuration:
     stages: tuple[str, ...] = ("auto",) * PEERS
     micro_batches: int = 0
     chunk_tokens: int = 0
-    #: How many times as long as for users a placement waits.
-    waits: float = 1.0
+    #: Whether what placements wait for is scaled as the story is.
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,8 @@ class Swarm:
     folder: Path
     files: Files
     rig: Rig
+    #: How many times as long as for users a placement waits.
+    waits: float = 1.0
     token: str = ""
     url: str = ""
     _running: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -174,7 +176,7 @@ class Swarm:
             launch=launch,
             device=device,
             computer=str(home / "computer.json"),
-            waits=self.configuration.waits,
+            waits=self.waits,
         )
         (home / "pc.json").write_bytes(msgspec.json.encode(pc))
         with self._log(index).open("ab") as output:
@@ -272,9 +274,9 @@ class Swarm:
 
 @contextlib.contextmanager
 def swarms(
-    configurations: Sequence[Configuration], folder: Path, files: Files
+    configurations: Sequence[Configuration], folder: Path, files: Files, scale: float
 ) -> Iterator[list[Swarm]]:
-    """All of them, formed, with links that have what they have when the story begins.
+    """All of them, formed, with links that have what they have when a story of that scale begins.
 
     Raises:
         RigError: there is no rig here.
@@ -287,7 +289,8 @@ def swarms(
             home.mkdir()
             nodes = [Node(f"pc{index}", 0.0, 0.0, DELAY_MS) for index in range(PEERS)]
             rig = stack.enter_context(Rig(nodes))
-            found.append(Swarm(chosen, home, files, rig))
+            waits = scale if chosen.in_step else 1.0
+            found.append(Swarm(chosen, home, files, rig, waits))
             found[-1].form()
             if not files.copy.is_dir():
                 shutil.copytree(home / "pc1" / "models", files.copy)
