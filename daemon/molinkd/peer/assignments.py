@@ -99,13 +99,13 @@ class Assignments:
         self._paused = False
         self._keeper = Keeper()
         self.recovery = Recovery()
-        self._prefetcher = Prefetcher(store, on_change)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._progress: dict[int, Progress] = {}
         #: What the stage of each generation takes of the device.
         self._plans: dict[int, MemoryPlan] = {}
         self._measured: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
         self.supervisor = Supervisor(home.logs, self._worker_said, self._worker_exited)
+        self._prefetcher = Prefetcher(store, on_change, self.supervisor.quick)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def link_rates(self) -> dict[str, float]:

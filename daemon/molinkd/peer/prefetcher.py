@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -19,9 +19,17 @@ log = logging.getLogger(__name__)
 class Prefetcher:
     """The newest :class:`Prefetch` of the coordinator; an earlier one ends with it."""
 
-    def __init__(self, store: Store, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, on_change: Callable[[], None], ready: Callable[[], Awaitable[None]]
+    ) -> None:
+        """``ready()`` waits until a stage could begin here at once.
+
+        Where a device has no room for two stages, what serves ends before the next one begins; then
+        everybody waits for the slowest PC.
+        """
         self._store = store
         self._on_change = on_change
+        self._ready = ready
         self._message: Prefetch | None = None
         self._task: asyncio.Task[None] | None = None
         self._progress = Progress()
@@ -77,6 +85,7 @@ class Prefetcher:
                 self._progress,
                 paced=True,
             )
+            await self._ready()
         except MolinkError as error:
             reason = str(error)
             log.warning("layers %d:%d of %s: %s", *message.layers, message.model, reason)

@@ -1,6 +1,7 @@
 """The worker processes of this peer: starts them, talks to them, ends them. It decides nothing."""
 
 import asyncio
+import contextlib
 import io
 import logging
 import re
@@ -40,6 +41,8 @@ GRACE_S = 5.0
 WORKER_COMMAND = (sys.executable, "-P", "-m", "molinkd.worker")
 #: Seconds from a ring that stands to the next spare: until then requests are computed again.
 SPARE_DELAY_S = 2.0
+#: Longest wait for a spare that is not ready yet, in seconds.
+SPARE_WAIT_S = 15.0
 #: Stages whose workers' counters are remembered.
 MAX_PAST = 32
 #: A record in a worker's log, as :data:`molink.plaintext.LOG_FORMAT` has it.
@@ -80,6 +83,8 @@ class Supervisor:
         self._workers: dict[int, _WorkerChild] = {}
         self._spare: _WorkerChild | None = None
         self._spare_timer: asyncio.TimerHandle | None = None
+        #: Set when the spare has got ready, or is none any more.
+        self._spare_news = asyncio.Event()
         self._stopping: set[asyncio.Task[None]] = set()
         self._closed = False
         #: Counters of workers that are no more, so that they never fall.
@@ -113,6 +118,18 @@ class Supervisor:
         """Have a spare before it is known what for: a stage is likely to come soon."""
         if self._spare is None and self._spare_timer is None and not self._closed:
             self._start_spare(Warm())
+
+    async def quick(self) -> None:
+        """Wait, for a while at most, until a first worker here would begin at once.
+
+        It is the spare that is waited for, if one is starting. A PC that has a worker already need
+        not wait: its next stage may be in that one.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SPARE_WAIT_S):
+                while self._spare is not None and not self._spare.warm and not self._workers:
+                    self._spare_news.clear()
+                    await self._spare_news.wait()
 
     def drop_spare(self) -> None:
         """End the spare: it takes memory of the device, which is wanted for something else."""
@@ -268,6 +285,7 @@ class Supervisor:
             return
         if isinstance(message, Warmed):
             worker.warm = True
+            self._spare_news.set()
         elif isinstance(message, Stats):
             worker.stats = message
         elif isinstance(message, FromStage) and worker.start is not None:
@@ -276,6 +294,7 @@ class Supervisor:
     def _exited(self, worker: _WorkerChild, code: int) -> None:
         if worker is self._spare:
             self._spare = None
+            self._spare_news.set()
         if worker.start is not None:
             del self._workers[worker.generation]
         if worker.stats is not None and worker.start is not None:

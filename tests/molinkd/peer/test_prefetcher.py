@@ -43,7 +43,12 @@ class Scene:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.said: asyncio.Queue[Prefetched | None] = asyncio.Queue()
-        self.prefetcher = Prefetcher(self.store, self._changed)  # type: ignore[arg-type]
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.prefetcher = Prefetcher(self.store, self._changed, self._ready)  # type: ignore[arg-type]
+
+    async def _ready(self) -> None:
+        await self.ready.wait()
 
     def _changed(self) -> None:
         self.said.put_nowait(self.prefetcher.state)
@@ -77,6 +82,20 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     assert await scene.said.get() == Prefetched(number=1, state="done")
     assert scene.store.calls == [(0, 2)]
     assert scene.prefetcher.under_way == ""
+
+
+async def test_files_are_not_all_that_a_stage_waits_for(scene: Scene) -> None:
+    scene.ready.clear()
+    scene.prefetcher.begin(wish())
+    scene.store.answers.put_nowait(None)
+    await scene.store.asked.wait()
+    await asyncio.sleep(0)
+    state = scene.prefetcher.state
+    assert state is not None
+    assert state.state == "fetching"
+    scene.ready.set()
+    await scene.said.get()
+    assert await scene.said.get() == Prefetched(number=1, state="done")
 
 
 async def test_a_failure_is_said_and_may_be_tried_again(scene: Scene) -> None:

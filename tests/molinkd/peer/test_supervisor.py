@@ -208,6 +208,29 @@ async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
     assert len(children) == 1
 
 
+async def test_a_first_stage_can_wait_for_the_spare_that_starts(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await heard.supervisor.quick()  # there is none
+    heard.supervisor.prepare()
+    await heard.supervisor.quick()
+    assert heard.supervisor.metrics().gauges["spare_workers"] == 1.0
+
+
+@pytest.mark.parametrize("heard", ["cold"], indirect=True)
+async def test_a_spare_that_never_gets_ready_is_waited_for_no_longer_than_that(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard.supervisor.prepare()
+    monkeypatch.setattr(supervisor_module, "SPARE_WAIT_S", 0.0)
+    await heard.supervisor.quick()
+    monkeypatch.setattr(supervisor_module, "SPARE_WAIT_S", 1e6)
+    (spare,) = psutil.Process().children()
+    waiting = asyncio.create_task(heard.supervisor.quick())
+    spare.kill()
+    await waiting
+
+
 async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     spare = await _spare(heard, monkeypatch)
     own = heard.supervisor.own_use
