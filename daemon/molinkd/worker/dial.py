@@ -8,7 +8,7 @@ from molink.link.ends import ChannelEvents
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import DataMessage, Lane
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.congestion import avoid_bbr
+from molink.wire.sockets.congestion import avoid_bbr, spread_out
 from molink.wire.sockets.curve import KeyPair
 
 
@@ -46,7 +46,7 @@ class Dialer:
                 on_disconnect=events.on_disconnect,
                 on_gone=events.on_gone,
                 on_drained=events.on_drained,
-                on_open=avoid_bbr if lane is Lane.DECODE else None,
+                on_open=avoid_bbr if lane is Lane.DECODE else spread_out,
             ),
         )
         self.clients.append(client)

@@ -14,6 +14,8 @@ _NOTICEABLE_SECONDS = 0.0003
 #: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
 #: thousands of times a second, and changes with beats.
 _LOOK_INTERVAL = 0.005
+#: Seconds by which a beat is late if there is a queue.
+_QUEUE = 0.004
 
 
 class LinkEstimator:
@@ -60,7 +62,11 @@ class LinkEstimator:
     def beat_back(self, sent_at: float, now: float) -> bool:
         """The beat that left at ``sent_at`` is back; ``False`` if none did."""
         now = self._look_at = self._at(now)
-        return self._trip.came_back(sent_at, self._meter.rate, now)
+        known = self._trip.came_back(sent_at, self._meter.rate, now)
+        minimum = self._minimum()
+        if known and minimum is not None:
+            self._meter.queued = now - sent_at - minimum > _QUEUE
+        return known
 
     def _at(self, now: float) -> float:
         self._now = max(self._now, now)

@@ -75,6 +75,8 @@ class RateMeter:
         #: Whether the rate is only the best that is known so far.
         self._guess = start is None
         self._flights: dict[Lane, deque[_Flight]] = {lane: deque() for lane in Lane}
+        #: Whether a queue was seen of late: without one, a lower rate says nothing of the link.
+        self.queued = True
         #: Bytes sent and not acknowledged, of both lanes.
         self.in_flight = 0
         #: Of the burst under way, if there is one: when it began, and bytes that have arrived.
@@ -244,7 +246,7 @@ class RateMeter:
         while self._samples and self._samples[-1][1] <= rate:
             self._samples.pop()
         self._samples.append((active, rate))
-        while self._samples[0][0] < active - MEMORY:
+        while self.queued and self._samples[0][0] < active - MEMORY:
             self._samples.popleft()
         self.rate, self._guess = self._samples[0][1], False
 

@@ -189,9 +189,9 @@ class CubicTcp:
 
 
 class PacedCubicTcp(CubicTcp):
-    """One that has begun under BBR: Linux goes on pacing such a connection.
+    """One that Linux paces (:mod:`molink.wire.sockets.congestion`).
 
-    Decode lanes are switched so (:mod:`molink.wire.sockets.congestion`).
+    That is a bulk lane's, and a decode lane's that has begun under BBR: it goes on being paced.
     """
 
     def __init__(self, round_trip: float) -> None:

@@ -8,6 +8,9 @@ from molink.wire.sockets.tcp import duplicate
 
 #: What suits few bytes at a time, best first. Without privileges Linux may refuse the first.
 _STEADY = (b"cubic", b"reno")
+#: An option of Linux's sockets, and a rate in bytes/s that is no bound: with any, it paces.
+_SO_MAX_PACING_RATE = 47
+_NO_RATE = 2**31 - 1
 
 
 def avoid_bbr(descriptor: int) -> None:
@@ -28,3 +31,16 @@ def avoid_bbr(descriptor: int) -> None:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
                 return
+
+
+def spread_out(descriptor: int) -> None:
+    """Let Linux pace what the TCP connection ``descriptor`` sends, whatever controls it.
+
+    In slow start two segments follow on each that is acknowledged, so half a window stands in a
+    queue before the link's narrowest point, which may have no room for it. Paced, they leave evenly.
+    Other systems have no such choice.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError), duplicate(descriptor) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _NO_RATE)

@@ -297,6 +297,26 @@ def test_nothing_collapses_when_only_small_messages_flow() -> None:
     assert agree(latencies(pipe, 2.0, 60.0), NEAR, 0.1)
 
 
+def test_what_tcp_holds_back_does_not_lower_the_rate() -> None:
+    """A window that starts again, or recovers from a loss, is no slower link: beats are in time."""
+    pipe = Pipe(Path(FAST, NEAR))
+    pipe.beats()
+    pipe.at(0.01, lambda: probe(pipe))
+    pipe.at(0.6, lambda: steady(pipe))
+    carry, free = pipe._carry, [0.0]
+
+    def held(nbytes: int, arrive: Callable[[], None], lane: Lane = Lane.DECODE) -> None:
+        if lane is Lane.DECODE or pipe.now < CHANGE:
+            carry(nbytes, arrive, lane)
+            return
+        free[0] = max(free[0], pipe.now) + nbytes / (40 * MBPS)
+        pipe.at(free[0], lambda: carry(nbytes, arrive, lane))
+
+    pipe._carry = held  # type: ignore[method-assign]
+    pipe.run(END)
+    assert agree(rates(pipe, 2.0), FAST, 0.1)
+
+
 @pytest.mark.parametrize("rate", [SLOW, FAST])
 def test_a_probe_gives_a_first_rate(rate: float) -> None:
     pipe = Pipe(Path(rate, NEAR))

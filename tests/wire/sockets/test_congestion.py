@@ -1,18 +1,30 @@
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from molink.wire.sockets.congestion import avoid_bbr
+from molink.wire.sockets.congestion import avoid_bbr, spread_out
 
 
-def test_what_is_no_connection_is_left_alone() -> None:
+@pytest.mark.parametrize("change", [avoid_bbr, spread_out])
+def test_what_is_no_connection_is_left_alone(change: Callable[[int], None]) -> None:
     ours, theirs = os.pipe()
-    avoid_bbr(ours)
+    change(ours)
     os.close(ours)
     os.close(theirs)
-    avoid_bbr(ours)
+    change(ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SO_MAX_PACING_RATE is Linux's")
+def test_a_connection_is_paced() -> None:
+    option, unlimited = 47, b"\xff" * 4
+    with socket.socket() as connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, option, 4) == unlimited
+        spread_out(connection.fileno())
+        assert connection.getsockopt(socket.SOL_SOCKET, option, 4) != unlimited
+        assert connection.fileno() >= 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_CONGESTION is Linux's")
