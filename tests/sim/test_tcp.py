@@ -39,8 +39,10 @@ class Line:
         rate: float = RATE,
         room: int = ROOM,
         latency: float = LATENCY,
-        lane: Lane = Lane.BULK,
+        lane: Lane | None = None,
     ) -> None:
+        # Only a bulk lane's is paced under CUBIC.
+        lane = lane if lane is not None else Lane.DECODE if name == "cubic" else Lane.BULK
         self.agenda = Agenda()
         self.uplink = Uplink(rate, room)
         self.controller = create_controller(name, 2 * latency, lane)
@@ -292,3 +294,11 @@ def test_an_unknown_congestion_control_is_named() -> None:
         LinkProfile(congestion="vegas")
     with pytest.raises(UsageError, match="'vegas': choose one of none, cubic, bbr"):
         create_controller("vegas", 0.1)
+
+
+def test_a_bulk_lane_under_cubic_is_paced() -> None:
+    """The same transfer drops nothing where an unpaced slow start overflows a short queue."""
+    paced, plain = (Line("cubic", room=64_000, lane=lane) for lane in (Lane.BULK, Lane.DECODE))
+    for line in (paced, plain):
+        line.take(400_000, 0.0)
+    assert paced.uplink.dropped < plain.uplink.dropped

@@ -10,8 +10,8 @@ from molink.wire.messages.data import Lane
 def create_controller(name: str, round_trip: float, lane: Lane = Lane.BULK) -> Controller:
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
-    BBR doesn't control the decode lane for long, and the bulk lane is paced by whatever controls it:
-    :mod:`molink.wire.sockets.congestion`.
+    BBR doesn't control the decode lane for long, and the bulk lane is always paced
+    (:mod:`molink.wire.sockets.congestion`).
 
     Raises:
         UsageError: there is none of that name.

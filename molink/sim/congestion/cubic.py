@@ -30,11 +30,12 @@ class CubicTcp:
     """
 
     pacing: float = inf
+    paced = False
 
     def __init__(self) -> None:
         self.window: float = FIRST_WINDOW
         self.threshold = inf
-        self._hystart = HyStart()
+        self._hystart = HyStart(self.paced)
         self._hystarting = True
         self._round_trip = 0.0
         #: The window before the last loss, in segments as the following; 0 before any.
@@ -185,7 +186,7 @@ class CubicTcp:
         self._w_max = 0.0
         self._recovering = False
         self.window = SEGMENT
-        self._hystarting, self._hystart = True, HyStart()
+        self._hystarting, self._hystart = True, HyStart(self.paced)
 
 
 class PacedCubicTcp(CubicTcp):
@@ -193,6 +194,8 @@ class PacedCubicTcp(CubicTcp):
 
     That is a bulk lane's, and a decode lane's that has begun under BBR: it goes on being paced.
     """
+
+    paced = True
 
     def __init__(self, round_trip: float) -> None:
         """``round_trip`` is that of the handshake, in seconds."""

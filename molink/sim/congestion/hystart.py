@@ -18,7 +18,9 @@ _MIN_DELAY, _MAX_DELAY = 0.004, 0.016
 class HyStart:
     """Two signs that a window is as large as the link: a long train, or longer round trips."""
 
-    def __init__(self) -> None:
+    def __init__(self, paced: bool = False) -> None:
+        """``paced``: then a train may be a whole round trip long, as pacing stretches it."""
+        self._train = 1.0 if paced else 0.5
         self._minimum = inf
         self._round_end = -1
         self._round_begin = self._last = 0.0
@@ -37,7 +39,7 @@ class HyStart:
             return False
         if now - self._last <= _TRAIN_GAP:
             self._last = now
-            if now - self._round_begin > self._minimum / 2:
+            if now - self._round_begin > self._minimum * self._train:
                 return True
         self._min_of_round = min(self._min_of_round, what.round_trip)
         self._samples += 1

@@ -37,8 +37,8 @@ def spread_out(descriptor: int) -> None:
     """Let Linux pace what the TCP connection ``descriptor`` sends, whatever controls it.
 
     In slow start two segments follow on each that is acknowledged, so half a window stands in a
-    queue before the link's narrowest point, which may have no room for it. Paced, they leave evenly.
-    Other systems have no such choice.
+    queue before the link's narrowest point, which may have no room for it. Paced, they leave
+    evenly. Other systems have no such choice.
     """
     if sys.platform != "linux":
         return
