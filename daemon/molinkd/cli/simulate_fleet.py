@@ -55,7 +55,7 @@ def show_fleets(rings: Sequence[Scenario], options: dict[str, Any], as_json: boo
         print(json.dumps(values if len(values) > 1 else values[0], indent=2))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for outcome, _ in found:
         table.add_column(outcome.report.policy, justify="right")
     rows = [dict(_rows(*each)) for each in found]
