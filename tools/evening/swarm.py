@@ -100,6 +100,7 @@ class Evening:
         #: The last change counts of those that are being made.
         self._changes = 0
         self._review_at = 0.0
+        #: Why a ring broke by itself; empty if none did.
         self.trouble = ""
 
     def run(self, until: float) -> None:
@@ -179,8 +180,7 @@ class Evening:
         serving = epoch.layout if epoch is not None and self.choice.follows else ()
         found = place(self.model.facts, known, links=self._links, serving=serving)
         if not isinstance(found, Placement):
-            self.trouble = found.reason
-            return
+            return  # what waits, waits until somebody is back
         layout = tuple((stage.peer, stage.layers) for stage in found.stages)
         if epoch is not None and layout == epoch.layout:
             return
