@@ -5,7 +5,8 @@
 The product's deciders in virtual time: K, chunks, links and placement follow what is measured. The
 fixed ones have one of three link policies, K of 1, 2 or 4 and chunks of 64, 256 or 2048 rows, and
 are placed once, by what is known in the beginning; the best two also without the PC that will be
-hot, and without that which will be away, as if one knew. With ``--results`` each run is kept in that file, and not done again.
+hot, and without the one that will be away, as if one knew. With ``--results`` each run is kept in
+that file, and not done again.
 
 A gap between two tokens of a request counts for the minute in which it ends.
 """
