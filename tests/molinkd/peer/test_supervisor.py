@@ -225,9 +225,9 @@ async def test_a_spare_that_never_gets_ready_is_waited_for_no_longer_than_that(
     monkeypatch.setattr(supervisor_module, "SPARE_WAIT_S", 0.0)
     await heard.supervisor.quick()
     monkeypatch.setattr(supervisor_module, "SPARE_WAIT_S", 1e6)
-    (spare,) = psutil.Process().children()
+    (spare,) = heard.supervisor.own_use.pids
     waiting = asyncio.create_task(heard.supervisor.quick())
-    spare.kill()
+    psutil.Process(spare).kill()
     await waiting
 
 
