@@ -180,7 +180,7 @@ async def test_two_stages_share_the_memory_while_both_are_there(bench: Bench) ->
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str) -> None:
-    first = await bench.assign(1_200_000 if kind == "cpu" else 34_000_000, kind)
+    first = await bench.assign(1_200_000 if kind == "cpu" else 40_000_000, kind)
     assert isinstance(first, Start), first
     other = msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2)
     bench.assignments.handle(other)
@@ -199,7 +199,7 @@ async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str)
 async def test_a_worker_that_changes_its_layers_is_not_beside_itself(
     bench: Bench, kind: str
 ) -> None:
-    first = await bench.assign(1_200_000 if kind == "cpu" else 34_000_000, kind, stages=2)
+    first = await bench.assign(1_200_000 if kind == "cpu" else 40_000_000, kind, stages=2)
     assert isinstance(first, Start), first
     bench.assignments._worker_said(1, Loaded(port=9, max_blocks=10, weight_bytes=1))
     bench.told.clear()
