@@ -60,6 +60,8 @@ class Adaptive:
         self._packing = Shrinkage()
         #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
         self._waits_since = 0.0
+        #: Whether a decode volume waited for what was sent last.
+        self._kept_waiting = False
         #: When we wanted to be asked again, and by how much later that is, usually.
         self._asked_for: float | None = None
         self._lateness = 0.0
@@ -86,7 +88,8 @@ class Adaptive:
         if bulk is not None and not self._window.fits(int(chunk * self._wire_bytes(bulk))):
             bulk = None
         starving = bulk is not None and now >= self._starves_at(bulk)
-        if decode is not None and not starving:
+        if decode is not None and (not starving or self._kept_waiting):
+            self._kept_waiting = False
             self._decode.take(count := decode.rows)
             return SendRows(decode.volume, count)
         if bulk is None:
@@ -96,6 +99,7 @@ class Adaptive:
             if rows == 0:
                 self._asked_for = self._until(bulk, now)
                 return Wait(self._asked_for)
+        self._kept_waiting = decode is not None
         self._bulk.take(rows)
         self._packing.granted(rows * bulk.row_bytes)
         if rows == chunk:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
@@ -157,8 +157,21 @@ def test_nothing_is_lost_and_everything_leaves(name: str, steps: list[tuple[str]
     assert isinstance(wire.decide(), Wait)
 
 
+#: Nobody asks for so long that a chunk is due again.
+LATE = [
+    ("produce", Lane.DECODE, 1, 128),
+    ("produce", Lane.BULK, 1, 128),
+    ("produce", Lane.BULK, 1, 128),
+    ("pass", 2 * EVERY),
+    ("decide", 1),
+    ("pass", 2 * EVERY),
+    ("decide", 1),
+]
+
+
 @pytest.mark.parametrize("name", ["adaptive", "adaptive-unpredicted"])
 @given(steps=st.lists(step, min_size=10, max_size=40))
+@example(steps=LATE)
 @settings(max_examples=60, deadline=None)
 def test_a_decode_never_waits_for_more_than_one_chunk(name: str, steps: list[tuple[str]]) -> None:
     """Between two decode volumes, at most one chunk; and after one, none for 50 ms."""
