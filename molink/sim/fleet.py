@@ -10,7 +10,7 @@ from molink.head.head import Head
 from molink.sim.agenda import Agenda
 from molink.sim.clients import Clients, Serving
 from molink.sim.pc import Pc
-from molink.sim.router import Load, create_router
+from molink.sim.router import PipelineLoad, create_router
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE, no_collector
 from molink.sim.slot import Blueprints, Epoch, Slot
@@ -29,7 +29,7 @@ JOINED = 4.7
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetScenario:
     """``pipelines`` rings as ``ring`` has it, whose workload is that of all of them together.
 
     There are ``peers`` PCs (0: as many as stages). Where there are fewer, PCs hold stages of
@@ -107,7 +107,7 @@ class FleetOutcome:
     each PC computed. ``virtual_s`` is how long it took.
     """
 
-    fleet: Fleet
+    fleet: FleetScenario
     report: Report
     pipelines: tuple[PipelineFigures, ...]
     busy: tuple[float, ...]
@@ -145,7 +145,7 @@ class FleetOutcome:
         }
 
 
-def simulate_fleet(fleet: Fleet) -> FleetOutcome:
+def simulate_fleet(fleet: FleetScenario) -> FleetOutcome:
     """Run ``fleet`` until the last request is over; the same fleet always has the same outcome.
 
     Raises:
@@ -173,7 +173,7 @@ def simulate_fleet(fleet: Fleet) -> FleetOutcome:
 class _Run:
     """Everything of one simulation. It is the surroundings of its slots."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: FleetScenario) -> None:
         ring, count = fleet.ring, fleet.pc_count
         self.agenda = Agenda()
         uplinks = [Uplink(ring.link.rate, ring.link.queue) for _ in range(-(-count // fleet.homes))]
@@ -185,11 +185,11 @@ class _Run:
         self._router = create_router(fleet.router)
         blueprints = Blueprints(ring, fleet.tenants)
         self.slots = [
-            Slot(Load(number), [self.pcs[index] for index in members], blueprints, self)
+            Slot(PipelineLoad(number), [self.pcs[index] for index in members], blueprints, self)
             for number, members in enumerate(fleet.members)
         ]
         #: Those that take requests.
-        self._up: list[Load] = []
+        self._up: list[PipelineLoad] = []
         self._chance = random.Random(f"churn {ring.workload.seed}")
 
     def run(self, until: float) -> None:

@@ -12,7 +12,7 @@ ROUTERS = ("round-robin", "least-loaded")
 
 
 @dataclass(slots=True)
-class Load:
+class PipelineLoad:
     """What a router knows of a pipeline: ``requests`` that it serves, and was ``sent`` so far."""
 
     number: int
@@ -26,7 +26,7 @@ class Router(Protocol):
     Whatever a router remembers (which prefixes it has sent where, say) is its own.
     """
 
-    def choose(self, request: PlannedRequest, up: Sequence[Load]) -> Load:
+    def choose(self, request: PlannedRequest, up: Sequence[PipelineLoad]) -> PipelineLoad:
         """One of ``up``: the pipelines that take requests now, in their order, at least one."""
 
 
@@ -36,7 +36,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, request: PlannedRequest, up: Sequence[Load]) -> Load:
+    def choose(self, request: PlannedRequest, up: Sequence[PipelineLoad]) -> PipelineLoad:
         """The next one."""
         chosen = next((load for load in up if load.number > self._last), up[0])
         self._last = chosen.number
@@ -46,7 +46,7 @@ class RoundRobin:
 class LeastLoaded:
     """The one with the fewest requests, as a daemon chooses among the pipelines of a model."""
 
-    def choose(self, request: PlannedRequest, up: Sequence[Load]) -> Load:
+    def choose(self, request: PlannedRequest, up: Sequence[PipelineLoad]) -> PipelineLoad:
         """Of several with as few the one that was sent the fewest."""
         return min(up, key=lambda load: (load.requests, load.sent))
 

@@ -12,7 +12,7 @@ from molink.sim.agenda import Agenda
 from molink.sim.blueprint import Blueprint
 from molink.sim.pc import Pc
 from molink.sim.ring import SimRing
-from molink.sim.router import Load
+from molink.sim.router import PipelineLoad
 from molink.sim.scenario import Scenario
 
 #: Seconds from the loss of a PC until the ring of those that are left takes requests: as measured
@@ -47,7 +47,7 @@ class Blueprints:
 class Epoch:
     """A ring of a pipeline from its forming to its end; ``live`` requests are served there."""
 
-    load: Load
+    load: PipelineLoad
     ring: SimRing
     live: int = 0
 
@@ -100,7 +100,7 @@ class Slot:
     """
 
     def __init__(
-        self, load: Load, pcs: Sequence[Pc], blueprints: Blueprints, around: Surroundings
+        self, load: PipelineLoad, pcs: Sequence[Pc], blueprints: Blueprints, around: Surroundings
     ) -> None:
         self.load = load
         #: Rings that there were, and those that were lost.

@@ -8,9 +8,9 @@ import pytest
 
 from molink.bench.planned import PlannedRequest
 from molink.errors import UsageError
-from molink.sim.fleet import Fleet, FleetOutcome, simulate_fleet
+from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.profiles import LinkProfile
-from molink.sim.router import LeastLoaded, Load, RoundRobin
+from molink.sim.router import LeastLoaded, PipelineLoad, RoundRobin
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate
 from molink.sim.workload import Workload
@@ -36,7 +36,7 @@ def mean_tpot(outcome: FleetOutcome) -> float:
 
 
 def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
-    alone, fleet = simulate(ring).report, simulate_fleet(Fleet(ring, 1)).report
+    alone, fleet = simulate(ring).report, simulate_fleet(FleetScenario(ring, 1)).report
     assert (fleet.ttft_s, fleet.tpot_s, fleet.latency_s) == (
         alone.ttft_s,
         alone.tpot_s,
@@ -45,9 +45,9 @@ def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
 
 
 def test_several_serve_more_and_share_the_load(ring: Scenario) -> None:
-    outcome = simulate_fleet(Fleet(ring, 4))
+    outcome = simulate_fleet(FleetScenario(ring, 4))
     assert_all_done(outcome)
-    assert mean_tpot(outcome) < mean_tpot(simulate_fleet(Fleet(ring, 1)))
+    assert mean_tpot(outcome) < mean_tpot(simulate_fleet(FleetScenario(ring, 1)))
     assert all(each.requests > 0 and each.formed == 1 for each in outcome.pipelines)
     assert len(outcome.busy) == 8
 
@@ -55,7 +55,7 @@ def test_several_serve_more_and_share_the_load(ring: Scenario) -> None:
 def test_pcs_that_leave_cost_time_and_no_token(ring: Scenario) -> None:
     # Two PCs hold the model, and so does one of them.
     steady = replace(ring, workload=replace(ring.workload, duration=25.0, output_tokens=40))
-    churning = Fleet(steady, 3, peers=7, churn=60.0, away=20.0)
+    churning = FleetScenario(steady, 3, peers=7, churn=60.0, away=20.0)
     outcome, calm = simulate_fleet(churning), simulate_fleet(replace(churning, churn=0.0))
     assert_all_done(outcome)
     assert_all_done(calm)
@@ -71,14 +71,14 @@ def test_requests_wait_while_no_pipeline_can_be_formed(ring: Scenario) -> None:
     # Two of the three PCs can't hold it.
     large = replace(ring, device="rtx3060", model="llama-2-13b", stages=3)
     slow = replace(large, workload=replace(ring.workload, rate=0.5, duration=40.0))
-    outcome = simulate_fleet(Fleet(slow, 1, churn=30.0, away=10.0))
+    outcome = simulate_fleet(FleetScenario(slow, 1, churn=30.0, away=10.0))
     assert_all_done(outcome)
     assert outcome.report.ttft_s.p99 is not None
     assert outcome.report.ttft_s.p99 > 5.0
 
 
 def test_the_same_again(ring: Scenario) -> None:
-    fleet = Fleet(ring, 2, peers=3, homes=2, churn=60.0, away=10.0)
+    fleet = FleetScenario(ring, 2, peers=3, homes=2, churn=60.0, away=10.0)
     once, again = (json.dumps(simulate_fleet(fleet).as_json()) for _ in range(2))
     assert once == again
 
@@ -86,7 +86,8 @@ def test_the_same_again(ring: Scenario) -> None:
 def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
     narrow = replace(ring, link=LinkProfile(20, 10), compression="none")
     own, one_home, one_pc = (
-        simulate_fleet(Fleet(narrow, 4, **more)) for more in ({}, {"homes": 8}, {"peers": 4})
+        simulate_fleet(FleetScenario(narrow, 4, **more))
+        for more in ({}, {"homes": 8}, {"peers": 4})
     )
     for outcome in (own, one_home, one_pc):
         assert_all_done(outcome)
@@ -97,7 +98,7 @@ def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
 
 
 def test_routers() -> None:
-    up = [Load(0, 2), Load(2, 1), Load(5, 1)]
+    up = [PipelineLoad(0, 2), PipelineLoad(2, 1), PipelineLoad(5, 1)]
     turns, least = RoundRobin(), LeastLoaded()
     assert [turns.choose(REQUEST, up).number for _ in range(4)] == [0, 2, 5, 0]
     assert turns.choose(REQUEST, up[1:]).number == 2
@@ -119,4 +120,4 @@ def test_routers() -> None:
 )
 def test_what_makes_no_sense(ring: Scenario, wrong: dict[str, float | str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        Fleet(ring, **{"pipelines": 2, **wrong})  # type: ignore[arg-type]
+        FleetScenario(ring, **{"pipelines": 2, **wrong})  # type: ignore[arg-type]

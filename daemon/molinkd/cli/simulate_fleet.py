@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.errors import UsageError
-from molink.sim.fleet import Fleet, FleetOutcome, simulate_fleet
+from molink.sim.fleet import FleetOutcome, FleetScenario, simulate_fleet
 from molink.sim.scenario import Scenario
 
 
@@ -22,7 +22,7 @@ def fleet_options(
     churn: float | None,
     away: float | None,
 ) -> dict[str, Any] | None:
-    """What was given, by the names of :class:`Fleet`; ``None`` if it is about a single ring.
+    """What was given, by the names of :class:`FleetScenario`; ``None`` of a single ring.
 
     Raises:
         UsageError: an option needs ``--pipelines``.
@@ -45,7 +45,7 @@ def show_fleets(rings: Sequence[Scenario], options: dict[str, Any], as_json: boo
     """Run the fleet with each of ``rings``, and show what came of it."""
     found: list[tuple[FleetOutcome, float]] = []
     for ring in rings:
-        fleet = Fleet(ring, **options)
+        fleet = FleetScenario(ring, **options)
         with Console(stderr=True).status("simulating …"):
             began = time.process_time()
             outcome = simulate_fleet(fleet)

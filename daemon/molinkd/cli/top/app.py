@@ -117,51 +117,41 @@ class Approval(ModalScreen[JudgeRequest | None]):
             self.dismiss(JudgeRequest(ref=0, code=code, refuse=refuse))
 
 
-class Draining(ModalScreen[DrainRequest | None]):
-    """Asks which of the two is meant."""
+class Choice(ModalScreen[DrainRequest | Rebalance | None]):
+    """Asks what is meant: a key for each order. Any other key does nothing."""
 
     CSS = """
-    Draining { align: center middle; }
-    Draining > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
+    Choice { align: center middle; }
+    Choice > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
     """
 
-    def compose(self) -> ComposeResult:
-        """The choice."""
-        text = (
-            "d  this PC holds no layers: the others take them\n"
-            "r  this PC offers to hold layers again\n"
-            "Any other key does nothing."
-        )
-        yield Static(Text(text))
-
-    def on_key(self, event: Key) -> None:
-        """Any key ends it."""
-        wanted = {"d": True, "r": False}.get(event.key)
-        event.stop()
-        self.dismiss(None if wanted is None else DrainRequest(ref=0, drain=wanted))
-
-
-class Rebalancing(ModalScreen[Rebalance | None]):
-    """Asks whether that is meant."""
-
-    CSS = """
-    Rebalancing { align: center middle; }
-    Rebalancing > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
-    """
+    def __init__(self, text: str, orders: dict[str, DrainRequest | Rebalance]) -> None:
+        super().__init__()
+        self._text, self._orders = text, orders
 
     def compose(self) -> ComposeResult:
-        """What it would do."""
-        text = (
-            "y  place all models anew, as if nothing served them;\n"
-            "   answers go on, but layers may move to other PCs\n"
-            "Any other key does nothing."
-        )
-        yield Static(Text(text))
+        """What there is to choose."""
+        yield Static(Text(f"{self._text}\nAny other key does nothing."))
 
     def on_key(self, event: Key) -> None:
         """Any key ends it."""
         event.stop()
-        self.dismiss(Rebalance(ref=0) if event.key == "y" else None)
+        self.dismiss(self._orders.get(event.key))
+
+
+def _draining() -> Choice:
+    text = (
+        "d  this PC holds no layers: the others take them\nr  this PC offers to hold layers again"
+    )
+    return Choice(text, {key: DrainRequest(ref=0, drain=key == "d") for key in "dr"})
+
+
+def _rebalancing() -> Choice:
+    text = (
+        "y  place all models anew, as if nothing served them;\n"
+        "   answers go on, but layers may move to other PCs"
+    )
+    return Choice(text, {"y": Rebalance(ref=0)})
 
 
 class TopApp(App[None]):
@@ -295,11 +285,11 @@ class TopApp(App[None]):
 
     def action_drain(self) -> None:
         """Have this PC hold no layers, or some again."""
-        self.push_screen(Draining(), self._ordered)
+        self.push_screen(_draining(), self._ordered)
 
     def action_rebalance(self) -> None:
         """Have all models placed anew."""
-        self.push_screen(Rebalancing(), self._ordered)
+        self.push_screen(_rebalancing(), self._ordered)
 
     def _ordered(self, message: Order | None) -> None:
         if message is not None:
