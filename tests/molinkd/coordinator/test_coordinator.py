@@ -531,8 +531,9 @@ async def test_with_a_pc_go_its_further_devices(scene: Scene, how: str) -> None:
     device = await scene.join(await scene.token(guest))
     device.pc = guest.id
     other = await scene.join(await scene.token(guest))
-    await scene.until(lambda: other.last(Welcome) and device.last(Welcome), device, other)
-    members = scene.coordinator.fleet.registry.members
+    registry = scene.coordinator.fleet.registry
+    await scene.until(lambda: registry.pc(device.id) == guest.id and other.last(Welcome), device)
+    members = registry.members
     if how == "left":
         await guest.ask(LeaveRequest(ref=0))
     else:
