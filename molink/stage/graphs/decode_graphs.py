@@ -67,6 +67,9 @@ class DecodeGraphs:
         self._decoder, self._pool, self._attention = decoder, pool, attention
         self._dtype, self._plan, self._captures = dtype, plan, captures
         self._graphs: dict[Bucket, _Graph] = {}
+        #: Graphs that are no faster. They live as long as the others: when torch (2.13, say)
+        #: destroys one, it frees the cuBLAS workspaces of all others of its stream, too.
+        self._slower: list[Work] = []
         #: Inputs and outputs of all graphs, for the most rows that a bucket has.
         self._given: DecodeRows | None = None
         self._output: Tensor | None = None
@@ -127,11 +130,14 @@ class DecodeGraphs:
         self._plan.captured(bucket, self._captures.nbytes, faster)
         if faster:
             self._graphs[bucket] = graph
+        else:
+            self._slower.append(replay)
         return faster
 
     def _stop(self) -> None:
         self._plan.stop()
         self._graphs.clear()
+        self._slower.clear()
         self._given = self._output = None
 
     def _run_eagerly(self, step: DecodeRows) -> None:

@@ -3,9 +3,11 @@
 On a CPU a graph is the work itself: all that pads, loads and chooses is the same.
 """
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -41,6 +43,8 @@ class WorkItself:
         self.fails_after, self.fit = fails_after, fit
         self.captured = 0
         self.replayed = 0
+        #: What was captured, as long as it lives.
+        self.graphs: WeakSet[Callable[..., Any]] = WeakSet()
 
     def capture(self, work: Callable[..., Any], max_bytes: int) -> Callable[..., Any] | None:
         assert max_bytes >= 1 << 20
@@ -54,6 +58,7 @@ class WorkItself:
             self.replayed += 1
             work()
 
+        self.graphs.add(replay)
         return replay
 
     def seconds(self, work: Callable[..., Any]) -> float:
@@ -181,6 +186,25 @@ def test_slower_graphs_are_not_used(
     assert torch.equal(other, plain)
     assert [each.captured for each in made[0]] == [1, 1]
     assert [stage.graph_bytes for stage in ring.stages] == [0, 0]
+
+
+def test_a_slower_graph_lives_as_long_as_the_others(
+    make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
+) -> None:
+    # The end of one takes the cuBLAS workspaces of all others along (torch 2.13).
+    made = captures()
+    ring = make_ring(make_model(tmp_path, "qwen2", 3), (1,), blocks=4)
+    for each in made:
+        each.seconds_by_turn = [1.0, 2.0]
+    for _ in range(3):
+        ring.run([1, 2], [SequenceRows(0, 1, (0,)), SequenceRows(0, 1, (1,))])
+    gc.collect()
+    assert [each.captured for each in made] == [2, 2]
+    assert [len(each.graphs) for each in made] == [2, 2]
+    for stage in ring.stages:
+        stage.free()
+    gc.collect()
+    assert [len(each.graphs) for each in made] == [0, 0]
 
 
 def test_a_capture_that_fails_later_leaves_the_step_whole(
