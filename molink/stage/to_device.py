@@ -27,11 +27,16 @@ def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def download(parts: Sequence[Tensor]) -> list[bytearray]:
-    """The bytes of tensors, in memory of their own; waits once, for all of them."""
+    """The bytes of rows ``[n, hidden]``, in memory of their own; waits once, for all of them.
+
+    A row that doesn't come begins with NaN, so that its request fails: pinned memory still has the
+    rows of an earlier step, those of another request.
+    """
     if all(part.device.type == "cpu" for part in parts):
         return [_bytes(part) for part in parts]
     staged = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
     for pinned, part in zip(staged, parts, strict=True):
+        pinned[:, :1] = torch.nan
         pinned.copy_(part, non_blocking=True)
     for device in {part.device for part in parts if part.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

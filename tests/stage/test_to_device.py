@@ -1,6 +1,9 @@
 """Copies between the host and a device."""
 
 from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +53,59 @@ def test_bytes_come_whole(device: torch.device, dtype: torch.dtype) -> None:
     assert torch.equal(both, rows)
     parts[0][0] ^= 255
     assert torch.equal(rows[3:], torch.frombuffer(parts[2], dtype=dtype).view(4, 5))
+
+
+class LateCopies:
+    """Copies to the host that are done when they are waited for, and not before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, done: int = 99) -> None:
+        """The first ``done`` of them; the others never."""
+        self.waits = 0
+        self._done = done
+        self._waiting: list[Callable[[], object]] = []
+        late, empty = self, torch.empty
+
+        class Pinned(torch.Tensor):
+            def copy_(self, source: Any, non_blocking: bool = False) -> torch.Tensor:
+                assert non_blocking
+                late._waiting.append(lambda: torch.Tensor.copy_(self, source.rows))
+                return self
+
+        def pinned(shape: torch.Size, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            assert pin_memory
+            return empty(shape, dtype=dtype).fill_(7.0).as_subclass(Pinned)
+
+        monkeypatch.setattr(torch, "empty", pinned)
+        stream = SimpleNamespace(synchronize=self._wait)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def _wait(self) -> None:
+        self.waits += 1
+        for copy in self._waiting[: self._done]:
+            copy()
+
+
+def on_a_card(rows: torch.Tensor) -> Any:
+    return SimpleNamespace(
+        device=torch.device("cuda:0"), shape=rows.shape, dtype=rows.dtype, rows=rows
+    )
+
+
+def test_rows_are_read_once_they_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(3, 4)
+    late = LateCopies(monkeypatch)
+    parts = download([on_a_card(rows[:1]), on_a_card(rows[1:])])
+    assert late.waits == 1
+    assert torch.equal(torch.frombuffer(parts[0] + parts[1], dtype=rows.dtype).view(3, 4), rows)
+
+
+def test_rows_that_never_come_are_no_rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(3, 4)
+    LateCopies(monkeypatch, done=1)
+    parts = download([on_a_card(rows[:1]), on_a_card(rows[1:])])
+    first, second = (torch.frombuffer(part, dtype=rows.dtype).view(-1, 4) for part in parts)
+    assert torch.equal(first, rows[:1])
+    assert second[:, 0].isnan().all()
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """One fused forward pass of a stage: what goes in, what comes out."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,8 @@ from molink.stage.to_device import download
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data import Choice, Rows, Sampled, TopLogprobs, Volume
 from molinkd.worker.request_table import RequestTable
+
+log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -89,6 +92,8 @@ def _mark_failed(
     first = 0
     for rows in groups:
         if not bool(usable[first : first + rows.count].all()):
+            if not requests[rows.request].failed:
+                log.warning("rows of request %d came that can't be used", rows.request)
             requests[rows.request].failed = True
         first += rows.count
     return hidden.masked_fill(~usable[:, None], 0)

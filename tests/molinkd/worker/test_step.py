@@ -50,7 +50,9 @@ def pass_on(results: list[SegmentResult]) -> list[Segment]:
     return [Segment(result.volume, result.rows) for result in results]
 
 
-def test_failed_rows_travel_as_nan_and_fail_at_the_tail(folder: ModelFolder) -> None:
+def test_failed_rows_travel_as_nan_and_fail_at_the_tail(
+    folder: ModelFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     first, last = load(folder, 0, 1), load(folder, 1, 3)
     healthy = run_step(first, table(0, 1), two_requests())
     tables = table(0, 1), table(0, 1)
@@ -59,6 +61,7 @@ def test_failed_rows_travel_as_nan_and_fail_at_the_tail(folder: ModelFolder) -> 
     (result,) = run_step(last, tables[1], pass_on(results))
     assert result.sampled is not None
     assert result.sampled.failed == (0,)
+    assert caplog.messages == ["rows of request 0 came that can't be used"]
     (expected,) = run_step(load(folder, 1, 3), table(0, 1), pass_on(healthy))
     assert expected.sampled is not None
     assert result.sampled.choices == expected.sampled.choices[1:]
