@@ -1,7 +1,7 @@
 """What is made of what was seen."""
 
 from tools.chaos import phases
-from tools.chaos.drill import Result, Verdict
+from tools.chaos.drill import Result, Verdict, troubles_of
 from tools.chaos.faults import Fault
 from tools.chaos.report import markdown
 from tools.chaos.streams import Answer, End
@@ -54,6 +54,18 @@ def test_a_row_counts_the_answers_that_a_fault_could_harm() -> None:
         "| kill-worker | 0.20, 0.30 | 1.00, 1.00 |",
         "",
         "- it went wrong",
+    ]
+
+
+def test_a_wrong_piece_is_told_with_the_faults_that_its_answer_lived_through() -> None:
+    changed = Answer(0, "pc1", 13.0, 40.0, "changed", 9, "it is wrong", wrong_at=21.5)
+    lost = Answer(1, "pc2", 15.0, 30.0, "lost", 3, "it broke")
+    early = Answer(1, "pc2", 1.0, 9.0, "lost", 3, "it broke")
+    assert troubles_of([changed, lost, lost, early], [KILLED, FROZEN, SKIPPED]) == [
+        "freeze-other (pc3): at pc1, changed: it is wrong;"
+        " after kill-worker (worker of pc2) +11.5 s, freeze-other (pc3) +1.5 s (1 times)",
+        "freeze-other (pc3): at pc2, lost: it broke (2 times)",
+        "no fault: at pc2, lost: it broke (1 times)",
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tools.chaos.pc import Pc, Place
-from tools.chaos.streams import End, Load
+from tools.chaos.streams import End, Load, Slot, circumstances, first_wrong
 from tools.chaos.swarm import Swarm
 
 PIECES = ("one ", "two ", "three")
@@ -93,6 +93,7 @@ async def serving(endpoint: Endpoint) -> AsyncIterator[None]:
     [
         ("well", "same", ""),
         ("changed", "changed", "at character 5 'one too ' rather than 'one two three'"),
+        ("changed", "changed", "wrong is piece 1, 'too '"),
         ("doubled", "changed", "at character 4"),
         ("short", "lost", "it ended after 2 of 3 tokens"),
         ("refused", "lost", "HTTP 503: not now"),
@@ -114,3 +115,29 @@ async def test_what_became_of_an_answer(tmp_path: Path, how: str, end: End, trou
     first, second = load.answers[:2]
     assert (first.end, second.end) == (end, "same")
     assert trouble in first.trouble
+
+
+def test_the_first_wrong_piece() -> None:
+    assert first_wrong("one two", [(1.0, "one "), (2.0, "two")]) is None
+    assert first_wrong("one two", [(1.0, "one ")]) is None
+    assert first_wrong("one two", [(1.0, "one "), (2.0, "too"), (3.0, "two")]) == 1
+    assert first_wrong("one two", [(1.0, "one two"), (2.0, "two")]) == 1
+
+
+def test_who_else_got_the_wrong_piece(tmp_path: Path) -> None:
+    pc = Endpoint(tmp_path)
+    came = [(10.0, " is"), (10.1, " st"), (11.0, " do"), (11.1, ".")]
+    its_own, late, other = Slot(2, pc), Slot(3, pc), Slot(4, pc)
+    its_own.heard.extend([(9.0, " do"), (11.004, " do")])
+    late.heard.append((12.0, " do"))
+    other.heard.append((11.0, " don"))
+    told = circumstances(came, 2, 9.5, [its_own, late, other])
+    assert told == (
+        "wrong is piece 2, ' do', 0.900 s after the one before;"
+        " the same piece came at stream 2 at pc1 +0.004 s"
+    )
+    told = circumstances(came, 0, 9.5, [late, other])
+    assert told == (
+        "wrong is piece 0, ' is', 0.500 s after the one before;"
+        " the same piece came at no other stream"
+    )

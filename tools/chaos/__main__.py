@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -37,8 +38,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = options.keep or Path(folder)
         verdict = asyncio.run(run(root, options))
+        if not verdict.good and not options.keep:
+            print(f"what the PCs have logged: {save_logs(root)}", file=sys.stderr)
     print(markdown(verdict))
     return 0 if verdict.good else 1
+
+
+def save_logs(root: Path) -> Path:
+    """Keep what the PCs with homes in ``root`` have logged: which epochs there were, and where."""
+    kept = Path(tempfile.mkdtemp(prefix="chaos-logs-"))
+    for log in root.glob("pc*/**/*.log*"):
+        target = kept / log.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, target)
+    return kept
 
 
 def _options() -> argparse.Namespace:

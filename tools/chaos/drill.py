@@ -100,7 +100,7 @@ async def drill(
         tell(results[-1])
         await load.advance(CALM, RECOVERY_S)
     await load.finish()
-    troubles += _told(load.answers, results)
+    troubles += troubles_of(load.answers, results)
     troubles += await checks.busy(swarm)
     troubles += checks.strays(swarm)
     troubles += await checks.settled(swarm, before, SLACK)
@@ -167,12 +167,27 @@ async def _aside(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
         await asyncio.to_thread(harm.__exit__, None, None, None)
 
 
-def _told(answers: Sequence[Answer], results: Sequence[Result]) -> list[str]:
-    """Answers that were lost or changed, beside the fault during or after which it was seen."""
+def troubles_of(answers: Sequence[Answer], results: Sequence[Result]) -> list[str]:
+    """Answers that were lost or changed, beside the fault during or after which it was seen.
+
+    Of one that got a wrong piece all faults that it has lived through are told, and when they were.
+    """
     told: Counter[str] = Counter()
     for answer in answers:
         if answer.end in ("lost", "changed"):
             earlier = [r for r in results if not r.skipped and r.begun <= answer.ended]
             when = f"{earlier[-1].fault.kind} ({earlier[-1].target})" if earlier else "no fault"
-            told[f"{when}: at {answer.pc}, {answer.end}: {answer.trouble}"] += 1
+            text = f"{when}: at {answer.pc}, {answer.end}: {answer.trouble}"
+            told[text + _lived_through(answer, earlier)] += 1
     return [f"{text} ({count} times)" for text, count in told.items()]
+
+
+def _lived_through(answer: Answer, results: Sequence[Result]) -> str:
+    """The faults that fell into an answer, by when they began before its wrong piece came."""
+    until = ((r, float("inf") if r.recovered is None else r.recovered) for r in results)
+    faults = [
+        f"{r.fault.kind} ({r.target}) {answer.wrong_at - r.begun:+.1f} s"
+        for r, recovered in until
+        if answer.wrong_at and recovered > answer.begun
+    ]
+    return f"; after {', '.join(faults)}" if faults else ""

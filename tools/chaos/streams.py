@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,6 +19,10 @@ from tools.chaos.swarm import Swarm
 SILENCE_S = 180.0
 #: Before a slot asks again whose request failed, in seconds.
 _AGAIN_S = 0.2
+#: Another stream's piece came at the same time as a wrong one if it did so within these seconds.
+_BESIDE_S = 0.5
+#: Pieces of a stream that are remembered for that.
+_REMEMBERED = 1024
 
 _QUESTIONS = (
     "What is molink?",
@@ -54,6 +59,12 @@ class Answer:
     tokens: int
     #: What went wrong, in words.
     trouble: str = ""
+    #: When its first wrong piece came; 0 if none did.
+    wrong_at: float = 0.0
+
+
+#: A piece of text and when it came, by the monotonic clock in seconds.
+Heard = tuple[float, str]
 
 
 @dataclass(slots=True)
@@ -65,6 +76,8 @@ class Slot:
     #: One series for each request: when it was sent, then when its pieces came.
     series: list[list[float]] = field(default_factory=list)
     pieces: int = 0
+    #: Its latest pieces, of whatever request.
+    heard: deque[Heard] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def pause(self, begun: float, ended: float) -> float:
         """The longest time without a piece, of those that touch ``begun`` to ``ended``."""
@@ -182,25 +195,33 @@ class Load:
 
     async def _answer(self, slot: Slot) -> Answer:
         pc, deaths = slot.pc, slot.pc.deaths
-        expected, text = self._expected[self._prompt(slot.index)], ""
+        expected = self._expected[self._prompt(slot.index)]
         begun = time.monotonic()
         times = [begun]
+        came: list[Heard] = []
         slot.series.append(times)
         end: End = "same"
         trouble = ""
         try:
             async for piece in self._ask(pc, self._prompt(slot.index)):
-                text += piece
                 times.append(time.monotonic())
+                came.append((times[-1], piece))
+                slot.heard.append(came[-1])
                 slot.pieces += 1
         except (aiohttp.ClientError, StreamFailed, TimeoutError) as error:
             end, trouble = "lost", f"{type(error).__name__}: {error}"
         if end == "lost" and (pc.deaths > deaths or not pc.running):
             end = "endpoint"
+        text = "".join(piece for _, piece in came)
+        wrong_at = 0.0
         if not expected.startswith(text) or (end == "same" and text != expected):
             end, trouble = "changed", _difference(expected, text)
+            if (index := first_wrong(expected, came)) is not None:
+                others = [other for other in self.slots if other is not slot]
+                trouble += f"; {circumstances(came, index, begun, others)}"
+                wrong_at = came[index][0]
         ended = time.monotonic()
-        answer = Answer(slot.index, pc.name, begun, ended, end, len(times) - 1, trouble)
+        answer = Answer(slot.index, pc.name, begun, ended, end, len(came), trouble, wrong_at)
         if end == "lost":
             times.append(ended)  # it was silent until then
         return answer
@@ -252,6 +273,36 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
                 yield json.loads(line[6:])
             except ValueError as error:
                 raise StreamFailed(f"what came is no event: {error}: {line[:200]!r}") from None
+
+
+def first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
+    """The index of the first piece that doesn't go on as ``expected``; ``None`` if all do."""
+    at = 0
+    for index, (_, piece) in enumerate(came):
+        if not expected.startswith(piece, at):
+            return index
+        at += len(piece)
+    return None
+
+
+def circumstances(came: Sequence[Heard], index: int, begun: float, others: Iterable[Slot]) -> str:
+    """How the wrong piece of an answer that was asked for at ``begun`` came, in words.
+
+    Whether it came after a pause, so that it was the first one after a loss, and whether another
+    stream got the same piece then: its row or its token would have gone to the wrong one.
+    """
+    at, piece = came[index]
+    before = came[index - 1][0] if index else begun
+    beside = [
+        f"stream {slot.index} at {slot.pc.name} {when - at:+.3f} s"
+        for slot in others
+        for when, other in slot.heard
+        if other == piece and abs(when - at) <= _BESIDE_S
+    ]
+    return (
+        f"wrong is piece {index}, {piece!r}, {at - before:.3f} s after the one before;"
+        f" the same piece came at {', '.join(beside) or 'no other stream'}"
+    )
 
 
 def _difference(expected: str, text: str) -> str:
