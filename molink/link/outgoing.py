@@ -16,6 +16,7 @@ from molink.link.heartbeat import BeatClock, Liveness, StageProgress
 from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.link.stats import LinkStats
+from molink.link.warmth import Warmth
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, RingBody, Volume
 
@@ -29,7 +30,7 @@ _OVERDUE_PAUSE = 0.001
 _BATCH = 16
 #: Messages that leave before the channels are asked again whether they take more.
 _BURST = 2
-#: Messages that a link of unknown rate is tried out with, and their bytes.
+#: Messages that a link of unknown rate is tried out with, and the bytes of one that says nothing.
 _PROBES = 16
 _PROBE_BYTES = 16 * 1024
 
@@ -74,10 +75,12 @@ class OutLink:
         events: OutLinkEvents,
         *,
         probe: bool = False,
+        keep_warm: bool = False,
     ) -> None:
         """``connect`` makes a lane's channel, which is somebody else's to close.
 
-        With ``probe``, a link of unknown rate is tried out at once.
+        With ``probe``, a link of unknown rate is tried out at once. With ``keep_warm``, TCP forgets
+        what it has learnt of the link in a pause, and is kept from that while prompts come often.
         """
         self._timers = timers
         self._sender = sender
@@ -90,6 +93,7 @@ class OutLink:
         self._beats = BeatClock(now)
         self.liveness = Liveness(now)
         self._probe = probe
+        self._warmth = Warmth() if keep_warm else None
         self._connects = 0
         self._timer: Timer | None = None
         #: When the timer is set for.
@@ -127,7 +131,10 @@ class OutLink:
 
     def volume(self, header: Volume, rows: Buffer) -> None:
         """As :meth:`LinkSender.volume`."""
-        self._sender.volume(header, rows, self._timers.time())
+        now = self._timers.time()
+        self._sender.volume(header, rows, now)
+        if self._warmth is not None and header.prefill:
+            self._warmth.prefill(now)
         self._pump()
 
     def more(self, tick: int, rows: Buffer) -> None:
@@ -168,6 +175,8 @@ class OutLink:
             burst = self._sender.poll(now, self._ready(), _BURST)
             for packet in burst:
                 self._say(packet.lane, packet.frame, packet.payload)
+                if self._warmth is not None and packet.lane is Lane.BULK:
+                    self._warmth.sent(now)
             if len(burst) < _BURST:
                 return False
         return True
@@ -279,10 +288,22 @@ class OutLink:
     def _try_out(self, now: float) -> None:
         """Find out the rate of a new link before anything depends on it."""
         if self._probe and self._sender.estimator.facts(now).rate is None:
-            noise = random.Random(self._sender.epoch)
-            for _ in range(_PROBES):
-                self._sender.probe(noise.randbytes(_PROBE_BYTES))
+            self._send_noise(_PROBES * _PROBE_BYTES)
         self._probe = False
+
+    def _send_noise(self, nbytes: int) -> None:
+        noise = random.Random(self._sender.epoch)
+        for begin in range(0, nbytes, _PROBE_BYTES):
+            self._sender.probe(noise.randbytes(min(_PROBE_BYTES, nbytes - begin)))
+
+    def _keep_warm(self, warmth: Warmth, now: float) -> None:
+        """While requests live; unless something is on the bulk lane, or waits for it."""
+        sender = self._sender
+        if sender.in_flight_on(Lane.BULK) or sender.queued_on(Lane.BULK):
+            return
+        if nbytes := warmth.due(sender.estimator.estimate(now), now):
+            self._send_noise(nbytes)
+            self._send_batch(now)
 
     def _tell(self, now: float) -> None:
         """The policy hears of what has changed noticeably."""
@@ -316,6 +337,8 @@ class OutLink:
         self._sender.estimator.beat_left(now)
         self._tell(now)
         self._say(Lane.DECODE, beat)
+        if self._warmth is not None and progress.busy:
+            self._keep_warm(self._warmth, now)
 
     def _look(self, now: float) -> None:
         # Whether requests live is not free to ask for, and seldom matters.

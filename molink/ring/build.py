@@ -99,7 +99,7 @@ class LinkSurroundings:
     ``connect`` makes the channels to the next stage, and the previous one is answered through
     ``server``. ``on_dead`` is told, once, why the next stage is dead. ``known`` is what is
     remembered of the link; ``on_estimate`` is told what it is measured to be, ``record`` takes
-    lines of a recording of its decisions.
+    lines of a recording of its decisions. ``keep_warm`` is as of :class:`OutLink`.
     """
 
     connect: Connect
@@ -109,6 +109,7 @@ class LinkSurroundings:
     known: LinkFacts | None = None
     on_estimate: Callable[[LinkFacts], None] | None = None
     record: Callable[[bytes], object] | None = None
+    keep_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ def _outgoing(plan: RingPlan, ring: Ring, timers: Timers, link: LinkSurroundings
         LinkName(plan.pipeline, plan.shape.index),
         OutLinkEvents(lambda: ring.progress, link.on_dead, ring.pump, measured),
         probe=True,
+        keep_warm=link.keep_warm,
     )
 
 

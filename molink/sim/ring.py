@@ -90,6 +90,7 @@ class SimRing:
             self._hops[index - 1],
             partial(self._on_broken, index),
             SimPacker(scenario.compression_ratio, self._agenda.time) if packs else None,
+            keep_warm=scenario.link_from(index).congestion == "cubic",
         )
 
     def _make_medium(self, index: int) -> Medium:

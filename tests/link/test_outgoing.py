@@ -63,6 +63,7 @@ class Bench:
         known: LinkFacts | None = None,
         probe: bool = False,
         policy: str = "fifo",
+        keep_warm: bool = False,
     ) -> None:
         self.agenda = Agenda()
         self.channels: dict[Lane, FakeChannel] = {}
@@ -79,7 +80,8 @@ class Bench:
             self.estimates.append,
         )
         name = LinkName("p", 2)
-        self.link = OutLink(self.agenda, self.connect, self.sender, name, events, probe=probe)
+        how = {"probe": probe, "keep_warm": keep_warm}
+        self.link = OutLink(self.agenda, self.connect, self.sender, name, events, **how)
         self.link.start()
         self.decode, self.bulk = self.channels[Lane.DECODE], self.channels[Lane.BULK]
 
@@ -242,6 +244,32 @@ def test_a_link_that_is_remembered_is_not_tried_out() -> None:
     assert bench.bulk.messages(Frame) == []
     assert bench.estimates[0] == LinkFacts(0.03, 1e7)
     assert bench.link.stats.rate == 1e7
+
+
+@pytest.mark.parametrize("keep_warm", [True, False])
+def test_the_bulk_lane_is_kept_warm_while_requests_live(keep_warm: bool) -> None:
+    bench = Bench(known=LinkFacts(0.03, 1e7), policy="adaptive", keep_warm=keep_warm)
+    bench.welcome()
+    bench.link.volume(*volume(1, 1, prefill=True))
+    bench.progress = StageProgress(completed=3, queued=0, busy=True)
+
+    def noise() -> list[int]:
+        frames = bench.bulk.messages(Frame)
+        return [each.body.payload.nbytes for each in frames if isinstance(each.body, Probe)]
+
+    bench.wait(1.0)
+    assert noise() == [], "something is under way"
+    bench.bulk.events.on_message(Ack(7, Lane.BULK, 1), None)
+    bench.wait(0.35)
+    assert sum(noise()) == (50_000 if keep_warm else 0)
+    if not keep_warm:
+        return
+    bench.progress = StageProgress(completed=3, queued=0, busy=False)
+    came = len(bench.bulk.messages(Frame))
+    bench.bulk.events.on_message(Ack(7, Lane.BULK, came), None)
+    bench.wait(3.0)
+    assert sum(noise()) == 50_000, "no request lives"
+    bench.sender.validate()
 
 
 def test_room_is_reported_once_the_next_stage_has_taken_enough() -> None:

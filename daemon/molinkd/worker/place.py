@@ -22,6 +22,7 @@ from molink.wire.messages.data import Cancel, Credit, DataMessage, Prompt, Submi
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import HeadLoad, StageLoad
 from molink.wire.messages.pipe import FormRing, Start
+from molink.wire.sockets.congestion import forgets_in_pauses
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.server import Sender, Server
@@ -153,6 +154,7 @@ class Place:
             self._memory.find(after.peer),
             self._remember,
             None if self._record is None else self._record.write,
+            forgets_in_pauses(),
         )
 
     def _remember(self, facts: LinkFacts) -> None:

@@ -14,8 +14,10 @@ _NOTICEABLE_SECONDS = 0.0003
 #: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
 #: thousands of times a second, and changes with beats.
 _LOOK_INTERVAL = 0.005
-#: Seconds by which a beat is late if there is a queue.
+#: Seconds by which a beat is late if there is a queue, and how many have to be on end: a single one
+#: may be late because a loop was.
 _QUEUE = 0.004
+_LATE_BEATS = 2
 
 
 class LinkEstimator:
@@ -37,6 +39,8 @@ class LinkEstimator:
         self._known_min: float | None = None
         self._look_at = 0.0
         self._told: LinkEstimate | None = None
+        #: Beats on end that were late.
+        self._late_beats = 0
 
     # --- events ------------------------------------------------------------------------------
 
@@ -65,7 +69,9 @@ class LinkEstimator:
         known = self._trip.came_back(sent_at, self._meter.rate, now)
         minimum = self._minimum()
         if known and minimum is not None:
-            self._meter.queued = now - sent_at - minimum > _QUEUE
+            is_late = now - sent_at - minimum > _QUEUE
+            self._late_beats = self._late_beats + 1 if is_late else 0
+            self._meter.queued = self._late_beats >= _LATE_BEATS
         return known
 
     def _at(self, now: float) -> float:

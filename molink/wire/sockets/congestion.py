@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import sys
+from pathlib import Path
 
 from molink.wire.sockets.tcp import duplicate
 
@@ -11,6 +12,8 @@ _STEADY = (b"cubic", b"reno")
 #: An option of Linux's sockets, and a rate in bytes/s that is no bound: with any, it paces.
 _SO_MAX_PACING_RATE = 47
 _NO_RATE = 2**31 - 1
+#: What Linux says of all connections of this network namespace.
+_LINUX = Path("/proc/sys/net/ipv4")
 
 
 def avoid_bbr(descriptor: int) -> None:
@@ -44,3 +47,19 @@ def spread_out(descriptor: int) -> None:
         return
     with contextlib.suppress(OSError), duplicate(descriptor) as connection:
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _NO_RATE)
+
+
+def forgets_in_pauses() -> bool:
+    """Whether a connection that was silent for a while begins as slowly as a new one.
+
+    Linux lets its congestion window fall in pauses unless it is told not to, or under BBR. Windows
+    doesn't by default.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        used = (_LINUX / "tcp_congestion_control").read_text(encoding="ascii")
+        forgets = (_LINUX / "tcp_slow_start_after_idle").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return forgets.strip() != "0" and not used.startswith("bbr")

@@ -2,10 +2,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from molink.wire.sockets.congestion import avoid_bbr, spread_out
+from molink.wire.sockets import congestion
+from molink.wire.sockets.congestion import avoid_bbr, forgets_in_pauses, spread_out
 
 
 @pytest.mark.parametrize("change", [avoid_bbr, spread_out])
@@ -39,3 +41,18 @@ def test_only_bbr_is_replaced(name: bytes) -> None:
         used = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert used.rstrip(b"\0") in ((b"cubic", b"reno") if name == b"bbr" else (name,))
         assert connection.fileno() >= 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="these files are Linux's")
+@pytest.mark.parametrize(
+    ("used", "after_idle", "forgets"),
+    [("cubic", "1", True), ("reno", "1", True), ("cubic", "0", False), ("bbr", "1", False)],
+)
+def test_whether_windows_fall_in_pauses(
+    used: str, after_idle: str, forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(congestion, "_LINUX", tmp_path)
+    assert not forgets_in_pauses()
+    (tmp_path / "tcp_congestion_control").write_text(f"{used}\n", encoding="ascii")
+    (tmp_path / "tcp_slow_start_after_idle").write_text(f"{after_idle}\n", encoding="ascii")
+    assert forgets_in_pauses() == forgets
