@@ -25,7 +25,7 @@ from tools.paperbench.published import DEVICE, MODEL, STAGES, Setting
 from tools.paperbench.variants import ALL, CONCURRENT, FIFO, RIVALS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
 from tools.wan import Node, Rig, unavailable
-from tools.wan.namespaces import enter
+from tools.wan.namespaces import NONE, enter
 
 RATES = (0.2, 0.7)
 CONGESTION = ("cubic", "bbr")
@@ -33,6 +33,8 @@ SYSTEMS = (FIFO, CONCURRENT, *RIVALS, ALL)
 #: Seconds that a run takes besides: namespaces, processes, handshakes.
 OVERHEAD_S = 12.0
 _PRIORITY = -10
+#: Bytes of a queue that never overflows.
+_ENDLESS = 8 << 20
 #: Milliseconds that a PC takes to hand a message on: 16 KB on an idle hop of 100 Mbps and 15 ms
 #: take 17.5 ms (``docs/results/link.json``), of which 15 + 1.4 are the link's.
 HANDLING_MS = 1.1
@@ -146,6 +148,8 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed
     until = plan.warmup + plan.duration
     expected = _simulated(workload, setting, system, until, congestion)
     node = Node("", setting.mbps, setting.mbps, setting.latency_ms)
+    if congestion == NONE:
+        node = replace(node, queue_bytes=_ENDLESS)
     nodes = [replace(node, name=f"stage{index}") for index in range(STAGES)]
     with Rig(nodes, congestion=congestion, seed=seed) as rig:
         hosts = [

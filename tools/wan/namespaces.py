@@ -17,6 +17,10 @@ _FOLDER = Path("/run/netns")
 _PREFIX = "molink-wan"
 _TUN = Path("/dev/net/tun")
 _TUNSETIFF = 0x400454CA
+#: As congestion control: TCP that begins with a window of so many segments and keeps it in pauses.
+#: With routers that drop nothing that is as good as none.
+NONE = "none"
+FULL_WINDOW = 1000
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _numbers = count()
 
@@ -66,10 +70,11 @@ class Namespaces:
     """A few namespaces of this process, with their loopback devices up."""
 
     def __init__(self, number: int, congestion: str) -> None:
-        """``congestion`` is TCP's congestion control in all of them."""
+        """``congestion`` is TCP's congestion control in all of them, or :data:`NONE`."""
         rig = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
         self.names = [f"{rig}-{index}" for index in range(number)]
-        self._congestion = congestion
+        self._keeps_windows = congestion == NONE
+        self._congestion = "cubic" if congestion == NONE else congestion
 
     def create(self) -> None:
         """Make them, once what dead processes left has been removed."""
@@ -79,6 +84,7 @@ class Namespaces:
         settings = {
             "ipv4/tcp_congestion_control": self._congestion,
             "ipv4/tcp_no_metrics_save": "1",
+            "ipv4/tcp_slow_start_after_idle": "0" if self._keeps_windows else "1",
         }
         script = " && ".join(
             f"echo {value} > /proc/sys/net/{key}" for key, value in settings.items()
@@ -93,6 +99,12 @@ class Namespaces:
             used = command(*enter(name), "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
             if used.strip() != self._congestion:
                 raise RigError(f"{self._congestion!r} can't be set in a namespace, {used} is used")
+
+    def connected(self, index: int, network: str) -> None:
+        """Namespace ``index`` has a device ``wan0`` to ``network``."""
+        if self._keeps_windows:
+            way = ("route", "replace", network, "dev", "wan0", "initcwnd", str(FULL_WINDOW))
+            ip("-n", self.names[index], *way)
 
     def remove(self) -> None:
         """Remove them, and end what still runs in them."""

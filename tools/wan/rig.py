@@ -35,7 +35,7 @@ class Rig:
         mtu: int = 1500,
         seed: int = 0,
     ) -> None:
-        """``congestion`` is TCP's congestion control, ``seed`` that of the losses."""
+        """``congestion`` is as of :class:`Namespaces`, ``seed`` that of the losses."""
         if not 0 < len(nodes) <= 200:
             raise ValueError("a rig has 1 to 200 nodes")
         self.nodes = tuple(nodes)
@@ -98,6 +98,7 @@ class Rig:
                 ip("link", "set", "dev", label, "netns", name, "name", "wan0")
                 ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wan0")
                 ip("-n", name, "link", "set", "wan0", "mtu", str(self._mtu), "up")
+                self._spaces.connected(index, "10.77.0.0/24")
             config = {
                 "nodes": [asdict(node) for node in self.nodes],
                 "of": {index + 1: index for index in range(len(self.nodes))},
