@@ -41,6 +41,7 @@ PLAIN = {
     "MOLINK_CUT_THROUGH": "false",
     "MOLINK_COMPRESSION": "none",
     "MOLINK_UNPAIRED_PREFILL": "false",
+    "MOLINK_KEEP_WARM": "false",
 }
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--sides", default="molink,plain,llama", help="those to measure")
     options = parser.parse_args()
     reason = unavailable()
     if reason is not None:
@@ -253,11 +255,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         root = Path(place)
         plain = {**PLAIN, "MOLINK_MICRO_BATCHES": str(options.nodes)}
+        wanted = options.sides.split(",")
         sides = [
-            stack.enter_context(molink("molink", options.folder, options.nodes, {}, root)),
-            stack.enter_context(molink("plain", options.folder, options.nodes, plain, root)),
+            stack.enter_context(molink(name, options.folder, options.nodes, settings, root))
+            for name, settings in (("molink", {}), ("plain", plain))
+            if name in wanted
         ]
-        if options.llama is not None:
+        if options.llama is not None and "llama" in wanted:
             gguf = next(options.folder.glob("*.gguf"))
             slots = min(options.requests, 8)
             sides.append(

@@ -32,5 +32,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cut_through: bool = True
     #: How rows are packed on the way to the next stage, where that pays; ``int8`` loses precision.
     compression: Compression = "lossless"
+    #: Whether links send a little while prompts come often, so that TCP keeps its window, where it
+    #: would forget it.
+    keep_warm: bool = True
     #: Folder in which stages record the decisions of their links; empty = nothing is recorded.
     record: Annotated[str, msgspec.Meta(max_length=4096)] = ""

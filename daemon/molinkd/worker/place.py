@@ -154,7 +154,7 @@ class Place:
             self._memory.find(after.peer),
             self._remember,
             None if self._record is None else self._record.write,
-            forgets_in_pauses(),
+            start.settings.keep_warm and forgets_in_pauses(),
         )
 
     def _remember(self, facts: LinkFacts) -> None:
