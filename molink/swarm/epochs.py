@@ -13,7 +13,7 @@ from molink.wire.messages.reports import StageFailed, StageLoaded
 
 def content(desired: Desired) -> Desired:
     """What of a desired state needs another pipeline, or epoch, if it changes."""
-    return replace(desired, source="", min_peers=1, replicas=1, applied=False)
+    return replace(desired, source="", min_peers=1, replicas=1, applied=False, stopped=False)
 
 
 def layout(stages: Iterable[StageRecord]) -> list[tuple[str, LayerRange]]:

@@ -341,7 +341,7 @@ class Fleet:
         several = len(self._deployments) > 1
         for key, one in self._deployments.items():
             one.label = _called(key) if several else ""
-        if not several and not any(one.pins for one in self._models):
+        if not several and not any(one.desired.pins for one in self.deployments):
             for one in self.deployments:
                 one.allot(None)
             self._owner, self._allotted_by = {}, None
@@ -408,7 +408,7 @@ def _wanted(models: Iterable[Desired]) -> dict[Key, Desired]:
     return {
         (desired.facts.name, replica): desired
         for desired in models
-        for replica in range(desired.replicas)
+        for replica in range(desired.pipelines)
     }
 
 

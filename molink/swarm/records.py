@@ -87,6 +87,7 @@ class Desired:
     ``min_stages`` 0 is as many as ``min_peers``. ``replicas`` is how many pipelines it has, where
     there are enough peers. Where there are ``pins``, it runs on those peers only, and they run no
     other. ``applied``: it is written in a file (``molink apply``), which alone changes it.
+    ``stopped``: it has none of its pipelines until it is wanted again, and then all of this.
     """
 
     facts: ModelFacts
@@ -100,6 +101,12 @@ class Desired:
     replicas: int = 1
     pins: tuple[Pin, ...] = ()
     applied: bool = False
+    stopped: bool = False
+
+    @property
+    def pipelines(self) -> int:
+        """How many pipelines it is to have now."""
+        return 0 if self.stopped else self.replicas
 
     @property
     def stages(self) -> int:

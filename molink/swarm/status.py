@@ -45,7 +45,8 @@ def build_status(
     otherwise than the coordinator.
     """
     registry = fleet.registry
-    first = fleet.models[0] if fleet.models else None
+    served = [one for one in fleet.models if not one.stopped]
+    first = served[0] if served else None
     peers = [
         _peer(member, registry.sessions.get(peer)) | {"reason": fleet.left_out(peer)}
         for peer, member in registry.members.items()
@@ -71,7 +72,7 @@ def build_status(
         "models": [_model(fleet, desired) for desired in fleet.models],
         "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
         "pipelines": [_pipeline(one) for one in fleet.deployments],
-        "files": "; ".join(filter(None, (_files(fleet, desired) for desired in fleet.models))),
+        "files": "; ".join(filter(None, (_files(fleet, desired) for desired in served))),
         "trouble": fleet.reason,
         "unreachable": [list(pair) for pair in fleet.commons.reach.pairs[:_PAIRS]],
         "story": list(fleet.story[-_STORY:]),
@@ -91,6 +92,7 @@ def _model(fleet: Fleet, desired: Desired) -> dict[str, Any]:
         "replicas": desired.replicas,
         "ready": sum(one.ready for one in mine),
         "applied": desired.applied,
+        "stopped": desired.stopped,
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from molink.errors import RequestError
+from molink.errors import NotAuthorized, RequestError
 from molink.swarm.allotment import Need, allot, fits, pinned
 from molink.swarm.hygiene import is_model_name
 from molink.swarm.placement import Candidate, Placement, misfit, parse_range, place
@@ -104,9 +104,38 @@ def _differences(old: Desired, new: Desired) -> str:
         found.append("other files: all stages load anew")
     if old.pins != new.pins:
         found.append("other PCs or layers")
+    if old.stopped != new.stopped:
+        found.append("it is served again")
     if old.applied != new.applied:
         found.append("the file says so from now on")
     return ", ".join(found)
+
+
+def switched(
+    models: Sequence[Desired], name: str, *, served: bool, by: str = ""
+) -> tuple[Desired, ...]:
+    """All models, with the one called ``name`` served no more, or again.
+
+    One that is written in no file is forgotten. ``by``: only what that peer has brought.
+
+    Raises:
+        RequestError: there is none, or it is so already; says what there is.
+        NotAuthorized: another peer has brought it.
+    """
+    found = next((one for one in models if one.facts.name == name), None)
+    if found is None:
+        names = ", ".join(one.facts.name for one in models)
+        what = f"its models are {names}" if names else "it serves no model"
+        raise RequestError(f"no model of the swarm is called {name}; {what}")
+    if by not in ("", found.source):
+        what = "has it served again" if served else "has it stop"
+        raise NotAuthorized(f"only the swarm's first PC, or the one that brought {name}, {what}")
+    if found.stopped is not served:
+        how = "served already" if served else f"stopped already; `molink run {name}` undoes that"
+        raise RequestError(f"{name} is {how}")
+    changed = replace(found, stopped=not served)
+    everything = [changed if one is found else one for one in models]
+    return tuple(one for one in everything if one.applied or not one.stopped)
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Two models over three PCs, as a file says; and what the loss of one PC is to the other model."""
+"""Two models over three PCs, as a file says; one of them twice, or stopped; and a PC that is lost."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +38,11 @@ class Place:
 
     def apply(self, *options: str) -> tuple[int, str, str]:
         """Exit code, and what was said."""
-        home = self.swarm.root / "first"
-        done = self.tools.run_molink(home, "apply", str(self.file), *options)
+        return self.molink("apply", str(self.file), *options)
+
+    def molink(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code of a command on the first PC, and what was said."""
+        done = self.tools.run_molink(self.swarm.root / "first", *arguments)
         return done.returncode, done.stdout, done.stderr
 
     def client(self, name: str) -> openai.OpenAI:
@@ -90,6 +93,65 @@ def ready_at(place: Place, name: str, model: str) -> bool:
         return bool(ask(place.client(name), model)) or True
     except (openai.APIStatusError, openai.APIConnectionError):
         return False
+
+
+TWICE = """
+[[models]]
+model = "alpha"
+dtype = "f32"
+
+[[models]]
+model = "beta"
+dtype = "f32"
+replicas = {}
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_second_model_has_replicas_and_is_stopped_alone(place: Place) -> None:
+    def stages(model: str) -> list[list[str]]:
+        """The PCs of each of its pipelines that is ready."""
+        return [
+            [stage["peer"] for stage in one["stages"]]
+            for one in place.swarm.status("first").get("pipelines", ())
+            if one["ready"] and one["model"] == model
+        ]
+
+    alpha = list[list[str]]()
+    for replicas, ready in ((2, 2), (1, 1), (3, 2)):
+        place.write(TWICE.format(replicas))
+        code, _, error = place.apply()
+        assert code == 0, error
+        place.until(lambda ready=ready: (len(stages("alpha")), len(stages("beta"))) == (1, ready))
+        alpha = alpha or stages("alpha")
+        assert stages("alpha") == alpha, "what serves was moved"
+        used = [peer for ring in (*alpha, *stages("beta")) for peer in ring]
+        assert len(set(used)) == len(used)
+        if replicas > ready:  # what can be served is, and what is missing is said
+            place.until(lambda: "beta #3: " in place.swarm.status("first")["trouble"])
+            assert "beta (2 of 3 replicas ready)" in place.swarm.molink("first", "status")
+
+    # One of them is stopped: the other goes on, and the file's wish is remembered.
+    refused = place.molink("stop", "gamma")
+    assert refused[0] != 0
+    assert "no model of the swarm is called gamma; its models are alpha, beta" in refused[2]
+    code, said, error = place.molink("stop", "beta")
+    assert (code, "`molink apply`" in said) == (0, True), error
+    place.until(lambda: not stages("beta"))
+    assert stages("alpha") == alpha
+    assert "alpha, beta (stopped)" in place.swarm.molink("first", "status")
+    client = place.client("third")
+    place.until(lambda: [one.id for one in client.models.list().data] == ["alpha"], "third")
+    assert place.apply("--dry-run")[1].startswith("~ beta: it is served again")
+    code, said, error = place.molink("run", "beta", "Hello?")
+    assert code == 0, error
+    assert said.strip()
+    place.until(lambda: len(stages("beta")) == 2)
+    assert stages("alpha") == alpha
+    # All of them, and with them the file: what is run then is in no file.
+    assert place.molink("stop")[0] == 0
+    code, _, error = place.molink("run", str(place.file.parent / "alpha"), "Hello?")
+    assert code == 0, error
 
 
 @pytest.mark.timeout(400)

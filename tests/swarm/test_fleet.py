@@ -1,5 +1,6 @@
 """Several models, and several pipelines of one, over the same peers."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -134,6 +135,42 @@ def test_a_model_that_is_not_named_any_more_is_stopped(both: Paper) -> None:
     settle(both, "abc")
     assert x.formation.record == kept
     assert len(both.fleet.deployments) == 1
+
+
+def test_a_stopped_model_comes_back_with_what_was_wanted_of_it(kit: Kit) -> None:
+    x, y = wish("x", applied=True), wish("y", replicas=2, pins=(("c", "auto"), ("b", "auto")))
+    y = replace(y, applied=True)
+    paper = start(kit, "abc", x, y)
+    kept = paper.deployment("x").formation.record
+    assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
+    paper.serve_all(x, replace(y, stopped=True))
+    gone = {m.pipeline for p, m in paper.take() if p == "a" and isinstance(m, RouteGone)}
+    assert len(gone) == 2
+    settle(paper, "abc")
+    assert [one.key for one in paper.fleet.deployments] == [("x", 0)]
+    assert paper.fleet.reason == ""
+    paper.serve_all(replace(x, stopped=True), replace(y, stopped=True))
+    assert "molink run MODEL" in paper.fleet.reason
+    paper.serve_all(x, y)
+    settle(paper, "abc")
+    assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
+    assert paper.deployment("x").formation.record.stages == kept.stages
+
+
+def test_replicas_of_a_second_model_come_and_go(kit: Kit) -> None:
+    paper = start(kit, "abcd", wish("x"), wish("y", replicas=2))
+    assert all(one.ready for one in paper.fleet.deployments)
+    records = {one.key: one.formation.record for one in paper.fleet.deployments}
+    used = [peer for one in paper.fleet.deployments for peer in one.formation.peers]
+    assert len(set(used)) == len(used) == 3
+    for replicas, ready in ((1, 1), (2, 2), (3, 3), (4, 3), (1, 1)):
+        paper.serve_all(wish("x"), wish("y", replicas=replicas))
+        settle(paper, "abcd", PRESSING + 2)
+        of_y = [one for one in paper.fleet.deployments if one.key[0] == "y"]
+        assert (len(of_y), sum(one.ready for one in of_y)) == (replicas, ready)
+        assert ("y #4: " in paper.fleet.reason) == (replicas == 4)
+        for key in (("x", 0), ("y", 0)):
+            assert paper.deployment(*key).formation.record == records[key]
 
 
 def test_what_nobody_asked_for_is_stopped(both: Paper, kit: Kit) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from molink.errors import RequestError
+from molink.errors import NotAuthorized, RequestError
 from molink.swarm.records import Desired
 from molink.swarm.registry import Registry
-from molink.swarm.wishes import changes, decode_wishes, fulfil
+from molink.swarm.wishes import changes, decode_wishes, fulfil, switched
 from molink.wire.messages.requests import ModelWish, Wishes
 from tests.support.swarm import FACTS, GB, Kit
 
@@ -133,3 +133,25 @@ def test_changes_are_told_and_nothing_twice(registry: Registry) -> None:
     assert changes(after[:1], (other,)) == [
         "~ x: other files: all stages load anew, other PCs or layers"
     ]
+
+
+def test_one_of_several_models_is_stopped_and_comes_back(registry: Registry) -> None:
+    models = served(registry, wish("x", 2), wish("y", 2, replicas=2))
+    without = switched(models, "y", served=False)
+    assert [one.pipelines for one in without] == [1, 0]
+    with pytest.raises(RequestError, match="y is stopped already; `molink run y` undoes that"):
+        switched(without, "y", served=False)
+    assert switched(without, "y", served=True) == models
+    assert changes(without, models) == ["~ y: it is served again"]
+    with pytest.raises(RequestError, match="x is served already"):
+        switched(models, "x", served=True)
+    with pytest.raises(
+        RequestError, match="no model of the swarm is called z; its models are x, y"
+    ):
+        switched(models, "z", served=False)
+    with pytest.raises(RequestError, match="called z; it serves no model"):
+        switched((), "z", served=False)
+    with pytest.raises(NotAuthorized, match="or the one that brought y, has it stop"):
+        switched(models, "y", served=False, by="b")
+    # No file would bring this one back: it is gone.
+    assert switched((Desired(facts("x"), "b"),), "x", served=False, by="b") == ()

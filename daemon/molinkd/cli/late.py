@@ -43,7 +43,7 @@ _LATE = (
     (
         "stop",
         "molinkd.cli.model_verbs:stop",
-        "Have the swarm serve no model: all PCs release its memory; PCs stay in the swarm.",
+        "Have the swarm serve a model no more, or none at all: its memory is free; PCs stay.",
     ),
     (
         "plan",

@@ -93,8 +93,14 @@ def fetch_status(found: Found, *, outlook: bool = False) -> dict[str, Any]:
 
 def served(status: dict[str, Any]) -> list[str]:
     """The names of the models that are to be served."""
-    names = [str(one["name"]) for one in status.get("models", ())]
+    models = status.get("models", ())
+    names = [str(one["name"]) for one in models if not one.get("stopped")]
     return names or [str(name) for name in (status.get("model"),) if name]
+
+
+def stopped(status: dict[str, Any]) -> list[str]:
+    """The names of the models that a file names and that were stopped."""
+    return [str(one["name"]) for one in status.get("models", ()) if one.get("stopped")]
 
 
 def fetch_invite(home: Home, ttl: float, uses: int) -> Invite:

@@ -24,7 +24,7 @@ from molink.swarm.placement import parse_range
 from molink.swarm.throughput import Throughput
 from molink.wire.messages.control import Done
 from molink.wire.messages.reports import TransferState
-from molink.wire.messages.requests import Bringing, BringModel, StopServing
+from molink.wire.messages.requests import Bringing, BringModel, StopServing, SwitchModel
 from molinkd.cli import local_daemon
 from molinkd.cli.console import TransferLine
 from molinkd.cli.swarm_verbs import HomeOption
@@ -101,7 +101,7 @@ def rm(
     chosen = choose(place, models_here(place), model, hf_cache=hf_cache)
     served = _served(place)
     if any(one.is_called(name) for one in chosen for name in served):
-        first = place.typed("stop")
+        first = place.typed("stop" if len(served) < 2 else f"stop {model}")
         raise UsageError(f"{model} is being served: {first} first, or serve another one")
     freed = sum(map(delete, chosen))
     print(printable(f"{model} is deleted: {freed / 1e9:.2f} GB are free again."))
@@ -131,8 +131,10 @@ def run_model(
             f"one with {place.typed('join')}"
         )
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
-    name = _called(model)
-    if name not in local_daemon.served(local_daemon.fetch_status(found)):
+    name, status = _called(model), local_daemon.fetch_status(found)
+    if name in local_daemon.stopped(status):
+        local_daemon.ask(found, SwitchModel(ref=0, model=name, served=True))
+    elif name not in local_daemon.served(status):
         name = _bring(found, model, line)
     endpoint = found.endpoints[0]
     _wait_served(found, endpoint, name, timeout, line)
@@ -140,15 +142,28 @@ def run_model(
     raise typer.Exit(run_chat(f"{endpoint}/v1", text, name, api_key, typed=typed))
 
 
-def stop(home: HomeOption = None) -> None:
-    """Have the swarm serve no model: all PCs release its memory; PCs stay in the swarm."""
+def stop(
+    model: Annotated[
+        str | None, typer.Argument(help="Only this one of several.  \\[default: all]")
+    ] = None,
+    home: HomeOption = None,
+) -> None:
+    """Have the swarm serve a model no more, or none at all: its memory is free; PCs stay."""
     found = local_daemon.need_daemon(home)
-    served = local_daemon.served(local_daemon.fetch_status(found))
+    status, typed = local_daemon.fetch_status(found), Home.find(home).typed
+    if model is not None:
+        name = _called(model)
+        local_daemon.ask(found, SwitchModel(ref=0, model=name))
+        print(printable(f"{name} is not served any more; {typed(f'run {model}')} undoes that."))
+        if any(one.get("applied") for one in status["models"] if one["name"] == name):
+            print("The file of the swarm names it still: `molink apply` has it served again, too.")
+        return
+    served = local_daemon.served(status)
     reply, _ = local_daemon.ask(found, StopServing(ref=0))
     assert isinstance(reply, Done)
     are = "are" if len(served) > 1 else "is"
-    again = f"{Home.find(home).typed('run MODEL')} has a model served."
-    print(printable(f"{', '.join(served)} {are} not served any more; {again}"))
+    again = f"{typed('run MODEL')} has a model served."
+    print(printable(f"{', '.join(served) or 'No model'} {are} not served any more; {again}"))
 
 
 def _called(model: str) -> str:

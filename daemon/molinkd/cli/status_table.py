@@ -106,6 +106,7 @@ def _models(state: dict[str, Any]) -> str:
 def _model(model: dict[str, Any]) -> str:
     kept, replicas = model.get("quantize", "none"), model.get("replicas", 1)
     times = f" ({model.get('ready', 0)} of {replicas} replicas ready)" if replicas > 1 else ""
+    times = " (stopped)" if model.get("stopped") else times
     return f"{model['name']}{f' in {kept}' if kept != 'none' else ''}{times}"
 
 

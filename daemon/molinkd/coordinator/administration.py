@@ -10,7 +10,7 @@ from molink.swarm.hygiene import is_model_name
 from molink.swarm.invitations import encode_invitations
 from molink.swarm.records import Desired, MemberRecord, Standing
 from molink.swarm.token import JoinToken
-from molink.swarm.wishes import changes, decode_wishes, fulfil
+from molink.swarm.wishes import changes, decode_wishes, fulfil, switched
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control import Done
 from molink.wire.messages.instructions import Revoked
@@ -28,6 +28,7 @@ from molink.wire.messages.requests import (
     RevokeRequest,
     ServeModel,
     StopServing,
+    SwitchModel,
     UnrevokeRequest,
 )
 from molinkd.coordinator.connections import PeerConnections
@@ -40,6 +41,7 @@ Order = (
     ServeModel
     | ApplyModels
     | StopServing
+    | SwitchModel
     | Rebalance
     | InviteRequest
     | InvitationsRequest
@@ -94,6 +96,8 @@ class Administration:
                 return self._apply(peer, order, payload)
             case StopServing():
                 return self._stop(peer, order), None
+            case SwitchModel():
+                return self._switch(peer, order), None
             case Rebalance():
                 return self._rebalance(peer, order), None
             case InviteRequest():
@@ -184,6 +188,12 @@ class Administration:
                 f"only the swarm's first PC, or the one that brought {names}, can have it stop"
             )
         self._have_served(())
+        return Done(ref=order.ref)
+
+    def _switch(self, peer: str, order: SwitchModel) -> Done:
+        by = "" if self._door.records[peer].owner else peer
+        models = switched(self._fleet.models, order.model, served=order.served, by=by)
+        self._have_served(models)
         return Done(ref=order.ref)
 
     def _rebalance(self, peer: str, order: Rebalance) -> Done:

@@ -21,7 +21,7 @@ class ModelTable:
         """All."""
         rows = self._db.execute(
             "SELECT facts, source, min_peers, dtype, micro_batches, quantize, objective, "
-            "min_stages, replicas, pins, applied FROM models ORDER BY rowid"
+            "min_stages, replicas, pins, applied, stopped FROM models ORDER BY rowid"
         )
         return tuple(
             Desired(
@@ -45,7 +45,7 @@ class ModelTable:
             )
             self._db.execute(
                 "DELETE FROM pipelines WHERE model = ? AND replica >= ?",
-                (one.facts.name, one.replicas),
+                (one.facts.name, one.pipelines),
             )
             self.put(one)
 
@@ -64,6 +64,7 @@ class ModelTable:
             "replicas": desired.replicas,
             "pins": msgspec.msgpack.encode(desired.pins),
             "applied": desired.applied,
+            "stopped": desired.stopped,
         }
         changed = ", ".join(f"{name} = excluded.{name}" for name in values if name != "name")
         self._db.execute(
@@ -136,9 +137,10 @@ class PipelineTable:
 
 
 def _unpacked(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The row of a model, its last two columns as values."""
-    *plain, pins, applied = row
-    return *plain, msgspec.msgpack.decode(pins, type=tuple[Pin, ...]), bool(applied)
+    """The row of a model, its last three columns as values."""
+    *plain, pins, applied, stopped = row
+    bound = msgspec.msgpack.decode(pins, type=tuple[Pin, ...])
+    return *plain, bound, bool(applied), bool(stopped)
 
 
 def _packed(profile: Profile) -> bytes:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from molink.errors import DamagedState, StateError
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -47,7 +47,8 @@ CREATE TABLE models (
     min_peers INTEGER NOT NULL, dtype TEXT NOT NULL, micro_batches INTEGER NOT NULL,
     quantize TEXT NOT NULL DEFAULT 'none', objective TEXT NOT NULL DEFAULT 'latency',
     min_stages INTEGER NOT NULL DEFAULT 0, replicas INTEGER NOT NULL DEFAULT 1,
-    pins BLOB NOT NULL DEFAULT X'90', applied INTEGER NOT NULL DEFAULT 0
+    pins BLOB NOT NULL DEFAULT X'90', applied INTEGER NOT NULL DEFAULT 0,
+    stopped INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE pipelines (
     id TEXT PRIMARY KEY, model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
@@ -91,6 +92,7 @@ _MIGRATIONS: dict[int, tuple[str, ...]] = {
         "ALTER TABLE models ADD COLUMN applied INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE pipelines ADD COLUMN replica INTEGER NOT NULL DEFAULT 0",
     ),
+    6: ("ALTER TABLE models ADD COLUMN stopped INTEGER NOT NULL DEFAULT 0",),
 }
 
 

@@ -29,6 +29,7 @@ from molink.wire.messages.requests import (
     StatusReply,
     StatusRequest,
     StopServing,
+    SwitchModel,
     UnrevokeRequest,
 )
 from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
@@ -50,6 +51,7 @@ FOR_USER = (
     UnrevokeRequest,
     JudgeRequest,
     StopServing,
+    SwitchModel,
     Rebalance,
     BringModel,
     ApplyFile,
@@ -139,6 +141,7 @@ class Service:
                 | UnrevokeRequest()
                 | JudgeRequest()
                 | StopServing()
+                | SwitchModel()
                 | Rebalance()
             ):
                 reply, payload = await self._commands.relay(message)

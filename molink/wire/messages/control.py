@@ -46,6 +46,7 @@ from molink.wire.messages.requests import (
     StatusReply,
     StatusRequest,
     StopServing,
+    SwitchModel,
     UnrevokeRequest,
 )
 from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
@@ -88,6 +89,7 @@ ControlMessage = (
     | StageFailed
     | ServeModel
     | StopServing
+    | SwitchModel
     | Rebalance
     | ApplyModels
     | Applied

@@ -42,6 +42,17 @@ class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
     ref: Count
 
 
+class SwitchModel(Message, frozen=True, kw_only=True, tag="switch-model"):
+    """Desired state: one of the models is ``served`` no more, or again as before.
+
+    From an owner, or the member that has asked for that model. Answered by Done.
+    """
+
+    ref: Count
+    model: Text
+    served: bool = False
+
+
 class Rebalance(Message, frozen=True, kw_only=True, tag="rebalance"):
     """Place all models anew, as if nothing served them; from an owner. Answered by Done."""
 

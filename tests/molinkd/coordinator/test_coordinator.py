@@ -83,6 +83,7 @@ from molink.wire.messages.requests import (
     ShutdownRequest,
     StatusRequest,
     StopServing,
+    SwitchModel,
     UnrevokeRequest,
     Wishes,
 )
@@ -776,6 +777,15 @@ async def test_a_file_of_models_is_applied_once_and_by_owners_only(scene: Scene,
         ("toy", 1),
         ("other", 1),
     ]
+    with pytest.raises(NotAuthorized, match="or the one that brought other"):
+        await guest.ask(SwitchModel(ref=0, model="other"))
+    await owner.ask(SwitchModel(ref=0, model="other"))
+    await scene.until(ready, owner, guest)
+    status = await scene.status(guest)
+    assert [one["stopped"] for one in status["models"]] == [False, True]
+    assert [one["model"] for one in status["pipelines"]] == ["toy"]
+    await owner.ask(SwitchModel(ref=0, model="other", served=True))
+    await scene.until(ready, owner, guest)
     epochs = [one.epoch for one in scene.state.pipelines()]
     await scene.stop()
     await scene.start(port=None)

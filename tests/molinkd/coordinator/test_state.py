@@ -98,6 +98,7 @@ def test_a_new_folder_is_empty(tmp_path: Path) -> None:
 
 #: What makes a file of the present format one of the fifth, of the third and of the second.
 TO_5 = """
+ALTER TABLE models DROP COLUMN stopped;
 ALTER TABLE models DROP COLUMN replicas;
 ALTER TABLE models DROP COLUMN pins;
 ALTER TABLE models DROP COLUMN applied;
@@ -170,6 +171,7 @@ def test_several_models_with_several_pipelines_are_kept(state: State, tmp_path: 
         Desired(FACTS, A, replicas=2, applied=True),
         Desired(OTHER, B, pins=((B, "0:6"),), applied=True),
     )
+    stopped = (replace(models[0], stopped=True), models[1])
     state.save_models(models)
     state.commit(pipeline())
     state.commit(pipeline(epoch=2, id="p2", replica=1))
@@ -187,18 +189,23 @@ def test_several_models_with_several_pipelines_are_kept(state: State, tmp_path: 
         copy.restore(replica, KEYS[1].public)
         assert copy.models() == models
         assert set(copy.pipelines()) == kept
+        copy.save_models(stopped)
+        assert copy.models() == stopped
+        assert copy.pipelines() == (other,)
+        copy.save_models(models)
+        copy.commit(pipeline(epoch=4, formed=True, blocks=10))
         # A pipeline more than wanted is forgotten, and so are those of a model that isn't.
         copy.save_models((Desired(FACTS, A),))
-        assert copy.pipelines() == (pipeline(formed=True, blocks=10),)
-        copy.commit(pipeline(epoch=4, id="p4"))
-        assert copy.pipelines() == (pipeline(epoch=4, id="p4"),)
+        assert copy.pipelines() == (pipeline(epoch=4, formed=True, blocks=10),)
+        copy.commit(pipeline(epoch=5, id="p5"))
+        assert copy.pipelines() == (pipeline(epoch=5, id="p5"),)
 
 
 def test_a_copy_of_an_earlier_version_has_one_model(state: State) -> None:
     state.save_models((Desired(FACTS, A),))
     fields = msgspec.msgpack.decode(state.replica().encode())
     fields = {name: value for name, value in fields.items() if not name.startswith("more_")}
-    for name in ("replicas", "pins", "applied"):
+    for name in ("replicas", "pins", "applied", "stopped"):
         del fields["desired"][name]
     assert decode_replica(msgspec.msgpack.encode(fields)).models == (Desired(FACTS, A),)
 

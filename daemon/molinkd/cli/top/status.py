@@ -154,9 +154,10 @@ class CoordinatorStatus(msgspec.Struct, frozen=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """A model that is to be served."""
+    """A model that is to be served; one that was ``stopped`` is not, for now."""
 
     name: str = ""
+    stopped: bool = False
 
 
 class Status(msgspec.Struct, frozen=True):

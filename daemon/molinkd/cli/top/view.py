@@ -194,7 +194,7 @@ def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
 
 
 def _models(status: Status) -> list[str]:
-    named = [one.name for one in status.models]
+    named = [f"{one.name} (stopped)" if one.stopped else one.name for one in status.models]
     return named or ([status.model] if status.model else [])
 
 
