@@ -5,8 +5,9 @@ nobody uses, the models' first deployments before the second ones and large mode
 ones, and each no more than it needs while another lacks some. What is over goes to those that have
 least for their size. Devices of one PC go to the same deployment where there is a choice, so that
 its loss is that of one. Only a deployment that has lacked room for a while takes peers of those
-that serve, if these have room without them. Plain functions of what there is and what was so far:
-the same gives the same.
+that serve, if these have room without them. What nobody uses yet is exchanged then, so that near
+peers are together (:mod:`molink.swarm.exchange`). Plain functions of what there is and what was so
+far: the same gives the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,8 @@ from itertools import permutations
 
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.memory_plan import usable as usable_bytes
+from molink.swarm.exchange import Exchange
+from molink.swarm.links import Links
 from molink.swarm.partition import Costs, Runner
 from molink.swarm.placement import (
     ASSUMED_RATE,
@@ -50,13 +53,19 @@ class Need:
 
 
 def allot(
-    needs: Sequence[Need], offers: Iterable[Candidate], before: Mapping[str, Key]
+    needs: Sequence[Need],
+    offers: Iterable[Candidate],
+    before: Mapping[str, Key],
+    links: Links | None = None,
 ) -> dict[str, Key]:
     """Who may use which peer; peers that nobody may use are left out.
 
-    ``offers`` in the order of joining; ``before`` is the last answer.
+    ``offers`` in the order of joining; ``before`` is the last answer. Without ``links`` room alone
+    decides.
     """
-    return _Allotment(needs, offers, before).make()
+    found = _Allotment(needs, offers, before)
+    owner = found.make()
+    return owner if links is None else found.exchanged(links)
 
 
 def fits(desired: Desired, offers: Iterable[Candidate]) -> bool:
@@ -127,6 +136,15 @@ class _Allotment:
                 self.give(need, self.ordered(need, self.free(need), -1)[:missing])
         self.share_rest()
         return self.owner
+
+    def exchanged(self, links: Links) -> dict[str, Key]:
+        """The same, with near peers together: what is used, or was promised, stays."""
+        used = frozenset[str]().union(*(need.holds for need in self.needs.values()))
+        models = {need.key: need.desired for need in self.needs.values()}
+        exchange = Exchange(
+            models, self.offers, links, lambda key, peer: self.may_use(self.needs[key], peer)
+        )
+        return exchange.improve(self.owner, self.offers.keys() - used)
 
     # --- what there is ---------------------------------------------------------------------------
 

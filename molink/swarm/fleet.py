@@ -8,6 +8,7 @@ know yet.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from molink.swarm import epochs
 from molink.swarm.allotment import Key, Need, allot, fits
@@ -350,7 +351,8 @@ class Fleet:
         needs = tuple(self._need(key, one, offers, now) for key, one in self._deployments.items())
         if self._allotted_by is None or self._is_news(offers, needs):
             self._allotted_by = offers, needs
-            owner = allot(needs, offers, self._owner)
+            self.commons.links.placed()
+            owner = allot(needs, offers, self._owner, self.commons.links)
             if owner != self._owner:
                 names = {key: self._names(owner, key) for key in self._deployments}
                 shares = "; ".join(f"{_called(key)}: {peers}" for key, peers in names.items())
@@ -360,7 +362,10 @@ class Fleet:
 
     def _is_news(self, offers: tuple[Candidate, ...], needs: tuple[Need, ...]) -> bool:
         assert self._allotted_by is not None
-        return needs != self._allotted_by[1] or differ(offers, self._allotted_by[0])
+        if needs != self._allotted_by[1] or differ(offers, self._allotted_by[0]):
+            return True
+        # Peers that nobody uses yet are shared out by links too.
+        return self.commons.links.news and not all(need.serves for need in needs)
 
     def _tell_shares(self) -> None:
         """A peer that another one still uses is there for nobody else until that lets go of it."""
@@ -381,6 +386,8 @@ class Fleet:
             and (peer in used or not blocked(peer, now))
             and (offer := offer_of(peer, session.report)) is not None
         ]
+        if self.commons.reach.failed:
+            found = [replace(one, blocked=self.commons.reach.blocked(one.peer)) for one in found]
         out = self.commons.reach.left_out(
             one.peer for one in sorted(found, key=lambda one: one.peer not in used)
         )

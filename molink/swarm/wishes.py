@@ -8,6 +8,7 @@ import msgspec
 from molink.errors import NotAuthorized, RequestError
 from molink.swarm.allotment import Need, allot, fits, pinned
 from molink.swarm.hygiene import is_model_name
+from molink.swarm.links import Links
 from molink.swarm.placement import Candidate, Placement, misfit, parse_range, place
 from molink.swarm.planner import offer_of
 from molink.swarm.records import Desired, Pin
@@ -215,7 +216,7 @@ def _check_room(models: Sequence[Desired], registry: Registry) -> None:
         if (offer := offer_of(peer, session.report)) is not None
     ]
     needs = [Need((one.facts.name, 0), one) for one in models]
-    owner = allot(needs, offers, {})
+    owner = allot(needs, offers, {}, Links())
     for need in needs:
         mine = [one for one in offers if owner.get(one.peer) == need.key]
         if not fits(need.desired, mine):

@@ -1,4 +1,4 @@
-"""Two models over three PCs, as a file says; one of them twice, or stopped; and a PC that is lost."""
+"""Two models over three PCs, as a file says: one of them twice, or stopped; a PC that is lost."""
 
 from collections.abc import Iterator
 from pathlib import Path

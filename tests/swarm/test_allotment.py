@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.swarm.allotment import Need, allot, fits
+from molink.swarm.links import Links
 from molink.swarm.placement import Candidate, Placement, place
 from molink.swarm.records import Desired
 from tests.support.swarm import FACTS, GB
@@ -127,14 +128,15 @@ def test_it_keeps_its_promises(memory: list[int], layers: list[int], data: st.Da
         holds = frozenset(p for p, holder in zip(peers, holders, strict=True) if holder == i)
         serves = fits(one, [o for o in offers if o.peer in holds])
         needs.append(Need((one.facts.name, 0), one, holds, serves, data.draw(st.booleans())))
-    owner = allot(needs, offers, {})
+    links = data.draw(st.sampled_from([None, Links()]))
+    owner = allot(needs, offers, {}, links)
     assert set(owner) <= set(peers)
     for each in needs:
         mine = [one for one in offers if owner.get(one.peer) == each.key]
         assert not each.serves or fits(each.desired, mine)
     # The same again, though what was promised isn't there yet; spares may find another place once.
-    again = allot(needs, offers, owner)
-    assert allot(needs, offers, again) == again
+    again = allot(needs, offers, owner, links)
+    assert allot(needs, offers, again, links) == again
 
 
 @given(

@@ -1,13 +1,13 @@
 """Several models, and several pipelines of one, over the same peers."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
 import pytest
 
-from molink.swarm.events import Departed, MemberRemoved, Rebalanced, Reported, TermRaised
+from molink.swarm.events import Departed, MemberRemoved, Rebalanced, Reported, TermRaised, Tried
 from molink.swarm.fleet import PRESSING, Fleet
 from molink.swarm.records import Desired, PipelineRecord
 from molink.swarm.terms import next_term
@@ -171,6 +171,30 @@ def test_replicas_of_a_second_model_come_and_go(kit: Kit) -> None:
         assert ("y #4: " in paper.fleet.reason) == (replicas == 4)
         for key in (("x", 0), ("y", 0)):
             assert paper.deployment(*key).formation.record == records[key]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_near_peers_are_together(kit: Kit, late: bool) -> None:
+    """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; a PC more is known of late."""
+    paper = kit.Paper(*"abcd")
+    for name in "abcd":
+        paper.report(name, memory=5 * GB)
+
+    def measure() -> None:
+        for one, other in product("abcd", "abcd"):
+            if one != other:
+                near = {one, other} in ({"a", "c"}, {"b", "d"})
+                paper.do(Tried(one, other, ok=True, latency=0.001 if near else 2.0, rate=None))
+
+    if not late:
+        measure()
+    paper.serve_all(wish("x"), wish("y"))
+    if late:
+        assert set(paper.fleet._owner.values()) == {("x", 0), ("y", 0)}
+        measure()
+    settle(paper, "abcd", 3.0)
+    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"ac", "bd"}
+    assert all(one.ready for one in paper.fleet.deployments)
 
 
 def test_what_nobody_asked_for_is_stopped(both: Paper, kit: Kit) -> None:
