@@ -7,11 +7,10 @@ Each event ends with the same steps: what is due is done, and every peer is told
 know yet.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from molink.swarm import epochs
-from molink.swarm.allotment import Key, Need, allot, fits
+from molink.swarm.allotment import Key
 from molink.swarm.commons import Commons
 from molink.swarm.events import (
     Decision,
@@ -29,17 +28,13 @@ from molink.swarm.events import (
     Tried,
 )
 from molink.swarm.links import Links
-from molink.swarm.placement import Candidate
-from molink.swarm.planner import differ, offer_of
 from molink.swarm.reconciler import Reconciler
 from molink.swarm.records import Desired, MemberRecord, PipelineRecord
 from molink.swarm.registry import PeerSession, Registry
 from molink.swarm.running_time import RunningTime
+from molink.swarm.shares import Shares, called
 from molink.wire.messages.instructions import Unassign
 
-#: One that lacks room while others have more than they need waits so long, in seconds, before it
-#: takes some of theirs: who is away may be back.
-PRESSING = 5.0
 STOPPED = "no model is served since `molink stop`; `molink run MODEL` has one served"
 NO_MODEL = "no model was asked for: add `--model` to `molink up`, or to the first `molink join`"
 
@@ -67,11 +62,7 @@ class Fleet:
         self._running = RunningTime(now)
         self._models = tuple(models)
         self._deployments: dict[Key, Reconciler] = {}
-        #: Whose are which peers, where there is a choice; and what that was decided by.
-        self._owner: dict[str, Key] = {}
-        self._allotted_by: tuple[tuple[Candidate, ...], tuple[Need, ...]] | None = None
-        #: Since when deployments that don't stand have had too little room.
-        self._lacking: dict[Key, float] = {}
+        self._shares = Shares(self.commons)
         #: Whether somebody has come since the peers were last shared out.
         self._arrived = False
         #: Why nothing is served, for a person; of no meaning while something is to be.
@@ -293,8 +284,7 @@ class Fleet:
         wanted = _wanted(models)
         for key in [key for key in self._deployments if key not in wanted]:
             gone = self._deployments.pop(key)
-            self._lacking.pop(key, None)
-            self._note(now, f"{_called(key)} is not served any more")
+            self._note(now, f"{called(key)} is not served any more")
             gone.dissolve()
         if not wanted:
             self._note(now, "serve nothing")
@@ -323,7 +313,7 @@ class Fleet:
             mine = [one for one in self.deployments if one.key[0] == desired.facts.name]
             late = [one for one in mine if one.desired != desired]
             changing = any(
-                not one.ready and (one.begun or one.key not in self._lacking)
+                not one.ready and (one.begun or not self._shares.lacks(one.key))
                 for one in mine
                 if one not in late
             )
@@ -334,80 +324,10 @@ class Fleet:
                     one.serve(desired, now)
                     changing = changing or not one.ready
 
-    # --- who may use which peer --------------------------------------------------------------
-
     def _allot(self, now: float) -> None:
         """Share the peers out anew, if there is another reason than before to do so."""
         self._arrived = False
-        several = len(self._deployments) > 1
-        for key, one in self._deployments.items():
-            one.label = _called(key) if several else ""
-        if not several and not any(one.desired.pins for one in self.deployments):
-            for one in self.deployments:
-                one.allot(None)
-            self._owner, self._allotted_by = {}, None
-            return
-        offers = self._offers(now)
-        needs = tuple(self._need(key, one, offers, now) for key, one in self._deployments.items())
-        if self._allotted_by is None or self._is_news(offers, needs):
-            self._allotted_by = offers, needs
-            self.commons.links.placed()
-            owner = allot(needs, offers, self._owner, self.commons.links)
-            if owner != self._owner:
-                names = {key: self._names(owner, key) for key in self._deployments}
-                shares = "; ".join(f"{_called(key)}: {peers}" for key, peers in names.items())
-                self._note(now, f"peers are shared out: {shares}")
-            self._owner = owner
-        self._tell_shares()
-
-    def _is_news(self, offers: tuple[Candidate, ...], needs: tuple[Need, ...]) -> bool:
-        assert self._allotted_by is not None
-        if needs != self._allotted_by[1] or differ(offers, self._allotted_by[0]):
-            return True
-        # Peers that nobody uses yet are shared out by links too.
-        return self.commons.links.news and not all(need.serves for need in needs)
-
-    def _tell_shares(self) -> None:
-        """A peer that another one still uses is there for nobody else until that lets go of it."""
-        for key, one in self._deployments.items():
-            others = (two.used for two in self.deployments if two is not one)
-            busy = frozenset[str]().union(*others)
-            mine = frozenset(peer for peer, owner in self._owner.items() if owner == key)
-            one.allot(mine - busy)
-
-    def _offers(self, now: float) -> tuple[Candidate, ...]:
-        """Peers with something to offer that nothing speaks against."""
-        used = frozenset[str]().union(*(one.used for one in self.deployments))
-        blocked = self.commons.backoff.blocked
-        found = [
-            offer
-            for peer in self.registry.members
-            if (session := self.registry.sessions.get(peer)) is not None
-            and (peer in used or not blocked(peer, now))
-            and (offer := offer_of(peer, session.report)) is not None
-        ]
-        if self.commons.reach.failed:
-            found = [replace(one, blocked=self.commons.reach.blocked(one.peer)) for one in found]
-        out = self.commons.reach.left_out(
-            one.peer for one in sorted(found, key=lambda one: one.peer not in used)
-        )
-        return tuple(one for one in found if one.peer in used or one.peer not in out)
-
-    def _need(self, key: Key, one: Reconciler, offers: Sequence[Candidate], now: float) -> Need:
-        mine = one.used | {peer for peer, owner in self._owner.items() if owner == key}
-        if one.formation is not None or fits(
-            one.desired, (offer for offer in offers if offer.peer in mine)
-        ):
-            self._lacking.pop(key, None)
-        else:
-            self._lacking.setdefault(key, now)
-        since = self._lacking.get(key)
-        pressing = since is not None and now - since >= PRESSING
-        return Need(key, one.desired, one.used, one.ready, pressing)
-
-    def _names(self, owner: Mapping[str, Key], key: Key) -> str:
-        names = [self.registry.name(peer) for peer, whose in owner.items() if whose == key]
-        return ", ".join(names) or "none"
+        self._shares.allot(self._deployments, now)
 
 
 def _wanted(models: Iterable[Desired]) -> dict[Key, Desired]:
@@ -417,8 +337,3 @@ def _wanted(models: Iterable[Desired]) -> dict[Key, Desired]:
         for desired in models
         for replica in range(desired.pipelines)
     }
-
-
-def _called(key: Key) -> str:
-    """A deployment's name for a person."""
-    return key[0] if key[1] == 0 else f"{key[0]} #{key[1] + 1}"

@@ -1,7 +1,8 @@
-"""Has the whole of a model that is served on this PC's disk, so that any other PC may be lost.
+"""Has the whole of one model that is served on this PC's disk, so that any other PC may be lost.
 
-It takes its time (:mod:`molink.swarm.copying`), and gives way to whatever somebody waits for. Once
-the copy is whole, others may read it here.
+Which model's turn it is :mod:`molinkd.peer.copies` says. It takes its time
+(:mod:`molink.swarm.copying`), and gives way to whatever somebody waits for. Once the copy is whole,
+others may read it here.
 """
 
 import asyncio
@@ -15,7 +16,6 @@ from molink.errors import MolinkError, Unavailable
 from molink.facts.model import LayerRange
 from molink.swarm.copying import CopyPace, distance, ranges
 from molink.swarm.fetch_plan import GroupPlan
-from molink.wire.messages.instructions import Route
 from molinkd.peer.library import Holding, Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
@@ -28,43 +28,41 @@ WATCH_S = 60.0
 
 
 class Copier:
-    """The copy of one model: of several that are served, the one that this PC has a stage of."""
+    """The copy of one model."""
 
     def __init__(
         self,
         store: Store,
         library: Library,
+        model: tuple[str, str],
         layers: Callable[[], LayerRange],
         on_change: Callable[[], None],
-        holds: Callable[[str], bool] = lambda _pipeline: False,
-        *,
-        wanted: bool,
+        may: Callable[[], bool],
     ) -> None:
-        """``layers()`` are those of this PC's stage: the ones beside them come first.
+        """``model`` is its name and its root.
 
-        ``holds(pipeline)`` says whether that stage is of this pipeline. ``on_change()`` is called
-        when a copy is whole, or isn't any more.
+        ``layers()`` are those of this PC's stage: the ones beside them come first. ``may()``:
+        whether it is this model's turn. ``on_change()`` is called when the copy is whole, or isn't
+        any more, or can't be made.
         """
         self._store = store
         self._library = library
+        self.model = model
         self._layers = layers
         self._on_change = on_change
-        self._holds = holds
-        self._wanted = wanted
+        self._may = may
         self._pace = CopyPace()
-        #: Set when something has changed that the pace depends on.
+        #: Set when something has changed that the pace, or whose turn it is, depends on.
         self._news = asyncio.Event()
-        self._model: tuple[str, str] | None = None
-        #: Of all models.
-        self._routes: dict[str, Route] = {}
         self._sources: Sequence[str] = ()
-        self._task: asyncio.Task[None] | None = None
         #: Of all files, those that are here and the one that comes.
         self._progress = Progress()
         self._whole = False
+        self._stuck = False
         #: All layers, and the files that are not here, each with the first layer that needs it.
         self._all: frozenset[int] = frozenset()
         self._missing: dict[str, tuple[int, GroupPlan]] = {}
+        self._task = asyncio.get_running_loop().create_task(self._keep(*model))
 
     @property
     def percent(self) -> int:
@@ -79,55 +77,24 @@ class Copier:
         """The layers all of whose files are here."""
         return ranges(self._all - {layer for layer, _ in self._missing.values()})
 
-    def serve(self, route: Route) -> None:
-        """A pipeline serves a model, or is to; the sources are the newest ones."""
-        if not self._wanted or not route.root:
-            return
-        self._routes[route.pipeline] = route
-        self._choose(route)
+    @property
+    def settled(self) -> bool:
+        """Whether it is whole, or can't go on for now: others may have their turn."""
+        return self._whole or self._stuck
 
-    def gone(self, pipeline: str) -> None:
-        """A pipeline is no more; what is here stays."""
-        gone = self._routes.pop(pipeline, None)
-        if gone is None:
-            return
-        left = [*self._routes.values()]
-        same = [one for one in left if _model(one) == self._model]
-        if _model(gone) == self._model and left and not same:
-            self._choose(left[0])
-        self._pace.serving = any(one.ready for one in left)
-
-    def _choose(self, route: Route) -> None:
-        """Copy this route's model, unless there is a reason to go on with another one."""
-        self._pace.serving = any(one.ready for one in self._routes.values())
-        self._news.set()
-        model = _model(route)
-        others = [one for one in self._routes.values() if _model(one) == self._model]
-        if self._model != model and others and not self._holds(route.pipeline):
-            return
-        if self._sources != route.sources:
+    def look(self, sources: Sequence[str] | None = None, *, serving: bool) -> None:
+        """Something has changed: the sources, whether a pipeline serves, or whose turn it is."""
+        self._pace.serving = serving
+        if sources is not None and self._sources != sources:
+            self._sources = sources
             self._pace.again()
-        self._sources = route.sources
-        if self._model != model:
-            self._end()
-            self._model = model
-            self._task = asyncio.get_running_loop().create_task(self._keep(*model))
+        self._news.set()
 
-    async def close(self) -> None:
-        """End what is under way; files that are whole are kept."""
-        task = self._task
-        self._end()
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
-
-    def _end(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._model is not None:
-            self._library.withdraw(self._model[1])
-        self._model = self._task = None
-        self._progress, self._whole = Progress(), False
-        self._all, self._missing = frozenset(), {}
+    def end(self) -> asyncio.Task[None]:
+        """End what is under way; files that are whole are kept, but not offered any more."""
+        self._task.cancel()
+        self._library.withdraw(self.model[1])
+        return self._task
 
     async def _keep(self, model: str, root: str) -> None:
         """Have a whole copy for as long as the model is served."""
@@ -151,10 +118,13 @@ class Copier:
                 self._change(whole=False)
 
     def _change(self, *, whole: bool) -> None:
-        self._whole = whole
+        self._whole, self._stuck = whole, False
         self._on_change()
 
     def _failed(self, model: str, reason: str) -> None:
+        if not self._stuck:
+            self._stuck = True
+            self._on_change()
         if self._pace.failed(reason, self._now()):
             log.info("no whole copy of %s here yet; it is tried again: %s", model, reason)
 
@@ -187,6 +157,7 @@ class Copier:
                 _, plan = min(missing.values(), key=lambda one: distance(one[0], held))
                 await self._have(folder, root, plan, missing.values())
                 del missing[plan.file]
+                self._stuck = False
                 self._pace.got_on()
         log.info("all of %s is here (%.0f MB)", model, progress.total / 1e6)
         return await asyncio.to_thread(
@@ -228,16 +199,12 @@ class Copier:
         while True:
             await self._store.idle.wait()
             self._news.clear()
-            wait = self._pace.wait(self._now(), fetch=fetch)
+            wait = self._pace.wait(self._now(), fetch=fetch) if self._may() else None
             if wait == 0:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._news.wait()
-
-
-def _model(route: Route) -> tuple[str, str]:
-    return route.model, route.root
 
 
 async def _until_changed(copy: Holding) -> None:

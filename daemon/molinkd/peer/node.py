@@ -42,7 +42,7 @@ from molinkd.api.backend import Figures, ServedModel
 from molinkd.peer.addresses import advertised
 from molinkd.peer.assignments import Assignments
 from molinkd.peer.awake import Awake
-from molinkd.peer.copier import Copier
+from molinkd.peer.copies import Copies
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.gpu_use import OwnUse
 from molinkd.peer.heads import Heads
@@ -103,7 +103,7 @@ class Node:
         self._pauser = Pauser(settings, self._own_use, self._paused)
         self._assignments.pause(bool(self._pauser.reason))
         self._link_rates = LinkRates(self._assignments.link_rates, self._measured_rate)
-        self._copier = Copier(
+        self._copies = Copies(
             self._store,
             resources.library,
             self._assignments.layers,
@@ -183,7 +183,7 @@ class Node:
         self.requests.close()
         self._clock.close()
         await self._served.close()
-        await self._copier.close()
+        await self._copies.close()
         await self._heads.close()
         await self._assignments.close()
         self._awake.close()
@@ -253,8 +253,8 @@ class Node:
             replica=self._leadership.replica.version,
             system=sys.platform,
             worker_ports=settings.worker_ports,
-            copied=self._copier.percent,
-            held=self._copier.held,
+            copied=self._copies.percent,
+            held=self._copies.held,
             transfers=self._transfers(),
             routes=self._heads.known,
             relays=settings.relay and not self._pauser.resting,
@@ -290,7 +290,7 @@ class Node:
             case Route():
                 self._forget_routes(self._heads.update(message))
                 self._served.update(message)
-                self._copier.serve(message)
+                self._copies.serve(message)
                 self._readiness.take(message)
             case RouteGone():
                 self._heads.remove(message.pipeline)
@@ -302,7 +302,7 @@ class Node:
         self._readiness.forget(pipelines)
         for pipeline in pipelines:
             self._served.remove(pipeline)
-            self._copier.gone(pipeline)
+            self._copies.gone(pipeline)
 
     def _share(self, payload: memoryview | None) -> None:
         """Take the coordinator's state, or send the copy of it that is here."""

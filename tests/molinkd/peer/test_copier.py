@@ -13,7 +13,7 @@ from molink.swarm import copying
 from molink.wire.messages.instructions import Route
 from molinkd.peer import copier as copier_module
 from molinkd.peer import store as store_module
-from molinkd.peer.copier import Copier
+from molinkd.peer.copies import Copies
 from molinkd.peer.library import Library
 from molinkd.peer.store import Store
 from molinkd.peer.suppliers import Source
@@ -71,7 +71,7 @@ class Pc:
         self.store = Store(
             home, "me", self.library, connect_to(peers, self.connected), Library(), lambda *_: None
         )
-        self.copier = Copier(
+        self.copier = Copies(
             self.store, self.library, lambda: self.layers, self.changed.set, wanted=wanted
         )
 
@@ -310,39 +310,79 @@ async def test_a_pc_may_do_without(pcs: MakePc, brought: Library, root: str) -> 
     assert pc.copier.percent == 0
 
 
-async def test_of_several_models_it_copies_that_of_its_own_stage(tmp_path: Path) -> None:
+async def test_of_several_models_that_of_its_own_stage_is_copied_first(
+    pcs: MakePc, brought: Library, root: str, tmp_path: Path
+) -> None:
     """Routes of all come again and again; nothing is begun anew by that."""
-    mine = ""
-    pc = Pc(tmp_path / "pc", {})
-    pc.copier = Copier(
-        pc.store, pc.library, lambda: (0, 0), pc.changed.set, lambda one: one == mine, wanted=True
+    other = brought.add("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
+    mine, shelf = "1", Shelf(brought)
+    pc = pcs({"a": shelf})
+    pc.copier = Copies(
+        pc.store, pc.library, lambda: (2, 3), pc.changed.set, lambda one: one == mine, wanted=True
     )
-
-    def route(pipeline: str, ready: bool = True) -> Route:
-        return Route(
-            pipeline=pipeline,
+    routes = {
+        name: Route(
+            pipeline=name,
             epoch=1,
-            model=f"m{pipeline}",
-            ready=ready,
+            model=model,
+            ready=True,
             head=None,
             context=1,
-            root=f"{pipeline:0>64}:1",
+            sources=("a",),
+            root=of,
         )
+        for name, model, of in (("2", "n", other), ("1", "m", root))
+    }
 
-    chosen = []
-    for one in ("1", "2", "1", "2"):
-        pc.copier.serve(route(one))
-        chosen.append((pc.copier._model or ("",))[0])
-    mine = "2"
-    pc.copier.serve(route("1"))
-    chosen.append((pc.copier._model or ("",))[0])
-    pc.copier.serve(route("2"))
-    chosen.append((pc.copier._model or ("",))[0])
-    assert chosen == ["m1"] * 5 + ["m2"]
-    pc.copier.serve(route("2", ready=False))
-    assert pc.copier._pace.serving  # the other one does
+    def serve(*names: str) -> None:
+        for name in names:
+            pc.copier.serve(routes[name])
+
+    serve("2", "1", "2", "1")
+    shelf.gate.clear()
+    await until(lambda: shelf.parts)
+    shelf.gate.set()
+    await until(lambda: pc.library.names)
+    assert pc.library.names == ("m",), "the second one has its turn once the first is whole"
+    assert shelf.layers == [2, 3, 1, 0]
+    serve("1", "2")
+    await until(lambda: len(pc.library.names) == 2)
+    assert pc.copier.percent == 100
+    for of in (root, other):
+        ModelFolder.open(pc.library.held(of).folder)
+    # One that isn't served any more is offered no more, and its files stay.
+    read = len(shelf.parts)
     pc.copier.gone("2")
-    assert (pc.copier._model or ("",))[0] == "m1"
+    assert pc.library.names == ("m",)
+    serve("2")
+    await until(lambda: len(pc.library.names) == 2)
+    assert len(shelf.parts) == read
     pc.copier.gone("1")
-    assert not pc.copier._pace.serving
+    pc.copier.gone("2")
+    assert pc.library.names == ("n",)
+    await pc.copier.close()
+
+
+async def test_a_copy_that_cannot_be_made_holds_no_other_up(
+    pcs: MakePc, brought: Library, root: str
+) -> None:
+    pc = pcs({"a": Shelf(brought)})
+    pc.copier = Copies(
+        pc.store, pc.library, lambda: (0, 1), pc.changed.set, lambda one: one == "p2", wanted=True
+    )
+    missing = Route(
+        pipeline="p2",
+        epoch=1,
+        model="n",
+        ready=True,
+        head=None,
+        context=1,
+        sources=("gone",),
+        root=f"{2:0>64}:1",
+    )
+    pc.copier.serve(missing)
+    pc.serve(root, "a")
+    await until(lambda: pc.library.names)
+    assert pc.library.names == ("m",)
+    assert pc.copier.percent == 0  # that of its own model
     await pc.copier.close()
