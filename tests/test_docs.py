@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.cli.swarm_file import ModelTable, SwarmFile, read_swarm_file
+from molinkd.cli.swarm_file import ModelSection, SwarmFile, read_swarm_file
 from molinkd.peer.settings import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ def test_every_setting_is_described() -> None:
 def test_the_swarm_file_is_described(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "swarm-file.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    assert rows == [*SwarmFile.__struct_fields__, *ModelTable.__struct_fields__]
+    assert rows == [*SwarmFile.__struct_fields__, *ModelSection.__struct_fields__]
     example = tmp_path / "swarm.toml"
     example.write_text(text.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
     assert len(read_swarm_file(example)[0].models) == 2

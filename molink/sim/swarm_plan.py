@@ -22,7 +22,7 @@ from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
 from molink.swarm.links import LOCAL_LATENCY, LOCAL_RATE, Links
-from molink.swarm.outlook import Prospect, prospect
+from molink.swarm.outlook import RingProspect, prospect
 from molink.swarm.placement import (
     ROWS,
     Aim,
@@ -123,8 +123,8 @@ class SwarmPlan:
     stages: tuple[PlannedStage, ...]
     spares: tuple[str, ...]
     bottleneck: str
-    now: Prospect
-    more: tuple[Prospect, ...]
+    now: RingProspect
+    more: tuple[RingProspect, ...]
     forecast: RingForecast
 
     def as_json(self) -> dict[str, object]:
@@ -279,7 +279,7 @@ def _bottleneck(stages: Sequence[PlannedStage], objective: Objective, times: Rin
 
 def _more(
     model: Described, devices: Sequence[str], link: LinkProfile, aim: Aim
-) -> Iterator[Prospect]:
+) -> Iterator[RingProspect]:
     """What a PC more of each device would bring; nothing where a ring can have no more PCs."""
     for device in dict.fromkeys(devices):
         placed = _place(model, [*devices, device], link, aim)

@@ -15,7 +15,7 @@ _NEW = "one more"
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
+class RingProspect:
     """A ring as placement predicts it, with a PC more like that of ``device``; none if empty.
 
     ``turn_s`` is the time per token of a micro-batch that waits for nothing, ``tokens_per_s`` what
@@ -28,9 +28,9 @@ class Prospect:
     tokens_per_s: float
 
 
-def prospect(device: str, placed: Placement, objective: Objective) -> Prospect:
+def prospect(device: str, placed: Placement, objective: Objective) -> RingProspect:
     """That of a placement."""
-    return Prospect(device, len(placed.stages), placed.turn, ROWS[objective] / placed.cost)
+    return RingProspect(device, len(placed.stages), placed.turn, ROWS[objective] / placed.cost)
 
 
 def outlook(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from molink.swarm.registry import Registry
 from molink.wire.messages.reports import PeerReport
 
 #: Steps of the search for an order in which peers can connect; most need one for each peer.
@@ -103,6 +104,17 @@ class Reach:
             for to in others
             if (at, to) not in self._failed and self._steps > 0
         )
+
+
+def closed(found: Unreachable, registry: Registry) -> str:
+    """Which connection can't be made, and the command that opens the port; for a person."""
+    by, to = registry.name(found.by), registry.name(found.to)
+    report = registry.sessions[found.to].report
+    at = report.addresses[0] if report.addresses else "an address that it doesn't tell"
+    return (
+        f"{by} can't connect to {to} at {at} port {report.control_port}; on {to} open its "
+        f"ports: {how_to_open(report)}"
+    )
 
 
 def how_to_open(report: PeerReport) -> str:

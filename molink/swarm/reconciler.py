@@ -12,7 +12,7 @@ from molink.swarm.move import RETRY, Move
 from molink.swarm.pipelines import JUST_ASKED, Pipelines
 from molink.swarm.placement import Candidate, Placement, Unplaceable, misfit
 from molink.swarm.planner import DEBOUNCE, LOSS_DEBOUNCE
-from molink.swarm.reach import Unreachable, how_to_open
+from molink.swarm.reach import closed
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
@@ -374,16 +374,6 @@ class Reconciler(Pipelines):
                     texts[told] = texts[told] or text
         return texts
 
-    def _closed(self, found: Unreachable) -> str:
-        """Which connection can't be made, and the command that opens the port; for a person."""
-        by, to = self.registry.name(found.by), self.registry.name(found.to)
-        report = self.registry.sessions[found.to].report
-        at = report.addresses[0] if report.addresses else "an address that it doesn't tell"
-        return (
-            f"{by} can't connect to {to} at {at} port {report.control_port}; on {to} open its "
-            f"ports: {how_to_open(report)}"
-        )
-
     def left_out(self, peer: str) -> str:
         """Why a peer has no stage though it offers to run one; empty if that is not so."""
         if not self.registry.live(peer):
@@ -395,7 +385,7 @@ class Reconciler(Pipelines):
             return f"left out: {why}"
         found = self.planner.unreachable.get(peer)
         if found is not None and self.registry.live(found.by) and self.registry.live(found.to):
-            return self._closed(found)
+            return closed(found, self.registry)
         why = self.planner.backoff.explain(peer, self.commons.clock, self.formation is not None)
         return why or (NOT_NEEDED if self.ready and peer in self.planner.spares else "")
 

@@ -37,7 +37,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Attempted:
     """A peer has tried to connect to another; ``relayed``: by way of its detour."""
 
     tried: Tried
@@ -51,7 +51,7 @@ class Live:
     peers: Collection[str]
 
 
-Event = Offered | Opened | Found | Live
+Event = Offered | Opened | Attempted | Live
 Decision = SendMessage | Tried
 
 
@@ -101,7 +101,7 @@ class Relays:
                     return []
                 for peer in gone:
                     self._forget(peer)
-            case Found():
+            case Attempted():
                 out += self._found(event)
             case Opened():
                 out += self._opened(event)
@@ -132,7 +132,7 @@ class Relays:
             (pair, through) for pair, through in self._spent if peer != through and peer not in pair
         }
 
-    def _found(self, event: Found) -> list[Decision]:
+    def _found(self, event: Attempted) -> list[Decision]:
         tried = event.tried
         by, to = self._peers.get(tried.by), self._peers.get(tried.to)
         if by is None or to is None:

@@ -1,5 +1,6 @@
 """Two models over three PCs, as a file says: one of them twice, or stopped; a PC that is lost."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,42 @@ model = "beta"
 dtype = "f32"
 replicas = {}
 """
+
+
+#: What can't be, the line that says so, and why it is refused.
+REFUSED = (
+    ('molink = ""\nreplica = 2\n', 2, "replica is nothing known: there are models, molink"),
+    ('[[models]]\nmodel = "alpha"\nreplicas = 2\nquantise = "int8"\n', 4, "quantise is nothing"),
+    ('[[models]]\nmodel = "alpha"\n[[models]]\nmodel = "beta"\npcs = ["attic"]\n', 3, "no PC of"),
+    (
+        "".join(f'[[models]]\nmodel = "{name}"\npcs = ["first"]\n' for name in ("alpha", "beta")),
+        4,
+        "beta: first is named for alpha too",
+    ),
+    (
+        "".join(f'[[models]]\nmodel = "{name}"\n' for name in ("alpha", "beta", "gamma", "delta")),
+        None,
+        "the PCs that are here have room for it, but not beside",
+    ),
+)
+
+
+def test_what_cannot_be_is_refused_whole(place: Place) -> None:
+    for name in ("gamma", "delta"):
+        shutil.copytree(place.file.parent / "alpha", place.file.parent / name)
+
+    def shown() -> list[Any]:
+        status = place.swarm.status("first")
+        return [status["models"], [(one["id"], one["epoch"]) for one in status["pipelines"]]]
+
+    before = shown()
+    for text, line, why in REFUSED:
+        place.write(text)
+        code, _, said = place.apply()
+        assert code != 0
+        assert why in said
+        assert f"swarm.toml, line {line or ''}" in said
+        assert shown() == before
 
 
 @pytest.mark.timeout(400)

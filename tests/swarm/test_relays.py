@@ -9,8 +9,8 @@ from molink.swarm.events import SendMessage, Tried
 from molink.swarm.relays import (
     MAX_OF_PEER,
     MAX_RELAYS,
+    Attempted,
     Decision,
-    Found,
     Live,
     Offered,
     Opened,
@@ -34,7 +34,7 @@ class Swarm:
     def tried(
         self, by: str, to: str, ok: bool, latency: float | None = None, relayed: bool = False
     ) -> list[Decision]:
-        found = self.relays.handle(Found(Tried(by, to, ok, latency), relayed))
+        found = self.relays.handle(Attempted(Tried(by, to, ok, latency), relayed))
         self.relays.validate()
         return found
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from molink.errors import Unavailable
 from molink.plaintext import printable
-from molink.swarm.outlook import Prospect
+from molink.swarm.outlook import RingProspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class LivePlan:
     bottleneck: str
     spares: dict[str, str]
     #: As placement predicts the ring now and with one PC more, for each kind that there is.
-    now: Prospect | None = None
-    more: tuple[Prospect, ...] = ()
+    now: RingProspect | None = None
+    more: tuple[RingProspect, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped."""
@@ -90,7 +90,7 @@ def _plan(
     turn = sum(one.step_s + one.link_s for one in stages)
     objective = objectives.get(model) or status.get("objective", "latency")
     outlook = status.get("outlook", {}).get(pipeline["id"], {})
-    more = tuple(Prospect(**one) for one in outlook.get("more", ()))
+    more = tuple(RingProspect(**one) for one in outlook.get("more", ()))
     return LivePlan(
         model,
         objective,
@@ -98,7 +98,7 @@ def _plan(
         turn,
         _bottleneck(stages),
         spares,
-        Prospect(**outlook["now"]) if more else None,
+        RingProspect(**outlook["now"]) if more else None,
         tuple(replace(one, device=printable(one.device)) for one in more),
     )
 
@@ -126,10 +126,10 @@ def show(plan: LivePlan) -> None:
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 
 
-def one_more(now: Prospect, more: Iterable[Prospect], objective: str) -> Iterator[str]:
+def one_more(now: RingProspect, more: Iterable[RingProspect], objective: str) -> Iterator[str]:
     """What a PC more of each kind would bring, for a person."""
 
-    def text(one: Prospect) -> str:
+    def text(one: RingProspect) -> str:
         if objective == "latency":
             return f"{1e3 * one.turn_s:.1f} ms per token"
         return f"{one.tokens_per_s:.0f} tokens/s of many"

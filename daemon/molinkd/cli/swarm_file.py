@@ -27,7 +27,7 @@ _KEY = re.compile(r"(?:\[\s*models\s*\.\s*)?[\"']?([A-Za-z0-9_-]+)[\"']?\s*[=\]]
 _SYNTAX = re.compile(r" \(at line (\d+), column \d+\)")
 
 
-class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A ``[[models]]`` of the file."""
 
     #: A name of the Hugging Face hub, a folder (from the file's own on), or ``molink-demo``.
@@ -50,7 +50,7 @@ class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SwarmFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
-    models: Annotated[tuple[ModelTable, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    models: Annotated[tuple[ModelSection, ...], msgspec.Meta(max_length=MAX_MODELS)]
     #: The version of molink that all PCs have to run; empty = any.
     molink: Text = ""
 
@@ -152,7 +152,7 @@ def _explained(text: str, lines: Lines) -> UsageError:
     key = path[2] or "" if path else ""
     why = text.partition(" - at `")[0]
     unknown, missing = _UNKNOWN.search(text), _MISSING.search(text)
-    table = ModelTable if model >= 0 else SwarmFile
+    table = ModelSection if model >= 0 else SwarmFile
     if unknown:
         key = unknown[1]
         why = f"{key} is nothing known: there are {', '.join(table.__struct_fields__)}"

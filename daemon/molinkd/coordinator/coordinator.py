@@ -40,7 +40,7 @@ from molink.swarm.events import (
 )
 from molink.swarm.fleet import Fleet
 from molink.swarm.hygiene import clean_failed, clean_report
-from molink.swarm.relays import Found, Live, Offered, Opened
+from molink.swarm.relays import Attempted, Live, Offered, Opened
 from molink.swarm.status import RareOutlook, build_status, encode_status
 from molink.swarm.terms import first_term
 from molink.swarm.token import JoinToken
@@ -73,7 +73,7 @@ from molinkd.coordinator.arguments import DEFAULT_PORT, LAST_PORT, Options, reac
 from molinkd.coordinator.connections import PeerConnections
 from molinkd.coordinator.door import Door, guides, is_invitation, is_revoked
 from molinkd.coordinator.reception import Reception
-from molinkd.coordinator.relaying import Relaying
+from molinkd.coordinator.relaying import RelayOffice
 from molinkd.coordinator.restore import swarm_of
 from molinkd.coordinator.sharing import Sharing
 from molinkd.coordinator.state import State
@@ -147,7 +147,7 @@ class Coordinator:
         self._connections = PeerConnections(
             self._server, lambda peer: self._happened(Disconnected(peer))
         )
-        self._relaying = Relaying(self._connections.tell, self._happened)
+        self._relaying = RelayOffice(self._connections.tell, self._happened)
         self._sharing = Sharing(state, self.door, self._connections.tell)
         self._reception = Reception(
             options, self.swarm, self.door, self.fleet, self._connections, self._happened
@@ -315,7 +315,7 @@ class Coordinator:
         tried = Tried(peer, message.peer, message.ok, message.latency, message.rate)
         self._happened(tried)
         if message.rate is None:  # how fast a link is says nothing of what it leads over
-            self._relaying.handle(Found(tried, message.relayed))
+            self._relaying.handle(Attempted(tried, message.relayed))
 
     def _reply(self, sender: Sender, message: ControlMessage, payload: bytes | None = None) -> None:
         self._server.send(sender.identity, message, payload)

@@ -11,7 +11,7 @@ from molink.wire.messages.control import ControlMessage
 log = logging.getLogger(__name__)
 
 
-class Relaying:
+class RelayOffice:
     """Carries out what :class:`~molink.swarm.relays.Relays` decides."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """How often one user may do something: so many times at once, and at a steady rate after that."""
 
 
-class Pace:
+class Allowance:
     """A token bucket for each user."""
 
     def __init__(self, burst: float, rate: float) -> None:

@@ -18,7 +18,7 @@ from zmq.utils import z85
 from molink.errors import UsageError
 from molink.facts.identity import peer_id
 from molink.wire.sockets.create import DOMAIN
-from molink.wire.sockets.pace import Pace
+from molink.wire.sockets.pace import Allowance
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Gatekeeper:
         self.refused = 0
         #: Handshakes of members that were put off: they came too often.
         self.put_off = 0
-        self._pace = Pace(_HANDSHAKES, _HANDSHAKE_RATE)
+        self._pace = Allowance(_HANDSHAKES, _HANDSHAKE_RATE)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
-from molink.wire.sockets.pace import Pace
+from molink.wire.sockets.pace import Allowance
 
 
 def test_a_burst_and_then_a_rate() -> None:
-    pace = Pace(3, 2)
+    pace = Allowance(3, 2)
     assert [pace.take("ann", 10.0) for _ in range(4)] == [True, True, True, False]
     assert pace.take("bob", 10.0)
     assert not pace.take("ann", 10.4)
@@ -12,7 +12,7 @@ def test_a_burst_and_then_a_rate() -> None:
 
 
 def test_forgotten() -> None:
-    pace = Pace(1, 0.1)
+    pace = Allowance(1, 0.1)
     assert pace.take("ann", 1.0)
     assert not pace.take("ann", 1.0)
     pace.forget("ann")

@@ -10,7 +10,7 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import Done
 from molink.wire.messages.requests import StatusRequest
 from molink.wire.sockets.curve import KeyPair
-from molink.wire.sockets.pace import Pace
+from molink.wire.sockets.pace import Allowance
 from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper, RefusedHandshake
 
@@ -121,7 +121,7 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
 
 
 async def test_who_comes_too_often_is_put_off_not_refused(net: Any, echo: Server[Any]) -> None:
-    net.gatekeeper._pace = Pace(2, 2.0)
+    net.gatekeeper._pace = Allowance(2, 2.0)
     keys = net.member("often")
     clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
     await net.until(lambda: net.gatekeeper.put_off)

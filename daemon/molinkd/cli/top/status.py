@@ -34,7 +34,7 @@ class Transfer(msgspec.Struct, frozen=True, rename={"source": "from"}):
     copy: bool = False
 
 
-class Lane(msgspec.Struct, frozen=True):
+class LaneStatus(msgspec.Struct, frozen=True):
     """Bytes of one lane of a link."""
 
     queued: Count = 0
@@ -46,8 +46,8 @@ class Link(msgspec.Struct, frozen=True):
 
     latency_s: Amount = 0.0
     rate: Amount = 0.0
-    decode: Lane = Lane()
-    bulk: Lane = Lane()
+    decode: LaneStatus = LaneStatus()
+    bulk: LaneStatus = LaneStatus()
 
 
 class StageLoad(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class HeadStatus(msgspec.Struct, frozen=True):
     requests: tuple[Request, ...] = ()
 
 
-class Pipeline(msgspec.Struct, frozen=True):
+class PipelineStatus(msgspec.Struct, frozen=True):
     """A pipeline and its stages in ring order; none are known while it can't be formed."""
 
     id: str
@@ -168,7 +168,7 @@ class Status(msgspec.Struct, frozen=True):
     model: str | None = None
     models: tuple[ModelStatus, ...] = ()
     peers: tuple[Peer, ...] = ()
-    pipelines: tuple[Pipeline, ...] = ()
+    pipelines: tuple[PipelineStatus, ...] = ()
     files: str = ""
     trouble: str = ""
     story: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.plaintext import printable
-from molinkd.cli.top.status import HeadStatus, Link, Peer, Pipeline, Request, Status, Worker
+from molinkd.cli.top.status import HeadStatus, Link, Peer, PipelineStatus, Request, Status, Worker
 
 #: Characters of a text from elsewhere that are looked at.
 _LONGEST = 400
@@ -207,7 +207,7 @@ def _ready(status: Status) -> bool:
 
 
 def _ring(
-    pipeline: Pipeline, peers: dict[str, Peer], names: dict[str, str], *, alone: bool
+    pipeline: PipelineStatus, peers: dict[str, Peer], names: dict[str, str], *, alone: bool
 ) -> RingView:
     head, stages = pipeline.head or HeadStatus(), pipeline.stages
     return RingView(
@@ -249,7 +249,7 @@ def _percent(done: int, total: int) -> str:
 
 
 def _stage(
-    pipeline: Pipeline, number: int, peers: dict[str, Peer], names: dict[str, str]
+    pipeline: PipelineStatus, number: int, peers: dict[str, Peer], names: dict[str, str]
 ) -> StageView:
     stage, following = pipeline.stages[number], (*pipeline.stages[1:], pipeline.stages[0])[number]
     peer = peers.get(stage.peer)
