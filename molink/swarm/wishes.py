@@ -192,8 +192,10 @@ def _pin(pin: Pin, wish: ModelWish, registry: Registry) -> Pin:
     name = wish.model.name
     found = [peer for peer, member in registry.members.items() if called in (peer, member.name)]
     if len(found) != 1:
-        what = f"{len(found)} PCs are" if found else "no PC of this swarm is"
-        raise _refusal(name, f"{what} called {called}; `molink status` shows them")
+        what = f"no PC of this swarm is called {called}; `molink status` shows them"
+        if found:
+            what = f"{len(found)} PCs are called {called}: name one by its id ({', '.join(found)})"
+        raise _refusal(name, what)
     if stage != "auto" and parse_range(stage) is None:
         raise _refusal(name, f"layers of {called} are A:B with A < B, not {stage}")
     why = misfit(stage, wish.model)

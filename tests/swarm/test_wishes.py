@@ -155,3 +155,12 @@ def test_one_of_several_models_is_stopped_and_comes_back(registry: Registry) -> 
         switched(models, "y", served=False, by="b")
     # No file would bring this one back: it is gone.
     assert switched((Desired(facts("x"), "b"),), "x", served=False, by="b") == ()
+
+
+def test_two_pcs_of_one_name_are_told_apart_by_their_ids(registry: Registry, kit: Kit) -> None:
+    report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="B")
+    registry.add(kit.member("e"))
+    registry.report("e", report, True, 1.0)
+    with pytest.raises(RequestError, match=r"2 PCs are called B: name one by its id \(b, e\)"):
+        served(registry, wish("x", pins=(("B", "auto"),)))
+    assert served(registry, wish("x", pins=(("e", "auto"),)))[0].pins == (("e", "auto"),)
