@@ -57,8 +57,9 @@ class Shares:
             return True
         if needs != self._decided_by[1] or differ(offers, self._decided_by[0]):
             return True
-        # Peers that nobody uses yet are shared out by links too.
-        return self._commons.links.news and not all(need.serves for need in needs)
+        # Until it is placed, which takes a moment, links may still say who is near.
+        unplaced = any(not need.holds and not self.lacks(need.key) for need in needs)
+        return self._commons.links.news and unplaced
 
     def _decide(self, offers: tuple[Candidate, ...], needs: tuple[Need, ...], now: float) -> None:
         self._decided_by = offers, needs
