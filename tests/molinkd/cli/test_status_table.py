@@ -128,14 +128,18 @@ def test_several_models(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    models = [{"name": "m", "quantize": "nf4"}, {"name": "n", "replicas": 2, "ready": 1}]
+    models = [
+        {"name": "m", "quantize": "nf4"},
+        {"name": "n", "replicas": 2, "ready": 1},
+        {"name": "o", "replicas": 2, "stopped": True},
+    ]
     pipelines = [
         {"id": id, "model": model, "epoch": 3, "ready": ready}
         for id, model, ready in (("p1", "m", True), ("p2", "n", True), ("p3", "n", False))
     ]
     show_status({**STATE, "models": models, "pipelines": pipelines}, demo=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Swarm home, models m in nf4, n (1 of 2 replicas ready)"
+    assert lines[0] == "Swarm home, models m in nf4, n (1 of 2 replicas ready), o (stopped)"
     assert [line for line in lines if line.startswith("Pipeline")] == [
         "Pipeline p1 of m (epoch 3) is ready",
         "Pipeline p2 of n (epoch 3) is ready",

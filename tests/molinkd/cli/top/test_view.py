@@ -65,6 +65,9 @@ def test_several_models() -> None:
     status = swarms.several()
     status["pipelines"][1]["ready"] = False
     assert not view_of(status).ready
+    status = swarms.several()
+    status["models"][0]["stopped"] = True
+    assert view_of(status).model == "qwen3-8b (stopped), llama-3b"
 
 
 def test_without_a_coordinator() -> None:
