@@ -199,7 +199,8 @@ class Copier:
         while True:
             await self._store.idle.wait()
             self._news.clear()
-            wait = self._pace.wait(self._now(), fetch=fetch) if self._may() else None
+            turn = not fetch or self._may()
+            wait = self._pace.wait(self._now(), fetch=fetch) if turn else None
             if wait == 0:
                 return
             with suppress(TimeoutError):

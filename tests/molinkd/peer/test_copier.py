@@ -363,6 +363,36 @@ async def test_of_several_models_that_of_its_own_stage_is_copied_first(
     await pc.copier.close()
 
 
+async def test_what_is_here_is_offered_whatever_else_is_waited_for(
+    pcs: MakePc, brought: Library, root: str, tmp_path: Path
+) -> None:
+    """After a restart a pipeline may need just this copy, while another model's waits for one."""
+    other = brought.add("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
+    first = pcs({"a": Shelf(brought)})
+    first.serve(root, "a")
+    await first.whole()
+    await first.copier.close()
+    again = pcs({"a": Shelf(brought)})
+    absent = Route(
+        pipeline="p0",
+        epoch=1,
+        model="n",
+        ready=False,
+        head=None,
+        context=1,
+        sources=("a",),
+        root=other,
+    )
+    again.copier = Copies(
+        again.store, again.library, lambda: (0, 1), again.changed.set, "p0".__eq__, wanted=True
+    )
+    again.copier.serve(absent)
+    again.serve(root, ready=False)
+    await until(lambda: again.library.names)
+    assert again.library.names == ("m",)
+    await again.copier.close()
+
+
 async def test_a_copy_that_cannot_be_made_holds_no_other_up(
     pcs: MakePc, brought: Library, root: str
 ) -> None:
