@@ -16,6 +16,7 @@
     │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
     ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
     ├── Unavailable              no pipeline can serve now (HTTP 503)
+    │   ├── FilesMissing         files of a model that no PC which is there has
     │   └── KnockUnanswered      nobody has let this PC into a swarm in time (exit code 11)
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
@@ -112,6 +113,10 @@ class Unavailable(MolinkError):
     """No pipeline can serve this now."""
 
     exit_code = 6
+
+
+class FilesMissing(Unavailable):
+    """No PC that is there has some files of a model; names the layers."""
 
 
 class KnockUnanswered(Unavailable):

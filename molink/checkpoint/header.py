@@ -8,7 +8,7 @@ import json
 import struct
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from molink.checkpoint.fields import refuse_irregular
@@ -60,14 +60,14 @@ def read_header(path: Path) -> dict[str, TensorSpan]:
         refuse_irregular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = _header_length(file.read(_LENGTH.size), size, path)
+            length = header_length(file.read(_LENGTH.size), size, path)
             raw = file.read(length)
     except OSError as error:
         raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
     return parse_header(path, raw, size)
 
 
-def parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorSpan]:
+def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]:
     """All tensors of a file of ``size`` bytes (perhaps on another PC) with the JSON header ``raw``.
 
     Raises:
@@ -86,7 +86,12 @@ def parse_header(path: Path, raw: bytes, size: int) -> dict[str, TensorSpan]:
     return spans
 
 
-def _header_length(prefix: bytes, size: int, path: Path) -> int:
+def header_length(prefix: bytes, size: int, path: PurePath) -> int:
+    """How long the JSON header is; ``prefix`` are the first bytes of a file of ``size``.
+
+    Raises:
+        BrokenModel: it is no such file.
+    """
     if len(prefix) < _LENGTH.size:
         raise BrokenModel(f"{path}: truncated: {size} bytes are no safetensors file")
     (length,) = _LENGTH.unpack(prefix)
@@ -99,7 +104,7 @@ def _header_length(prefix: bytes, size: int, path: Path) -> int:
     return int(length)
 
 
-def _span(path: Path, name: str, entry: Any, base: int, size: int) -> TensorSpan:
+def _span(path: PurePath, name: str, entry: Any, base: int, size: int) -> TensorSpan:
     where = f"{path}: tensor {name}"
     if not isinstance(entry, dict):
         raise BrokenModel(f"{where}: its entry is no object")
@@ -133,7 +138,7 @@ def _is_extent(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-def _refuse_overlap(path: Path, spans: dict[str, TensorSpan]) -> None:
+def _refuse_overlap(path: PurePath, spans: dict[str, TensorSpan]) -> None:
     end, before = 0, ""
     filled = (item for item in spans.items() if item[1].nbytes)
     for name, span in sorted(filled, key=lambda item: item[1].offset):

@@ -141,7 +141,7 @@ def pull(
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    with _in_words(repository):
+    with in_words(repository):
         found = look_up(repository)
         small = {file.name for file in found.files} - {file.name for file in found.weights}
         folder = _lay_out(found, small)
@@ -153,12 +153,14 @@ def pull(
         return _lay_out(found, small | {file.name for file in weights})
 
 
-def look_up(repository: str) -> Repository:
-    """Ask the hub what a model consists of. Raises what the hub's library does."""
+def look_up(repository: str, commit: str | None = None) -> Repository:
+    """Ask the hub what a model consists of, now or at a commit. Raises what its library does."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
-    info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
+    info = HfApi(endpoint=constants.ENDPOINT).model_info(
+        repository, revision=commit, files_metadata=True
+    )
     files = tuple(
         HubFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs is not None else "")
         for one in info.siblings or ()
@@ -334,7 +336,8 @@ def _is_refusal(error: Exception) -> bool:
 
 
 @contextmanager
-def _in_words(repository: str) -> Iterator[None]:
+def in_words(repository: str) -> Iterator[None]:
+    """What the hub's library raises, as errors of ours."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

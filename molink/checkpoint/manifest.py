@@ -7,7 +7,7 @@ and how many these are: so a list of any other length isn't even read.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, BinaryIO, Literal
@@ -15,7 +15,7 @@ from typing import Annotated, BinaryIO, Literal
 import msgspec
 
 from molink.checkpoint.header import DTYPE_BYTES
-from molink.errors import AlteredModel, BrokenModel
+from molink.errors import AlteredModel, BrokenModel, WireError
 from molink.facts.scalars import Count
 
 #: Bytes of a chunk: what one message brings, so that each can be checked as it arrives.
@@ -120,6 +120,28 @@ class Manifest:
     def extra_bytes(self) -> int:
         """What is fetched beside weights."""
         return len(self.raw) + sum(part.nbytes for part in self.files.values())
+
+    def marks(self, held: Collection[str]) -> bytes:
+        """Which parts somebody has: a bit for each, files first, in the manifest's order."""
+        names = (*self.files, *self.tensors)
+        marks = bytearray(-(-len(names) // 8))
+        for index, name in enumerate(names):
+            if name in held:
+                marks[index // 8] |= 1 << index % 8
+        return bytes(marks)
+
+    def marked(self, marks: bytes) -> frozenset[str]:
+        """The parts that :meth:`marks` says somebody has.
+
+        Raises:
+            WireError: it is no such list of this model.
+        """
+        names = (*self.files, *self.tensors)
+        if len(marks) != -(-len(names) // 8):
+            raise WireError(f"{len(marks)} bytes of marks are none of {len(names)} parts")
+        return frozenset(
+            name for index, name in enumerate(names) if marks[index // 8] >> index % 8 & 1
+        )
 
     def part(self, name: str) -> Part | None:
         """The file or tensor of that name."""

@@ -12,14 +12,19 @@ from molink.errors import ModelNotFound
 #: The model that ships with molink, and the default.
 DEMO_MODEL = "molink-demo"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model by its public name and the local folder that holds it (not yet checked)."""
+    """A model by its public name and the local folder that holds it (not yet checked).
+
+    ``hub``: where the hub has it, as ``OWNER/NAME@COMMIT``; empty if it isn't from there.
+    """
 
     name: str
     path: Path
+    hub: str = ""
 
 
 def demo_model() -> ModelSource:
@@ -75,7 +80,9 @@ def find_model(
     path = hub.cached(name_or_path)
     if path is None:
         path = hub.pull(name_or_path, counter or Uncounted(), stop or threading.Event())
-    return ModelSource(short_name(name_or_path), path)
+    commit = path.name if _COMMIT.fullmatch(path.name) else ""
+    place = f"{name_or_path}@{commit}" if commit else ""
+    return ModelSource(short_name(name_or_path), path, place)
 
 
 def is_repository(name: str) -> bool:

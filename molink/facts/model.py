@@ -10,6 +10,13 @@ from molink.facts.scalars import Count, Index, Text
 LayerRange = tuple[Index, Index]
 #: Which bytes a model consists of (:mod:`molink.checkpoint.manifest`); empty: that isn't known.
 Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?$")]
+#: A model of the Hugging Face hub at a commit, ``OWNER/NAME@COMMIT``; empty: it isn't from there.
+HubPlace = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40})?$"
+    ),
+]
 #: How a stage keeps the projections of its layers (:mod:`molink.checkpoint.quantization`).
 Quantize = Literal["none", "int8", "nf4"]
 #: What a placement is to make least or most: one stream's time per token, or many streams' tokens.
@@ -53,5 +60,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     quantized: Quantize = "none"
     #: Named by the PC that brings the model: others believe no bytes but these.
     root: Root = ""
+    #: Where others may have it from too: ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
+    hub: HubPlace = ""
     #: What is fetched beside weights: tokenizer, config, the list of hashes.
     extra_bytes: Count = 0

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from molink.facts.model import BLOCK_SIZE, LayerRange
 from molink.swarm.formation import Formation
 from molink.swarm.placement import Placement
@@ -13,7 +15,10 @@ from molink.wire.messages.reports import StageFailed, StageLoaded
 
 def content(desired: Desired) -> Desired:
     """What of a desired state needs another pipeline, or epoch, if it changes."""
-    return replace(desired, source="", min_peers=1, replicas=1, applied=False, stopped=False)
+    facts = structs.replace(desired.facts, hub="")
+    return replace(
+        desired, facts=facts, source="", min_peers=1, replicas=1, applied=False, stopped=False
+    )
 
 
 def layout(stages: Iterable[StageRecord]) -> list[tuple[str, LayerRange]]:

@@ -1,6 +1,7 @@
 """The messages that say what a stage has to do, and where requests go."""
 
 from molink.swarm.formation import Formation
+from molink.swarm.holdings import part_holders
 from molink.swarm.hygiene import MAX_REASON
 from molink.swarm.move import Move
 from molink.swarm.records import Desired, PipelineRecord, StageRecord
@@ -36,6 +37,8 @@ def instruction(
             block_size=record.block_size,
             quantize=desired.quantize,
             root=desired.facts.root,
+            parts=part_holders(desired.facts, registry),
+            hub=desired.facts.hub,
         )
     if formation.state == "linking" and stage not in formation.ready:
         return Form(
@@ -68,6 +71,8 @@ def prefetch(move: Move, peer: str, desired: Desired, registry: Registry) -> Pre
         model=desired.facts.name,
         sources=sources(desired, registry),
         root=desired.facts.root,
+        parts=part_holders(desired.facts, registry),
+        hub=desired.facts.hub,
     )
 
 
@@ -96,6 +101,8 @@ def route(
         context=_context(desired, ready),
         sources=sources(desired, registry),
         root=desired.facts.root,
+        parts=part_holders(desired.facts, registry),
+        hub=desired.facts.hub,
         reason=reason[:MAX_REASON],
         forming=forming,
         beside=beside,
@@ -109,8 +116,14 @@ def _context(desired: Desired, ready: PipelineRecord | None) -> int:
 
 
 def sources(desired: Desired, registry: Registry) -> tuple[str, ...]:
-    """Peers to fetch the model's files from."""
-    return registry.holders(desired.facts.name)[:MAX_SOURCES] or (desired.source,)
+    """Peers to fetch all of the model's files from.
+
+    If nobody has any, the one that brought it: it may be about to come back.
+    """
+    whole = registry.holders(desired.facts.name)[:MAX_SOURCES]
+    if whole or part_holders(desired.facts, registry):
+        return whole
+    return (desired.source,)
 
 
 def address(stage: StageRecord, registry: Registry) -> StageAddress:

@@ -216,19 +216,26 @@ class Keeper:
             stage.pid = pid
 
     def failed(
-        self, generation: int, reason: str, *, no_room: bool = False, kill: bool = False
+        self,
+        generation: int,
+        reason: str,
+        *,
+        no_room: bool = False,
+        no_files: bool = False,
+        kill: bool = False,
     ) -> list[Decision]:
         """The files can't be had, or the worker can't be started, has exited or must be killed.
 
-        ``no_room``: the device has too little memory for it beside another stage.
+        ``no_room``: the device has too little memory for it beside another stage. ``no_files``: no
+        PC that is there has some of its files.
         """
         stage = self._find(generation)
         if stage is None or stage.state == "failed":
             return []
         self._note(f"generation {generation} failed: {reason}")
         stage.state, stage.loaded, stage.reason = "failed", None, reason
-        stage.no_room, stage.unsure = no_room, False
-        failed = stage.now_failed(reason, no_room=no_room)
+        stage.no_room, stage.no_files, stage.unsure = no_room, no_files, False
+        failed = stage.now_failed(reason, no_room=no_room, no_files=no_files)
         return [StopWorker(generation, kill=kill), Tell(failed)]
 
     def worker_said(self, generation: int, message: FromStage) -> list[Decision]:

@@ -32,9 +32,10 @@ class KeptStage:
     unsure: bool = False
     #: Epoch of the last ring that the worker was told to form.
     forming: int = -1
-    #: Why it failed; whether that is for want of memory beside another stage.
+    #: Why it failed; whether that is for want of memory beside another stage, or of files.
     reason: str = ""
     no_room: bool = False
+    no_files: bool = False
     #: What its worker said of a neighbour in this epoch.
     neighbour: StageFailed | None = None
     #: What the coordinator said of this epoch's stages, by stage.
@@ -66,6 +67,7 @@ class KeptStage:
         next_lost: bool = False,
         previous_blocked: bool = False,
         no_room: bool = False,
+        no_files: bool = False,
     ) -> StageFailed:
         """It can't go on, or a neighbour can't."""
         return StageFailed(
@@ -76,6 +78,7 @@ class KeptStage:
             next_lost=next_lost,
             previous_blocked=previous_blocked,
             no_room=no_room,
+            no_files=no_files,
         )
 
     def repeated(self) -> list[StageLoaded | StageReady | StageFailed]:
@@ -86,7 +89,8 @@ class KeptStage:
         if self.state == "ready":
             told.append(self.now_ready())
         if self.state == "failed":
-            told.append(self.now_failed(self.reason, no_room=self.no_room))
+            no_room, no_files = self.no_room, self.no_files
+            told.append(self.now_failed(self.reason, no_room=no_room, no_files=no_files))
         elif self.neighbour is not None:
             told.append(self.neighbour)
         return told

@@ -8,6 +8,7 @@ from molink.swarm import epochs, instructions
 from molink.swarm.commons import Commons
 from molink.swarm.events import Commit, Reported, StageSaid
 from molink.swarm.formation import Formation
+from molink.swarm.lack import Lack
 from molink.swarm.move import RETRY, Move
 from molink.swarm.pipelines import JUST_ASKED, Pipelines
 from molink.swarm.placement import Candidate, Placement, Unplaceable, misfit
@@ -45,6 +46,7 @@ class Reconciler(Pipelines):
         #: Whether it goes on as it is though another model, or another way of serving, is wanted:
         #: another deployment of the model changes first.
         self.lags = False
+        self._lack = Lack(self.registry)
         self.planner.pin(desired.pins)
         if lost:
             self.planner.not_waiting(placed=pipeline is not None)
@@ -146,6 +148,10 @@ class Reconciler(Pipelines):
             return
         if isinstance(message, StageFailed):
             peer, reason = epochs.blame(formation, message, self.registry)
+            if message.no_files and formation is self.formation:
+                self._break(reason, None, now)
+                self._lack.found(self.desired.facts, now)
+                return
             old = self.formation.peers if self.formation is not None else ()
             serves = peer in old
             if formation is self.next and serves and event.peer not in old:
@@ -246,7 +252,7 @@ class Reconciler(Pipelines):
         """Do what is due by now."""
         self._check_late(now)
         candidates = self._candidates(now)
-        if self._may_place(candidates) and self.planner.due(candidates, self.registry, now):
+        if self._may_place(candidates, now) and self.planner.due(candidates, self.registry, now):
             serving = self.formation.record.stages if self.formation and self.ready else ()
             placed = self.planner.place(self.desired, candidates, self.registry, now, serving)
             self._follow(placed, now)
@@ -256,9 +262,9 @@ class Reconciler(Pipelines):
             self._sign(now)
         self._retire(now)
 
-    def _may_place(self, candidates: tuple[Candidate, ...]) -> bool:
+    def _may_place(self, candidates: tuple[Candidate, ...], now: float) -> bool:
         """What is nearly done is finished first, and then improved."""
-        if self.lags:
+        if self.lags or self._lack.lasts(self.desired.facts, now):
             return False
         formation = self.next or self.formation
         if formation is None or formation.state == "ready":

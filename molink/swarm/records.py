@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import structs
+
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.profile import UNKNOWN, Profile
@@ -116,7 +118,7 @@ class Desired:
     @property
     def weights(self) -> tuple[object, ...]:
         """What makes every stage load anew if it changes."""
-        return self.facts, self.dtype, self.quantize
+        return structs.replace(self.facts, hub=""), self.dtype, self.quantize
 
     @property
     def mode(self) -> Quantize:

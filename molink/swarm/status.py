@@ -3,15 +3,15 @@
 import json
 import math
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from molink.facts.device import Device
 from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
 from molink.swarm import epochs
-from molink.swarm.copying import ranges
 from molink.swarm.fleet import Fleet
 from molink.swarm.formation import Formation
+from molink.swarm.holdings import missing, where_to_get, whole_holders
 from molink.swarm.outlook import outlook
 from molink.swarm.placement import row_bytes
 from molink.swarm.reconciler import Reconciler
@@ -186,7 +186,7 @@ def show_report(report: PeerReport) -> dict[str, Any]:
         "paused": report.paused,
         "memory": report.device.memory,
         "copied": report.copied,
-        "held": [list(layers) for layers in report.held],
+        "held": {one.root[:16]: [list(layers) for layers in one.layers] for one in report.parts},
         "transfers": [_transfer(one) for one in report.transfers],
         "workers": [
             {
@@ -272,39 +272,20 @@ def _transfer(one: TransferState) -> dict[str, Any]:
 
 def _files(fleet: Fleet, desired: Desired) -> str:
     """Whose loss would be that of the model, for a person; empty if nobody's."""
-    sessions = fleet.registry.sessions
-    if len({fleet.registry.pc(peer) for peer in sessions}) < 2:
+    registry, facts, only_model = fleet.registry, desired.facts, len(fleet.models) == 1
+    if len({registry.pc(peer) for peer in registry.sessions}) < 2:
         return ""
-    name, only_model = desired.facts.name, len(fleet.models) == 1
-    holders = [
-        peer
-        for peer, session in sessions.items()
-        if name in session.report.models or (only_model and session.report.copied == 100)
-    ]
+    holders = whole_holders(facts, registry, only_model=only_model)
     if len(holders) > 1:
         return ""
-    if not holders and not only_model:
-        return f"No PC that is here has all files of {name}"
-    if not holders:
-        missing = _missing(desired.facts.layers, [one.report for one in sessions.values()])
-        if not missing:
-            return f"No PC that is here has all files of {name}; together they have all layers"
-        return (
-            f"No PC that is here has all files of {name}, and none has those of layers {missing}. "
-            "Start a PC that has them, or bring the model again (`molink run`)"
-        )
-    only = fleet.registry.name(holders[0])
-    return f"Only {only} has all files of {name} so far"
-
-
-def _missing(layers: int, reports: Iterable[PeerReport]) -> str:
-    """Which layers' files are on no PC, as ``2:4, 7:8``; empty if there are none."""
-    here = set[int]()
-    for report in reports:
-        loaded = [one.layers for one in report.workers if one.state not in ("fetching", "failed")]
-        for first, last in (*report.held, *loaded):
-            here.update(range(first, min(last, layers)))
-    return ", ".join(f"{first}:{last}" for first, last in ranges(set(range(layers)) - here))
+    if holders:
+        return f"Only {registry.name(holders[0])} has all files of {facts.name} so far"
+    nobody = f"No PC that is here has all files of {facts.name}"
+    reports = [one.report for one in registry.sessions.values()]
+    lacking = missing(facts, reports, only_model=only_model)
+    if lacking:
+        return f"{nobody}, and none has those of {where_to_get(facts, lacking)}"
+    return f"{nobody}; together they have all layers" if only_model else nobody
 
 
 def _pipeline(reconciler: Reconciler) -> dict[str, Any]:

@@ -31,8 +31,16 @@ class FakeHub:
         self.cuts: list[int] = []
         #: Weights have other bytes than is said.
         self.altered = False
+        #: So many bytes of each file are right in any case.
+        self.honest = 0
         #: Whether ranges are obeyed.
         self.ranges = True
+        #: Where those that ask for weights are sent, another name of this server, if not here; and
+        #: what they said there who they are.
+        self.elsewhere = ""
+        #: That name of this server gives nothing any more.
+        self.expired = ""
+        self.said: list[str] = []
         self.url = ""
 
     def files(self) -> list[Path]:
@@ -75,7 +83,12 @@ class Handler(BaseHTTPRequestHandler):
             files = [{"rfilename": p.name, **hub.described(p)} for p in hub.files()]
             info = {"id": REPOSITORY, "sha": COMMIT, "siblings": files}
             self._json(200, info, body=body)
+        elif hub.expired and f"http://{self.headers['Host']}" == hub.expired:
+            self._json(403, {}, body=body)
+        elif hub.elsewhere and f"http://{self.headers['Host']}" != hub.elsewhere:
+            self._json(302, {}, body=body, Location=hub.elsewhere + self.path)
         elif path.startswith(f"/{REPOSITORY}/resolve/"):
+            hub.said.append(self.headers.get("Authorization", ""))
             self._file(hub.folder / path.rpartition("/")[2], body=body)
         else:
             self._json(404, {}, body=body, **{"X-Error-Code": "RepoNotFound"})
@@ -97,7 +110,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         data, weights = path.read_bytes(), path.suffix == ".safetensors"
         asked = self.headers.get("Range", "") if hub.ranges else ""
-        begin = int(asked.removeprefix("bytes=").rstrip("-") or 0)
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        begin, end = int(first or 0), min(int(last or len(data)) + 1, len(data))
         if body and weights:
             hub.asked.append((path.name, self.headers.get("Range", "")))
         described = hub.described(path)
@@ -106,12 +120,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if asked else 200)
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(data) - begin))
+        self.send_header("Content-Length", str(end - begin))
         self.end_headers()
         if not body:
             return
-        rest = data[begin:]
-        if weights and hub.altered:
+        rest = data[begin:end]
+        if weights and hub.altered and begin >= hub.honest:
             rest = bytes(byte ^ 1 for byte in rest)
         if weights and hub.cuts:
             rest = rest[: hub.cuts.pop(0)]

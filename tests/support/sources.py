@@ -19,6 +19,10 @@ class LibrarySource:
         raw = self.library.held(root).manifest.raw
         return len(raw), raw[offset : offset + CHUNK_BYTES]
 
+    async def parts(self, root: str) -> bytes:
+        held = self.library.held(root)
+        return held.manifest.marks(held.places)
+
     async def read(self, root: str, part: str, index: int) -> bytes:
         return self.library.held(root).read(part, index)
 

@@ -7,7 +7,7 @@ from molink.facts.ringtimes import HANDLING_S
 from molink.swarm.records import Desired
 from molink.swarm.status import MAX_BYTES, build_status, encode_status
 from molink.wire.messages.load import HeadLoad, Load, RequestNow, StageLoad
-from molink.wire.messages.reports import TransferState
+from molink.wire.messages.reports import ModelParts, TransferState
 from tests.support.swarm import Kit, Paper
 
 
@@ -38,7 +38,7 @@ def test_the_shape(running: Paper) -> None:
         "memory": 10**11,
         "paused": "",
         "copied": 0,
-        "held": [],
+        "held": {},
         "transfers": [],
         "workers": [
             {
@@ -139,7 +139,8 @@ def test_who_alone_has_the_files(running: Paper) -> None:
     assert "has all files of toy; together they have all layers" in files(b=99)
     for peer, held in (("a", ((0, 2),)), ("b", ()), ("c", ((1, 2), (4, 5)))):
         session = running.fleet.registry.sessions[peer]
-        session.report = msgspec.structs.replace(session.report, held=held, workers=())
+        parts = (ModelParts(root=running.fleet.models[0].facts.root, layers=held),)
+        session.report = msgspec.structs.replace(session.report, parts=parts, workers=())
     assert "and none has those of layers 2:4, 5:6. Start a PC that has them" in files()
     for peer in "bc":
         running.fleet.registry.drop(peer)

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from molink.checkpoint.folder import ModelFolder
-from molink.errors import MolinkError, UsageError
+from molink.errors import FilesMissing, MolinkError, UsageError
 from molink.facts.footprint import Load, StageSetup
 from molink.facts.identity import peer_id
 from molink.facts.kernels import INSTEAD
@@ -28,6 +29,7 @@ from molink.swarm.keeper import (
     tells_more,
 )
 from molink.swarm.recovery import Recovery
+from molink.swarm.supply import Supply
 from molink.wire.messages.control import ControlMessage
 from molink.wire.messages.instructions import (
     Assign,
@@ -270,13 +272,17 @@ class Assignments:
         progress = self._progress[generation] = Progress()
         try:
             folder = await self._store.stage(
-                assign.model, assign.root, assign.layers, assign.sources, progress
+                assign.model, assign.root, assign.layers, Supply.of(assign), progress
             )
             start = await self._prepare(generation, assign, folder)
         except MolinkError as error:
             log.warning("stage %d of %s: %s", assign.stage, assign.model, error)
-            no_room = isinstance(error, _NoRoomBesideError)
-            self._carry_out(self._keeper.failed(generation, str(error), no_room=no_room))
+            failed = partial(
+                self._keeper.failed,
+                no_room=isinstance(error, _NoRoomBesideError),
+                no_files=isinstance(error, FilesMissing),
+            )
+            self._carry_out(failed(generation, str(error)))
         except Exception as error:
             log.exception("stage %d of %s", assign.stage, assign.model)
             self._carry_out(self._keeper.failed(generation, f"internal error: {error!r}"))

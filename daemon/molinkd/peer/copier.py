@@ -7,15 +7,17 @@ others may read it here.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from molink.checkpoint.manifest import Manifest
 from molink.errors import MolinkError, Unavailable
 from molink.facts.model import LayerRange
-from molink.swarm.copying import CopyPace, distance, ranges
+from molink.swarm.copying import CopyPace, distance
 from molink.swarm.fetch_plan import GroupPlan
+from molink.swarm.supply import Supply
 from molinkd.peer.library import Holding, Library
 from molinkd.peer.progress import Progress
 from molinkd.peer.store import Store
@@ -54,14 +56,11 @@ class Copier:
         self._pace = CopyPace()
         #: Set when something has changed that the pace, or whose turn it is, depends on.
         self._news = asyncio.Event()
-        self._sources: Sequence[str] = ()
+        self._supply = Supply()
         #: Of all files, those that are here and the one that comes.
         self._progress = Progress()
         self._whole = False
         self._stuck = False
-        #: All layers, and the files that are not here, each with the first layer that needs it.
-        self._all: frozenset[int] = frozenset()
-        self._missing: dict[str, tuple[int, GroupPlan]] = {}
         self._task = asyncio.get_running_loop().create_task(self._keep(*model))
 
     @property
@@ -73,20 +72,15 @@ class Copier:
         return min(99, 100 * done // total) if total else 0
 
     @property
-    def held(self) -> tuple[LayerRange, ...]:
-        """The layers all of whose files are here."""
-        return ranges(self._all - {layer for layer, _ in self._missing.values()})
-
-    @property
     def settled(self) -> bool:
         """Whether it is whole, or can't go on for now: others may have their turn."""
         return self._whole or self._stuck
 
-    def look(self, sources: Sequence[str] | None = None, *, serving: bool) -> None:
+    def look(self, supply: Supply | None = None, *, serving: bool) -> None:
         """Something has changed: the sources, whether a pipeline serves, or whose turn it is."""
         self._pace.serving = serving
-        if sources is not None and self._sources != sources:
-            self._sources = sources
+        if supply is not None and self._supply != supply:
+            self._supply = supply
             self._pace.again()
         self._news.set()
 
@@ -136,14 +130,13 @@ class Copier:
             OSError: a file that was here is gone.
         """
         await self._allowed(fetch=False)
-        folder = await self._store.metadata(model, root, self._sources, paced=self._pace.serving)
+        folder = await self._store.metadata(model, root, self._supply, paced=self._pace.serving)
         manifest = await asyncio.to_thread(stored_manifest, folder, root)
         if manifest is None:
             raise Unavailable(f"{folder} was altered at this moment")
         await asyncio.to_thread(remove_drafts, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
-        missing = self._missing = {plan.file: (layer, plan) for layer, plan in plans}
-        self._all = frozenset(layer for layer, _ in plans)
+        missing = {plan.file: (layer, plan) for layer, plan in plans}
         progress = self._progress = Progress(total=sum(plan.nbytes for _, plan in plans))
         for _, plan in plans:
             async with self._turn(fetch=False):
@@ -155,7 +148,7 @@ class Copier:
                 await self._allowed(fetch=True)
                 held = self._layers()
                 _, plan = min(missing.values(), key=lambda one: distance(one[0], held))
-                await self._have(folder, root, plan, missing.values())
+                await self._have(folder, manifest, plan, missing.values())
                 del missing[plan.file]
                 self._stuck = False
                 self._pace.got_on()
@@ -165,7 +158,11 @@ class Copier:
         )
 
     async def _have(
-        self, folder: Path, root: str, plan: GroupPlan, missing: Iterable[tuple[int, GroupPlan]]
+        self,
+        folder: Path,
+        manifest: Manifest,
+        plan: GroupPlan,
+        missing: Iterable[tuple[int, GroupPlan]],
     ) -> None:
         """Fetch one of the ``missing`` files, unless a stage needed it meanwhile."""
         progress = self._progress
@@ -176,7 +173,7 @@ class Copier:
         await asyncio.to_thread(self._store.refuse_copy, rest)
         turn = partial(self._turn, fetch=True)
         try:
-            await self._store.copy_group(folder, root, plan, self._sources, turn, progress)
+            await self._store.copy_group(folder, manifest, plan, self._supply, turn, progress)
         except BaseException:
             progress.done = here
             raise

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from molink.facts.model import LayerRange
+from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Route
 from molinkd.peer.copier import Copier
 from molinkd.peer.library import Library
@@ -48,18 +49,13 @@ class Copies:
         """How much of this PC's model is here; 100 only if it is whole."""
         return next((one.percent for one in self._in_turn()), 0)
 
-    @property
-    def held(self) -> tuple[LayerRange, ...]:
-        """The layers of this PC's model all of whose files are here."""
-        return next((one.held for one in self._in_turn()), ())
-
     def serve(self, route: Route) -> None:
         """A pipeline serves a model, or is to; the sources are the newest ones."""
         if not self._wanted or not route.root:
             return
         self._routes[route.pipeline] = route
         self._follow()
-        self._copiers[_model(route)].look(route.sources, serving=self._serving)
+        self._copiers[_model(route)].look(Supply.of(route), serving=self._serving)
 
     def gone(self, pipeline: str) -> None:
         """A pipeline is no more; what is here stays."""

@@ -89,7 +89,7 @@ class Founder:
         folder = await asyncio.to_thread(ModelFolder.open, source.path)
         check = check_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
-        self._facts = folder.facts(source.name)
+        self._facts = msgspec.structs.replace(folder.facts(source.name), hub=source.hub)
         self._source = source
         self._announce(Serving(model=source.name, path=str(source.path)))
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 SWEEP_S = 5.0
 #: Until an answer is out, before connections are cut, in seconds.
 _CUT_DELAY_S = 0.2
+#: One way to a PC on the same local network, at most, in seconds; also by Wi-Fi.
+NEAR_S = 0.005
 
 
 class KnownMembers:
@@ -81,6 +83,11 @@ class KnownMembers:
         for id in invitations.keys() - self._invitations:
             self._resources.gatekeeper.allow(invitations[id], id)
         self._invitations = frozenset(invitations)
+
+    def near(self, peer: str) -> bool:
+        """Whether a member is on the same local network, as far as is known: if not, it is."""
+        away = self._prober.away(peer)
+        return away is None or away <= NEAR_S
 
     async def close(self) -> None:
         """Try no more, and forget nobody."""

@@ -1,4 +1,4 @@
-"""Models of which this PC holds every file, and reading from them for other peers.
+"""Models that this PC holds, or some files of, and reading from them for other peers.
 
 What a peer may read is decided when a model is added: the metadata files and tensors of its folder.
 A request names one of them or is refused, so no path of a stranger's choosing is ever opened, and a
@@ -8,7 +8,7 @@ changed since is passed on to nobody.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One model: its folder, what it consists of, and where each part lies."""
+    """One model: its folder, what it consists of, and where each part that is here lies."""
 
     folder: Path
     manifest: Manifest
@@ -60,11 +60,14 @@ class Holding:
 
         Raises:
             RequestError: there is no such chunk.
+            ModelNotFound: the part isn't here.
             BrokenModel: the file has changed since it was added.
         """
         part, place = self.manifest.part(name), self.places.get(name)
-        if part is None or place is None:
+        if part is None:
             raise RequestError(f"the model has no part {name!r}", "part")
+        if place is None:
+            raise ModelNotFound(f"this peer doesn't hold {name} of that model")
         if not 0 <= index < part.chunks:
             raise RequestError(f"{name} has {part.chunks} chunks, no number {index}", "index")
         return self._chunk(part, place, index)
@@ -91,6 +94,8 @@ class Library:
         self._models: dict[str, Holding] = {}
         #: Copies in the store that are whole, by root; with their models' names.
         self._copies: dict[str, tuple[str, Holding]] = {}
+        #: What lies in the store, by root: a part of a model as well as all of it.
+        self._parts: Mapping[str, Holding] = {}
 
     def add(
         self,
@@ -117,6 +122,10 @@ class Library:
         """That copy isn't whole any more."""
         self._copies.pop(root, None)
 
+    def shelve(self, parts: Mapping[str, Holding]) -> None:
+        """Let others read what there is of models in the store: this, and no more of others."""
+        self._parts = parts
+
     def get(self, name: str) -> Holding | None:
         """The model of that name, if this PC has brought it."""
         return self._models.get(name)
@@ -127,11 +136,11 @@ class Library:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All models here."""
+        """All models of which every file is here."""
         return tuple(sorted({*self._models, *(name for name, _ in self._copies.values())}))
 
     def held(self, root: str) -> Holding:
-        """The model with that root, a copy too.
+        """The model with that root, a copy too, or as much of it as is here.
 
         Raises:
             ModelNotFound: it isn't here.
@@ -139,6 +148,7 @@ class Library:
         holding = self.find(root)
         if holding is None and root in self._copies:
             return self._copies[root][1]
+        holding = holding or self._parts.get(root)
         if holding is None:
             raise ModelNotFound("this peer doesn't hold that model, or another version of it")
         return holding

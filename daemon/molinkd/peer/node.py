@@ -5,13 +5,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from msgspec import structs
 
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import MolinkError
-from molink.swarm.address_book import AddressBook
 from molink.swarm.stream import StreamLimits
 from molink.swarm.versions import ours
 from molink.wire.messages.base import Payload
@@ -46,6 +46,7 @@ from molinkd.peer.copies import Copies
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.gpu_use import OwnUse
 from molinkd.peer.heads import Heads
+from molinkd.peer.hub_source import hub_source
 from molinkd.peer.known_members import KnownMembers
 from molinkd.peer.launch import KnocksNow, StageNow, Transferring, Trouble
 from molinkd.peer.leadership import Leadership
@@ -60,9 +61,11 @@ from molinkd.peer.resources import Resources
 from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.served import ServedModels
 from molinkd.peer.session import CoordinatorSession
+from molinkd.peer.shelf import Shelf
 from molinkd.peer.sources import Sources
 from molinkd.peer.store import Store
 from molinkd.peer.streams import Requests
+from molinkd.peer.suppliers import Source
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class Node:
         self._members = KnownMembers(
             resources, leadership.replica, self._tried, changed, went, detours
         )
-        self._store = _open_store(resources, self._members.book)
+        self._store = _open_store(resources, self._members)
         self.session = self._make_session(resources)
         self._data_codec = data_codec()
         self._assignments = self._make_assignments(resources)
@@ -113,6 +116,7 @@ class Node:
         )
         loop = asyncio.get_running_loop()
         self._clock = RunningClock(loop)
+        self._shelf = Shelf(resources.home.models, resources.library, self.session.report_now)
         self._heads = Heads(
             resources.context, resources.keys, self._heads_changed, self._head_said, detours.address
         )
@@ -161,6 +165,7 @@ class Node:
         self.session.start()
         self._leadership.start()
         self._link_rates.start()
+        self._shelf.start()
         self._pauser.start(measured.device)
 
     async def goodbye(self) -> None:
@@ -184,6 +189,7 @@ class Node:
         self._clock.close()
         await self._served.close()
         await self._copies.close()
+        await self._shelf.close()
         await self._heads.close()
         await self._assignments.close()
         self._awake.close()
@@ -254,7 +260,7 @@ class Node:
             system=sys.platform,
             worker_ports=settings.worker_ports,
             copied=self._copies.percent,
-            held=self._copies.held,
+            parts=self._shelf.parts([route.root for route in self._heads.routes]),
             transfers=self._transfers(),
             routes=self._heads.known,
             relays=settings.relay and not self._pauser.resting,
@@ -398,16 +404,23 @@ class Node:
         return figures
 
 
-def _open_store(resources: Resources, book: AddressBook) -> Store:
-    """The model files of this PC, and those that members of ``book`` have."""
+def _open_store(resources: Resources, members: KnownMembers) -> Store:
+    """The model files of this PC, and those that other members have."""
+    sources = Sources(resources.context, resources.keys, members.book)
+
+    def connect(peer: str) -> AbstractAsyncContextManager[Source]:
+        return hub_source(peer) if "@" in peer else sources.connect(peer)
+
     return Store(
         resources.home.models,
         resources.me,
         resources.library,
-        Sources(resources.context, resources.keys, book).connect,
+        connect,
         _bundled(),
         partial(resources.offenders.blocked, "this PC, as a source of models"),
         resources.transfers,
+        members.near,
+        hub=resources.settings.hub_files,
     )
 
 

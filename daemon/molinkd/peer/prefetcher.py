@@ -8,6 +8,7 @@ import msgspec
 
 from molink.errors import MolinkError
 from molink.swarm.hygiene import MAX_REASON
+from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Prefetch
 from molink.wire.messages.reports import Prefetched
 from molinkd.peer.progress import Progress
@@ -81,7 +82,7 @@ class Prefetcher:
                 message.model,
                 message.root,
                 message.layers,
-                message.sources,
+                Supply.of(message),
                 self._progress,
                 paced=True,
             )

@@ -238,6 +238,10 @@ class Prober:
                 self._say(member.peer, True, away, relayed)
             await asyncio.sleep(DETOUR_S if relayed else MEASURE_S)
 
+    def away(self, peer: str) -> float | None:
+        """How far away a member is, in seconds of the one way; ``None`` where that isn't known."""
+        return self._reached.get(peer, (False, None, False))[1]
+
     def _say(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
         self._reached[peer] = reached, away, relayed
         self._tell(peer, reached, away, relayed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from molink.checkpoint.config import ModelConfig
 from molink.errors import MolinkError
+from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer.store import Store
@@ -98,7 +99,7 @@ class ServedModels:
 
     async def _load(self, route: Route) -> ServedModel:
         folder = await self._store.metadata(
-            route.model, route.root, route.sources, paced=route.ready
+            route.model, route.root, Supply.of(route), paced=route.ready
         )
         config = await asyncio.to_thread(ModelConfig.load, folder)
         context = self._context(route.model) or config.context  # as known by now

@@ -32,7 +32,14 @@ from molink.wire.messages.requests import (
     SwitchModel,
     UnrevokeRequest,
 )
-from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
+from molink.wire.messages.transfer import (
+    ManifestPart,
+    ManifestRequest,
+    PartsHeld,
+    PartsRequest,
+    ReadReply,
+    ReadRequest,
+)
 from molink.wire.sockets.server import Sender
 from molinkd.peer.chunks import Chunks
 from molinkd.peer.library import Library
@@ -40,7 +47,7 @@ from molinkd.peer.library import Library
 log = logging.getLogger(__name__)
 
 #: What any member may send; the rest is for the user of this PC, who holds this peer's own key.
-FOR_MEMBERS = (ManifestRequest, ReadRequest, LeaderRequest)
+FOR_MEMBERS = (ManifestRequest, PartsRequest, ReadRequest, LeaderRequest)
 FOR_USER = (
     StatusRequest,
     ShutdownRequest,
@@ -117,6 +124,8 @@ class Service:
         match message:
             case ManifestRequest():
                 self._manifest(sender, message)
+            case PartsRequest():
+                self._parts(sender, message)
             case ReadRequest():
                 await self._read(sender, message)
             case LeaderRequest():
@@ -159,6 +168,12 @@ class Service:
         payload = Payload("u8", (len(data),))
         reply = ManifestPart(ref=message.ref, size=len(raw), payload=payload)
         self.send(sender.identity, reply, data)
+
+    def _parts(self, sender: Sender, message: PartsRequest) -> None:
+        holding = self._library.held(message.root)
+        marks = holding.manifest.marks(holding.places)
+        reply = PartsHeld(ref=message.ref, payload=Payload("u8", (len(marks),)))
+        self.send(sender.identity, reply, marks)
 
     async def _read(self, sender: Sender, message: ReadRequest) -> None:
         chunk = await self._chunks.get(self._library.held(message.root), message)

@@ -81,6 +81,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spare_worker: bool = True
     #: Whether the layers of other stages are copied to this PC's disk, while nothing else is done.
     copies: bool = True
+    #: Whether tensors that no PC near this one has come from the Hugging Face hub, where the model
+    #: is from there, rather than from PCs far away.
+    hub_files: bool = True
     #: Times of the day, ``18:00-23:30``, at which this PC holds no layers though it offers to.
     pause_times: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
     #: Whether it holds none either while something else uses its GPU. ``auto``: if that GPU drives

@@ -9,7 +9,14 @@ from molink.errors import Unavailable, WireError
 from molink.swarm.address_book import AddressBook
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control import ControlMessage
-from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
+from molink.wire.messages.transfer import (
+    ManifestPart,
+    ManifestRequest,
+    PartsHeld,
+    PartsRequest,
+    ReadReply,
+    ReadRequest,
+)
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.endpoints import endpoints
@@ -17,6 +24,7 @@ from molink.wire.sockets.endpoints import endpoints
 #: A source that doesn't answer for so many seconds is left. Well below what a coordinator grants a
 #: transfer that stands still.
 _CONNECT_S = 10.0
+_PARTS_S = 5.0
 _READ_S = 15.0
 
 
@@ -33,6 +41,14 @@ class PeerSource:
         if not isinstance(reply, ManifestPart) or payload is None:
             raise WireError(f"a {type(reply).__name__} is no part of a manifest")
         return reply.size, bytes(payload)
+
+    async def parts(self, root: str) -> bytes:
+        """Which parts of a model it has, as :meth:`Manifest.marks` says it."""
+        request = PartsRequest(ref=0, root=root)
+        reply, payload = await self._client.request(request, timeout=_PARTS_S)
+        if not isinstance(reply, PartsHeld) or payload is None:
+            raise WireError(f"a {type(reply).__name__} doesn't say which parts there are")
+        return bytes(payload)
 
     async def read(self, root: str, part: str, index: int) -> bytes:
         """A chunk of one of its parts."""

@@ -1,8 +1,8 @@
 """Model files that come from other peers: only what is needed, resumable, whole or not at all.
 
-A source is any member that says it holds the model. Its owner said which bytes that model consists
-of (:mod:`molink.checkpoint.manifest`): each chunk is checked when it comes, and each file here
-again before its first use in a run of the daemon.
+A source is any member that says it holds the model, or some files of it. Its owner said which bytes
+that model consists of (:mod:`molink.checkpoint.manifest`): each chunk is checked when it comes, and
+each file here again before its first use in a run of the daemon.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import BinaryIO
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Part, manifest_bytes
-from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
+from molink.errors import AlteredModel, BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.files import patiently
 from molink.swarm.copying import has_room
 from molink.swarm.fetch_plan import GroupPlan, Piece, cut
+from molink.swarm.supply import Supply
 from molink.swarm.transfer import MIN_RATE
 from molink.wire.sockets.secrets import private_folder
 from molinkd.peer.gate import together
@@ -37,6 +38,7 @@ from molinkd.peer.stored import (
     group_plans,
     metadata_parts,
     new_file,
+    nobody_has,
     stored_manifest,
 )
 from molinkd.peer.suppliers import Connect, OnLiar, Reputation, Suppliers
@@ -70,8 +72,13 @@ class Store:
         bundled: Library,
         on_liar: OnLiar,
         transfers: Transfers | None = None,
+        near: Callable[[str], bool] = lambda _: True,
+        *,
+        hub: bool = False,
     ) -> None:
         """``bundled`` holds models that this PC has but doesn't serve: copies of them are used.
+
+        ``near`` says whether a peer is close by; ``hub``, whether the Hugging Face hub is asked.
 
         ``on_liar`` is told of each source that sent altered bytes; ``transfers`` of what is under
         way.
@@ -81,6 +88,7 @@ class Store:
         self._me = me
         self._libraries = (library, bundled)
         self._connect = connect
+        self._near, self._hub = near, hub
         self._reputation = Reputation(on_liar)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: Models whose metadata is being fetched.
@@ -98,9 +106,7 @@ class Store:
         for left_over in root.glob(".*.part"):
             shutil.rmtree(left_over, ignore_errors=True)
 
-    async def metadata(
-        self, model: str, root: str, sources: Sequence[str], *, paced: bool = False
-    ) -> Path:
+    async def metadata(self, model: str, root: str, supply: Supply, *, paced: bool = False) -> Path:
         """A folder with at least config, tokenizer and chat template of the model with that root.
 
         ``paced``: a pipeline serves, to which it gives way.
@@ -113,7 +119,7 @@ class Store:
                 progress = self._metadata[model] = Progress()
                 try:
                     with self.transfers.under_way(model, progress):
-                        return await self._get(model, root, sources, None, progress, paced)
+                        return await self._get(model, root, supply, None, progress, paced)
                 finally:
                     del self._metadata[model]
 
@@ -122,7 +128,7 @@ class Store:
         model: str,
         root: str,
         layers: tuple[int, int],
-        sources: Sequence[str],
+        supply: Supply,
         progress: Progress | None = None,
         *,
         paced: bool = False,
@@ -137,14 +143,14 @@ class Store:
         with self._at_work(), self.transfers.under_way(model, progress):
             async with self._locks[model]:
                 progress.begin()
-                return await self._get(model, root, sources, layers, progress, paced)
+                return await self._get(model, root, supply, layers, progress, paced)
 
     async def copy_group(
         self,
         folder: Path,
-        root: str,
+        manifest: Manifest,
         plan: GroupPlan,
-        sources: Sequence[str],
+        supply: Supply,
         turn: Turn,
         progress: Progress,
     ) -> None:
@@ -156,15 +162,20 @@ class Store:
         Raises:
             MolinkError: no source could give it, or the disk is full.
         """
-        others = [peer for peer in sources if peer != self._me]
-        path = folder / plan.file
-        connect, reputation = self._connect, self._reputation
+        path, others = folder / plan.file, supply.without(self._me, hub=False)
         async with (
             Suppliers(
-                connect, reputation, root, others, progress.comes_from, patient=True, paced=True
+                self._connect,
+                self._reputation,
+                manifest.root,
+                others,
+                progress.comes_from,
+                patient=True,
+                paced=True,
             ) as suppliers,
             new_file(path, COPY) as file,
         ):
+            suppliers.knows(manifest)
             await asyncio.to_thread(file.write, plan.header)
             await self._transfer(suppliers, plan.pieces(), file, progress, 1, turn)
         self._sound[path] = await asyncio.to_thread(Stamp.of, path)
@@ -206,7 +217,7 @@ class Store:
         self,
         model: str,
         root: str,
-        sources: Sequence[str],
+        supply: Supply,
         layers: tuple[int, int] | None,
         progress: Progress,
         paced: bool,
@@ -223,18 +234,20 @@ class Store:
                 return held.folder
         if manifest_bytes(root) > MAX_MANIFEST_BYTES:
             raise BrokenModel(f"{model} is too large to be fetched from peers")
-        others = [peer for peer in sources if peer != self._me]
         try:
             async with Suppliers(
                 self._connect,
                 self._reputation,
                 root,
-                others,
+                supply.without(self._me, hub=self._hub),
                 progress.comes_from,
+                near=self._near,
                 paced=paced,
                 floor=PACED_FLOOR,
             ) as suppliers:
                 folder = await self._from(suppliers, model, root, layers, progress)
+        except FilesMissing:
+            raise
         except Unavailable as error:
             raise Unavailable(f"the files of {model} can't be had: {error}") from error
         self._in_use.add(folder)
@@ -252,6 +265,8 @@ class Store:
         manifest = await asyncio.to_thread(stored_manifest, folder, root)
         if manifest is None:
             manifest = await suppliers.manifest(progress)
+        else:
+            suppliers.knows(manifest)
         if not await asyncio.to_thread(folder.is_dir):
             await asyncio.to_thread(self._prune, folder)
         await self._keep_metadata(suppliers, model, manifest, folder, progress)
@@ -336,10 +351,17 @@ class Store:
         log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
         for plan in wanted:
             path = folder / plan.file
-            async with new_file(path) as file:
-                await asyncio.to_thread(file.write, plan.header)
-                progress.add(len(plan.header))
-                await self._transfer(suppliers, plan.pieces(), file, progress)
+            try:
+                async with new_file(path) as file:
+                    await asyncio.to_thread(file.write, plan.header)
+                    progress.add(len(plan.header))
+                    await self._transfer(suppliers, plan.pieces(), file, progress)
+            except Unavailable as error:
+                parts = {one.file: [part.name for part in one.parts] for one in wanted}
+                lacking = [file for file, names in parts.items() if suppliers.lacks(names)]
+                if not lacking:
+                    raise
+                raise FilesMissing(nobody_has(model, lacking)) from error
             self._sound[path] = await asyncio.to_thread(Stamp.of, path)
             log.info("%s of %s is here (%s)", plan.file, model, progress)
 

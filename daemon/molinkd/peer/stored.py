@@ -16,7 +16,9 @@ from molink.checkpoint.manifest import Manifest, Part, root_of
 from molink.errors import AlteredModel, BrokenModel, ModelError
 from molink.facts.model import LayerRange
 from molink.files import patiently
+from molink.swarm.copying import ranges
 from molink.swarm.fetch_plan import GroupPlan, cut, group_tensors, plan_group
+from molink.swarm.holdings import range_text
 from molinkd.peer.hashing import Stamp, Stretch, hash_stretches
 from molinkd.peer.library import Holding, stamp_of
 from molinkd.peer.progress import Progress
@@ -89,12 +91,29 @@ def group_plans(folder: Path, manifest: Manifest, layers: LayerRange) -> list[Gr
 
 def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
     """The files that the model consists of, each with the first layer whose stage needs it."""
-    config = ModelConfig.load(folder)
     found: dict[str, tuple[int, GroupPlan]] = {}
-    for layer in range(config.layers):
-        for plan in _plans(config, manifest, (layer, layer + 1)):
+    for layer, plans in enumerate(plans_by_layer(folder, manifest)):
+        for plan in plans:
             found.setdefault(plan.file, (layer, plan))
     return [*found.values()]
+
+
+def plans_by_layer(folder: Path, manifest: Manifest) -> list[list[GroupPlan]]:
+    """For each layer the files that a stage with that layer alone needs."""
+    config = ModelConfig.load(folder)
+    return [_plans(config, manifest, (layer, layer + 1)) for layer in range(config.layers)]
+
+
+def nobody_has(model: str, files: Iterable[str]) -> str:
+    """Which files are missing and what mends that, for a person."""
+    names = [file.partition(".")[0] for file in files]
+    layers = {int(name.rpartition("-")[2]) for name in names if name.startswith("layer-")}
+    texts = [f"layers {range_text(ranges(layers))}"] if layers else []
+    texts += [name for name in names if not name.startswith("layer-")]
+    return (
+        f"no PC that is here has the files of {' and '.join(texts)} of {model}. Start a PC that "
+        f"has them, or bring {model} again (`molink run`)"
+    )
 
 
 def remove_drafts(folder: Path) -> None:

@@ -49,7 +49,14 @@ from molink.wire.messages.requests import (
     SwitchModel,
     UnrevokeRequest,
 )
-from molink.wire.messages.transfer import ManifestPart, ManifestRequest, ReadReply, ReadRequest
+from molink.wire.messages.transfer import (
+    ManifestPart,
+    ManifestRequest,
+    PartsHeld,
+    PartsRequest,
+    ReadReply,
+    ReadRequest,
+)
 
 
 class Failure(Message, frozen=True, kw_only=True, tag="failure"):
@@ -112,6 +119,8 @@ ControlMessage = (
     | LeaderReply
     | ManifestRequest
     | ManifestPart
+    | PartsRequest
+    | PartsHeld
     | ReadRequest
     | ReadReply
     | StatusRequest

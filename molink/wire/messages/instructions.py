@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import BLOCK_SIZE, LayerRange, Quantize, Root
+from molink.facts.model import BLOCK_SIZE, HubPlace, LayerRange, Quantize, Root
 from molink.facts.profile import Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port, PublicKey
@@ -14,6 +14,10 @@ from molink.wire.messages.relaying import CloseRelay, Detour, OpenRelay
 
 #: Pipelines that a swarm is to have at once, of all models.
 MAX_PIPELINES = 8
+#: Peers that hold some of a model's files: as many as a ring has stages.
+MAX_HOLDERS = 16
+
+Holders = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_HOLDERS)]
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -79,9 +83,9 @@ class MemberGone(Message, frozen=True, kw_only=True, tag="member-gone"):
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
-    ``sources`` are peers that hold the model's files, of which only those of ``root`` are to be
-    believed. A worker of the same pipeline with the same
-    layers keeps its weights and only changes epoch.
+    ``sources`` are peers that hold the model's files, and ``parts`` such as hold some of them;
+    ``hub`` is where else they are. Only those of ``root`` are to be believed. A worker of the same
+    pipeline with the same layers keeps its weights and only changes epoch.
     """
 
     pipeline: Text
@@ -95,6 +99,8 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
     quantize: Quantize = "none"
     root: Root = ""
+    parts: Holders = ()
+    hub: HubPlace = ""
 
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
@@ -109,6 +115,8 @@ class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
     model: Text
     sources: tuple[Text, ...]
     root: Root = ""
+    parts: Holders = ()
+    hub: HubPlace = ""
 
 
 class StageAddress(Message, frozen=True, kw_only=True):
@@ -161,6 +169,9 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
     sources: tuple[Text, ...] = ()
     root: Root = ""
+    #: Peers that can serve some of them.
+    parts: Holders = ()
+    hub: HubPlace = ""
     #: Why it isn't ready, for a person; empty where that is only a matter of moments.
     reason: Sentence = ""
     #: Rises as long as an epoch is being formed and gets on, 0 otherwise: who waits, waits on.

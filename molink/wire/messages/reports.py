@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from molink.facts.device import Device
-from molink.facts.model import LayerRange
+from molink.facts.model import LayerRange, Root
 from molink.facts.pace import MAX_PACE
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
@@ -68,6 +68,19 @@ class TransferState(Message, frozen=True, kw_only=True):
 
 #: Transfers that a report has room for.
 MAX_TRANSFERS = 4
+#: Models of which a report says what is there, and ranges of layers of each.
+MAX_PARTS = 4
+MAX_RANGES = 8
+
+
+class ModelParts(Message, frozen=True, kw_only=True):
+    """What of a model lies on a peer's disk: layers all of whose files do.
+
+    No ``layers``: only what is beside them, or more ranges than there is room for.
+    """
+
+    root: Root
+    layers: Annotated[tuple[LayerRange, ...], msgspec.Meta(max_length=MAX_RANGES)] = ()
 
 
 class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
@@ -97,8 +110,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     copied: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
     #: Why this peer offers no layers for now, though its user wants it to at other times.
     paused: Text = ""
-    #: Layers of that model all of whose files do; so many ranges as there is room for.
-    held: Annotated[tuple[LayerRange, ...], msgspec.Meta(max_length=8)] = ()
+    #: Models of which others may read here what there is.
+    parts: Annotated[tuple[ModelParts, ...], msgspec.Meta(max_length=MAX_PARTS)] = ()
     #: Files that come to this PC.
     transfers: Annotated[tuple[TransferState, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     #: Pipelines with a route as this peer knows it: its epoch, and whether it is ready.
@@ -157,7 +170,8 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
 
     ``next_lost`` says that it was the latter: the next stage is to blame, not this one.
     ``previous_blocked`` says that this stage had to cut off the previous one, which is to blame.
-    ``no_room`` says that the device has too little memory for it beside another pipeline's stage.
+    ``no_room`` says that the device has too little memory for it beside another pipeline's stage,
+    ``no_files`` that no PC which is there has some of its files.
     """
 
     pipeline: Text
@@ -167,6 +181,7 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     next_lost: bool = False
     previous_blocked: bool = False
     no_room: bool = False
+    no_files: bool = False
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):

@@ -24,6 +24,23 @@ class ManifestPart(Message, frozen=True, kw_only=True, tag="manifest-part"):
     payload: Payload
 
 
+class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
+    """Which parts of the model with that root the receiver has. Answered by :class:`PartsHeld`.
+
+    Only for who says that it has some (``PeerReport.parts``): an older molink doesn't know it.
+    """
+
+    ref: Count
+    root: Root
+
+
+class PartsHeld(Message, frozen=True, kw_only=True, tag="parts-held"):
+    """A bit for each part of the model, in its manifest's order (payload ``u8 [n]``)."""
+
+    ref: Count
+    payload: Payload
+
+
 class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
     """Read chunk ``index`` of a file or tensor of the model with that root.
 

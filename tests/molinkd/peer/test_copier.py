@@ -10,6 +10,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.errors import ModelNotFound
 from molink.facts.model import LayerRange
 from molink.swarm import copying
+from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Route
 from molinkd.peer import copier as copier_module
 from molinkd.peer import store as store_module
@@ -136,24 +137,22 @@ async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
 ) -> None:
     shelf = Shelf(brought)
     pc = pcs({"a": shelf})
-    await pc.store.stage("m", root, (2, 3), ["a"])
+    await pc.store.stage("m", root, (2, 3), Supply(("a",)))
     shelf.parts.clear()
     shelf.most_at_once = 0
     pc.layers = (2, 3)
     shelf.gate.clear()
     pc.serve(root, "a")
     await until(lambda: shelf.parts)
-    assert pc.copier.held == ((2, 3),)
     shelf.gate.set()
     await pc.whole()
-    assert pc.copier.held == ((0, LAYERS),)
     assert shelf.layers == [3, 1, 0]
     assert shelf.most_at_once == 1
     folder = pc.library.held(root).folder
     ModelFolder.open(folder)
     # What a stage needs is there: nobody is asked.
     pc.connected.clear()
-    assert await pc.store.stage("m", root, (0, LAYERS), []) == folder
+    assert await pc.store.stage("m", root, (0, LAYERS), Supply()) == folder
     assert pc.connected == []
 
 
@@ -190,12 +189,12 @@ async def test_nothing_is_fetched_before_a_pipeline_serves_nor_while_somebody_wa
 ) -> None:
     shelf = Shelf(brought)
     pc = pcs({"a": shelf})
-    await pc.store.metadata("m", root, ["a"])
+    await pc.store.metadata("m", root, Supply(("a",)))
     shelf.parts.clear()
     pc.serve(root, "a", ready=False)
     # Its own stage comes meanwhile, and the copy waits for that as well.
     shelf.gate.clear()
-    stage = asyncio.create_task(pc.store.stage("m", root, (1, 2), ["a"]))
+    stage = asyncio.create_task(pc.store.stage("m", root, (1, 2), Supply(("a",))))
     await until(lambda: shelf.parts)
     pc.serve(root, "a")
     shelf.gate.set()
@@ -208,12 +207,12 @@ async def test_nothing_is_fetched_before_a_pipeline_serves_nor_while_somebody_wa
 async def test_a_stage_does_not_wait_for_the_copy(pcs: MakePc, brought: Library, root: str) -> None:
     slow, fast = Shelf(brought), Shelf(brought)
     pc = pcs({"slow": slow, "fast": fast})
-    await pc.store.metadata("m", root, ["fast"])
+    await pc.store.metadata("m", root, Supply(("fast",)))
     slow.gate.clear()
     pc.serve(root, "slow")
     await until(lambda: slow.parts)
     # The same files as those that the copy is at.
-    folder = await pc.store.stage("m", root, (0, LAYERS), ["fast"])
+    folder = await pc.store.stage("m", root, (0, LAYERS), Supply(("fast",)))
     ModelFolder.open(folder)
     slow.gate.set()
     await pc.whole()
@@ -226,7 +225,7 @@ async def test_without_a_source_it_waits_for_one(
 ) -> None:
     caplog.set_level("INFO", "molinkd.peer")
     pc = pcs({"a": Shelf(brought)})
-    await pc.store.metadata("m", root, ["a"])
+    await pc.store.metadata("m", root, Supply(("a",)))
     pc.connected.clear()
     pc.serve(root, "gone")
     await until(lambda: len(pc.connected) >= 4)
@@ -242,7 +241,7 @@ async def test_a_disk_with_little_room_gets_no_copy(
 ) -> None:
     shelf = Shelf(brought)
     pc = pcs({"a": shelf})
-    await pc.store.stage("m", root, (1, 2), ["a"])
+    await pc.store.stage("m", root, (1, 2), Supply(("a",)))
     refused = asyncio.Event()
     failed = copying.CopyPace.failed
 

@@ -9,6 +9,7 @@ import pytest
 from molink.checkpoint import hub
 from molink.checkpoint.source import DEMO_MODEL, demo_model
 from molink.errors import ModelNotFound, UsageError
+from molink.swarm.supply import Supply
 from molinkd.peer.hashing import Hasher
 from molinkd.peer.home import Home
 from molinkd.peer.library import Library
@@ -48,7 +49,7 @@ async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
     root = library.add("own", own).manifest.root
     sources = connect_to({"a": LibrarySource(library)}, [])
     store = Store(home.models, "me", Library(), sources, Library(), lambda *_: None)
-    part = await store.stage("own", root, (0, 1), ["a"])
+    part = await store.stage("own", root, (0, 1), Supply(("a",)))
     hub.pull(REPOSITORY, Progress(), threading.Event())
 
     found = by_place(home)

@@ -1,12 +1,13 @@
 """Files for a stage that is to be: got in the background, and said how far."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from molink.errors import Unavailable
+from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Prefetch
 from molink.wire.messages.reports import Prefetched
 from molinkd.peer.prefetcher import Prefetcher
@@ -24,7 +25,7 @@ class FakeStore:
         model: str,
         root: str,
         layers: tuple[int, int],
-        sources: Sequence[str],
+        supply: Supply,
         progress: Progress,
         *,
         paced: bool,

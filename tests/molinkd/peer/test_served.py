@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer import served as module
@@ -18,7 +19,7 @@ class FakeStore:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def metadata(self, model: str, root: str, sources: Sequence[str], *, paced: bool) -> Path:
+    async def metadata(self, model: str, root: str, supply: Supply, *, paced: bool) -> Path:
         await self.go_on.wait()
         return Path(model)
 

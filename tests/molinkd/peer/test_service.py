@@ -1,6 +1,7 @@
 """The control socket: files for members, everything else for the user of this PC alone."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -135,6 +136,25 @@ async def test_members_read_files(net: Net, library: Library) -> None:
             await source.read(root(library), part, index)
     with pytest.raises(ModelNotFound):
         await source.manifest(f"{0:064}:1", 0)
+
+
+async def test_members_ask_which_parts_there_are(net: Net, library: Library) -> None:
+    server, _ = start(net, library, "me")
+    source = PeerSource(net.client(control_codec(), net.member(), server.port))
+    whole = library.held(root(library))
+    manifest = whole.manifest
+    everything = manifest.marked(await source.parts(root(library)))
+    assert everything == {*manifest.files, *manifest.tensors}
+    some = {name: place for name, place in whole.places.items() if name != "t"}
+    parts = Library()
+    parts.shelve({manifest.root: replace(whole, places=some)})
+    server, _ = start(net, parts, "me")
+    source = PeerSource(net.client(control_codec(), net.member(), server.port))
+    assert manifest.marked(await source.parts(manifest.root)) == everything - {"t"}
+    with pytest.raises(ModelNotFound, match="doesn't hold t of that model"):
+        await source.read(manifest.root, "t", 0)
+    with pytest.raises(ModelNotFound):
+        await source.parts(f"{0:064}:1")
 
 
 async def test_a_source_is_found_by_its_id(net: Net, library: Library) -> None:
