@@ -117,12 +117,12 @@ class Approval(ModalScreen[JudgeRequest | None]):
             self.dismiss(JudgeRequest(ref=0, code=code, refuse=refuse))
 
 
-class Choice(ModalScreen[DrainRequest | Rebalance | None]):
+class KeyScreen(ModalScreen[DrainRequest | Rebalance | None]):
     """Asks what is meant: a key for each order. Any other key does nothing."""
 
     CSS = """
-    Choice { align: center middle; }
-    Choice > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
+    KeyScreen { align: center middle; }
+    KeyScreen > Static { width: 60; max-width: 100%; height: auto; border: ascii; }
     """
 
     def __init__(self, text: str, orders: dict[str, DrainRequest | Rebalance]) -> None:
@@ -139,19 +139,19 @@ class Choice(ModalScreen[DrainRequest | Rebalance | None]):
         self.dismiss(self._orders.get(event.key))
 
 
-def _draining() -> Choice:
+def _draining() -> KeyScreen:
     text = (
         "d  this PC holds no layers: the others take them\nr  this PC offers to hold layers again"
     )
-    return Choice(text, {key: DrainRequest(ref=0, drain=key == "d") for key in "dr"})
+    return KeyScreen(text, {key: DrainRequest(ref=0, drain=key == "d") for key in "dr"})
 
 
-def _rebalancing() -> Choice:
+def _rebalancing() -> KeyScreen:
     text = (
         "y  place all models anew, as if nothing served them;\n"
         "   answers go on, but layers may move to other PCs"
     )
-    return Choice(text, {"y": Rebalance(ref=0)})
+    return KeyScreen(text, {"y": Rebalance(ref=0)})
 
 
 class TopApp(App[None]):
