@@ -15,7 +15,7 @@ import pytest
 from tools.wan import Node, Rig, RigError, Shaper, VethPair, unavailable
 from tools.wan.check import ask
 from tools.wan.line import Line, Network
-from tools.wan.namespaces import existing, remove_stale
+from tools.wan.namespaces import FULL_WINDOW, NONE, existing, remove_stale
 
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 125_000  # bytes/s
@@ -183,6 +183,22 @@ def test_a_cut_stops_packets_and_mending_lets_them_pass() -> None:
         rig.cut(1)
         assert ask(rig, "ping", 0.1) == {"n": 0, "lost": 1}
         rig.mend(1)
+        assert ask(rig, "ping", 0.1)["n"] > 0
+
+
+@needs_root
+@pytest.mark.parametrize("congestion", [NONE, "cubic"])
+def test_the_ideal_medium_keeps_a_full_window(congestion: str) -> None:
+    with Rig([Node("a"), Node("b")], congestion=congestion) as rig:
+
+        def said(*words: str) -> str:
+            process = rig.run(0, words, stdout=subprocess.PIPE, text=True)
+            return process.communicate()[0]
+
+        is_ideal = congestion == NONE
+        after_idle = said("cat", "/proc/sys/net/ipv4/tcp_slow_start_after_idle").strip()
+        assert after_idle == ("0" if is_ideal else "1")
+        assert (f"initcwnd {FULL_WINDOW}" in said("ip", "route", "show")) == is_ideal
         assert ask(rig, "ping", 0.1)["n"] > 0
 
 
