@@ -115,6 +115,10 @@ class Unavailable(MolinkError):
     exit_code = 6
 
 
+class ConnectionBroken(Unavailable):
+    """The connection ended before the reply came; whether the request was heard isn't known."""
+
+
 class FilesMissing(Unavailable):
     """No PC that is there has some files of a model; names the layers."""
 

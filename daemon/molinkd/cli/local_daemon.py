@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from molink.errors import Unavailable, UsageError
+from molink.errors import ConnectionBroken, Unavailable, UsageError
 from molink.facts.identity import peer_id
 from molink.swarm.invitations import PREFIX
 from molink.wire.messages.control import ControlMessage, Done
@@ -86,7 +86,12 @@ def _not_running(home: Home) -> Unavailable:
 
 def fetch_status(found: Found, *, outlook: bool = False) -> dict[str, Any]:
     """``molink status --json`` of the daemon's swarm, perhaps with what a PC more would bring."""
-    _, payload = ask(found, StatusRequest(ref=0, outlook=outlook))
+    question = StatusRequest(ref=0, outlook=outlook)
+    try:
+        _, payload = ask(found, question)
+    except ConnectionBroken:
+        # A daemon opens its port anew when a member is shut out; to ask twice changes nothing.
+        _, payload = ask(found, question)
     status: dict[str, Any] = json.loads(payload)
     return status
 

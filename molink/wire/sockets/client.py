@@ -11,7 +11,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from molink.errors import MolinkError, NotAuthorized, Overloaded, Unavailable, UsageError, WireError
+from molink.errors import (
+    ConnectionBroken,
+    MolinkError,
+    NotAuthorized,
+    Overloaded,
+    Unavailable,
+    UsageError,
+    WireError,
+)
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control import Failure
 from molink.wire.sockets.backlog import UnreadBytes
@@ -226,6 +234,7 @@ class Client(Generic[M]):
 
         Raises:
             MolinkError: what the server answered, as the class of that name.
+            ConnectionBroken: the connection ended meanwhile.
             Unavailable: no connection, or no reply within ``timeout`` seconds.
         """
         loop = asyncio.get_running_loop()
@@ -373,7 +382,7 @@ class Client(Generic[M]):
         self._outbox.clear()
         for reply in self._pending.values():
             if not reply.done():
-                reply.set_result(Unavailable(reason))
+                reply.set_result(ConnectionBroken(reason))
 
     def _release(self) -> None:
         self.connected = False

@@ -29,6 +29,8 @@ M = TypeVar("M")
 
 #: Seconds between two tries of a connection that can't take more: at 100 Mbps it has sent 64 KB.
 _FLUSH_INTERVAL = 0.005
+#: Seconds that answers have to get out before all connections are cut for one member's sake.
+_FAREWELL = 0.05
 #: Seconds until a port that we have just let go is tried again: at first, and at most.
 _REBIND_FIRST, _REBIND_MAX = 0.02, 1.0
 
@@ -175,8 +177,8 @@ class Server(Generic[M]):
     def deny(self, user_id: str) -> None:
         """Revoke ``user_id``: nothing it sends counts from now on, and its connections are cut.
 
-        ZAP is asked at handshakes only, so the socket is made anew on the same port; the others
-        reconnect within a fraction of a second.
+        ZAP is asked at handshakes only, so the socket is made anew on the same port, once what was
+        answered before is out; the others reconnect within a fraction of a second.
         """
         self._gatekeeper.deny(user_id)
         self._rebuild_soon()
@@ -341,6 +343,7 @@ class Server(Generic[M]):
     async def _rebuild(self) -> None:
         pause, told = _REBIND_FIRST, False
         try:
+            await asyncio.sleep(_FAREWELL)
             await self._unbind()
             while self._socket is None:
                 try:

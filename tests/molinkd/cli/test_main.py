@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import molink
-from molink.errors import Unavailable, UsageError
-from molink.wire.messages.requests import RevokeReply
+from molink.errors import ConnectionBroken, Unavailable, UsageError
+from molink.wire.messages.requests import RevokeReply, StatusRequest
 from molinkd.cli import local_daemon
 from molinkd.cli.demonstration import sample
 from molinkd.cli.invitation_table import show_invitations, who_stays
@@ -231,6 +231,24 @@ def test_a_daemon_that_does_not_answer_is_not_waited_for(
     said = capsys.readouterr().err
     assert "did not answer within 0.2 s" in said
     assert f"process {os.getpid()}" in said
+
+
+def test_a_status_that_is_cut_off_is_asked_for_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a member has just been shut out."""
+    asked: list[object] = []
+
+    def ask(found: local_daemon.Found, message: StatusRequest) -> tuple[StatusRequest, bytes]:
+        asked.append(found)
+        if len(asked) == 1:
+            raise ConnectionBroken("broke")
+        return message, b'{"peers": []}'
+
+    monkeypatch.setattr(local_daemon, "ask", ask)
+    found = local_daemon.Found(Home(home), RunFile.of_this_process(1, "http://a"))
+    assert local_daemon.fetch_status(found) == {"peers": []}
+    assert asked == [found, found]
 
 
 def test_commands_start_without_heavy_imports() -> None:

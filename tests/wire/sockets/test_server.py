@@ -166,6 +166,24 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     await revoked.request(StatusRequest(ref=0))
 
 
+async def test_a_revocation_is_answered(net: Any) -> None:
+    """Who asks for it is connected to the socket that is made anew."""
+
+    def handle(sender: Sender, message: Any, payload: memoryview | None) -> None:
+        server.deny("somebody")
+        server.send(sender.identity, Done(ref=message.ref))
+
+    server = net.server(control_codec(), handle)
+    cuts: list[bool] = []
+    client = net.client(
+        control_codec(), net.member(), server.port, on_disconnect=lambda: cuts.append(True)
+    )
+    for times in range(1, 6):
+        reply, _ = await client.request(StatusRequest(ref=0))
+        assert isinstance(reply, Done)
+        await net.until(lambda times=times: len(cuts) == times)
+
+
 @pytest.mark.parametrize("where", ["create_server", "Monitor", "bind"])
 @pytest.mark.parametrize("error", [zmq.ZMQError(errno.EMFILE), UsageError("the address is gone")])
 async def test_a_server_listens_again_whatever_hinders_it(
