@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from molinkd.peer.home import Home
+from tests.support.models import MakeModel
 from tests.support.processes import Process, Tools, environment
 from tools.wan import Node, Rig, unavailable
 
@@ -142,11 +143,30 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         assert couch.run("chat", "What is molink?").strip(), couch.output
 
 
-def test_one_pc_can_dial_the_other(tmp_path: Path) -> None:
-    """What goes the other way goes over a connection that it has opened."""
+def test_one_pc_can_dial_the_other(tmp_path: Path, make_model: MakeModel) -> None:
+    """What goes the other way goes over a connection that it has opened, model files too."""
+    model = make_model(tmp_path / "tiny", "qwen2", num_hidden_layers=8)
     with House(tmp_path, Node("hub"), Node("couch", closed=1)) as house:
         hub, token = house.first("hub", "--stage", "0:4")
         couch = house.start("couch", "join", token, "--stage", "4:8")
         assert ways(hub.wait_ready()) == {("hub", "couch"): "hub"}
         Tools.wait_for(lambda: "is ready" in couch.output, couch)
         assert couch.run("chat", "What is molink?").strip(), couch.output
+        hub.run("stop")
+        assert couch.run("run", str(model), "Hello"), couch.output
+        assert hub.run("chat", "--model", "tiny", "Hello"), hub.output
+
+
+@pytest.mark.slow
+def test_model_files_go_by_way_of_a_third(tmp_path: Path, make_model: MakeModel) -> None:
+    model = make_model(tmp_path / "tiny", "qwen2", num_hidden_layers=8)
+    with House(tmp_path, Node("hub"), Node("attic", closed=1), Node("couch", closed=1)) as house:
+        hub, token = house.first("hub", "--stage", "none")
+        attic = house.start("attic", "join", token, "--stage", "0:4")
+        couch = house.start("couch", "join", token, "--stage", "4:8")
+        hub.wait_ready()
+        Tools.wait_for(lambda: "is ready" in attic.output, attic)
+        hub.run("stop")
+        assert attic.run("run", str(model), "Hello"), attic.output
+        assert couch.run("chat", "--model", "tiny", "Hello"), couch.output
+        assert ways(hub.status())["couch", "attic"] == "hub"

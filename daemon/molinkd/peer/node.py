@@ -43,6 +43,7 @@ from molinkd.peer.addresses import advertised
 from molinkd.peer.assignments import Assignments
 from molinkd.peer.awake import Awake
 from molinkd.peer.copies import Copies
+from molinkd.peer.detours import Detours
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.gpu_use import OwnUse
 from molinkd.peer.heads import Heads
@@ -98,7 +99,7 @@ class Node:
         self._members = KnownMembers(
             resources, leadership.replica, self._tried, changed, went, detours
         )
-        self._store = _open_store(resources, self._members)
+        self._store = _open_store(resources, self._members, detours)
         self.session = self._make_session(resources)
         self._data_codec = data_codec()
         self._assignments = self._make_assignments(resources)
@@ -404,9 +405,9 @@ class Node:
         return figures
 
 
-def _open_store(resources: Resources, members: KnownMembers) -> Store:
+def _open_store(resources: Resources, members: KnownMembers, detours: Detours) -> Store:
     """The model files of this PC, and those that other members have."""
-    sources = Sources(resources.context, resources.keys, members.book)
+    sources = Sources(resources.context, resources.keys, members.book, detours.endpoint)
 
     def connect(peer: str) -> AbstractAsyncContextManager[Source]:
         return hub_source(peer) if "@" in peer else sources.connect(peer)

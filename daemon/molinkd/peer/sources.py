@@ -1,6 +1,6 @@
 """Reading model files from another peer, over its control socket."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import zmq.asyncio
@@ -66,10 +66,18 @@ class PeerSource:
 class Sources:
     """Connects to peers by their id."""
 
-    def __init__(self, context: zmq.asyncio.Context, keys: KeyPair, book: AddressBook) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        book: AddressBook,
+        detour: Callable[[str, int], str] = lambda *_: "",
+    ) -> None:
+        """``detour(peer, port)`` is where that port is reached if it can't be dialled, or empty."""
         self._context = context
         self._keys = keys
         self._book = book
+        self._detour = detour
         self._codec = control_codec()
 
     @asynccontextmanager
@@ -82,12 +90,13 @@ class Sources:
         member = self._book.get(peer)
         if member is None or not member.addresses:
             raise Unavailable(f"peer {peer} is not there")
+        around = self._detour(peer, member.control_port)
         client: Client[ControlMessage] = Client(
             self._context,
             self._keys,
             self._codec,
             member.public_key,
-            endpoints(member.addresses, member.control_port),
+            [around] if around else endpoints(member.addresses, member.control_port),
             name=member.name,
         )
         client.start()
