@@ -21,9 +21,12 @@ def tools() -> type[Tools]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A running ``molink demo`` with three peers, in fp32, shared by the tests of a session."""
+    """A running ``molink demo`` with three peers, in fp32, shared by the tests of a session.
+
+    With spare workers, as it is; some tests end workers.
+    """
     home = tmp_path_factory.mktemp("demo")
-    process = Process(home, ["demo", "--dtype", "f32"])
+    process = Process(home, ["demo", "--dtype", "f32"], variables={"MOLINK_SPARE_WORKER": "true"})
     try:
         wait_for(lambda: local_daemon.find_daemon(Home(home)), process)
         yield process

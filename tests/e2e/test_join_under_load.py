@@ -98,7 +98,8 @@ class Duo:
     def join(self, *options: str) -> Process:
         token = self._tools.run_molink(self.root / "up", "invite").stdout.strip()
         arguments = ["join", token, "--name", "second", *self._tools.local_options(*options)]
-        process = self._tools.Process(self.root / "two", arguments)
+        spare = {"MOLINK_SPARE_WORKER": "true"}
+        process = self._tools.Process(self.root / "two", arguments, variables=spare)
         self.started.append(process)
         return process
 

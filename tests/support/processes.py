@@ -110,6 +110,8 @@ def environment(home: Path) -> dict[str, str]:
     return {
         **kept,
         "MOLINK_HOME": str(home),
+        # Each would import torch beside what is tested.
+        "MOLINK_SPARE_WORKER": "false",
         "PYTHONPATH": str(ROOT),
         "PYTHONIOENCODING": "utf-8",
     }
