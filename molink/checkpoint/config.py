@@ -61,6 +61,11 @@ class ModelConfig(Traits):
         stops = Fields(extra, str(generation)).integers("eos_token_id")
         return _parse(config, str(path), stops, fallback_dtype)
 
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":
+        """What a ``config.json`` with this content would say; raises as :meth:`load`."""
+        return _parse(config, where, (), "f32")
+
 
 def _parse(
     raw: Mapping[str, Any], where: str, stops: tuple[int, ...], fallback: WeightDType

@@ -5,6 +5,9 @@ packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized a
 ``nested_absmax`` and ``nested_quant_map``: "double quantization"), ``x.weight.quant_map`` the 16
 values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object as bytes. Projections that the
 checkpoint's author left out are stored as in any other model.
+
+Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`). Such a
+checkpoint counts as not quantized: the blocks become what a stage computes with as they are read.
 """
 
 import json
@@ -18,6 +21,7 @@ from molink.checkpoint.header import TensorKind
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
+from molink.gguf.blocks import Kind, find_packed, packed_name, packed_shape
 
 #: Element types of tensors that aren't quantized.
 FLOATS = ("F32", "BF16", "F16")
@@ -84,9 +88,14 @@ def stored_tensors(
 
     Raises:
         UnsupportedModel: an nf4 weight that doesn't consist of whole blocks; named.
+        BrokenModel: a weight in blocks of GGUF that can't be; named.
     """
     wanted: dict[str, Stored] = {}
     for name, shape in shapes.items():
+        packed = find_packed(name, found) if quantized == "none" else None
+        if packed is not None:
+            wanted[packed_name(name, packed)] = _blocks(name, shape, packed)
+            continue
         span = found.get(name)
         left_out = span is None or span.dtype in FLOATS
         if quantized == "none" or left_out or not is_quantizable(name, shape):
@@ -103,6 +112,13 @@ def companions(name: str) -> tuple[str, ...]:
     module = name.removesuffix("weight")
     nested = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
     return (f"{module}SCB", f"{module}weight_format", *(f"{name}.{part}" for part in nested))
+
+
+def _blocks(name: str, shape: tuple[int, ...], kind: Kind) -> Stored:
+    found = packed_shape(kind, shape)
+    if found is None:
+        raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of blocks of {kind.name}")
+    return Stored(("U8",), found)
 
 
 def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> dict[str, Stored]:

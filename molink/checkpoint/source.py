@@ -1,4 +1,4 @@
-"""From the name of a model to its folder: bundled, local, or from the Hugging Face hub."""
+"""From the name of a model to its folder: bundled, local (also GGUF), or from the Hugging Face hub."""
 
 import re
 import threading
@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from molink.checkpoint import hub
+from molink.checkpoint.unpacking import SUFFIX, gguf_in, unpacked
 from molink.errors import ModelNotFound
 
 #: The model that ships with molink, and the default.
@@ -55,9 +56,12 @@ def find_model(
     name_or_path: str | None = None,
     counter: hub.Counter | None = None,
     stop: threading.Event | None = None,
+    *,
+    unpack_into: Path,
 ) -> ModelSource:
-    """Resolve ``molink-demo`` (or ``None``), a folder, or a repository of the Hugging Face hub.
+    """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a repository of the hub.
 
+    A GGUF file, or that of a folder, is laid out as a folder below ``unpack_into`` first.
     A folder wins over a repository of the same name. A repository is taken from the hub's local
     cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
     and ``stop`` ends it).
@@ -68,21 +72,36 @@ def find_model(
     """
     if name_or_path is None or name_or_path == DEMO_MODEL:
         return demo_model()
-    folder = Path(name_or_path).expanduser()
-    if name_or_path and folder.is_dir():
-        resolved = folder.resolve()
-        return ModelSource(resolved.name or str(resolved), resolved)
+    counter, stop = counter or Uncounted(), stop or threading.Event()
+    found = local_model(name_or_path)
+    if found is not None:
+        file = gguf_in(found) if found.is_dir() else found
+        path = found if file is None else unpacked(file, unpack_into, counter, stop)
+        return ModelSource(local_name(found), path)
     if not is_repository(name_or_path):
         raise ModelNotFound(
-            f"no model {name_or_path!r}: it is no folder, not {DEMO_MODEL!r}, "
-            "and no repository of the Hugging Face hub (OWNER/NAME)"
+            f"no model {name_or_path!r}: it is no folder and no GGUF file, not "
+            f"{DEMO_MODEL!r}, and no repository of the Hugging Face hub (OWNER/NAME)"
         )
     path = hub.cached(name_or_path)
     if path is None:
-        path = hub.pull(name_or_path, counter or Uncounted(), stop or threading.Event())
+        path = hub.pull(name_or_path, counter, stop)
     commit = path.name if _COMMIT.fullmatch(path.name) else ""
     place = f"{name_or_path}@{commit}" if commit else ""
     return ModelSource(short_name(name_or_path), path, place)
+
+
+def local_model(name: str) -> Path | None:
+    """The folder or GGUF file that ``name`` is on this PC, in full; ``None`` if it is neither."""
+    path = Path(name).expanduser()
+    if name and (path.is_dir() or (path.suffix.lower() == SUFFIX and path.is_file())):
+        return path.resolve()
+    return None
+
+
+def local_name(path: Path) -> str:
+    """What the model in a folder or GGUF file is called."""
+    return (path.name if path.is_dir() else path.stem) or str(path)
 
 
 def is_repository(name: str) -> bool:

@@ -13,6 +13,7 @@ from molink.checkpoint.layout import OUTPUT_HEAD, stage_tensors
 from molink.checkpoint.prequantized import companions
 from molink.checkpoint.quantization import is_quantizable
 from molink.errors import BrokenModel
+from molink.gguf.blocks import packed_names
 
 #: Tensors of a decoder have names that begin so; in files of other kinds anything may be.
 _OURS = ("model.", "lm_head.")
@@ -31,7 +32,10 @@ def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorS
     """
     shapes = stage_tensors(config, 0, config.layers)
     known = {*shapes, OUTPUT_HEAD} if config.tied else {*shapes}
-    if config.quantized != "none":
+    if config.quantized == "none":
+        for name in (*known,):
+            known.update(packed_names(name))
+    else:
         for name, shape in shapes.items():
             if is_quantizable(name, shape):
                 known.update(companions(name))

@@ -45,7 +45,7 @@ def stage(
     """
     if _DEVICE.match(device) is None:
         raise UsageError(f"--device is auto, cpu or cuda:N, not {device!r}")
-    source = find_model(model)
+    source = find_model(model, unpack_into=Home.find().unpacked)
     order = StageBench(
         source.path,
         _layers(source.path, layers),

@@ -17,7 +17,14 @@ from rich.table import Table
 
 from molink.checkpoint import hub
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import DEMO_MODEL, find_model, is_repository, short_name
+from molink.checkpoint.source import (
+    DEMO_MODEL,
+    find_model,
+    is_repository,
+    local_model,
+    local_name,
+    short_name,
+)
 from molink.errors import MolinkError, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.placement import parse_range
@@ -36,7 +43,7 @@ from molinkd.peer.progress import Progress
 LOOK_S = 0.5
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Hugging Face name (OWNER/NAME), folder or molink-demo.")
+    str, typer.Argument(help="Hugging Face name (OWNER/NAME), folder, GGUF file or molink-demo.")
 ]
 T = TypeVar("T")
 
@@ -52,13 +59,13 @@ def pull(
     part = parse_range(layers) if layers is not None else None
     if layers is not None and (part is None or part[0] >= part[1]):
         raise UsageError(f"--layers is A:B with A < B, not {layers!r}")
-    from_hub = is_repository(model) and not Path(model).expanduser().is_dir()
+    from_hub = is_repository(model) and local_model(model) is None
     stop, progress = threading.Event(), Progress(source="the hub")
 
     def get() -> Path:
         if from_hub and part is not None:
             return hub.pull(model, progress, stop, part)
-        return find_model(model, progress, stop).path
+        return find_model(model, progress, stop, unpack_into=Home.find().unpacked).path
 
     path = _watched(get, model, progress, stop)
     ModelFolder.open(path, part)
@@ -168,10 +175,8 @@ def stop(
 
 def _called(model: str) -> str:
     """The name under which a swarm would serve it."""
-    folder = Path(model).expanduser()
-    if model != DEMO_MODEL and folder.is_dir():
-        return folder.resolve().name
-    return short_name(model)
+    found = None if model == DEMO_MODEL else local_model(model)
+    return short_name(model) if found is None else local_name(found)
 
 
 def _served(home: Home) -> list[str]:
@@ -232,8 +237,8 @@ def show_progress(line: TransferLine, model: str, progress: Progress, speed: Thr
 
 def _bring(found: local_daemon.Found, model: str, line: TransferLine) -> str:
     """Have the daemon bring a model and the swarm serve it; returns its name there."""
-    folder = Path(model).expanduser()
-    wanted = str(folder.resolve()) if model != DEMO_MODEL and folder.is_dir() else model
+    local = None if model == DEMO_MODEL else local_model(model)
+    wanted = model if local is None else str(local)
     speed, doing = Throughput(time.monotonic()), ""
     while True:
         far, _ = local_daemon.ask(found, BringModel(ref=0, model=wanted))

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from molink.checkpoint.source import DEMO_MODEL, is_repository, short_name
+from molink.checkpoint.source import DEMO_MODEL, is_repository, local_model, short_name
+from molink.checkpoint.unpacking import SUFFIX
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
@@ -30,7 +31,8 @@ _SYNTAX = re.compile(r" \(at line (\d+), column \d+\)")
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A ``[[models]]`` of the file."""
 
-    #: A name of the Hugging Face hub, a folder (from the file's own on), or ``molink-demo``.
+    #: A name of the Hugging Face hub, a folder or GGUF file (from the file's own folder on), or
+    #: ``molink-demo``.
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
     #: Pipelines that it has, where there are enough PCs.
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
@@ -132,15 +134,19 @@ def entries(file: SwarmFile, lines: Lines, folder: Path) -> tuple[ModelEntry, ..
 
 def called(model: str) -> str:
     """The name under which a swarm serves what a file names."""
-    return model if model == DEMO_MODEL else short_name(model.rstrip("/\\").replace("\\", "/"))
+    name = model if model == DEMO_MODEL else short_name(model.rstrip("/\\").replace("\\", "/"))
+    return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else name
 
 
 def _source(model: str, index: int, lines: Lines, folder: Path) -> str:
-    path = folder / Path(model).expanduser()
-    if model != DEMO_MODEL and path.is_dir():
-        return str(path.resolve())
+    found = None if model == DEMO_MODEL else local_model(str(folder / Path(model).expanduser()))
+    if found is not None:
+        return str(found)
     if model != DEMO_MODEL and not is_repository(model):
-        why = f"{model} is no folder, not {DEMO_MODEL}, and no name of the Hugging Face hub"
+        why = (
+            f"{model} is no folder and no GGUF file, not {DEMO_MODEL}, and no name of the Hugging "
+            "Face hub"
+        )
         raise lines.refusal(f"{why} (OWNER/NAME)", index, "model")
     return model
 

@@ -106,7 +106,9 @@ class Founder:
     async def _find(self, model: str | None) -> ModelSource:
         self.state, progress = "fetching", self.progress
         with self._transfers.under_way(model or "", progress):
-            return await in_thread(lambda stop: find_model(model, progress, stop))
+            return await in_thread(
+                lambda stop: find_model(model, progress, stop, unpack_into=self._home.unpacked)
+            )
 
     async def hash_model(self) -> None:
         """Find out which bytes the model consists of, for those who fetch it.

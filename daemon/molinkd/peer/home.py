@@ -101,6 +101,11 @@ class Home:
         return self.root / "models"
 
     @property
+    def unpacked(self) -> Path:
+        """Folders that were made of GGUF files."""
+        return self.root / "unpacked"
+
+    @property
     def hashes(self) -> Path:
         """Hashes of the files of models that this PC brought."""
         return self.root / "hashes"

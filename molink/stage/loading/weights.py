@@ -1,6 +1,6 @@
 """Loading tensors of a model folder, converted and merged, without a copy more than needed."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from molink.checkpoint.prequantized import FLOATS, companions
 from molink.checkpoint.quantization import can_hold, is_quantizable
 from molink.errors import BrokenModel, UsageError
 from molink.facts.model import Quantize
+from molink.gguf.blocks import Kind, find_packed, packed_name, unpack
 from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
@@ -73,15 +74,38 @@ class WeightReader:
         return self._merge(names, self.dtype)
 
     def _merge(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        spans = [self._folder.tensors[name] for name in names]
-        rows = sum(span.shape[0] for span in spans)
-        merged = torch.empty((rows, *spans[0].shape[1:]), dtype=dtype, device=self._device)
+        shapes = [self._full_shape(name) for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
         first = 0
-        for name, span in zip(names, spans, strict=True):
-            part = merged[first : first + span.shape[0]].copy_(self._mapped(name))
+        for name, shape in zip(names, shapes, strict=True):
+            part = merged[first : first + shape[0]]
+            for begin, stored in self._parts(name, shape[0]):
+                part[begin : begin + len(stored)].copy_(stored)
             self._check_finite(name, part)
-            first += span.shape[0]
+            first += shape[0]
         return merged
+
+    def _full_shape(self, name: str) -> tuple[int, ...]:
+        kind = self._packed(name)
+        if kind is None:
+            return self._folder.tensors[name].shape
+        rows, nbytes = self._folder.tensors[packed_name(name, kind)].shape
+        return rows, nbytes // kind.nbytes * kind.weights
+
+    def _parts(self, name: str, step: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows of a tensor as numbers, about ``step`` at a time, each with where it begins."""
+        kind = self._packed(name)
+        stored = self._mapped(name if kind is None else packed_name(name, kind))
+        if kind is not None:
+            step = min(step, part_rows(self._full_shape(name)[1]))
+        for begin in range(0, len(stored), step):
+            part = stored[begin : begin + step]
+            yield begin, part if kind is None else torch.from_numpy(unpack(kind, part.numpy()))
+
+    def _packed(self, name: str) -> Kind | None:
+        """The blocks of GGUF that a tensor is stored in, if it is."""
+        return find_packed(name, self._folder.tensors)
 
     def projection(self, names: Sequence[str], biased: bool) -> Projection:
         """Projections ``names`` (without ``.weight``) merged into one, outputs side by side.
@@ -101,8 +125,13 @@ class WeightReader:
         return self._projections.create_tied(self._merge([name], self._kept([name])))
 
     def _kept(self, names: Sequence[str]) -> torch.dtype:
-        """The type in which they are kept: bf16 stays as it is where rows of more bits take it."""
-        narrow = all(self._folder.tensors[name].dtype == "BF16" for name in names)
+        """The type in which they are kept: bf16 stays as it is where rows of more bits take it.
+
+        Weights in blocks are less exact than bf16.
+        """
+        narrow = all(
+            self._packed(name) or self._folder.tensors[name].dtype == "BF16" for name in names
+        )
         return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
 
     def _becomes_quantized(self, names: Sequence[str]) -> bool:
@@ -116,7 +145,7 @@ class WeightReader:
         return fine and can_hold(self._mode, shapes)
 
     def _is_stored_quantized(self, name: str) -> bool:
-        return self._folder.tensors[name].dtype not in FLOATS
+        return self._packed(name) is None and self._folder.tensors[name].dtype not in FLOATS
 
     def _quantized(self, names: Sequence[str]) -> QuantizedWeight:
         shapes = [self._shape(name) for name in names]
@@ -138,9 +167,8 @@ class WeightReader:
         self, weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int]
     ) -> None:
         """Few rows at a time: the rest is in full precision only in the file."""
-        stored, step = self._mapped(name), part_rows(shape[1])
-        for begin in range(0, shape[0], step):
-            part = stored[begin : begin + step].to(self._device)
+        for begin, stored in self._parts(name, part_rows(shape[1])):
+            part = stored.to(self._device)
             self._check_finite(name, part)
             weight.put(first + begin, part)
 
@@ -156,7 +184,9 @@ class WeightReader:
         # A sum takes a twentieth of the time, but may overflow where no element is infinite.
         if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
             return
-        file = self._folder.path / self._folder.tensors[name].file
+        kind = self._packed(name)
+        stored = name if kind is None else packed_name(name, kind)
+        file = self._folder.path / self._folder.tensors[stored].file
         raise BrokenModel(
             f"{file}: tensor {name} holds NaN or infinity (as {tensor.dtype}); fetch the file "
             "again, or compute in another dtype"

@@ -1,0 +1,207 @@
+"""A GGUF file, laid out once as a model folder: what molink hashes, passes on and loads.
+
+Weights keep the file's own blocks (:mod:`molink.gguf.blocks`), so the folder takes as much room as
+the file, and other PCs fetch no more than that. Everything is checked before a byte is written.
+"""
+
+import hashlib
+import json
+import mmap
+import shutil
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.header import MAX_HEADER_BYTES
+from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.prequantized import stored_tensors
+from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
+from molink.files import patiently, plain_name
+from molink.gguf.architecture import config_of, vocabulary_of
+from molink.gguf.header import GgufFile, GgufTensor, read_gguf
+from molink.gguf.tensors import Piece, pieces
+from molink.gguf.tokens import TokenizerFiles, tokenizer_files
+
+#: How such files' names end.
+SUFFIX = ".gguf"
+#: Changes with what is made of a file, so that an older molink's folder isn't taken.
+_LAYOUT = 1
+#: Bytes that are written at once.
+_STEP = 1 << 22
+#: Disk space that is left free.
+_RESERVE_BYTES = 256 << 20
+_ALIGNMENT = 8
+
+
+class Counter(Protocol):
+    """Is told how far it is, in bytes."""
+
+    total: int
+
+    def add(self, nbytes: int) -> None:
+        """So many more have been written."""
+        ...
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The one GGUF file of a folder that has no safetensors; ``None`` if it is another folder.
+
+    Raises:
+        ModelError: there are several.
+    """
+    if any(folder.glob("*.safetensors")):
+        return None
+    found = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:4])
+        raise ModelError(f"{folder} has {len(found)} GGUF files ({names}): name one of them")
+    return found[0] if found else None
+
+
+def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) -> Path:
+    """The folder below ``into`` that holds the model of a GGUF file; made if it isn't there.
+
+    Raises:
+        BrokenModel: the file is truncated or contradicts itself; says where.
+        UnsupportedModel: something in it that isn't implemented; named.
+        ModelError: there is no room, or the folder can't be written.
+        Unavailable: ``stop`` was set meanwhile.
+    """
+    target = into / f"{plain_name(path.stem, 'model')}-{_key(path)}"
+    if target.is_dir():
+        return target
+    draft = into / f".{target.name}.part"
+    try:
+        _write(path, draft, counter, stop)
+        patiently(lambda: draft.rename(target))
+    except OSError as error:
+        raise ModelError(f"{path} can't be unpacked into {target}: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _key(path: Path) -> str:
+    """Another one whenever the file is another one."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+    about = f"{_LAYOUT} {path.resolve()} {found.st_size} {found.st_mtime_ns}"
+    return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _write(path: Path, draft: Path, counter: Counter, stop: threading.Event) -> None:
+    file = read_gguf(path)
+    _refuse_split(file)
+    tokens = tokenizer_files(file.metadata, vocabulary_of(file))
+    config = config_of(file, lambda tensor: _numbers(file, tensor), tokens.ends)
+    found = _checked(file, config)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    _write_metadata(draft, config, tokens)
+    total = sum(piece.nbytes for piece in found)
+    free = shutil.disk_usage(draft).free
+    if total + _RESERVE_BYTES > free:
+        raise ModelError(
+            f"{draft.parent} has {free / 1e9:.1f} GB left, but {path.name} needs "
+            f"{total / 1e9:.1f} GB there: make room, or put molink's home elsewhere (MOLINK_HOME)"
+        )
+    counter.total += total
+    with path.open("rb") as source, (draft / "model.safetensors").open("wb") as target:
+        target.write(_header(found))
+        with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for piece in found:
+                for part in _bytes_of(piece, data):
+                    if stop.is_set():
+                        raise Unavailable(f"{path.name} was not unpacked to the end")
+                    target.write(part)
+                    counter.add(len(part))
+
+
+def _refuse_split(file: GgufFile) -> None:
+    count = file.metadata.index("split.count") or 0
+    if count > 1:
+        raise UnsupportedModel(
+            f"{file.path} is one of {count} parts of a model, which is not supported: join them "
+            "(`llama-gguf-split --merge`) or take a model in one file"
+        )
+
+
+def _checked(file: GgufFile, config: dict[str, Any]) -> list[Piece]:
+    """The model's tensors; each fits the metadata, none is missing."""
+    parsed = ModelConfig.parse(config, str(file.path))
+    found = {piece.name: piece for piece in pieces(file, config)}
+    shapes = stage_tensors(parsed, 0, parsed.layers)
+    wanted = stored_tensors(shapes, "none", found)
+    for name, stored in wanted.items():
+        piece = found.get(name)
+        if piece is None:
+            raise BrokenModel(f"{file.path}: the tensor for {name} is missing")
+        if not stored.fits(piece.shape) or piece.dtype not in stored.dtypes:
+            raise BrokenModel(
+                f"{file.path}: the tensor for {name} is {piece.dtype} {list(piece.shape)}, but its "
+                f"metadata demand {list(stored.shape)} in {' or '.join(stored.dtypes)}"
+            )
+    strays = sorted(found.keys() - wanted.keys())
+    if strays:
+        raise BrokenModel(
+            f"{file.path}: its metadata leave no place for {strays[0]}"
+            + (f" and {len(strays) - 1} more tensors" if len(strays) > 1 else "")
+        )
+    return list(found.values())
+
+
+def _numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
+    with file.path.open("rb") as source:
+        source.seek(tensor.offset)
+        return np.frombuffer(source.read(tensor.nbytes), "<f4").astype(float).tolist()
+
+
+def _write_metadata(draft: Path, config: dict[str, Any], tokens: TokenizerFiles) -> None:
+    (draft / "tokenizer.json").write_text(tokens.tokenizer, encoding="utf-8")
+    contents = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": list(tokens.ends)},
+        "tokenizer_config.json": tokens.config,
+    }
+    for name, content in contents.items():
+        (draft / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _header(found: list[Piece]) -> bytes:
+    entries: dict[str, Any] = {}
+    end = 0
+    for piece in found:
+        offsets = [end, end + piece.nbytes]
+        entries[piece.name] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": offsets,
+        }
+        end += piece.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise BrokenModel(f"a model of {len(found)} tensors is too large for one file")
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes_of(piece: Piece, data: mmap.mmap) -> Iterator[bytes]:
+    end = piece.offset + piece.nbytes
+    if piece.less:
+        norm = np.frombuffer(data[piece.offset : end], "<f4")
+        yield (norm - np.float32(piece.less)).astype("<f4").tobytes()
+    elif piece.heads:
+        # Row 2i of a head is the i-th of its first half, row 2i + 1 of its second.
+        rows = np.frombuffer(data[piece.offset : end], np.uint8).reshape(piece.shape[0], -1)
+        pairs = rows.reshape(piece.heads, -1, 2, rows.shape[1])
+        yield pairs.swapaxes(1, 2).tobytes()
+    else:
+        for begin in range(piece.offset, end, _STEP):
+            yield data[begin : min(begin + _STEP, end)]

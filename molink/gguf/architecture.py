@@ -1,0 +1,222 @@
+"""What a GGUF file says of its model, as the ``config.json`` that Hugging Face has of such a one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.gguf.header import GgufFile, GgufTensor
+from molink.gguf.metadata import Metadata
+
+#: Tensors that hold divisors of rope's frequencies.
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
+    f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
+)
+_EMBEDDING = "token_embd.weight"
+_MAX_FACTORS = 4096
+#: Reads a small tensor of numbers.
+Read = Callable[[GgufTensor], list[float]]
+
+
+def config_of(file: GgufFile, read: Read, ends: tuple[int, ...]) -> dict[str, Any]:
+    """The config of the model in ``file``; ``ends`` are the ids that end an answer.
+
+    Raises:
+        UnsupportedModel: an architecture or a feature that isn't implemented; named.
+        BrokenModel: metadata that is missing or impossible; named.
+    """
+    named = file.metadata.text("general.architecture")
+    maker = _ARCHITECTURES.get(named)
+    if maker is None:
+        known = ", ".join(sorted(_ARCHITECTURES))
+        raise UnsupportedModel(
+            f"{file.path}: GGUF architecture {named[:80]!r} is not supported; these are: {known}"
+        )
+    if file.metadata.text("general.type", "model") != "model":
+        kind = file.metadata.text("general.type")
+        raise UnsupportedModel(f"{file.path} holds no model but {kind[:80]!r} (general.type)")
+    about = _About(file, named, read)
+    return {**_base(about), **maker(about), "eos_token_id": list(ends)}
+
+
+def vocabulary_of(file: GgufFile) -> int:
+    """Rows of the embedding.
+
+    Raises:
+        BrokenModel: it has none.
+    """
+    tensor = file.tensors.get(_EMBEDDING)
+    if tensor is None or len(tensor.shape) != 2:
+        raise BrokenModel(f"{file.path}: there is no tensor {_EMBEDDING} with rows and columns")
+    return tensor.shape[0]
+
+
+class _About:
+    """Metadata below the architecture's own name."""
+
+    def __init__(self, file: GgufFile, name: str, read: Read) -> None:
+        self.file, self.metadata, self.read = file, file.metadata, read
+        self._name = name
+
+    def key(self, key: str) -> str:
+        return f"{self._name}.{key}"
+
+    def has(self, key: str) -> bool:
+        return self.key(key) in self.metadata
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self.metadata.integer(self.key(key), default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.metadata.number(self.key(key), default)
+
+    def uniform(self, key: str, layers: int) -> int:
+        """A number that is the same for all layers."""
+        found = set(self.metadata.integers(self.key(key), layers))
+        if len(found) != 1 or 0 in found:
+            raise UnsupportedModel(
+                f"{self.metadata.where}: {self.key(key)} differs between layers, which is not "
+                "supported"
+            )
+        return found.pop()
+
+    def factors(self, name: str) -> list[float]:
+        """The numbers of a small tensor."""
+        tensor = self.file.tensors[name]
+        if len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS or tensor.kind.name != "f32":
+            raise BrokenModel(f"{self.file.path}: tensor {name} is no short list of f32 numbers")
+        return self.read(tensor)
+
+
+def _base(about: _About) -> dict[str, Any]:
+    layers = about.integer("block_count")
+    hidden = about.integer("embedding_length")
+    heads = about.uniform("attention.head_count", layers)
+    head_dim = about.integer("attention.key_length", max(1, hidden // heads))
+    if about.integer("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key('attention.value_length')} is not the length of "
+            "keys, which is not supported"
+        )
+    key_heads = "attention.head_count_kv"
+    context = about.integer("context_length")
+    return {
+        "vocab_size": vocabulary_of(about.file),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": about.uniform(key_heads, layers) if about.has(key_heads) else heads,
+        "head_dim": head_dim,
+        "intermediate_size": about.uniform("feed_forward_length", layers),
+        "rms_norm_eps": about.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": "output.weight" not in about.file.tensors,
+        "torch_dtype": _dtype(about.file.tensors),
+        "partial_rotary_factor": about.integer("rope.dimension_count", head_dim) / head_dim,
+        **_rope(about, context),
+    }
+
+
+def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
+    """What most weights are; those in blocks are computed with as bf16."""
+    kinds = [tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1]
+    plain: Final = {"f32": "float32", "f16": "float16"}
+    return plain.get(max(sorted(set(kinds)), key=kinds.count), "bfloat16")
+
+
+def _rope(about: _About, context: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"rope_theta": about.number("rope.freq_base", 10_000.0)}
+    original = about.integer("rope.scaling.original_context_length", context)
+    if ROPE_LONG in about.file.tensors and ROPE_SHORT in about.file.tensors:
+        # Phi: LongRoPE.
+        scaling = {"short_factor": about.factors(ROPE_SHORT), "long_factor": about.factors(ROPE_LONG)}
+        made["original_max_position_embeddings"] = original
+        if about.has("rope.scaling.attn_factor"):
+            scaling |= {"attention_factor": about.number("rope.scaling.attn_factor")}
+        return {**made, "rope_scaling": {"rope_type": "longrope", **scaling}}
+    if ROPE_FREQS in about.file.tensors:
+        # Llama 3: its own divisors, the same for texts of any length.
+        factors = about.factors(ROPE_FREQS)
+        scaling = {"short_factor": factors, "long_factor": factors}
+        fixed = {"original_max_position_embeddings": context, "factor": 1.0, "attention_factor": 1.0}
+        return {**made, "rope_scaling": {"rope_type": "longrope", **scaling, **fixed}}
+    kind = about.metadata.text(about.key("rope.scaling.type"), "none")
+    if kind == "none":
+        return made
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key('rope.scaling.type')} {kind[:80]!r} is not "
+            "supported here (only linear and yarn)"
+        )
+    scaling = {"rope_type": kind, "factor": about.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+    return {**made, "rope_scaling": scaling}
+
+
+def _llama(about: _About) -> dict[str, Any]:
+    biased = {"attention_bias": "blk.0.attn_q.bias" in about.file.tensors}
+    if not about.has("expert_count"):
+        return {"architectures": ["LlamaForCausalLM"], **biased}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": about.integer("expert_count"),
+        "num_experts_per_tok": about.integer("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _named(architecture: str) -> Callable[[_About], dict[str, Any]]:
+    return lambda about: {"architectures": [architecture]}
+
+
+def _qwen3_moe(about: _About) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": about.integer("expert_count"),
+        "num_experts_per_tok": about.integer("expert_used_count"),
+        "moe_intermediate_size": about.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _phi3(about: _About) -> dict[str, Any]:
+    window = about.metadata.index(about.key("attention.sliding_window"))
+    return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window or None}
+
+
+def _gemma2(about: _About) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "query_pre_attn_scalar": _scalar(about, largest=46),
+        "sliding_window": about.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": about.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": about.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(about: _About) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "query_pre_attn_scalar": _scalar(about, largest=62),
+        "sliding_window": about.integer("attention.sliding_window"),
+        "rope_local_base_freq": about.number("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _scalar(about: _About, largest: int) -> int:
+    """What scores are divided by, squared; the models of 27B are told by their layers alone."""
+    heads = about.uniform("attention.head_count", about.integer("block_count"))
+    share = about.integer("embedding_length") // heads
+    is_largest = about.integer("block_count") == largest
+    return share if is_largest else about.integer("attention.key_length", share)
+
+
+_ARCHITECTURES: dict[str, Callable[[_About], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _named("Qwen2ForCausalLM"),
+    "qwen3": _named("Qwen3ForCausalLM"),
+    "qwen3moe": _qwen3_moe,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+}

@@ -1,0 +1,249 @@
+"""What a GGUF file says of itself: metadata and tensors, checked before any is used.
+
+The file is a stranger's. Nothing is believed that the file's own size doesn't bear out: no list is
+longer than the bytes that are there, no tensor lies beyond them, and what is kept of the header is
+bounded. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.gguf.blocks import BY_NUMBER, Kind
+from molink.gguf.metadata import Metadata, Value
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+#: Bytes of metadata and tensor names; those of models with large vocabularies have 20 MB.
+MAX_HEADER_BYTES = 128 << 20
+_MAX_KEYS = 1 << 14
+_MAX_TENSORS = 1 << 18
+#: Entries of a list: of the longest known, the merges of a vocabulary, there are half a million.
+_MAX_LISTED = 1 << 22
+_MAX_NAME = 256
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 1 << 16
+#: Struct codes of numbers, by the type's number.
+_NUMBERS: Final = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_STRING, _LIST = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor: ``nbytes`` bytes at ``offset`` of the file. ``shape`` has the rows first."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A GGUF file that was looked at."""
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Metadata and tensors of a GGUF file. Blocks on the disk.
+
+    Raises:
+        BrokenModel: it is truncated, contradicts itself, or is no such file; says where.
+        UnsupportedModel: a version or an element type that isn't implemented; named.
+    """
+    try:
+        if not path.is_file():
+            raise BrokenModel(f"{path} is no regular file; fetch it again")
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 24:
+                raise BrokenModel(f"{path}: truncated: {size} bytes are no GGUF file")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _read(path, data, size)
+    except OSError as error:
+        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+
+
+def _read(path: Path, data: mmap.mmap, size: int) -> GgufFile:
+    read = _Reader(path, data, min(size, MAX_HEADER_BYTES), size)
+    _check_version(path, read)
+    tensors, keys = read.count("tensors", _MAX_TENSORS), read.count("metadata keys", _MAX_KEYS)
+    values: dict[str, Value] = {}
+    for _ in range(keys):
+        read.where = "its metadata"
+        name = read.text(_MAX_NAME)
+        read.where = f"metadata {name!r}"
+        if name in values:
+            raise BrokenModel(f"{path}: {read.where} is there twice")
+        values[name] = read.value()
+    metadata = Metadata(values, str(path))
+    found = [_tensor(read) for _ in range(tensors)]
+    alignment = metadata.integer("general.alignment", 32, _MAX_ALIGNMENT)
+    if alignment & (alignment - 1):
+        raise BrokenModel(f"{path}: general.alignment {alignment} is no power of two")
+    base = -(-read.at // alignment) * alignment
+    return GgufFile(path, metadata, _placed(path, found, base, alignment, size))
+
+
+def _check_version(path: Path, read: "_Reader") -> None:
+    if read.take(4) != _MAGIC:
+        raise BrokenModel(f"{path} is no GGUF file: it doesn't begin with 'GGUF'")
+    (version,) = read.numbers("I")
+    if version in _VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+        raise UnsupportedModel(f"{path}: GGUF files of big-endian machines are not supported")
+    raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)")
+
+
+class _Reader:
+    """Reads a header from its start; ``where`` is what is being read, for errors."""
+
+    def __init__(self, path: Path, data: mmap.mmap, end: int, size: int) -> None:
+        self._path, self._data, self._end, self._size = path, data, end, size
+        self.at = 0
+        self.where = "its header"
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes."""
+        begin = self._advance(nbytes)
+        return self._data[begin : self.at]
+
+    def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        """The next numbers of a struct code."""
+        form = f"<{count}{code}"
+        return struct.unpack_from(form, self._data, self._advance(struct.calcsize(form)))
+
+    def count(self, what: str, maximum: int) -> int:
+        """How many of something follow."""
+        (count,) = self.numbers("Q")
+        if count > maximum:
+            raise BrokenModel(f"{self._path}: says that it has {count} {what} (at most {maximum})")
+        return int(count)
+
+    def text(self, maximum: int = MAX_HEADER_BYTES) -> str:
+        """A string of at most so many bytes."""
+        (length,) = self.numbers("Q")
+        if length > maximum:
+            raise BrokenModel(
+                f"{self._path}: {self.where}: a text of {length} bytes (at most {maximum})"
+            )
+        try:
+            return self.take(length).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BrokenModel(f"{self._path}: {self.where}: a text is no UTF-8: {error}") from None
+
+    def value(self) -> Value:
+        """A value with its type before it."""
+        (number,) = self.numbers("I")
+        if number != _LIST:
+            return self._scalar(number)
+        (inner,) = self.numbers("I")
+        (length,) = self.numbers("Q")
+        if length > _MAX_LISTED:
+            raise BrokenModel(
+                f"{self._path}: {self.where}: a list of {length} entries (at most {_MAX_LISTED})"
+            )
+        if inner == _STRING:
+            self._refuse_beyond(8 * length)
+            read: Callable[[], str] = self.text
+            return [read() for _ in range(length)]
+        return list(self.numbers(self._code(inner), length))
+
+    def _scalar(self, number: int) -> Value:
+        if number == _STRING:
+            return self.text()
+        value: Value = self.numbers(self._code(number))[0]
+        return value
+
+    def _code(self, number: int) -> str:
+        if number not in _NUMBERS:
+            kind = "lists in lists" if number == _LIST else f"type {number}"
+            raise BrokenModel(f"{self._path}: {self.where}: {kind} is nothing that molink reads")
+        return _NUMBERS[number]
+
+    def _advance(self, nbytes: int) -> int:
+        self._refuse_beyond(nbytes)
+        begin, self.at = self.at, self.at + nbytes
+        return begin
+
+    def _refuse_beyond(self, nbytes: int) -> None:
+        if nbytes <= self._end - self.at:
+            return
+        if self._end < self._size:
+            raise BrokenModel(f"{self._path}: its header has over {MAX_HEADER_BYTES} bytes")
+        raise BrokenModel(
+            f"{self._path}: truncated in {self.where}: it wants {nbytes} bytes at {self.at}, but "
+            f"the file has {self._size}; fetch it again"
+        )
+
+
+def _tensor(read: _Reader) -> GgufTensor:
+    """One entry of the list; its offset still counts from where the tensors begin."""
+    read.where = "its list of tensors"
+    name = read.text(_MAX_NAME)
+    read.where = f"tensor {name}"
+    where = f"{read._path}: {read.where}"
+    (dimensions,) = read.numbers("I")
+    if not 0 < dimensions <= _MAX_DIMENSIONS:
+        raise BrokenModel(f"{where}: {dimensions} dimensions (at most {_MAX_DIMENSIONS})")
+    shape = tuple(reversed(read.numbers("Q", dimensions)))
+    (number,) = read.numbers("I")
+    (offset,) = read.numbers("Q")
+    kind = BY_NUMBER.get(number)
+    if kind is None:
+        known = ", ".join(each.name.upper() for each in BY_NUMBER.values())
+        raise UnsupportedModel(
+            f"{where}: its element type {_kind_name(number)} is not supported; take a file whose "
+            f"weights are {known}"
+        )
+    row = kind.row_bytes(shape[-1])
+    if row is None or not all(shape):
+        raise BrokenModel(f"{where}: shape {list(shape)} doesn't consist of blocks of {kind.name}")
+    return GgufTensor(name, kind, shape, offset, prod(shape[:-1]) * row)
+
+
+def _kind_name(number: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    try:
+        return f"{number} ({GGMLQuantizationType(number).name})"
+    except ValueError:
+        return str(number)
+
+
+def _placed(
+    path: Path, found: list[GgufTensor], base: int, alignment: int, size: int
+) -> dict[str, GgufTensor]:
+    placed: dict[str, GgufTensor] = {}
+    end, before = base, ""
+    for tensor in sorted(found, key=lambda each: each.offset):
+        where = f"{path}: tensor {tensor.name}"
+        offset = base + tensor.offset
+        if tensor.name in placed:
+            raise BrokenModel(f"{where} is there twice")
+        if tensor.offset % alignment:
+            raise BrokenModel(f"{where}: offset {tensor.offset} is no multiple of {alignment}")
+        if offset + tensor.nbytes > size:
+            raise BrokenModel(
+                f"{where}: ends at byte {offset + tensor.nbytes}, but the file has {size}: it is "
+                "truncated; fetch it again"
+            )
+        if offset < end:
+            raise BrokenModel(f"{path}: tensors {before} and {tensor.name} overlap")
+        end, before = offset + tensor.nbytes, tensor.name
+        placed[tensor.name] = GgufTensor(
+            tensor.name, tensor.kind, tensor.shape, offset, tensor.nbytes
+        )
+    return placed

@@ -1,0 +1,150 @@
+"""Which tensors a model has by the names that Hugging Face gives them, and where they lie in a GGUF.
+
+llama.cpp stores some of them in another way. Of the architecture ``llama`` the rows of queries and
+keys are in another order: rotated pairs lie side by side there, in two halves here. The norms of
+Gemma have the 1 added that the model adds itself. All experts of a layer are one tensor.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.gguf.architecture import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from molink.gguf.blocks import packed_name, packed_shape
+from molink.gguf.header import GgufFile, GgufTensor
+
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+#: Constants, which follow from the metadata, or are read with it.
+_CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+_CONSTANT_OF_LAYER = "attn_rot_embd"
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_PHI_MODULES = _MODULES | {"ffn_up": "mlp.gate_up_proj"}
+_GEMMA_MODULES = _MODULES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
+#: Tensors with all experts of a layer, and what one of them is called.
+_EXPERTS = {
+    name: f"mlp.experts.{{}}.{name.split('_')[1]}_proj"
+    for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+}
+_MIXTRAL_EXPERTS = {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{ours}"
+    for part, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of the GGUF file.
+
+    ``dtype`` is safetensors' own name; of weights in blocks it is ``U8``, and ``name`` tells the
+    kind of them. With ``heads`` the rows have to be put into the order of halves, head by head.
+    ``less`` is taken from each number.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    heads: int = 0
+    less: float = 0.0
+
+
+def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[Piece]:
+    """The tensors of the model in ``file`` that :func:`~molink.gguf.architecture.config_of` tells.
+
+    Raises:
+        BrokenModel: a tensor that such a model doesn't have; named.
+        UnsupportedModel: a tensor of a type that it can't have; named.
+    """
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    for tensor in file.tensors.values():
+        where = f"{file.path}: tensor {tensor.name}"
+        if tensor.name in _CONSTANTS:
+            continue
+        if tensor.name in _WHOLE:
+            yield _piece(_WHOLE[tensor.name], tensor, where, less=_less(family, tensor.name))
+            continue
+        match = _LAYER.fullmatch(tensor.name)
+        module, _, kind = match[2].rpartition(".") if match else ("", "", "")
+        if match is None or kind not in ("weight", "bias"):
+            raise BrokenModel(f"{where} is none that molink knows in a {family} model")
+        if module != _CONSTANT_OF_LAYER:
+            yield from _of_layer(tensor, f"model.layers.{match[1]}.", module, kind, family, config)
+
+
+def _of_layer(
+    tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
+) -> Iterator[Piece]:
+    where = f"tensor {tensor.name}"
+    experts = _MIXTRAL_EXPERTS if family == "Mixtral" else _EXPERTS
+    if module in experts and kind == "weight":
+        if len(tensor.shape) != 3:
+            raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
+        count, *shape = tensor.shape
+        nbytes = tensor.nbytes // count
+        for index in range(count):
+            one = GgufTensor(
+                tensor.name, tensor.kind, tuple(shape), tensor.offset + index * nbytes, nbytes
+            )
+            yield _piece(f"{prefix}{experts[module].format(index)}.weight", one, where)
+        return
+    ours = _modules(family).get(module)
+    if ours is None:
+        raise BrokenModel(f"{where} is none that molink knows in a {family} model")
+    heads = 0
+    if family in ("Llama", "Mixtral") and module in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
+        if tensor.shape[0] % (2 * heads):
+            raise BrokenModel(f"{where}: {tensor.shape[0]} rows are none of {heads} heads")
+    less = _less(family, module)
+    yield _piece(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
+
+
+def _modules(family: str) -> dict[str, str]:
+    if family.startswith("Gemma"):
+        return _GEMMA_MODULES
+    return {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES}.get(family, _MODULES)
+
+
+def _less(family: str, name: str) -> float:
+    return float(family.startswith("Gemma") and name.removesuffix(".weight").endswith("norm"))
+
+
+def _piece(
+    name: str, tensor: GgufTensor, where: str, *, heads: int = 0, less: float = 0.0
+) -> Piece:
+    kind, shape, dtype = tensor.kind, tensor.shape, tensor.kind.plain
+    if less and kind.name != "f32":
+        raise UnsupportedModel(f"{where}: norms are read as f32 only, not as {kind.name}")
+    if not dtype:
+        packed = packed_shape(kind, shape)
+        if packed is None:
+            raise UnsupportedModel(f"{where}: {kind.name} with shape {list(shape)} is not supported")
+        name, shape, dtype = packed_name(name, kind), packed, "U8"
+    return Piece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less)

@@ -1,0 +1,248 @@
+"""The tokenizer of a GGUF file, as a ``tokenizer.json`` and what belongs beside it.
+
+Two kinds exist for the supported architectures: byte-level BPE with merges (``gpt2``), whose way of
+cutting a text into words has a name (``tokenizer.ggml.pre``); and SentencePiece's BPE (``llama``),
+which has scores instead of merges. The expressions are those of llama.cpp, so the same text has the
+same ids there and here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.gguf.metadata import Metadata
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+_MAX_TOKENS = 2**21
+# Types of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "▁"
+
+_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+#: How a text is cut into words before merges: each expression cuts what the one before left.
+_CUTS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        (r"\p{N}", _GPT2),
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
+}
+#: A word that is a token as it stands is not cut by merges there.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+#: Control tokens that end an answer whatever the metadata say.
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
+    | {"<|eom_id|>", "<EOT>", "<｜end▁of▁sentence｜>"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """``tokenizer.json``, ``tokenizer_config.json`` and the ids that end an answer."""
+
+    tokenizer: str
+    config: dict[str, Any]
+    ends: tuple[int, ...]
+
+
+def tokenizer_files(metadata: Metadata, vocabulary: int) -> TokenizerFiles:
+    """The tokenizer of a model with an embedding of ``vocabulary`` rows.
+
+    Raises:
+        UnsupportedModel: a kind of tokenizer that isn't implemented; named.
+        BrokenModel: it contradicts itself or the embedding; the key is named.
+    """
+    tokens = _tokens(metadata, vocabulary)
+    kinds = _kinds(metadata, len(tokens))
+    model = metadata.text("tokenizer.ggml.model")
+    try:
+        if model == "gpt2":
+            made = _byte_level(metadata, tokens)
+        elif model == "llama":
+            made = _sentence_piece(metadata, tokens, kinds)
+        else:
+            raise UnsupportedModel(
+                f"{metadata.where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and "
+                "llama are)"
+            )
+        made.add_tokens(_added(metadata, tokens, kinds))
+        source = made.to_str()
+    except (BrokenModel, UnsupportedModel):
+        raise
+    except Exception as error:  # `tokenizers` raises nothing more exact
+        raise BrokenModel(f"{metadata.where}: its tokenizer can't be made: {error}") from error
+    return TokenizerFiles(source, _config(metadata, tokens, model), _ends(metadata, tokens, kinds))
+
+
+def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
+    key = "tokenizer.ggml.tokens"
+    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.texts(key))]
+    if not 0 < len(tokens) <= min(vocabulary, _MAX_TOKENS):
+        raise BrokenModel(
+            f"{metadata.where}: metadata {key} has {len(tokens)} tokens, but the embedding "
+            f"{vocabulary} rows"
+        )
+    if len(set(tokens)) < len(tokens):
+        seen: set[str] = set()
+        twice = next(text for text in tokens if text in seen or seen.add(text))
+        raise BrokenModel(f"{metadata.where}: metadata {key} has {twice[:80]!r} twice")
+    return tokens
+
+
+def _kinds(metadata: Metadata, count: int) -> list[int]:
+    key = "tokenizer.ggml.token_type"
+    return [int(kind) for kind in metadata.numbers(key, count)] if key in metadata else [1] * count
+
+
+def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> "Tokenizer":
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    named = metadata.text("tokenizer.ggml.pre", "default")
+    if named not in _CUTS:
+        raise UnsupportedModel(
+            f"{metadata.where}: tokenizer.ggml.pre {named!r} is not supported (only "
+            f"{', '.join(sorted(_CUTS))})"
+        )
+    merges = [_halves(metadata, line) for line in metadata.texts("tokenizer.ggml.merges")]
+    vocabulary = {text: index for index, text in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=named in _WHOLE_WORDS))
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in _CUTS[named]]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _halves(metadata: Metadata, line: str) -> tuple[str, str]:
+    cut = line.find(" ", 1)
+    if cut < 0:
+        raise BrokenModel(
+            f"{metadata.where}: metadata tokenizer.ggml.merges has {line[:80]!r}, which is no pair"
+        )
+    return line[:cut], line[cut + 1 :]
+
+
+def _sentence_piece(
+    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]
+) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = metadata.index("tokenizer.ggml.unknown_token_id") or 0
+    if unknown >= len(tokens):
+        raise _no_token(metadata, "unknown", unknown)
+    scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
+    model = models.BPE(
+        {text: index for index, text in enumerate(tokens)},
+        _merges(tokens, kinds, scores),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    made = Tokenizer(model)
+    prefixed = metadata.boolean("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps = [normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces]
+    made.normalizer = normalizers.Sequence(steps)
+    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    stripped = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    made.decoder = decoders.Sequence([*back, *stripped])
+    return made
+
+
+def _merges(
+    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Merges that do what SentencePiece does with scores: the best one that a text allows first."""
+    pieces = {
+        text: score
+        for text, kind, score in zip(tokens, kinds, scores, strict=True)
+        if kind in (_NORMAL, _USER_DEFINED)
+    }
+    order = {text: index for index, text in enumerate(tokens)}
+    found = [
+        (score, text[:cut], text[cut:])
+        for text, score in pieces.items()
+        for cut in range(1, len(text))
+        if text[:cut] in pieces and text[cut:] in pieces
+    ]
+    found.sort(key=lambda each: (-each[0], -len(each[1]), order[each[1]]))
+    return [(left, right) for _, left, right in found]
+
+
+def _added(
+    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]
+) -> "list[AddedToken]":
+    """Tokens that are looked for in a text before it is cut into words."""
+    from tokenizers import AddedToken
+
+    name = metadata.text("general.name", "").lower()
+    strips = "phi-3" in name or "phi3" in name
+    plain = ("<unk>", "<s>", "<|endoftext|>")
+    return [
+        AddedToken(
+            text,
+            special=kind in (_CONTROL, _UNKNOWN),
+            normalized=False,
+            rstrip=strips and text not in plain,
+        )
+        for text, kind in zip(tokens, kinds, strict=True)
+        # Runs of spaces are no texts of their own: they are merged like words.
+        if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and _SPACE not in text)
+    ]
+
+
+def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, Any]:
+    named = metadata.text("tokenizer.ggml.pre", "default")
+    adds = model == "llama" or named in _WHOLE_WORDS
+    config: dict[str, Any] = {
+        "add_bos_token": metadata.boolean("tokenizer.ggml.add_bos_token", adds)
+    }
+    for key, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        index = metadata.index(f"tokenizer.ggml.{key}_token_id")
+        if index is None:
+            continue
+        if index >= len(tokens):
+            raise _no_token(metadata, key, index)
+        config[f"{ours}_token"] = tokens[index]
+    if "tokenizer.chat_template" in metadata:
+        config["chat_template"] = metadata.text("tokenizer.chat_template")
+    if config["add_bos_token"] and "bos_token" not in config:
+        config["add_bos_token"] = False
+    return config
+
+
+def _ends(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[int, ...]:
+    named = [metadata.index(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    usual = [
+        index
+        for index, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED) and text in _ENDS
+    ]
+    found = dict.fromkeys([*(index for index in named if index is not None), *usual])
+    return tuple(index for index in found if index < len(tokens))
+
+
+def _no_token(metadata: Metadata, key: str, index: int) -> BrokenModel:
+    return BrokenModel(
+        f"{metadata.where}: metadata tokenizer.ggml.{key}_token_id is {index}, but there is no "
+        "such token"
+    )
