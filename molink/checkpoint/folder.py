@@ -87,7 +87,7 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        other = next(iter([*path.glob("*.bin"), *path.glob("*.gguf"), *path.glob("*.pth")]), None)
+        other = next(iter([*path.glob("*.bin"), *path.glob("*.pth")]), None)
         found = f" ({other.name} is of a kind that molink doesn't read)" if other else ""
         raise BrokenModel(f"{path} has no weights: no *.safetensors file{found}")
     preferred = weight_map(path)

@@ -1,4 +1,4 @@
-"""From the name of a model to its folder: bundled, local (also GGUF), or from the Hugging Face hub."""
+"""From the name of a model to its folder: bundled, local, of a GGUF file, or from the hub."""
 
 import re
 import threading

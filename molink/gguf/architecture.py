@@ -1,11 +1,10 @@
-"""What a GGUF file says of its model, as the ``config.json`` that Hugging Face has of such a one."""
+"""What a GGUF file says of its model, as the ``config.json`` of such a model says it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.header import GgufFile, GgufTensor
-from molink.gguf.metadata import Metadata
 
 #: Tensors that hold divisors of rope's frequencies.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
@@ -128,7 +127,10 @@ def _rope(about: _About, context: int) -> dict[str, Any]:
     original = about.integer("rope.scaling.original_context_length", context)
     if ROPE_LONG in about.file.tensors and ROPE_SHORT in about.file.tensors:
         # Phi: LongRoPE.
-        scaling = {"short_factor": about.factors(ROPE_SHORT), "long_factor": about.factors(ROPE_LONG)}
+        scaling = {
+            "short_factor": about.factors(ROPE_SHORT),
+            "long_factor": about.factors(ROPE_LONG),
+        }
         made["original_max_position_embeddings"] = original
         if about.has("rope.scaling.attn_factor"):
             scaling |= {"attention_factor": about.number("rope.scaling.attn_factor")}
@@ -137,7 +139,11 @@ def _rope(about: _About, context: int) -> dict[str, Any]:
         # Llama 3: its own divisors, the same for texts of any length.
         factors = about.factors(ROPE_FREQS)
         scaling = {"short_factor": factors, "long_factor": factors}
-        fixed = {"original_max_position_embeddings": context, "factor": 1.0, "attention_factor": 1.0}
+        fixed = {
+            "original_max_position_embeddings": context,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+        }
         return {**made, "rope_scaling": {"rope_type": "longrope", **scaling, **fixed}}
     kind = about.metadata.text(about.key("rope.scaling.type"), "none")
     if kind == "none":

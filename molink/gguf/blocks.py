@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Kind:
     """An element type: ``nbytes`` bytes hold ``weights`` weights.
 
-    ``plain`` is safetensors' own name of the type, empty if that has none: then it is one of blocks.
+    ``plain`` is safetensors' own name of the type; that of blocks has none, and it is empty.
     """
 
     name: str

@@ -96,10 +96,8 @@ class Metadata:
         return value
 
     def _wrong(self, key: str, wanted: str, value: object) -> BrokenModel:
-        if isinstance(value, list):
-            found = f"a list of {len(value)} entries"
-        else:
-            found = repr(value)[:80]
+        is_list = isinstance(value, list)
+        found = f"a list of {len(value)} entries" if is_list else repr(value)[:80]
         return BrokenModel(f"{self.where}: metadata {key} has to be {wanted}, not {found}")
 
 

@@ -1,4 +1,4 @@
-"""Which tensors a model has by the names that Hugging Face gives them, and where they lie in a GGUF.
+"""A model's tensors by the names that Hugging Face gives them, and where they lie in a GGUF file.
 
 llama.cpp stores some of them in another way. Of the architecture ``llama`` the rows of queries and
 keys are in another order: rotated pairs lie side by side there, in two halves here. The norms of
@@ -145,6 +145,8 @@ def _piece(
     if not dtype:
         packed = packed_shape(kind, shape)
         if packed is None:
-            raise UnsupportedModel(f"{where}: {kind.name} with shape {list(shape)} is not supported")
+            raise UnsupportedModel(
+                f"{where}: {kind.name} with shape {list(shape)} is not supported"
+            )
         name, shape, dtype = packed_name(name, kind), packed, "U8"
     return Piece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less)

@@ -32,6 +32,13 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDING = rf"{_CONTRACTIONS}?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 #: How a text is cut into words before merges: each expression cuts what the one before left.
 _CUTS: dict[str, tuple[str, ...]] = {
@@ -45,6 +52,9 @@ _CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_GPT4O,),
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
 #: A word that is a token as it stands is not cut by merges there.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
@@ -141,9 +151,7 @@ def _halves(metadata: Metadata, line: str) -> tuple[str, str]:
     return line[:cut], line[cut + 1 :]
 
 
-def _sentence_piece(
-    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]
-) -> "Tokenizer":
+def _sentence_piece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = metadata.index("tokenizer.ggml.unknown_token_id") or 0
@@ -188,9 +196,7 @@ def _merges(
     return [(left, right) for _, left, right in found]
 
 
-def _added(
-    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]
-) -> "list[AddedToken]":
+def _added(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "list[AddedToken]":
     """Tokens that are looked for in a text before it is cut into words."""
     from tokenizers import AddedToken
 

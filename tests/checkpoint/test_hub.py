@@ -53,7 +53,7 @@ def test_a_model_is_pulled_into_the_cache_and_found_there(served: FakeHub) -> No
     for path in weights(served):
         assert (folder / path.name).read_bytes() == path.read_bytes()
     served.status = 503  # from now on it is not needed any more
-    found = find_model(REPOSITORY)
+    found = find_model(REPOSITORY, unpack_into=served.folder)
     assert (found.name, found.path) == ("some-model", folder)
 
 
@@ -107,7 +107,7 @@ def test_only_the_shards_of_a_stage(served: FakeHub) -> None:
     assert hub.cached(REPOSITORY) is None
     with pytest.raises(ModelError, match=r"has layers 0:\d+; 3:99 is no part"):
         pull((3, 99))
-    ModelFolder.open(find_model(REPOSITORY).path)
+    ModelFolder.open(find_model(REPOSITORY, unpack_into=served.folder).path)
 
 
 def test_errors_say_what_to_do(served: FakeHub) -> None:

@@ -20,22 +20,22 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", [None, DEMO_MODEL])
-def test_the_bundled_model_is_the_default(package: Path, name: str | None) -> None:
-    assert find_model(name) == ModelSource(DEMO_MODEL, package)
+def test_the_bundled_model_is_the_default(package: Path, tmp_path: Path, name: str | None) -> None:
+    assert find_model(name, unpack_into=tmp_path) == ModelSource(DEMO_MODEL, package)
 
 
 def test_a_package_without_the_bundled_model(package: Path) -> None:
     (package / "config.json").unlink()
     with pytest.raises(ModelNotFound, match="install molink again"):
-        find_model()
+        find_model(unpack_into=package)
 
 
 def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     expected = ModelSource("tiny", (tmp_path / "own" / "tiny").resolve())
-    assert find_model("own/tiny") == expected
-    assert find_model(str(tmp_path / "own" / "tiny")) == expected
+    assert find_model("own/tiny", unpack_into=tmp_path) == expected
+    assert find_model(str(tmp_path / "own" / "tiny"), unpack_into=tmp_path) == expected
 
 
 @pytest.mark.parametrize("name", ["nothing", "../a/b", "a/b/c", "", "owner/", "https://x.y/z"])
@@ -43,5 +43,5 @@ def test_what_is_neither_folder_nor_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound, match="no folder, not 'molink-demo'"):
-        find_model(name)
+    with pytest.raises(ModelNotFound, match="no folder and no GGUF file, not 'molink-demo'"):
+        find_model(name, unpack_into=tmp_path)

@@ -249,7 +249,8 @@ def _bring(found: local_daemon.Found, model: str, line: TransferLine) -> str:
         if far.state != doing:
             speed, doing = Throughput(time.monotonic(), far.done), far.state
         progress = Progress(far.done, far.total)
-        progress.source = "the hub" if doing == "fetching" else "disk, to hash it once"
+        fetching = "the hub" if local is None else "disk, to unpack it once"
+        progress.source = fetching if doing == "fetching" else "disk, to hash it once"
         show_progress(line, far.name or model, progress, speed)
         time.sleep(LOOK_S)
 

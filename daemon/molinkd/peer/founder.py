@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.source import ModelSource, find_model
+from molink.checkpoint.source import ModelSource, find_model, local_model
 from molink.errors import MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
 from molink.wire.messages.control import ControlMessage
@@ -105,6 +105,8 @@ class Founder:
 
     async def _find(self, model: str | None) -> ModelSource:
         self.state, progress = "fetching", self.progress
+        if model is not None and local_model(model) is not None:
+            progress.comes_from("disk, to unpack it once")
         with self._transfers.under_way(model or "", progress):
             return await in_thread(
                 lambda stop: find_model(model, progress, stop, unpack_into=self._home.unpacked)

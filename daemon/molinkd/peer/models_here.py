@@ -21,8 +21,8 @@ from molinkd.peer.stored import MANIFEST_FILE, all_plans
 log = logging.getLogger(__name__)
 
 #: ``swarm``: it came from other PCs; ``cache``: that of the Hugging Face hub; ``folder``: one that
-#: a user has brought.
-Where = Literal["swarm", "cache", "folder", "bundled"]
+#: a user has brought; ``unpacked``: one that was made of a user's GGUF file.
+Where = Literal["swarm", "cache", "folder", "unpacked", "bundled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ModelHere:
 
 def models_here(home: Home) -> list[ModelHere]:
     """All models on this PC's disk; what can't be read is left out. Blocks on the disk."""
-    found = [*_stored(home), *_cached(), *_folders(home)]
+    found = [*_stored(home), *_cached(), *_folders(home), *_unpacked(home)]
     try:
         demo = demo_model()
         found.append(ModelHere(demo.name, "bundled", demo.path, _size(demo.path)))
@@ -62,7 +62,8 @@ def choose(home: Home, models: list[ModelHere], name: str, *, hf_cache: bool) ->
     called = [one for one in models if one.is_called(name)]
     if not called:
         raise ModelNotFound(f"no model {name!r} on this PC; {home.typed('list')} shows them")
-    chosen = [one for one in called if one.where == "swarm" or (one.where == "cache" and hf_cache)]
+    ours = ("swarm", "unpacked", "cache") if hf_cache else ("swarm", "unpacked")
+    chosen = [one for one in called if one.where in ours]
     if chosen:
         return chosen
     reasons = {
@@ -132,6 +133,11 @@ def _folders(home: Home) -> Iterator[ModelHere]:
     for folder in sorted(seen):
         if (folder / "config.json").is_file() and not any(map(folder.is_relative_to, others)):
             yield ModelHere(folder.name, "folder", folder, _size(folder))
+
+
+def _unpacked(home: Home) -> Iterator[ModelHere]:
+    for folder in _folders_in(home.unpacked):
+        yield ModelHere(folder.name.rpartition("-")[0], "unpacked", folder, _size(folder))
 
 
 def _folders_in(folder: Path) -> list[Path]:

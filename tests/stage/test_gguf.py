@@ -1,0 +1,65 @@
+"""A model from a GGUF file gives what transformers gives with the values that its blocks hold."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from molink.checkpoint.source import Uncounted
+from molink.checkpoint.unpacking import unpacked
+from molink.stage.batch import SequenceRows
+from tests.support.gguf_models import write_gguf
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
+
+BLOCKS = tuple(range(16))
+LENGTH = 60
+#: Weights are kept as f32, so that only the order of sums differs from transformers.
+EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
+    "llama": ("llama", Kind.Q4_1, {}),
+    "llama biased and tied": (
+        "llama",
+        Kind.F16,
+        {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen2": ("qwen2", Kind.Q8_0, {}),
+    "qwen3": ("qwen3", Kind.Q5_0, {}),
+    "phi3": ("phi3", Kind.Q5_1, {"sliding_window": None}),
+    "mixtral": ("mixtral", Kind.Q4_0, {"intermediate_size": 64, "sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", Kind.BF16, {}),
+    "gemma2": ("gemma2", Kind.Q8_0, {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3_text", Kind.Q4_0, {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}),
+    **{
+        kind.name: ("llama", kind, WIDE)
+        for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+    },
+    **{kind.name: ("qwen2", kind, WIDE) for kind in (Kind.IQ4_NL, Kind.IQ4_XS)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_text(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    family, kind, fields = CASES[name]
+    folder = make_model(tmp_path / "model", family, 3, **fields)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind, exact=tmp_path / "exact")
+    opened = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
+    expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
+    for splits in ((), (1,)):
+        ring = make_ring(opened, splits, **EXACT)
+        logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert ring.generate(tokens, 24, BLOCKS) == greedy

@@ -1,0 +1,49 @@
+"""A real model from its GGUF file: molink reads it as transformers does, which shares no code."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from molink.checkpoint.source import Uncounted
+from molink.checkpoint.unpacking import unpacked
+from molink.stage.batch import SequenceRows
+from molink.text.tokenizer import Tokenizer
+from tests.support.stage import Ring
+from tools.fetch_smollm2 import fetch
+
+TEXT = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+BLOCKS = range(64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_logits_and_text(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = fetch(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    folder = unpacked(path, tmp_path, Uncounted(), threading.Event())
+    tokenizer = Tokenizer.open(folder)
+    for text in (TEXT, *TEXT.split()):
+        assert tokenizer.encode(text) == theirs.encode(text)
+    ids = tokenizer.encode(TEXT)[:200]
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+        answer = model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    greedy = answer[0, len(ids) :].tolist()
+    for splits in ((), (11, 20)):
+        ring = Ring(folder, splits, avoid=("compiled-linear",))
+        logits = ring.run(ids, [SequenceRows(0, len(ids), BLOCKS)])
+        torch.testing.assert_close(logits, expected, atol=2e-3, rtol=0)
+        assert ring.generate(ids, 64, BLOCKS) == greedy

@@ -1,0 +1,203 @@
+"""GGUF files of small models, written as llama.cpp's converter does, and what their blocks hold."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize, quantize
+
+#: GGUF's name of an architecture and its further metadata, by family.
+_NAMES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+Kind = gguf.GGMLQuantizationType
+#: Kinds that have no quantizer in Python: their bytes are random, with scales of a fair size.
+_RANDOM = {
+    Kind.Q2_K: (16 + 64, 2),
+    Kind.Q3_K: (32 + 64 + 12, 1),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (128 + 64 + 16, 1),
+    Kind.IQ4_NL: (0, 1),
+    Kind.IQ4_XS: (0, 1),
+}
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: Kind = Kind.F32,
+    *,
+    exact: Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    divisors: Sequence[float] = (),
+) -> Path:
+    """The model of ``folder`` (as ``write_model`` makes them) as a GGUF file at ``path``.
+
+    Weights become ``kind``. ``exact`` becomes a copy of the folder with the values that these
+    hold. ``metadata`` are set beside, or instead of, what the config says; ``divisors`` are those
+    of the frequencies of rope, as Llama 3 has them.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = config["model_type"]
+    name = _NAMES.get(family, family)
+    writer = gguf.GGUFWriter(path, name)
+    for key, value in _metadata(config, name).items():
+        _add(writer, key, value)
+    _add_tokenizer(writer, folder)
+    for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
+        _add(writer, key, value)
+    if divisors:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    values = _tensors(folder)
+    exact_values = dict(values)
+    for theirs, ours in _grouped(values, name, config["num_hidden_layers"]).items():
+        parts = [values[one] for one in ours]
+        packed = _packed(theirs, parts, kind)
+        for one, rows in zip(ours, packed, strict=True):
+            kept = rows.dtype == np.float32
+            exact_values[one] = rows if kept else dequantize(rows, kind)
+        turned = [_turned(rows, theirs, config, name) for rows in packed]
+        data = np.stack(turned) if "_exps" in theirs else turned[0]
+        if name.startswith("gemma") and theirs.endswith("norm.weight"):
+            data = data + 1
+        if data.dtype == np.float32:
+            writer.add_tensor(theirs, data)
+        else:
+            writer.add_tensor(theirs, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if exact is not None:
+        _write_exact(folder, exact, exact_values)
+    return path
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    found: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= {name: np.array(tensor) for name, tensor in load_file(file).items()}
+    return found
+
+
+def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, list[str]]:
+    """GGUF's tensors, and which of ours each consists of."""
+    architecture = next(one for one, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
+    names = gguf.get_tensor_name_map(architecture, layers)
+    found: dict[str, list[str]] = {}
+    for one in values:
+        parts = one.split(".")
+        # All experts of a layer are one tensor; numbers are in order, as files have them sorted.
+        merged = [part for part in parts if not ("experts" in parts and part.isdigit())]
+        if "experts" in parts:
+            merged.insert(2, parts[2])
+        theirs = names.get_name(".".join(merged), try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, one
+        found.setdefault(theirs, []).append(one)
+    for ours in found.values():
+        ours.sort(key=lambda one: [int(part) for part in one.split(".") if part.isdigit()])
+    return found
+
+
+def _packed(theirs: str, parts: list[Any], kind: Kind) -> list[Any]:
+    keeps = parts[0].ndim < 2 or kind is Kind.F32 or theirs.endswith("gate_inp.weight")
+    if keeps:
+        return [part.astype(np.float32) for part in parts]
+    if kind not in _RANDOM:
+        return [quantize(part.astype(np.float32), kind) for part in parts]
+    return [random_blocks(kind, part.shape, seed=len(theirs)) for part in parts]
+
+
+def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Any:
+    """Random blocks ``[rows, bytes of a row]`` with scales that make weights of usual size."""
+    weights, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = np.random.default_rng(seed)
+    blocks = rows.integers(0, 256, (shape[0], shape[1] // weights, nbytes), dtype=np.uint8)
+    at, count = _RANDOM[kind]
+    scales = rows.uniform(1e-4, 3e-4, (*blocks.shape[:2], count)).astype(np.float16)
+    blocks[..., at : at + 2 * count] = scales.view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def _turned(rows: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any:
+    """Rows of queries and keys as ``llama`` has them: pairs that are rotated lie side by side."""
+    module = theirs.rpartition(".")[0].rpartition(".")[2]
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
+    if name != "llama" or heads is None:
+        return rows
+    split = rows.reshape(config[heads], 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(rows.shape))
+
+
+def _metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    ropes = config.get("rope_parameters") or {}
+    full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
+    fields = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.dimension_count": config["head_dim"],
+        "rope.freq_base": float(full.get("rope_theta", 10000.0)),
+        "rope.freq_base_swa": float(local["rope_theta"]) if local else None,
+        "attention.sliding_window": config.get("sliding_window"),
+        "expert_count": config.get("num_local_experts") or config.get("num_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+    }
+    return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    added = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
+    tokens = {index: text for text, index in tokenizer["model"]["vocab"].items()} | added
+    # The format knows no empty list: a merge of bytes that no text has next to each other.
+    high, higher = tokens[254], tokens[255]
+    tokens[len(tokens)] = high + higher
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([tokens[index] for index in range(len(tokens))])
+    writer.add_token_types([3 if index in added else 1 for index in range(len(tokens))])
+    writer.add_token_merges([f"{high} {higher}"])
+    ids = {text: index for index, text in tokens.items()}
+    writer.add_eos_token_id(ids[config["eos_token"]])
+    writer.add_chat_template(config["chat_template"])
+
+
+def _write_exact(folder: Path, exact: Path, values: dict[str, Any]) -> None:
+    from safetensors.numpy import save_file
+
+    exact.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("*.json"):
+        if not file.name.endswith(".index.json"):
+            shutil.copy(file, exact)
+    whole = {name: np.ascontiguousarray(value) for name, value in values.items()}
+    save_file(whole, exact / "model.safetensors", metadata={"format": "pt"})
