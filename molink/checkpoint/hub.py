@@ -153,8 +153,26 @@ def pull(
         return _lay_out(found, small | {file.name for file in weights})
 
 
-def look_up(repository: str, commit: str | None = None) -> Repository:
-    """Ask the hub what a model consists of, now or at a commit. Raises what its library does."""
+def pull_file(repository: str, file: str, counter: Counter, stop: threading.Event) -> Path:
+    """Have one file of a repository in the cache; raises as :func:`pull`."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    with in_words(repository):
+        here = try_to_load_from_cache(repository, file, cache_dir=constants.HF_HUB_CACHE)
+        if isinstance(here, str):
+            return Path(here)
+        disable_progress_bars()
+        found = look_up(repository, file=file)
+        check_disk(found, found.weights)
+        counter.total = sum(one.nbytes for one in found.weights)
+        for one in found.weights:
+            _have(found, one, counter, stop)
+        return _lay_out(found, {file}) / file
+
+
+def look_up(repository: str, commit: str | None = None, file: str = "") -> Repository:
+    """Ask the hub what a model consists of, or about one ``file``. Raises what its library does."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -164,14 +182,21 @@ def look_up(repository: str, commit: str | None = None) -> Repository:
     files = tuple(
         HubFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs is not None else "")
         for one in info.siblings or ()
-        if _wanted(one.rfilename)
+        if (one.rfilename == file if file else _wanted(one.rfilename))
     )
-    if not any(fnmatch(file.name, "*.safetensors") for file in files):
-        raise BrokenModel(
-            f"{repository} on the hub has no weights that molink reads: *.safetensors"
-        )
+    if not any(one.name == file if file else fnmatch(one.name, "*.safetensors") for one in files):
+        others = [one.rfilename for one in info.siblings or () if fnmatch(one.rfilename, "*.gguf")]
+        raise BrokenModel(_lack(repository, file, others))
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
     return Repository(repository, str(info.sha), files, cache)
+
+
+def _lack(repository: str, file: str, others: list[str]) -> str:
+    lacks = f"file {file}" if file else "weights that molink reads: *.safetensors"
+    shown = ", ".join(f"{repository}/{name}" for name in others[:8])
+    return f"{repository} on the hub has no {lacks}" + (
+        f". Name one of its GGUF files: {shown}" if others else ""
+    )
 
 
 def check_disk(found: Repository, files: tuple[HubFile, ...]) -> None:

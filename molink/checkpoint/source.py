@@ -13,6 +13,8 @@ from molink.errors import ModelNotFound
 #: The model that ships with molink, and the default.
 DEMO_MODEL = "molink-demo"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+#: A GGUF file of one.
+_HUB_FILE = re.compile(rf"({_REPOSITORY.pattern})/([\w.-]+(?:/[\w.-]+)?\.gguf)", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -64,7 +66,7 @@ def find_model(
     A GGUF file, or that of a folder, is laid out as a folder below ``unpack_into`` first.
     A folder wins over a repository of the same name. A repository is taken from the hub's local
     cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
-    and ``stop`` ends it).
+    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository.
 
     Raises:
         ModelError: nothing of that name, or it can't be had; says why.
@@ -78,17 +80,20 @@ def find_model(
         file = gguf_in(found) if found.is_dir() else found
         path = found if file is None else unpacked(file, unpack_into, counter, stop)
         return ModelSource(local_name(found), path)
+    match = _HUB_FILE.fullmatch(name_or_path)
+    if match is not None:
+        file = hub.pull_file(match[1], match[2], counter, stop)
+        return ModelSource(file.stem, unpacked(file, unpack_into, counter, stop))
     if not is_repository(name_or_path):
         raise ModelNotFound(
             f"no model {name_or_path!r}: it is no folder and no GGUF file, not "
-            f"{DEMO_MODEL!r}, and no repository of the Hugging Face hub (OWNER/NAME)"
+            f"{DEMO_MODEL!r}, and no repository of the Hugging Face hub (OWNER/NAME, or "
+            "OWNER/NAME/FILE.gguf)"
         )
-    path = hub.cached(name_or_path)
-    if path is None:
-        path = hub.pull(name_or_path, counter, stop)
-    commit = path.name if _COMMIT.fullmatch(path.name) else ""
+    cached = hub.cached(name_or_path) or hub.pull(name_or_path, counter, stop)
+    commit = cached.name if _COMMIT.fullmatch(cached.name) else ""
     place = f"{name_or_path}@{commit}" if commit else ""
-    return ModelSource(short_name(name_or_path), path, place)
+    return ModelSource(short_name(name_or_path), cached, place)
 
 
 def local_model(name: str) -> Path | None:
@@ -109,6 +114,12 @@ def is_repository(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None
 
 
+def is_hub_file(name: str) -> bool:
+    """Whether it may be a GGUF file on the hub: ``OWNER/NAME/FILE.gguf``."""
+    return _HUB_FILE.fullmatch(name) is not None
+
+
 def short_name(repository: str) -> str:
     """What a model of the hub is called here."""
-    return repository.rpartition("/")[2]
+    name = repository.rpartition("/")[2]
+    return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else name

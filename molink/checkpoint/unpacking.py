@@ -160,7 +160,8 @@ def _checked(file: GgufFile, config: dict[str, Any]) -> list[Piece]:
 def _numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
     with file.path.open("rb") as source:
         source.seek(tensor.offset)
-        return np.frombuffer(source.read(tensor.nbytes), "<f4").astype(float).tolist()
+        numbers: list[float] = np.frombuffer(source.read(tensor.nbytes), "<f4").tolist()
+    return numbers
 
 
 def _write_metadata(draft: Path, config: dict[str, Any], tokens: TokenizerFiles) -> None:

@@ -125,26 +125,19 @@ def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
 def _rope(about: _About, context: int) -> dict[str, Any]:
     made: dict[str, Any] = {"rope_theta": about.number("rope.freq_base", 10_000.0)}
     original = about.integer("rope.scaling.original_context_length", context)
+    scaling: dict[str, Any] = {"rope_type": "longrope"}
     if ROPE_LONG in about.file.tensors and ROPE_SHORT in about.file.tensors:
         # Phi: LongRoPE.
-        scaling = {
-            "short_factor": about.factors(ROPE_SHORT),
-            "long_factor": about.factors(ROPE_LONG),
-        }
-        made["original_max_position_embeddings"] = original
+        scaling["short_factor"] = about.factors(ROPE_SHORT)
+        scaling["long_factor"] = about.factors(ROPE_LONG)
         if about.has("rope.scaling.attn_factor"):
-            scaling |= {"attention_factor": about.number("rope.scaling.attn_factor")}
-        return {**made, "rope_scaling": {"rope_type": "longrope", **scaling}}
+            scaling["attention_factor"] = about.number("rope.scaling.attn_factor")
+        return {**made, "rope_scaling": scaling, "original_max_position_embeddings": original}
     if ROPE_FREQS in about.file.tensors:
         # Llama 3: its own divisors, the same for texts of any length.
-        factors = about.factors(ROPE_FREQS)
-        scaling = {"short_factor": factors, "long_factor": factors}
-        fixed = {
-            "original_max_position_embeddings": context,
-            "factor": 1.0,
-            "attention_factor": 1.0,
-        }
-        return {**made, "rope_scaling": {"rope_type": "longrope", **scaling, **fixed}}
+        scaling["short_factor"] = scaling["long_factor"] = about.factors(ROPE_FREQS)
+        scaling |= {"factor": 1.0, "attention_factor": 1.0}
+        return {**made, "rope_scaling": scaling}
     kind = about.metadata.text(about.key("rope.scaling.type"), "none")
     if kind == "none":
         return made

@@ -96,8 +96,9 @@ class Metadata:
         return value
 
     def _wrong(self, key: str, wanted: str, value: object) -> BrokenModel:
-        is_list = isinstance(value, list)
-        found = f"a list of {len(value)} entries" if is_list else repr(value)[:80]
+        found = repr(value)[:80]
+        if isinstance(value, list):
+            found = f"a list of {len(value)} entries"
         return BrokenModel(f"{self.where}: metadata {key} has to be {wanted}, not {found}")
 
 

@@ -6,6 +6,7 @@ which has scores instead of merges. The expressions are those of llama.cpp, so t
 same ids there and here.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -112,8 +113,8 @@ def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
             f"{vocabulary} rows"
         )
     if len(set(tokens)) < len(tokens):
-        seen: set[str] = set()
-        twice = next(text for text in tokens if text in seen or seen.add(text))
+        counts = Counter(tokens)
+        twice = next(text for text in tokens if counts[text] > 1)
         raise BrokenModel(f"{metadata.where}: metadata {key} has {twice[:80]!r} twice")
     return tokens
 

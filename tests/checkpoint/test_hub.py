@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint import hub
+from molink.checkpoint import hub, source
 from molink.checkpoint.folder import ModelFolder, scan_tensors
 from molink.checkpoint.source import find_model
 from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Unavailable
@@ -55,6 +55,32 @@ def test_a_model_is_pulled_into_the_cache_and_found_there(served: FakeHub) -> No
     served.status = 503  # from now on it is not needed any more
     found = find_model(REPOSITORY, unpack_into=served.folder)
     assert (found.name, found.path) == ("some-model", folder)
+
+
+def test_a_gguf_file_of_a_repository(
+    served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"GGUF" + bytes(5000)
+    (served.folder / "some-model.Q4_K_M.gguf").write_bytes(data)
+    name, count = f"{REPOSITORY}/some-model.Q4_K_M.gguf", Count()
+    served.cuts = [1000]
+    # Stands for what lays it out, which has tests of its own.
+    monkeypatch.setattr(source, "unpacked", lambda file, *_: file)
+    found = find_model(name, count, unpack_into=tmp_path)
+    assert found.name == "some-model.Q4_K_M"
+    assert found.path.read_bytes() == data
+    assert (count.total, count.added + count.kept) == (len(data), len(data))
+    assert {file for file, _ in served.asked} == {"some-model.Q4_K_M.gguf"}
+    served.status = 503  # from now on it is not needed any more
+    assert find_model(name, unpack_into=tmp_path).path == found.path
+
+
+def test_a_repository_of_gguf_files_alone_has_them_named(served: FakeHub, tmp_path: Path) -> None:
+    for path in weights(served):
+        path.rename(path.with_suffix(".gguf"))
+    for asked in (REPOSITORY, f"{REPOSITORY}/other.gguf"):
+        with pytest.raises(BrokenModel, match=f"Name one of its GGUF files: {REPOSITORY}/model-0"):
+            find_model(asked, unpack_into=tmp_path)
 
 
 def test_what_has_come_is_kept_when_the_connection_is_cut(served: FakeHub) -> None:

@@ -35,7 +35,7 @@ def unpack(path: Path, into: Path) -> Path:
 def test_a_folder_as_large_as_the_file(folder: Path, whole: Path, tmp_path: Path) -> None:
     made = unpack(whole, tmp_path)
     opened, before = ModelFolder.open(made), ModelFolder.open(folder)
-    kept = ("family", "heads", "kv_heads", "head_dim", "layers", "rope", "vocab_size", "eos_ids")
+    kept = ("family", "heads", "kv_heads", "head_dim", "layers", "rope", "vocab_size")
     for field in kept:
         assert getattr(opened.config, field) == getattr(before.config, field)
     name = "model.layers.1.mlp.down_proj.weight.q8_0"

@@ -14,6 +14,8 @@ import pytest
 from huggingface_hub import constants
 
 REPOSITORY = "owner/some-model"
+#: How large files end.
+WEIGHTS = (".safetensors", ".gguf")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -51,7 +53,7 @@ class FakeHub:
         sha = hashlib.sha256(data).hexdigest()
         oid = hashlib.sha1(b"blob %d\0%s" % (len(data), data), usedforsecurity=False).hexdigest()
         found: dict[str, object] = {"size": len(data), "oid": oid, "blobId": oid}
-        if path.suffix == ".safetensors":
+        if path.suffix in WEIGHTS:
             found["lfs"] = {"sha256": sha, "oid": sha, "size": len(data), "pointerSize": 100}
         return found
 
@@ -108,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
         if hub.gated:
             self._json(403, {}, body=body, **{"X-Error-Code": "GatedRepo"})
             return
-        data, weights = path.read_bytes(), path.suffix == ".safetensors"
+        data, weights = path.read_bytes(), path.suffix in WEIGHTS
         asked = self.headers.get("Range", "") if hub.ranges else ""
         first, _, last = asked.removeprefix("bytes=").partition("-")
         begin, end = int(first or 0), min(int(last or len(data)) + 1, len(data))

@@ -7,8 +7,13 @@ from typing import Annotated
 
 import msgspec
 
-from molink.checkpoint.source import DEMO_MODEL, is_repository, local_model, short_name
-from molink.checkpoint.unpacking import SUFFIX
+from molink.checkpoint.source import (
+    DEMO_MODEL,
+    is_hub_file,
+    is_repository,
+    local_model,
+    short_name,
+)
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
@@ -134,15 +139,14 @@ def entries(file: SwarmFile, lines: Lines, folder: Path) -> tuple[ModelEntry, ..
 
 def called(model: str) -> str:
     """The name under which a swarm serves what a file names."""
-    name = model if model == DEMO_MODEL else short_name(model.rstrip("/\\").replace("\\", "/"))
-    return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else name
+    return model if model == DEMO_MODEL else short_name(model.rstrip("/\\").replace("\\", "/"))
 
 
 def _source(model: str, index: int, lines: Lines, folder: Path) -> str:
     found = None if model == DEMO_MODEL else local_model(str(folder / Path(model).expanduser()))
     if found is not None:
         return str(found)
-    if model != DEMO_MODEL and not is_repository(model):
+    if model != DEMO_MODEL and not is_repository(model) and not is_hub_file(model):
         why = (
             f"{model} is no folder and no GGUF file, not {DEMO_MODEL}, and no name of the Hugging "
             "Face hub"
