@@ -9,23 +9,19 @@ takes half a second, and most commands never need it.
 import hashlib
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import weight_map
+from molink.checkpoint.hub_errors import first_line, in_words, is_refusal, network_errors
 from molink.checkpoint.layout import stage_tensors
 from molink.errors import (
     BrokenModel,
-    GatedModel,
     ModelError,
-    ModelNotFound,
-    MolinkError,
     Unavailable,
 )
 from molink.facts.model import LayerRange
@@ -116,6 +112,14 @@ def cached(repository: str) -> Path | None:
     return Path(found) if has_weights(Path(found)) else None
 
 
+def cached_file(repository: str, file: str) -> Path | None:
+    """A file of a repository that lies in the cache."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, file, cache_dir=constants.HF_HUB_CACHE)
+    return Path(found) if isinstance(found, str) else None
+
+
 def has_weights(folder: Path) -> bool:
     """Whether all shards are there; the cache may hold a part of a repository."""
     present = {file.name for file in folder.glob("*.safetensors")}
@@ -155,13 +159,9 @@ def pull(
 
 def pull_file(repository: str, file: str, counter: Counter, stop: threading.Event) -> Path:
     """Have one file of a repository in the cache; raises as :func:`pull`."""
-    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     with in_words(repository):
-        here = try_to_load_from_cache(repository, file, cache_dir=constants.HF_HUB_CACHE)
-        if isinstance(here, str):
-            return Path(here)
         disable_progress_bars()
         found = look_up(repository, file=file)
         check_disk(found, found.weights)
@@ -184,19 +184,17 @@ def look_up(repository: str, commit: str | None = None, file: str = "") -> Repos
         for one in info.siblings or ()
         if (one.rfilename == file if file else _wanted(one.rfilename))
     )
-    if not any(one.name == file if file else fnmatch(one.name, "*.safetensors") for one in files):
-        others = [one.rfilename for one in info.siblings or () if fnmatch(one.rfilename, "*.gguf")]
-        raise BrokenModel(_lack(repository, file, others))
+    if not any(fnmatch(one.name, file or "*.safetensors") for one in files):
+        ggufs = [one.rfilename for one in info.siblings or () if fnmatch(one.rfilename, "*.gguf")]
+        raise BrokenModel(_lack(repository, file, ggufs))
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
     return Repository(repository, str(info.sha), files, cache)
 
 
-def _lack(repository: str, file: str, others: list[str]) -> str:
-    lacks = f"file {file}" if file else "weights that molink reads: *.safetensors"
-    shown = ", ".join(f"{repository}/{name}" for name in others[:8])
-    return f"{repository} on the hub has no {lacks}" + (
-        f". Name one of its GGUF files: {shown}" if others else ""
-    )
+def _lack(repository: str, file: str, ggufs: list[str]) -> str:
+    named = ", ".join(f"{repository}/{name}" for name in ggufs[:8])
+    hint = f". Name one of its GGUF files: {named}" if named else ""
+    return f"{repository} on the hub has no {file or '*.safetensors, which molink reads'}{hint}"
 
 
 def check_disk(found: Repository, files: tuple[HubFile, ...]) -> None:
@@ -295,10 +293,10 @@ def _fetch(found: Repository, file: HubFile, counter: Counter, stop: threading.E
         reason = "it sent too little"
         try:
             _fetch_some(found, file, draft, before, counter, stop)
-        except _network_errors() as error:
-            if _is_refusal(error):
+        except network_errors() as error:
+            if is_refusal(error):
                 raise
-            reason = _first_line(error)
+            reason = first_line(error)
         here = _size(draft)
         fruitless = 0 if here > before else fruitless + 1
         if fruitless > len(PAUSES_S):
@@ -342,61 +340,3 @@ def _fetch_some(
                 out.write(piece[: file.nbytes - begin])
                 begin += len(piece)
                 counter.add(len(piece))
-
-
-# --- what the hub's library raises ------------------------------------------------------------
-
-
-def _network_errors() -> Any:
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    # The library's HTTP client isn't ours to name: all its errors have the same base.
-    http: Any = HfHubHTTPError.__mro__[1]
-    return (http, OfflineModeIsEnabled)
-
-
-def _is_refusal(error: Exception) -> bool:
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    return 400 <= status < 500 and status not in (408, 429)
-
-
-@contextmanager
-def in_words(repository: str) -> Iterator[None]:
-    """What the hub's library raises, as errors of ours."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    hub = constants.ENDPOINT
-    try:
-        yield
-    except MolinkError:
-        raise
-    except GatedRepoError as error:
-        raise GatedModel(
-            f"{repository} is gated: its authors want to be asked first. Accept their terms at "
-            f"{hub}/{repository}, then give your token (`hf auth login`, or HF_TOKEN)"
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelNotFound(
-            f"no model {repository!r} at {hub}: is the name right (OWNER/NAME)? A private one "
-            "needs your token (`hf auth login`, or HF_TOKEN)"
-        ) from error
-    except (LocalEntryNotFoundError, *_network_errors()) as error:
-        if _is_refusal(error):
-            raise GatedModel(f"{hub} refuses {repository}: {_first_line(error)}") from error
-        raise Unavailable(
-            f"the hub at {hub} can't give {repository} now: {_first_line(error)}. What has come is "
-            "kept. Try again later, or take a model folder from elsewhere (`--model FOLDER`)"
-        ) from error
-    except OSError as error:
-        raise ModelError(f"can't write {repository} to the cache: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__)

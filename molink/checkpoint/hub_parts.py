@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from molink.checkpoint import hub
 from molink.checkpoint.header import TensorSpan, header_length, parse_header
+from molink.checkpoint.hub_errors import in_words
 from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.errors import BrokenModel, Unavailable
 
@@ -52,7 +53,7 @@ class HubParts:
         """
         first = index * CHUNK_BYTES + begin
         length = min(length, CHUNK_BYTES - begin)
-        with hub.in_words(self.repository):
+        with in_words(self.repository):
             span = self._tensors().get(part)
             if span is None:
                 raise BrokenModel(f"{self.repository} on the hub has no tensor {part}")

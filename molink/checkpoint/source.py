@@ -82,7 +82,8 @@ def find_model(
         return ModelSource(local_name(found), path)
     match = _HUB_FILE.fullmatch(name_or_path)
     if match is not None:
-        file = hub.pull_file(match[1], match[2], counter, stop)
+        asked = match[1], match[2]
+        file = hub.cached_file(*asked) or hub.pull_file(*asked, counter, stop)
         return ModelSource(file.stem, unpacked(file, unpack_into, counter, stop))
     if not is_repository(name_or_path):
         raise ModelNotFound(
@@ -117,6 +118,14 @@ def is_repository(name: str) -> bool:
 def is_hub_file(name: str) -> bool:
     """Whether it may be a GGUF file on the hub: ``OWNER/NAME/FILE.gguf``."""
     return _HUB_FILE.fullmatch(name) is not None
+
+
+def is_here(name: str) -> bool:
+    """Whether nothing has to be fetched to have it."""
+    match = _HUB_FILE.fullmatch(name)
+    if match is not None:
+        return local_model(name) is not None or hub.cached_file(match[1], match[2]) is not None
+    return local_model(name) is not None or hub.cached(name) is not None
 
 
 def short_name(repository: str) -> str:

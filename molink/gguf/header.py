@@ -97,7 +97,10 @@ def _read(path: Path, data: mmap.mmap, size: int) -> GgufFile:
 
 
 def _check_version(path: Path, read: "_Reader") -> None:
-    if read.take(4) != _MAGIC:
+    magic = read.take(4)
+    if magic == b"vers":
+        raise BrokenModel(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull`")
+    if magic != _MAGIC:
         raise BrokenModel(f"{path} is no GGUF file: it doesn't begin with 'GGUF'")
     (version,) = read.numbers("I")
     if version in _VERSIONS:

@@ -64,6 +64,7 @@ def test_metadata_and_tensors(read: Callable[[bytes], Any]) -> None:
 REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
     "empty": (b"", BrokenModel, "truncated"),
     "no magic": (b"GGML" + bytes(40), BrokenModel, "doesn't begin with 'GGUF'"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1", BrokenModel, "git lfs pull"),
     "old": (file(version=1), UnsupportedModel, "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), UnsupportedModel, "big-endian"),
     "too many tensors": (file(counts=(HUGE, 0)), BrokenModel, f"{HUGE} tensors"),

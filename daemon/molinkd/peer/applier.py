@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
-from molink.checkpoint import hub
-from molink.checkpoint.source import is_repository
+from molink.checkpoint.source import is_here, is_hub_file, is_repository
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control import ControlMessage
@@ -95,7 +93,8 @@ class Applier:
 
     async def _wish(self, entry: ModelEntry, *, dry: bool) -> ModelWish:
         name = entry.source
-        if dry and is_repository(name) and not await asyncio.to_thread(_is_here, name):
+        fetched = is_repository(name) or is_hub_file(name)
+        if dry and fetched and not await asyncio.to_thread(is_here, name):
             raise UsageError(
                 f"{name} is not on this PC, and a dry run fetches nothing: `molink pull {name}` "
                 "first"
@@ -114,7 +113,3 @@ class Applier:
             micro_batches=entry.micro_batches,
             pins=entry.pins,
         )
-
-
-def _is_here(repository: str) -> bool:
-    return Path(repository).is_dir() or hub.cached(repository) is not None
