@@ -146,3 +146,14 @@ known = st.sampled_from(["quant_type", "blocksize", "shape", "nested_blocksize",
 def test_any_state_is_a_number_or_refused(raw: bytes) -> None:
     with suppress(MolinkError):
         assert abs(parse_state(raw, SHAPE, "t")) < math.inf
+
+
+def test_blocks_of_gguf_are_bounded_by_the_config() -> None:
+    name = f"{NAME}.q4_k"
+    found = {name: span("U8", (64, 2 * 144))}
+    assert stored_tensors({NAME: SHAPE}, "none", found) == {name: Stored(("U8",), (64, 2 * 144))}
+    with pytest.raises(BrokenModel, match="none of blocks of q4_k"):
+        stored_tensors({NAME: (64, 500)}, "none", found)
+    # A kind that isn't known is as if there were nothing.
+    odd = {f"{NAME}.q9_k": span("U8")}
+    assert stored_tensors({NAME: SHAPE}, "none", odd) == {NAME: Stored(FLOATS, SHAPE)}

@@ -63,3 +63,20 @@ def test_logits_and_greedy_text(
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_blocks_are_quantized_anew_if_asked(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    folder = make_model(tmp_path / "model", "llama", 3)
+    path = write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0, exact=tmp_path / "exact")
+    opened = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
+    expected = make_ring(tmp_path / "exact", (), quantize=mode, **EXACT).run(tokens, rows)
+    logits = make_ring(opened, (1,), quantize=mode, **EXACT).run(tokens, rows)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

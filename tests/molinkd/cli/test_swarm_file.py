@@ -105,3 +105,14 @@ def test_what_is_no_file_of_this_kind(tmp_path: Path) -> None:
         read_swarm_file(binary)
     with pytest.raises(UsageError, match="longer than"):
         read_swarm_file(write(tmp_path, "#" * (MAX_BYTES + 1)))
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    (tmp_path / "tiny.Q4_0.gguf").write_bytes(b"GGUF")
+    for model, source, name in (
+        ("tiny.Q4_0.gguf", str((tmp_path / "tiny.Q4_0.gguf").resolve()), "tiny.Q4_0"),
+        ("owner/name/big.gguf", "owner/name/big.gguf", "big"),
+    ):
+        found, lines = read_swarm_file(write(tmp_path, f'[[models]]\nmodel = "{model}"\n'))
+        assert [one.source for one in entries(found, lines, tmp_path)] == [source]
+        assert called(model) == name
