@@ -18,7 +18,6 @@ from molink.wire.messages.requests import (
     ModelEntry,
     Wishes,
 )
-from molinkd.peer import applier as module
 from molinkd.peer.applier import Applier
 from molinkd.peer.progress import Progress
 from tests.support.swarm import FACTS
