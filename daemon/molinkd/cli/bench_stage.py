@@ -27,7 +27,7 @@ _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 def stage(
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="Folder, GGUF file, Hugging Face name or molink-demo."),
+        typer.Option("--model", "-m", help="Folder, GGUF file, OWNER/NAME or molink-demo."),
     ] = DEMO_MODEL,
     layers: Annotated[str | None, typer.Option(help="Layers A:B.  \\[default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",

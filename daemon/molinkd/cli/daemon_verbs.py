@@ -17,7 +17,7 @@ from molinkd.cli.swarm_verbs import HomeOption
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder, GGUF file, Hugging Face name or molink-demo.  \\[default: the one served last]"
+        help="Folder, GGUF file, OWNER/NAME or molink-demo.  \\[default: the one served last]"
     ),
 ]
 StageOption = Annotated[
