@@ -12,6 +12,7 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
 )
 _EMBEDDING = "token_embd.weight"
 _MAX_FACTORS = 4096
+_MAX_LAYERS = 4096
 #: Reads a small tensor of numbers.
 Read = Callable[[GgufTensor], list[float]]
 
@@ -55,6 +56,7 @@ class _About:
     def __init__(self, file: GgufFile, name: str, read: Read) -> None:
         self.file, self.metadata, self.read = file, file.metadata, read
         self._name = name
+        self.layers = file.metadata.integer(self.key("block_count"), maximum=_MAX_LAYERS)
 
     def key(self, key: str) -> str:
         return f"{self._name}.{key}"
@@ -87,7 +89,7 @@ class _About:
 
 
 def _base(about: _About) -> dict[str, Any]:
-    layers = about.integer("block_count")
+    layers = about.layers
     hidden = about.integer("embedding_length")
     heads = about.uniform("attention.head_count", layers)
     head_dim = about.integer("attention.key_length", max(1, hidden // heads))
@@ -204,9 +206,9 @@ def _gemma3(about: _About) -> dict[str, Any]:
 
 def _scalar(about: _About, largest: int) -> int:
     """What scores are divided by, squared; the models of 27B are told by their layers alone."""
-    heads = about.uniform("attention.head_count", about.integer("block_count"))
+    heads = about.uniform("attention.head_count", about.layers)
     share = about.integer("embedding_length") // heads
-    is_largest = about.integer("block_count") == largest
+    is_largest = about.layers == largest
     return share if is_largest else about.integer("attention.key_length", share)
 
 

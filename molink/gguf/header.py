@@ -7,7 +7,8 @@ bounded. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import mmap
 import struct
-from collections.abc import Callable
+import sys
+from array import array
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -160,9 +161,13 @@ class _Reader:
             )
         if inner == _STRING:
             self._refuse_beyond(8 * length)
-            read: Callable[[], str] = self.text
-            return [read() for _ in range(length)]
-        return list(self.numbers(self._code(inner), length))
+            return [self.text() for _ in range(length)]
+        # As many bytes here as in the file; truth values are numbers in it.
+        numbers: array[Any] = array(self._code(inner).replace("?", "B"))
+        numbers.frombytes(self.take(length * numbers.itemsize))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
 
     def _scalar(self, number: int) -> Value:
         if number == _STRING:

@@ -1,11 +1,14 @@
 """Typed access to the metadata of a GGUF file, which may hold anything."""
 
 import math
+from array import array
 from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from molink.errors import BrokenModel
 
-Value = bool | int | float | str | list[str] | list[int] | list[float]
+#: Numbers in a list take as many bytes as in the file.
+Value: TypeAlias = "bool | int | float | str | list[str] | array[Any]"
 
 
 class Metadata:
@@ -43,7 +46,7 @@ class Metadata:
     def integers(self, key: str, count: int) -> list[int]:
         """One positive integer for each of ``count`` layers, or one for all."""
         value = self._values.get(key)
-        if not isinstance(value, list):
+        if not isinstance(value, array):
             return [self.integer(key)] * count
         fine = all(isinstance(each, int) and 0 <= each < 2**31 for each in value)
         if len(value) != count or not fine:
@@ -82,14 +85,14 @@ class Metadata:
         """A list of so many finite numbers."""
         value = self._get(key, None)
         if (
-            not isinstance(value, list)
+            not isinstance(value, array)
             or len(value) != count
-            or not all(isinstance(each, int | float) and _finite(each) for each in value)
+            or not all(_finite(each) for each in value)
         ):
             raise self._wrong(key, f"a list of {count} finite numbers", value)
         return [float(each) for each in value]
 
-    def _get(self, key: str, default: Value | None) -> Value:
+    def _get(self, key: str, default: "Value | None") -> Value:
         value = self._values.get(key, default)
         if value is None:
             raise BrokenModel(f"{self.where}: metadata {key} is missing")
@@ -97,7 +100,7 @@ class Metadata:
 
     def _wrong(self, key: str, wanted: str, value: object) -> BrokenModel:
         found = repr(value)[:80]
-        if isinstance(value, list):
+        if isinstance(value, list | array):
             found = f"a list of {len(value)} entries"
         return BrokenModel(f"{self.where}: metadata {key} has to be {wanted}, not {found}")
 

@@ -107,6 +107,8 @@ def _of_layer(
         if len(tensor.shape) != 3:
             raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
         count, *shape = tensor.shape
+        if count != config.get("num_experts", config.get("num_local_experts")):
+            raise BrokenModel(f"{where} has {count} experts, its metadata another number")
         nbytes = tensor.nbytes // count
         for index in range(count):
             one = GgufTensor(

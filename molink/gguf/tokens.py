@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 _MAX_TOKENS = 2**21
+#: Characters of one; those seen have 256 at most.
+_MAX_TOKEN = 1024
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
@@ -112,6 +114,9 @@ def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
             f"{metadata.where}: metadata {key} has {len(tokens)} tokens, but the embedding "
             f"{vocabulary} rows"
         )
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN:
+        raise BrokenModel(f"{metadata.where}: metadata {key} has a token of {longest} characters")
     if len(set(tokens)) < len(tokens):
         counts = Counter(tokens)
         twice = next(text for text in tokens if counts[text] > 1)

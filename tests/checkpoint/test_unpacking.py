@@ -110,7 +110,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
     "layers": ({"llama.block_count": 3}, BrokenModel, r"layers\.2\."),
     "fewer layers": ({"llama.block_count": 1}, BrokenModel, r"no place for model\.layers\.1"),
     "no layers": ({"llama.block_count": 0}, BrokenModel, "llama.block_count"),
-    "absurd layers": ({"llama.block_count": 2**31}, BrokenModel, "llama.block_count"),
+    "absurd layers": ({"llama.block_count": 2**30}, BrokenModel, "llama.block_count"),
+    "a long token": ({"tokenizer.ggml.tokens": ["a" * 1025]}, BrokenModel, "of 1025 characters"),
     "width": ({"llama.embedding_length": 128}, BrokenModel, "metadata demand"),
     "heads": ({"llama.attention.head_count": 7}, BrokenModel, "heads|multiple"),
     "value heads": (
