@@ -63,6 +63,13 @@ def gguf_in(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
+def gguf_config(path: Path) -> ModelConfig:
+    """What the metadata of a GGUF file say of its model; raises as :func:`unpacked`."""
+    file = read_gguf(path)
+    config = config_of(file, lambda tensor: _numbers(file, tensor), ())
+    return ModelConfig.parse(config, str(path))
+
+
 def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) -> Path:
     """The folder below ``into`` that holds the model of a GGUF file; made if it isn't there.
 

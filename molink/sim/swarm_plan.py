@@ -11,6 +11,8 @@ from typing import get_args
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
+from molink.checkpoint.source import local_name
+from molink.checkpoint.unpacking import SUFFIX, gguf_config
 from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_PART
 from molink.facts.model import ModelFacts, Objective, Quantize
@@ -73,13 +75,14 @@ class Described:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Described":
-        """The model of a folder; its ``config.json`` is enough.
+        """The model of a folder, whose ``config.json`` is enough, or of a GGUF file.
 
         Raises:
             ModelError: it isn't there, is broken, or is of a model that can't be served.
         """
-        config = ModelConfig.load(folder, "bf16")
-        facts = model_facts(config, folder.resolve().name)
+        is_gguf = folder.suffix.lower() == SUFFIX and folder.is_file()
+        config = gguf_config(folder) if is_gguf else ModelConfig.load(folder, "bf16")
+        facts = model_facts(config, local_name(folder.resolve()))
         shape = ModelProfile(
             name=facts.name,
             source=str(folder),

@@ -41,7 +41,8 @@ def plan(
         ),
     ] = "rtx4090",
     model: Annotated[
-        Path | None, typer.Option(help="Folder of the model: its config.json is enough.")
+        Path | None,
+        typer.Option(help="Folder of the model (its config.json is enough), or its GGUF file."),
     ] = None,
     model_profile: Annotated[
         str, typer.Option(help="Shape of the model: a name, or a .toml file.")
