@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.header import MAX_HEADER_BYTES
 from molink.checkpoint.layout import stage_tensors
@@ -167,8 +165,7 @@ def _checked(file: GgufFile, config: dict[str, Any]) -> list[Piece]:
 def _numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
     with file.path.open("rb") as source:
         source.seek(tensor.offset)
-        numbers: list[float] = np.frombuffer(source.read(tensor.nbytes), "<f4").tolist()
-    return numbers
+        return [number for (number,) in struct.iter_unpack("<f", source.read(tensor.nbytes))]
 
 
 def _write_metadata(draft: Path, config: dict[str, Any], tokens: TokenizerFiles) -> None:
@@ -201,6 +198,9 @@ def _header(found: list[Piece]) -> bytes:
 
 
 def _bytes_of(piece: Piece, data: mmap.mmap) -> Iterator[bytes]:
+    # Late: a daemon needs it for nothing else.
+    import numpy as np
+
     end = piece.offset + piece.nbytes
     if piece.less:
         norm = np.frombuffer(data[piece.offset : end], "<f4")
