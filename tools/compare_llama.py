@@ -105,6 +105,8 @@ def places(url: str, ids: list[int], ours: Tensor) -> Iterator[Place]:
     for index, mine in enumerate(ours):
         asked = {"prompt": ids[: index + 1], "n_predict": 1, "n_probs": len(mine)}
         reply = ask(f"{url}/completion", asked | {"temperature": 0, "cache_prompt": True})
+        if "completion_probabilities" not in reply:
+            continue  # it would end the text here, and says no more
         theirs = torch.full_like(mine, -math.inf)
         for entry in reply["completion_probabilities"][0]["top_logprobs"]:
             theirs[entry["id"]] = entry["logprob"]
