@@ -104,3 +104,15 @@ def test_what_cannot_be_read_is_left_out(home: Home) -> None:
     (home.models / "odd-0123").mkdir()
     (home.models / "odd-0123" / "manifest.molink").write_bytes(b"nonsense")
     assert set(by_place(home)) == {"bundled"}
+
+
+def test_what_was_made_of_a_gguf_file_is_molinks_to_delete(home: Home) -> None:
+    made = home.unpacked / f"some-model.Q4_K_M-{'0' * 16}"
+    made.mkdir(parents=True)
+    (made / "model.safetensors").write_bytes(bytes(100))
+    (home.unpacked / ".half.part").mkdir()
+    found = by_place(home)["unpacked"]
+    assert (found.name, found.size) == ("some-model.Q4_K_M", 100)
+    chosen = choose(home, models_here(home), "some-model.Q4_K_M", hf_cache=False)
+    assert [delete(one) for one in chosen] == [100]
+    assert not made.exists()
