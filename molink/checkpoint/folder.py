@@ -9,6 +9,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.lookalikes import refuse_lookalike, refuse_other_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import Stored, stored_tensors
 from molink.checkpoint.strays import refuse_strays
@@ -57,9 +58,11 @@ class ModelFolder:
         """
         if not path.is_dir():
             raise ModelNotFound(f"{path} is no model folder")
+        refuse_lookalike(path)
         for name in REQUIRED_FILES:
             read_json(path / name)
         tensors = scan_tensors(path)
+        refuse_other_tensors(path, tensors)
         config = ModelConfig.load(path, _stored_dtype(tensors))
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:

@@ -1,0 +1,94 @@
+"""Folders that people take for a model's: each kind is named, with what to do about it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from molink.checkpoint.fields import read_json
+from molink.checkpoint.header import TensorSpan
+from molink.errors import BrokenModel, UnsupportedModel
+
+#: What a file begins with whose content git-lfs has not fetched, and how long such a file is.
+_POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
+#: What to take where weights are stored in a way that molink doesn't read.
+ORIGINALS = "take the model's bf16 or fp16 files, and --quantize if they are too large"
+_QUANTIZED = {
+    ".qweight": "4-bit weights of GPTQ or AWQ",
+    ".weight_packed": "weights of compressed-tensors",
+    ".weight_scale": "the scales of fp8 or int8 weights",
+    ".weight_scale_inv": "the scales of fp8 weights",
+    ".scales": "the scales of MLX's (Apple's) weights",
+}
+_VALUE_HEADS = ("v_head.", "value_head.")
+#: Tokenizers in files that molink doesn't read.
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
+
+
+def refuse_lookalike(folder: Path) -> None:
+    """Refuse a folder whose files tell that it is none of a model, or not whole.
+
+    Raises:
+        UnsupportedModel: an adapter, a model without a tokenizer that molink reads, or one that
+            AutoGPTQ has quantized.
+        BrokenModel: a file is a git-lfs pointer.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        if name.endswith((".json", ".safetensors")):
+            _refuse_pointer(folder / name)
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise UnsupportedModel(_adapter(folder))
+    if "config.json" in names and "tokenizer.json" not in names:
+        other = next((name for name in _OTHER_TOKENIZERS if name in names), None)
+        if other is not None:
+            raise UnsupportedModel(
+                f"{folder} has its tokenizer as {other}, but no tokenizer.json: have transformers "
+                'write one, python -c "from transformers import AutoTokenizer as T; '
+                f"T.from_pretrained(r'{folder}').save_pretrained(r'{folder}')\""
+            )
+    if "quantize_config.json" in names:
+        raise UnsupportedModel(
+            f"{folder / 'quantize_config.json'} is AutoGPTQ's, whose weights are not supported: "
+            f"{ORIGINALS}"
+        )
+
+
+def refuse_other_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
+    """Refuse tensors that are known to be no model's, or of weights that molink doesn't read.
+
+    Raises:
+        UnsupportedModel: there are such tensors; the first is named.
+    """
+    for name in sorted(tensors):
+        made = next((made for end, made in _QUANTIZED.items() if name.endswith(end)), None)
+        where = f"{path / tensors[name].file}: tensor {name}"
+        if made is not None:
+            raise UnsupportedModel(
+                f"{where} belongs to {made}, which are not supported: {ORIGINALS}"
+            )
+        if name.startswith(_VALUE_HEADS):
+            raise UnsupportedModel(
+                f"{where} is a value head, as training leaves one behind: save the model without "
+                "it (trl: model.pretrained_model.save_pretrained)"
+            )
+
+
+def _refuse_pointer(file: Path) -> None:
+    try:
+        is_short = file.is_file() and file.stat().st_size <= _POINTER_BYTES
+        is_pointer = is_short and file.read_bytes().startswith(_POINTER)
+    except OSError:
+        return  # whoever needs it says what is wrong with it
+    if is_pointer:
+        raise BrokenModel(
+            f"{file} is a git-lfs pointer, not the file itself: run git lfs install, then git lfs "
+            f"pull, in {file.parent}"
+        )
+
+
+def _adapter(folder: Path) -> str:
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    of = f" of {base[:200]}" if isinstance(base, str) and base else ""
+    return (
+        f"{folder} is an adapter{of}, no whole model: merge them (peft: PeftModel.from_pretrained("
+        "base, adapter).merge_and_unload().save_pretrained(folder)) and serve the result"
+    )
