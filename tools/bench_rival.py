@@ -8,12 +8,14 @@ of compute on each: molink's daemons with the model folder, as a user starts the
 plain link policy; llama.cpp's server on the first node, with its RPC servers on the others, and the
 same weights as f16 GGUF. All are started over a fast network, which is then slowed down. The same
 requests at the same times go to each side's endpoint, from its own first node, one side after the
-other, with the order turning from repeat to repeat.
+other, with the order turning from repeat to repeat. No prompt comes twice to a side: each keeps
+what it has computed of those before.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -189,8 +191,11 @@ async def send(url: str, load: Load) -> list[Sample]:
     while len(times) < load.requests:
         times.append(times[-1] + chance.expovariate(load.rate))
     prompts = [
-        make_prompt(chance.randint(load.prompt_tokens // 4, 2 * load.prompt_tokens), load.seed + i)
-        for i in range(load.requests)
+        make_prompt(
+            chance.randint(load.prompt_tokens // 4, 2 * load.prompt_tokens),
+            load.requests * load.seed + index,
+        )
+        for index in range(load.requests)
     ]
 
     async def one(session: aiohttp.ClientSession, at: float, prompt: str) -> Sample:
@@ -269,6 +274,9 @@ def main() -> None:
             )
         print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
         print("|---:|---|---:|---:|---:|---:|")
+        seeds = itertools.count()
+        for side in sides:
+            side.measure(Load(2, 1.0, options.prompt_tokens, 8, next(seeds)))
         for mbps in map(float, options.mbps.split(",")):
             found: dict[str, list[tuple[float, ...]]] = {side.name: [] for side in sides}
             for side in sides:
@@ -279,7 +287,7 @@ def main() -> None:
                     options.rate,
                     options.prompt_tokens,
                     options.output_tokens,
-                    seed=repeat,
+                    next(seeds),
                 )
                 for side in sides[:: -1 if repeat % 2 else 1]:
                     found[side.name].append(figures(side.measure(load)))
