@@ -168,16 +168,16 @@ class Batcher:
         a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
         reading the weights twice. They do where that matters little: :mod:`molink.head.depth`.
         """
+        jobs = self._roster.prefilling(now)
+        new = None if jobs else self._roster.first_waiting(now)
+        left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
+        if not left:
+            return 0
         self._alone = {tick for tick in self._alone if self._ledger.flies(tick)}
         maximum, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
         apart = self._ledger.volumes(prefill=False) + len(self._alone) < maximum
         paired = flying < maximum and (beside or apart)
         if not paired and not self.micro_batches.unpaired:
-            return 0
-        jobs = self._roster.prefilling(now)
-        new = None if jobs else self._roster.first_waiting(now)
-        left = len(new.tokens) if new is not None else sum(len(j.tokens) - j.issued for j in jobs)
-        if not left:
             return 0
         before = jobs[0].issued if jobs else 0
         rows = self._chunk.rows(streams, left, before, context)

@@ -10,8 +10,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Volume, VolumePart
 
 
-@dataclass(frozen=True, slots=True)
-class Assembled:
+class Assembled(msgspec.Struct, frozen=True):
     """What is there of a volume after more of it has come.
 
     ``header`` describes all its rows, ``[total, hidden]``, and ``data`` has room for them; the

@@ -5,7 +5,8 @@ compute thread's progress instead.
 """
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 #: Seconds between beats while no request lives: two may be lost within :data:`PATIENCE`.
 IDLE_INTERVAL = 1.0
@@ -46,8 +47,7 @@ _SMOOTHING = 8
 _OWN_PAUSE = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class StageProgress:
+class StageProgress(msgspec.Struct, frozen=True):
     """What a stage tells its neighbours of itself.
 
     ``completed`` is the last tick its compute thread has completed, ``queued`` how many volumes
@@ -76,8 +76,7 @@ class BeatClock:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True)
-class _BeatTrip:
+class _BeatTrip(msgspec.Struct, frozen=True):
     at: float
     seconds: float
     #: Without the time it waited behind what had been sent just before, as far as is known.
@@ -149,17 +148,20 @@ class RoundTrip:
             self._trips.popleft()
         if not self._trips:
             return self._minimum
-        since = now - _LATELY
-        recent = [trip for trip in self._trips if trip.at >= since] or [self._trips[-1]]
-        alone = [trip.alone for trip in recent if _share(trip, rate) <= _LITTLE]
-        long = now - self._trips[0].at >= _PATIENTLY - BUSY_INTERVAL
-        if not alone and long and all(_share(trip, rate) < _MUCH for trip in self._trips):
-            alone = [trip.alone for trip in self._trips]
-        if alone:
-            self._minimum = min(alone)
-        longest = min([trip.seconds for trip in recent])
-        if self._minimum is None or self._minimum > longest:
-            self._minimum = longest
+        since = min(now - _LATELY, self._trips[-1].at)
+        alone = longest = _MAX_ROUND_TRIP
+        for trip in self._trips:
+            if trip.at >= since:
+                if trip.seconds < longest:
+                    longest = trip.seconds
+                if trip.alone < alone and _share(trip, rate) <= _LITTLE:
+                    alone = trip.alone
+        if alone == _MAX_ROUND_TRIP and now - self._trips[0].at >= _PATIENTLY - BUSY_INTERVAL:
+            shares = [_share(trip, rate) for trip in self._trips]
+            if max(shares) < _MUCH:
+                alone = min(trip.alone for trip in self._trips)
+        known = self._minimum if alone == _MAX_ROUND_TRIP else alone
+        self._minimum = longest if known is None else min(known, longest)
         return self._minimum
 
 

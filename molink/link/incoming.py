@@ -146,8 +146,7 @@ class InLink:
         """Send the acknowledgements that are due and wake for the next."""
         for ack in self._receiver.acks(self._timers.time()):
             self._send_ack(ack)
-        at = self._receiver.wake_at
-        if at is not None and self._timer is None:
+        if self._timer is None and (at := self._receiver.wake_at) is not None:
             self._timer = self._timers.call_at(at, self._acknowledge_again)
 
     def _acknowledge_again(self) -> None:

@@ -58,8 +58,6 @@ class OutLinkEvents:
 class _LaneConnection:
     channel: Channel
     connected: bool = False
-    #: Whether the next stage has answered our hello on this connection.
-    welcome: bool = False
     hello_at: float = 0.0
 
 
@@ -89,6 +87,8 @@ class OutLink:
         self._connections = {
             lane: _LaneConnection(connect(lane, self._channel_events(lane))) for lane in BOTH_LANES
         }
+        #: Lanes on whose connections the next stage has answered our hello.
+        self._welcome: tuple[Lane, ...] = ()
         now = timers.time()
         self._beats = BeatClock(now)
         self.liveness = Liveness(now)
@@ -182,29 +182,24 @@ class OutLink:
         return True
 
     def _ready(self) -> list[Lane]:
-        return [
-            lane
-            for lane in BOTH_LANES
-            if self._connections[lane].welcome and not self._connections[lane].channel.congested
-        ]
+        return [lane for lane in self._welcome if not self._connections[lane].channel.congested]
 
     def _say(self, lane: Lane, message: DataMessage, payload: Buffer | None = None) -> None:
         try:
             self._connections[lane].channel.send(message, payload)
         except MolinkError:
             # The connection has just broken: what counts is kept, and sent again after a hello.
-            self._connections[lane].welcome = False
+            self._set_welcome(lane, False)
             self._sender.disconnected(lane, self._timers.time())
 
     def _set_timer(self, now: float) -> None:
         wake = now + _LOOK_INTERVAL
-        if self._connections[Lane.DECODE].welcome:
+        if Lane.DECODE in self._welcome:
             wake = min(wake, self._next_beat(now))
         if self._sender.wake_at is not None:
             wake = min(wake, self._sender.wake_at)
-        for each in self._connections.values():
-            if each.connected and not each.welcome:
-                wake = min(wake, each.hello_at + HELLO_INTERVAL)
+        for _, each in self._unwelcome():
+            wake = min(wake, each.hello_at + HELLO_INTERVAL)
         at = wake if wake > now else now + _OVERDUE_PAUSE
         # One that is set for earlier looks again then.
         if self._timer is None or at < self._timer_at:
@@ -230,20 +225,32 @@ class OutLink:
     def _connected(self, lane: Lane) -> None:
         connection = self._connections[lane]
         connection.connected = True
-        connection.welcome = False
+        self._set_welcome(lane, False)
         connection.hello_at = self._timers.time() - HELLO_INTERVAL
         self._connects += 1
         self._pump()
 
     def _disconnected(self, lane: Lane) -> None:
-        connection = self._connections[lane]
-        connection.connected = connection.welcome = False
+        self._connections[lane].connected = False
+        self._set_welcome(lane, False)
         self._sender.disconnected(lane, self._timers.time())
+
+    def _set_welcome(self, lane: Lane, welcome: bool) -> None:
+        lanes = {*self._welcome, lane} if welcome else {*self._welcome} - {lane}
+        self._welcome = tuple(each for each in BOTH_LANES if each in lanes)
+
+    def _unwelcome(self) -> list[tuple[Lane, _LaneConnection]]:
+        """Connections on which the next stage doesn't know yet which link this is."""
+        if len(self._welcome) == len(BOTH_LANES):
+            return []
+        others = [lane for lane in BOTH_LANES if lane not in self._welcome]
+        every = [(lane, self._connections[lane]) for lane in others]
+        return [(lane, each) for lane, each in every if each.connected]
 
     def _greet(self, now: float) -> None:
         """Say which link this is wherever the next stage doesn't know it yet."""
-        for lane, each in self._connections.items():
-            if each.connected and not each.welcome and now >= each.hello_at + HELLO_INTERVAL:
+        for lane, each in self._unwelcome():
+            if now >= each.hello_at + HELLO_INTERVAL:
                 each.hello_at = now
                 self._say(lane, self._name.hello(self._sender.epoch, lane))
 
@@ -261,11 +268,11 @@ class OutLink:
         connection = self._connections[lane]
         if ack.epoch != self._sender.epoch or ack.lane is not lane or not connection.connected:
             return
-        if not connection.welcome:
+        if lane not in self._welcome:
             if ack.next < self._sender.base(lane):
                 self._die(f"it lost its place: frame {ack.next} of {lane.name} has come before")
                 return
-            connection.welcome = True
+            self._set_welcome(lane, True)
             if ack.next > self._sender.base(lane):
                 self._take(ack, now)
             self._sender.reconnected(lane, now)
@@ -318,14 +325,16 @@ class OutLink:
     # --- signs of life -----------------------------------------------------------------------
 
     def _next_beat(self, now: float) -> float:
-        """When to beat. Asks for our progress, which is not free, only once a beat may be due."""
+        """When to beat, if that was not now: no request lives where it could have been."""
         soonest = self._beats.next_at(busy=True)
-        return soonest if now < soonest else self._beats.next_at(self._events.progress().busy)
+        return soonest if now < soonest else self._beats.next_at(busy=False)
 
     def _beat(self, now: float) -> None:
-        if not self._connections[Lane.DECODE].welcome or now < self._next_beat(now):
+        if now < self._beats.next_at(busy=True) or Lane.DECODE not in self._welcome:
             return
-        progress = self._events.progress()
+        progress = self._events.progress()  # which is not free
+        if now < self._beats.next_at(progress.busy):
+            return
         self._beats.beat(now)
         beat = Beat(
             self._sender.epoch,
@@ -342,11 +351,12 @@ class OutLink:
 
     def _look(self, now: float) -> None:
         # Whether requests live is not free to ask for, and seldom matters.
-        busy = self.liveness.quiet(now) and self._events.progress().busy
+        quiet = self.liveness.quiet(now)
+        busy = quiet and self._events.progress().busy
         reason = self.liveness.death(now, busy)
         if reason is not None:
             self._die(reason)
-        elif self.liveness.stalled(now, busy):
+        elif quiet and self.liveness.stalled(now, busy):
             for connection in self._connections.values():
                 connection.channel.redial()
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from molink.link.packing.compression import RowCodec
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """A message of the previous stage, with what belongs to it.
 
     A volume is reported once, when all its ``rows`` have come; with cut-through, one of prefill

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
 from molink.link.estimate.estimator import LinkEstimator
@@ -12,6 +13,7 @@ from molink.link.policies.base import (
     Echoed,
     Event,
     LanePolicy,
+    LinkEstimate,
     Reconnected,
     SendRows,
     Sent,
@@ -66,6 +68,8 @@ class LinkSender:
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
+        #: When a lane may have acknowledged nothing for too long, at the soonest.
+        self._stalled_at = inf
         self.sent_frames = 0
         self.sent_bytes = 0
         self.stale_acks = 0
@@ -114,8 +118,13 @@ class LinkSender:
 
     def handle(self, event: Event, now: float) -> None:
         """Tell the policy what happened."""
+        if isinstance(event, LinkEstimate):
+            self.packing.measured(event.rate)
+        self._policy.handle(event, now)
+
+    def _tell(self, event: Sent | Acknowledged | Reconnected, now: float) -> None:
+        """Tell the policy, and the estimator, what became of messages."""
         self.estimator.handle(event, now)
-        self.packing.handle(event)
         self._policy.handle(event, now)
 
     def _check(self, body: RingBody) -> None:
@@ -134,7 +143,7 @@ class LinkSender:
         out.rewind()
         self._note(now, f"{lane.name} connected, from {out.base}")
         if again:
-            self.handle(Reconnected(lane), now)
+            self._tell(Reconnected(lane), now)
 
     def disconnected(self, lane: Lane, now: float) -> None:
         """The connection is gone: the lane waits for the next."""
@@ -149,7 +158,7 @@ class LinkSender:
         if freed is None:
             self.stale_acks += 1
             return
-        self.handle(Acknowledged(ack.lane, *freed), now)
+        self._tell(Acknowledged(ack.lane, *freed), now)
 
     def beat_back(self, sent_at: float, now: float) -> bool:
         """The beat that left at ``sent_at`` is back; ``False`` if none did."""
@@ -164,18 +173,23 @@ class LinkSender:
         self, now: float, ready: Collection[Lane] = BOTH_LANES, maximum: int = 16
     ) -> list[Packet]:
         """At most ``maximum`` messages to send now, on those lanes whose sockets are ``ready``."""
-        self._rewind_stalled(now)
+        may_stall = now >= self._stalled_at
+        if may_stall:
+            self._rewind_stalled(now)
         self.wake_at = None
         batch: list[Packet] = []
-        while len(batch) < maximum:
+        while len(batch) < maximum and self.waiting:
             out = self._next(now, ready)
             if out is None:
                 break
             batch.append(out)
             self.sent_frames += 1
             self.sent_bytes += out.nbytes
-            self.handle(Sent(out.lane, out.nbytes), now)
-        self._wake_for_stalled()
+            self._tell(Sent(out.lane, out.nbytes), now)
+        if batch or may_stall:
+            self._expect_stalls()
+        if self._stalled_at < inf:
+            self.wake_at = min(self._stalled_at, inf if self.wake_at is None else self.wake_at)
         return batch
 
     def _next(self, now: float, ready: Collection[Lane]) -> Packet | None:
@@ -220,13 +234,12 @@ class LinkSender:
             if waiting and now - out.progress_at >= self._limits.resend_after:
                 out.rewind()
                 self._note(now, f"{out.lane.name} acknowledges nothing: again from {out.base}")
-                self.handle(Reconnected(out.lane), now)
+                self._tell(Reconnected(out.lane), now)
 
-    def _wake_for_stalled(self) -> None:
-        for out in self._lanes.values():
-            if out.connected and out.unacknowledged:
-                at = out.progress_at + self._limits.resend_after
-                self.wake_at = at if self.wake_at is None else min(at, self.wake_at)
+    def _expect_stalls(self) -> None:
+        waiting = [out for out in self._lanes.values() if out.connected and out.unacknowledged]
+        since = min((out.progress_at for out in waiting), default=inf)
+        self._stalled_at = since + self._limits.resend_after
 
     # --- state -------------------------------------------------------------------------------
 
@@ -251,13 +264,14 @@ class LinkSender:
     @property
     def waiting(self) -> bool:
         """Whether anything is to be sent, now or when something allows it."""
-        decode, bulk = self._lanes[Lane.DECODE], self._lanes[Lane.BULK]
-        return self._queues.nbytes > 0 or decode.pending or bulk.pending
+        if self._queues.nbytes > 0:
+            return True
+        return self._lanes[Lane.DECODE].pending or self._lanes[Lane.BULK].pending
 
     @property
     def full(self) -> bool:
         """Whether who produces should pause."""
-        return self.queued_bytes + self.unacknowledged_bytes >= self._limits.total
+        return self._queues.nbytes + self.unacknowledged_bytes >= self._limits.total
 
     @property
     def resent(self) -> int:

@@ -1,7 +1,6 @@
 """The sending end of one lane: numbers, and what to send again after a reconnect."""
 
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,22 +24,18 @@ def header_fits(body: RingBody) -> bool:
     return len(msgspec.msgpack.encode(widest)) <= MAX_HEADER - _CODED
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(msgspec.Struct, frozen=True):
     """A frame and its payload: what goes on a lane as one message."""
 
     frame: Frame
     payload: Buffer | None
+    #: Size of the message (its header is estimated).
+    nbytes: int
 
     @property
     def lane(self) -> Lane:
         """The lane that it goes on."""
         return self.frame.lane
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the message in bytes (its header is estimated)."""
-        return size_of(self.payload)
 
 
 class SendWindow:
@@ -66,7 +61,8 @@ class SendWindow:
 
     def append(self, body: RingBody, payload: Buffer | None, now: float) -> None:
         """Number a message and keep it until it is acknowledged."""
-        packet = Packet(Frame(self._epoch, self.lane, self.next, body), payload)
+        frame = Frame(self._epoch, self.lane, self.next, body)
+        packet = Packet(frame, payload, size_of(payload))
         self._kept.append((packet, now))
         self.next += 1
         self.nbytes += packet.nbytes

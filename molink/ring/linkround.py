@@ -28,11 +28,14 @@ class LinkRound(Round):
         self.links: tuple[LinkFacts, ...] = (LinkFacts(),) * stages
         self._told: LinkReport | None = None
         self._told_at = 0.0
+        #: What was measured last, if nothing is to be told of it.
+        self._settled: LinkFacts | None = None
 
     def measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
         """This stage has measured its link: what to tell the next one, if anything now."""
-        if len(self.links) == 1:
+        if len(self.links) == 1 or facts == self._settled:
             return None
+        self._settled = None
         report = LinkReport(self._stage, facts.latency or 0.0, facts.rate or 0.0)
         if not _sensible(report):
             return None
@@ -42,7 +45,10 @@ class LinkRound(Round):
                 _change(report.latency, self._told.latency), _change(report.rate, self._told.rate)
             )
             minimum = HASTE if change > _LARGE else INTERVAL
-            if change <= _NOTICEABLE or now < self._told_at + minimum:
+            if change <= _NOTICEABLE:
+                self._settled = facts
+                return None
+            if now < self._told_at + minimum:
                 return None
         elif facts == LinkFacts():
             return None

@@ -188,12 +188,12 @@ class Ring:
             while self._front.feed(self.scoreboard, now):
                 self._forward(self.scoreboard.complete((), now))
         self._forward(self.scoreboard.complete((), now))
-        self._note(now)
-        if self._computing or (self._next is not None and self._next.full):
-            return
-        work = self._take(now)
+        waits = self._computing or (self._next is not None and self._next.full)
+        work = None if waits else self._take(now)
         if work is not None:
             self._start_step(work, now)
+        else:
+            self._note(now)
 
     def _take(self, now: float) -> Work | None:
         """What may run now. What never can goes on as a tombstone; others may wait for that."""
@@ -205,16 +205,18 @@ class Ring:
                 return work
 
     def _start_step(self, work: Work, now: float) -> None:
-        self._running = {segment.volume.tick: segment for segment in work.segments}
+        segments = work.segments
+        self._running = {segment.volume.tick: segment for segment in segments}
         self._computing = True
         self._note(now)
-        expected = self._times.begin(segment.volume for segment in work.segments)
-        self._meter.begin(segment.volume for segment in work.segments)
+        volumes = [segment.volume for segment in segments]
+        expected = self._times.begin(volumes)
+        self._meter.begin(volumes)
         self.predicted, self._began = expected.maximum, now
         if work.decode is not None and self._next is not None:
             self._next.handle(DecodeStarted(work.decode.volume.count, expected.likely))
         # On the compute thread, by molinkd.worker.step.
-        self._executor.submit(work.segments, self._step_done)
+        self._executor.submit(segments, self._step_done)
 
     def _came_round(self, body: Sampled | TopLogprobs | Release | Tombstone, now: float) -> None:
         if self._front is not None:
@@ -361,11 +363,12 @@ class Ring:
     @property
     def progress(self) -> StageProgress:
         """What the neighbours are told; work that a full link holds back is not waited for."""
-        board = self.scoreboard
-        held = self._next is not None and self._next.full and not self._computing
+        queued = self.scoreboard.queued
+        if queued and not self._computing and self._next is not None and self._next.full:
+            queued = 0
         return StageProgress(
-            completed=board.last_completed,
-            queued=0 if held else board.queued,
+            completed=self.scoreboard.last_completed,
+            queued=queued,
             busy=len(self._requests) > 0,
             predicted=self.predicted,
         )

@@ -130,6 +130,8 @@ class Scoreboard:
 
         Calling it again before ``complete`` is allowed and gives further work.
         """
+        if not self._volumes:
+            return None
         decode = self._next(now, prefill=False)
         riding = 0 if decode is None else decode.volume.count
         prefill = self._next(now, prefill=True, riding=riding)
@@ -149,6 +151,8 @@ class Scoreboard:
         for tick in ticks:
             self._ran(tick, now)
         self._settle(now)
+        if not self._outbox:
+            return []
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -266,6 +270,8 @@ class Scoreboard:
 
     def _settle(self, now: float) -> None:
         """Complete the releases that wait for nothing any more."""
+        if not self._releases:
+            return
         for release in self._releases.ripe():
             self._finish(release, None)
             self._story.add(now, "forget", release.request)

@@ -1,7 +1,8 @@
 """A stage's steps: how long one should take, what became of them, and whether they may go on."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from molink.facts.profile import Profile
 from molink.ring.work import StepDone
@@ -17,8 +18,7 @@ MAX_FAILED_STEPS = 5
 LARGE_STEPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(msgspec.Struct, frozen=True):
     """Seconds of a step: ``likely``, and ``maximum``, which it should not exceed."""
 
     likely: float
@@ -64,8 +64,7 @@ class StepTimes:
         return profile.prefill_s(rows, before) or rows * profile.decode_s(1, before)
 
 
-@dataclass(frozen=True, slots=True)
-class StepSize:
+class StepSize(msgspec.Struct, frozen=True):
     """How much memory a step asks for: its rows, and the positions that these attend to."""
 
     rows: int = 0

@@ -1,8 +1,9 @@
 """What a scoreboard hands out, and what comes of it: controls to forward, segments to run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from molink.wire.messages.data import (
     Admit,
@@ -18,16 +19,14 @@ from molink.wire.messages.data import (
 ControlBody = Admit | History | Table | Release | Tombstone
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(msgspec.Struct, frozen=True):
     """A control message that this stage has completed; ``data`` is what it arrived with."""
 
     body: ControlBody
     data: object
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """The part of a step that belongs to one volume: all of it, or consecutive rows of it.
 
     ``volume`` has the row groups of this segment, ``data`` the rows that it came with (token ids at
@@ -51,8 +50,7 @@ class Segment:
         return self.volume if self.whole is None else self.whole
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What may run now, as one fused pass: of each kind at most a segment of one volume."""
 
     decode: Segment | None
@@ -69,8 +67,7 @@ class Work:
         return tuple(each.volume.tick for each in self.segments)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentResult:
+class SegmentResult(msgspec.Struct, frozen=True):
     """A segment after the step: rows for the next stage, or (at the tail) what was sampled."""
 
     volume: Volume
@@ -79,8 +76,7 @@ class SegmentResult:
     tops: tuple[TopLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(msgspec.Struct, frozen=True):
     """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so.
 
     ``out_of_memory`` says that this was for want of memory. A failed step without ``results`` could

@@ -6,7 +6,8 @@ it, a prefill row computes with them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile
@@ -20,8 +21,7 @@ _MEMORY_SHARE = 0.9
 _ACTIVATIONS_GB = 0.75
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(msgspec.Struct, frozen=True):
     """What a step computes: ``decode`` rows after ``decode_context`` tokens in all, ``prefill``
     rows with ``prefill_context`` tokens before or at them in all, ``sampled`` rows of logits."""
 

@@ -83,6 +83,8 @@ class TcpConnection:
         self._lost: deque[_Pair] = deque()
         #: Recovery ends when everything before it has arrived; ``None`` outside of one.
         self._recovery_end: int | None = None
+        #: When the last acknowledgement that is on its way will be here.
+        self._reply_at = 0.0
         self._smoothed = 2 * latency
         self._sent_at = 0.0
         self._probing = False
@@ -199,7 +201,9 @@ class TcpConnection:
         while messages and messages[0].end <= there:
             message = messages.popleft()
             message.passed(message.sent_at, pair.passed_at, now)
-        self._agenda.at(now + self._reply_s(), self._acknowledged, pair)
+        # Those that wait in one queue come at the same time, but for the rounding of sums.
+        self._reply_at = max(self._reply_at, now + self._reply_s())
+        self._agenda.at(self._reply_at, self._acknowledged, pair)
 
     # --- acknowledgements and losses -------------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """What is recorded of a policy, and what becomes of it when it is replayed."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from molink.errors import UsageError
 from molink.link.policies.base import (

@@ -171,7 +171,7 @@ def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
 
 
 def test_a_volume_in_pieces() -> None:
-    policy = Orders(SendRows(0, 99), Wait(), SendRows(0, 1), SendRows(0, 99))
+    policy = Orders(SendRows(0, 99), SendRows(0, 1), SendRows(0, 99))
     sender = connected(LinkSender(1, policy, SenderLimits(message=4 * ROW)))
     header, data = volume(7, 10)
     sender.volume(header, memoryview(data)[: 2 * ROW], 0.0)
@@ -226,12 +226,13 @@ def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None
     sender.validate()
 
 
-@pytest.mark.parametrize("decision", [SendRows(0, 1), SendRows(1, 1), SendRows(2, 0)])
+@pytest.mark.parametrize("decision", [SendRows(0, 1), SendRows(2, 1), SendRows(1, 0)])
 def test_a_policy_that_sends_what_is_not_there(decision: SendRows) -> None:
-    """Volume 0 has no rows left at the moment, 1 never was, and no rows are nothing to send."""
+    """Volume 0 has no rows left at the moment, 2 never was, and no rows are nothing to send."""
     sender = connected(LinkSender(1, Orders(SendRows(0, 1), Wait(), decision)))
     header, data = volume(7, 3)
     sender.volume(header, data[:ROW], 0.0)
+    sender.volume(*volume(8, 1), 0.0)
     assert len(sender.poll(0.0)) == 1
     with pytest.raises(InvariantError, match="orders sends what isn't there"):
         sender.poll(0.0)

@@ -40,6 +40,7 @@ class Line:
         room: int = ROOM,
         latency: float = LATENCY,
         lane: Lane | None = None,
+        replies_wait_until: float = 0.0,
     ) -> None:
         # Only a bulk lane's is paced under CUBIC.
         lane = lane if lane is not None else Lane.DECODE if name == "cubic" else Lane.BULK
@@ -48,7 +49,12 @@ class Line:
         self.controller = create_controller(name, 2 * latency, lane)
         self.arrivals: list[tuple[int, float]] = []
         self.tcp = TcpConnection(
-            self.agenda, self.uplink, latency, self.controller, lambda: latency, lambda: None
+            self.agenda,
+            self.uplink,
+            latency,
+            self.controller,
+            lambda: latency + max(0.0, replies_wait_until - self.agenda.now),
+            lambda: None,
         )
         self._count = 0
 
@@ -71,6 +77,21 @@ def cubic_of(line: Line) -> CubicTcp:
 def bbr_of(line: Line) -> BbrTcp:
     assert isinstance(line.controller, BbrTcp)
     return line.controller
+
+
+@CONTROLLED
+@pytest.mark.parametrize("latency", [0.005, 0.015, 0.03])
+def test_acknowledgements_that_wait_for_one_moment_come_in_their_order(
+    name: str, latency: float
+) -> None:
+    # Sums of floats put some of them a little before those that were sent earlier.
+    line = Line(name, room=1 << 30, latency=latency, replies_wait_until=0.3)
+    for _ in range(40):
+        line.write(20_000)
+    line.agenda.run(60.0)
+    assert len(line.arrivals) == 40
+    assert line.tcp.in_flight == 0
+    assert line.tcp.delivered == 40 * 20_000
 
 
 # --- CUBIC ---------------------------------------------------------------------------------------

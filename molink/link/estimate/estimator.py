@@ -2,7 +2,7 @@
 
 from molink.facts.ringtimes import LinkFacts
 from molink.link.estimate.rate import RateMeter
-from molink.link.heartbeat import RoundTrip
+from molink.link.heartbeat import BUSY_INTERVAL, RoundTrip
 from molink.link.policies.base import Acknowledged, Event, LinkEstimate, Reconnected, Sent
 
 #: Relative changes that are worth telling a policy: of the rate and the least round trip, and of
@@ -13,7 +13,7 @@ _NOTICEABLE_SMOOTH = 0.2
 _NOTICEABLE_SECONDS = 0.0003
 #: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
 #: thousands of times a second, and changes with beats.
-_LOOK_INTERVAL = 0.005
+_LOOK_INTERVAL = BUSY_INTERVAL
 #: Seconds by which a beat is late if there is a queue, and how many have to be on end: a single one
 #: may be late because a loop was.
 _QUEUE = 0.004
@@ -39,6 +39,8 @@ class LinkEstimator:
         self._known_min: float | None = None
         self._look_at = 0.0
         self._told: LinkEstimate | None = None
+        #: As it was when somebody last asked for news.
+        self._asked: LinkEstimate | None = None
         #: Beats on end that were late.
         self._late_beats = 0
 
@@ -100,6 +102,9 @@ class LinkEstimator:
     def news(self, now: float) -> LinkEstimate | None:
         """The estimate, if it is worth telling since it was told last."""
         estimate, told = self.estimate(now), self._told
+        if estimate == self._asked:
+            return None
+        self._asked = estimate
         if told is None:
             if estimate.rate is None and not estimate.min_rtt:
                 return None

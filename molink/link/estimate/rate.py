@@ -10,6 +10,8 @@ that never ends, and what a link carries while nothing waits says nothing about 
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from molink.wire.messages.data import Lane
 
 #: Busy time that a delivery rate is taken over, in seconds: acknowledgements are some ms off, which
@@ -48,8 +50,7 @@ _SAME = 1e-6
 MAX_RATE = 1e12
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(msgspec.Struct, frozen=True):
     nbytes: int
     sent_at: float
 

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import msgspec
+
 from molink.facts.dtypes import Compression
 from molink.wire.messages.base import Coding
 
@@ -43,8 +45,7 @@ class CompressorLimits:
     window: int = 12
 
 
-@dataclass(frozen=True, slots=True)
-class PackChoice:
+class PackChoice(msgspec.Struct, frozen=True):
     """What to do with a message; a ``sample`` is unpacked again, to know how long that takes."""
 
     coding: Coding

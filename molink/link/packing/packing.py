@@ -4,7 +4,6 @@ from typing import Protocol
 
 import msgspec
 
-from molink.link.policies.base import Event, LinkEstimate
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import Volume, VolumePart
@@ -29,10 +28,10 @@ class PackedBytes:
         self.plain_bytes = 0
         self.packed_bytes = 0
 
-    def handle(self, event: Event) -> None:
-        """Take note of what a policy is told, too."""
-        if self._packer is not None and isinstance(event, LinkEstimate):
-            self._packer.measured(event.rate)
+    def measured(self, rate: float | None) -> None:
+        """As :meth:`Packer.measured`."""
+        if self._packer is not None:
+            self._packer.measured(rate)
 
     def message(
         self, body: Volume | VolumePart, data: memoryview, bulk: bool

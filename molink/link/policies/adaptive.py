@@ -3,7 +3,17 @@
 from collections.abc import Collection
 
 from molink.link.policies.backlog import Backlog, Pending
-from molink.link.policies.base import Decision, Event, Produced, SendRows, Sent, Wait
+from molink.link.policies.base import (
+    Decision,
+    DecodeFinished,
+    DecodeStarted,
+    Echoed,
+    Event,
+    Produced,
+    SendRows,
+    Sent,
+    Wait,
+)
 from molink.link.policies.credit import CHUNK_S, CreditWindow
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, Shrinkage
@@ -67,17 +77,21 @@ class Adaptive:
         self._lateness = 0.0
 
     def handle(self, event: Event, now: float) -> None:
-        """Everything matters here."""
-        if isinstance(event, Produced):
-            if event.lane is Lane.BULK and not self._bulk:
-                self._waits_since = now
-            (self._decode if event.lane is Lane.DECODE else self._bulk).add(event)
-            return
-        if isinstance(event, Sent) and event.lane is Lane.BULK:
-            self._packing.sent(event.nbytes)
-        self._window.handle(event, now)
-        self._interval.handle(event, now)
-        self._outflow.handle(event, now)
+        """Everything matters here, to some."""
+        match event:
+            case Produced():
+                if event.lane is Lane.BULK and not self._bulk:
+                    self._waits_since = now
+                (self._decode if event.lane is Lane.DECODE else self._bulk).add(event)
+            case DecodeStarted() | DecodeFinished():
+                self._interval.handle(event, now)
+            case Echoed():
+                self._window.handle(event, now)
+            case _:
+                if isinstance(event, Sent) and event.lane is Lane.BULK:
+                    self._packing.sent(event.nbytes)
+                self._window.handle(event, now)
+                self._outflow.handle(event, now)
 
     def decide(self, now: float, ready: Collection[Lane]) -> Decision:
         """The oldest decode volume, or a chunk of the oldest prefill volume."""

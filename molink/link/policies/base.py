@@ -7,14 +7,14 @@ to ask again. It never sees the bytes themselves. Times are seconds of one monot
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from molink.wire.messages.data import Lane
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
+class Produced(msgspec.Struct, frozen=True):
     """A finished computation has ``rows`` more rows of ``row_bytes`` each to send.
 
     ``volume`` names it: names rise, so a lower one is older; the same name again means that more of
@@ -27,16 +27,14 @@ class Produced:
     row_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStarted:
+class DecodeStarted(msgspec.Struct, frozen=True):
     """The executor began a decode step of ``tokens`` tokens, predicted to take ``predicted`` s."""
 
     tokens: int
     predicted: float
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeFinished:
+class DecodeFinished(msgspec.Struct, frozen=True):
     """The executor finished a decode step.
 
     ``next_predicted`` is in how many seconds the rows of the next one are expected, counted from
@@ -49,16 +47,14 @@ class DecodeFinished:
     next_predicted: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """A message of ``nbytes`` left, perhaps not for the first time."""
 
     lane: Lane
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
+class Acknowledged(msgspec.Struct, frozen=True):
     """``nbytes`` arrived; ``elapsed`` seconds since the newest of them was sent."""
 
     lane: Lane
@@ -66,15 +62,13 @@ class Acknowledged:
     elapsed: float
 
 
-@dataclass(frozen=True, slots=True)
-class Echoed:
+class Echoed(msgspec.Struct, frozen=True):
     """A beat, a few bytes on the decode lane, is back ``elapsed`` seconds after it left."""
 
     elapsed: float
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEstimate:
+class LinkEstimate(msgspec.Struct, frozen=True):
     """What is known of the link: seconds there and back, and bytes/s (``None`` = unknown)."""
 
     rtt: float
@@ -82,8 +76,7 @@ class LinkEstimate:
     rate: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reconnected:
+class Reconnected(msgspec.Struct, frozen=True):
     """A connection was lost and is there again, or has been silent for too long.
 
     What was under way on it is sent again.
@@ -104,16 +97,14 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SendRows:
+class SendRows(msgspec.Struct, frozen=True):
     """Send the next ``rows`` rows of ``volume``; nothing else on its lane until they have left."""
 
     volume: int
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Send nothing before the next event, or before time ``until``."""
 
     until: float | None = None
@@ -140,4 +131,7 @@ class LanePolicy(Protocol):
         """Take note of what happened."""
 
     def decide(self, now: float, ready: Collection[Lane]) -> Decision:
-        """What to send next, on one of the lanes that can take something now."""
+        """What to send next, on one of the lanes that can take something now.
+
+        Asked only while something waits to be sent.
+        """

@@ -1,7 +1,8 @@
 """When what was sent will have left this machine's end of the link."""
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from molink.link.policies.base import Acknowledged, Event, LinkEstimate, Reconnected, Sent
 
@@ -15,8 +16,7 @@ WEIGHT = 0.01
 MIN_PACE = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _UnderWay(msgspec.Struct, frozen=True):
     nbytes: int
     #: How long the link should be busy with it.
     seconds: float

@@ -101,7 +101,7 @@ def test_the_packer_hears_of_the_rate() -> None:
     sender.handle(LinkEstimate(0.1, 0.1), 0.0)
     sender.handle(Sent(Lane.BULK, 1), 0.0)
     assert packer.rates == [2e6, None]
-    PackedBytes(None).handle(LinkEstimate(0.1, 0.1, 2e6))
+    PackedBytes(None).measured(2e6)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other size"])
