@@ -90,7 +90,12 @@ class Rebalanced:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed.
+
+    ``behind``: what peers have said in the last so many seconds may not have been heard yet.
+    """
+
+    behind: float = 0.0
 
 
 Event = (

@@ -140,8 +140,9 @@ class Fleet:
                 self._serve(event.models, now)
             case Rebalanced() | TermRaised():
                 self._tell_all(event, now)
-            case Tick():
+            case Tick(behind):
                 self.commons.clock = now
+                self.registry.heard(behind)
                 self._lose(self.registry.silent(now), "has not reported any more", now)
         self._lose(self.registry.cut_off(now, self._doubted), "is not connected any more", now)
         if self._arrived or not isinstance(event, Reported | Tried | StageSaid):

@@ -111,7 +111,7 @@ class Planner:
                 continue
             if formation is None:
                 gone = self.doubted(peer, session) and now >= self._doubts[peer] + DOUBT
-                left_out = gone or now - session.seen > STALE
+                left_out = gone or registry.silence(session, now) > STALE
                 left_out |= self.backoff.blocked(peer, now + WORTH_WAITING)
             else:
                 left_out = self.backoff.blocked(peer, now) or (
@@ -204,7 +204,7 @@ class Planner:
             return True
         now, then = (
             tuple(
-                replace(one, blocked=one.blocked & set(peers))
+                replace(one, blocked=one.blocked & set(peers)) if one.blocked else one
                 for one in all_of_them
                 if one.peer in peers
             )

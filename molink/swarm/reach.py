@@ -32,6 +32,8 @@ class Reach:
 
     def tried(self, by: str, to: str, ok: bool) -> None:
         """``by`` has tried to connect to ``to``."""
+        if ok == ((by, to) not in self._failed):
+            return  # as known; when a swarm starts, each peer tells this of all others
         self._answers.clear()
         if ok:
             self._failed.discard((by, to))

@@ -18,6 +18,9 @@ from molink.wire.messages.reports import PeerReport
 
 #: A peer that hasn't reported for this long, in seconds, is gone until it does again.
 SESSION_TIMEOUT = 3.0
+#: What a coordinator has not read yet counts as said for this long, in seconds: one that never gets
+#: through has to find out too who is gone.
+MAX_BEHIND = 10.0
 #: A peer whose connection has broken has this long for another one, in seconds.
 RECONNECT_TIMEOUT = 0.5
 #: The devices of one PC are gone together: who has been silent for this long, in seconds, when
@@ -71,6 +74,8 @@ class Registry:
         }
         #: Keys are members.
         self.sessions: dict[str, PeerSession] = {}
+        #: Of so many seconds not all is heard that peers have said, see :class:`Tick`.
+        self._behind = 0.0
         #: Whether somebody may have to be told of a member.
         self._news = False
 
@@ -127,10 +132,20 @@ class Registry:
             decisions.append(Announce(told))
         return decisions
 
+    def heard(self, behind: float) -> None:
+        """All is heard but what peers have said in the last ``behind`` seconds."""
+        self._behind = min(behind, MAX_BEHIND)
+
+    def silence(self, session: PeerSession, now: float) -> float:
+        """For how long a peer has said nothing, in seconds, as far as it would have been heard."""
+        return now - self._behind - session.seen
+
     def silent(self, now: float) -> list[str]:
         """Peers whose session has timed out."""
         return [
-            peer for peer, session in self.sessions.items() if now - session.seen > SESSION_TIMEOUT
+            peer
+            for peer, session in self.sessions.items()
+            if self.silence(session, now) > SESSION_TIMEOUT
         ]
 
     def disconnected(self, peer: str, now: float) -> None:
@@ -163,7 +178,7 @@ class Registry:
             for peer, session in self.sessions.items()
             if peer not in peers
             and self.pc(peer) in pcs
-            and (session.cut is not None or now - session.seen > TOGETHER)
+            and (session.cut is not None or self.silence(session, now) > TOGETHER)
         ]
 
     def drop(self, peer: str) -> None:

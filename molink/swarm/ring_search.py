@@ -162,7 +162,7 @@ def _starts(task: Task, able: Sequence[int], least: int) -> Iterator[tuple[int, 
     def room(i: int) -> tuple[float, int]:
         return -min(runners[i].capacity(), task.layers), i
 
-    for key in (pace, room):
-        some = sorted(sorted(able, key=key)[:size])
+    by_pace, by_room = (sorted(sorted(able, key=key)[:size]) for key in (pace, room))
+    for some in (by_pace,) if by_pace == by_room else (by_pace, by_room):
         ring = _choose(_exact(task, some), least)
         yield ring.order if ring is not None else tuple(some)

@@ -49,8 +49,11 @@ PROBE = 2.0
 #: Whom it asks each time.
 PROBES = 4
 #: Whom a peer of more than ``PROBES`` others asks first, beside the leader that it knew; and how
-#: often, in seconds, until that has had its time to start. Its connection is tried again anyway.
+#: often, in seconds, until that has had its time to start: half as often each time. Its connection
+#: is tried again anyway.
 FEW, SELDOM = 1, 1.0
+#: The longest that a peer leaves it to those before it in the order to ask all, in seconds.
+YIELD = 3.0
 #: How long the peer whose turn it is has to begin to lead, in seconds.
 CLAIM = 5.0
 #: After its own start a peer gives the leader that it knew so much time to start too, in seconds.
@@ -101,8 +104,10 @@ class Succession:
         self._heard = self._ticked = now
         #: When the next round of questions is due.
         self._round_at = now
+        #: Until the round after that, while a leader is given its time to start.
+        self._pause = SELDOM
         #: Before this nobody takes the place of a leader that can't be reached.
-        self._patience = now if leader == me else now + BOOT
+        self._patience = now if leader == me else now + BOOT + self._yields
         #: The same after a standstill.
         self._rested_at = now
         self._answers: dict[str, LeaderView] = {}
@@ -154,6 +159,16 @@ class Succession:
     @property
     def _others(self) -> tuple[str, ...]:
         return tuple(peer for peer in self._order if peer != self._me)
+
+    @property
+    def _yields(self) -> float:
+        """For how long to leave it to those before in the order to ask all, in seconds.
+
+        It is them who may lead, and who leads tells all others. The first few don't wait.
+        """
+        before = [peer for peer in self._order if peer != self.leader]
+        rank = before.index(self._me) if self._me in before else len(before)
+        return min(rank // PROBES * AGAIN, YIELD)
 
     # --- events --------------------------------------------------------------------------------
 
@@ -260,8 +275,8 @@ class Succession:
     def _look(self, why: str, now: float) -> None:
         self._note(now, why)
         self.role = "looking"
-        self._patience = now if self.leader else now + LONE
-        self._turn = ("", now)
+        self._patience = now + self._yields if self.leader else now + LONE
+        self._turn, self._pause = ("", now), SELDOM
         self._round(now, some=True)
 
     def _round(self, now: float, *, some: bool = False) -> None:
@@ -275,7 +290,8 @@ class Succession:
             self._ask(self._some(FEW), now)
             self._all_asked = False
             if now < self._patience:
-                self._round_at = now + SELDOM
+                self._round_at = min(now + self._pause, self._patience)
+                self._pause *= 2
         else:
             self._ask_all(now)
 

@@ -17,6 +17,18 @@ def test_who_cannot_be_reached_by_those_before_it_is_left_out() -> None:
     assert reach.left_out("abc") == {}
 
 
+def test_what_was_known_is_not_thought_through_again() -> None:
+    """When a swarm starts, each peer tells of all others that it has reached them."""
+    reach = Reach()
+    reach.tried("a", "b", ok=False)
+    found = reach.left_out("ab")
+    reach.tried("b", "a", ok=True)
+    reach.tried("a", "b", ok=False)
+    assert reach.left_out("ab") is found
+    reach.tried("a", "b", ok=True)
+    assert reach.left_out("ab") == {}
+
+
 def test_a_ring_goes_round_pairs_that_cannot_connect() -> None:
     reach = Reach()
     reach.tried("b", "c", ok=False)

@@ -23,7 +23,7 @@ from molink.swarm.formation import LOAD_RATE, LOAD_TIMEOUT
 from molink.swarm.paces import REMEMBERED, STAYS
 from molink.swarm.planner import REVIEW
 from molink.swarm.records import PipelineRecord, StageRecord
-from molink.swarm.registry import MAX_ASTRAY
+from molink.swarm.registry import MAX_ASTRAY, MAX_BEHIND, SESSION_TIMEOUT
 from molink.swarm.terms import next_term, term_of
 from molink.swarm.transfer import MIN_RATE, STALL, stage_bytes
 from molink.wire.messages.instructions import (
@@ -1012,6 +1012,25 @@ def test_its_own_standstill_is_nobodys_silence(running: Paper) -> None:
     assert running.take() == []
     running.wait(6)
     assert running.take() == []
+    assert not running.fleet.registry.sessions
+
+
+def test_what_is_not_read_yet_is_nobodys_silence(running: Paper) -> None:
+    """A coordinator whose PC is busy falls behind with what the peers have said."""
+    for behind in range(1, 32):
+        running.now += 0.25
+        running.do(Tick(behind=behind / 4))
+    assert running.take() == []
+    assert running.reconciler.ready
+    running.now += 0.25
+    running.do(Tick())
+    assert not running.fleet.registry.sessions, "it has read all, and none of them said anything"
+
+
+def test_one_that_never_reads_all_still_finds_out_who_is_gone(running: Paper) -> None:
+    for behind in range(1, 4 * round(MAX_BEHIND + SESSION_TIMEOUT) + 4):
+        running.now += 0.25
+        running.do(Tick(behind=behind / 4))
     assert not running.fleet.registry.sessions
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from molink.swarm import ring_search
 from molink.swarm.partition import Costs, Runner
 from molink.swarm.ring_search import EXACT, search
 from molink.swarm.rings import FLIGHTS, HopTimes, Ring, Task, judge
@@ -226,3 +227,22 @@ def test_the_ring_goes_round_a_pair_that_connects_one_way_only() -> None:
     ring = search(Task(12, task.runners, closed), 3)
     assert ring is not None
     assert ring.order[0] != 0
+
+
+def test_peers_that_are_all_alike_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who read fastest are those with most room then."""
+    asked: list[list[int]] = []
+    exact = ring_search._exact
+
+    def counted(task: Task, able: list[int]) -> dict[int, Ring]:
+        asked.append(able)
+        return exact(task, able)
+
+    monkeypatch.setattr(ring_search, "_exact", counted)
+    n = EXACT + 4
+    costs = Costs(layer_weights=1, layer_room=0, first=0, last=0, stage=0)
+    runners = [Runner(f"p{i}", 2, 1.0, costs, 0.0) for i in range(n)]
+    hops = [[None if i == j else hop(0.1, 0.1) for j in range(n)] for i in range(n)]
+    found = search(Task(8, runners, hops, "latency", 16))
+    assert found is not None
+    assert asked == [list(range(EXACT))]

@@ -119,6 +119,23 @@ def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -
     assert not one.wants("a")
 
 
+def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() -> None:
+    """All of fifty PCs wait for the one that starts the coordinator; so they leave it time."""
+    one = Succession("b", 0.0, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
+    asked = {}
+    for step in range(int(BOOT / 0.25)):
+        now = step * 0.25
+        decisions = one.handle(TimePassed(), now)
+        if decisions:
+            asked[now] = len(decisions)
+        for ask in decisions:
+            assert isinstance(ask, Ask)
+            more = one.handle(Silent(ask.peer), now)
+            assert more == []
+    assert asked == {0.0: 2, 1.0: 2, 3.0: 2, 7.0: 2}
+    assert len(one.handle(TimePassed(), BOOT)) == 9, "all the others"
+
+
 @pytest.mark.parametrize("silent", [True, False])
 def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> None:
     one = Succession("b", 9.9, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
@@ -136,6 +153,18 @@ def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> N
     assert set(asked) == {Ask(other) for other in "acdefghij"}
     asking(one, "cdefghij", 10.7, 10.7)
     assert Lead(next_term(0, "b"), lost="a") in one.handle(Silent("a"), 11.0)
+
+
+@pytest.mark.parametrize(("me", "later"), [("b", 0.0), ("e", 0.0), ("f", AGAIN), ("j", 2 * AGAIN)])
+def test_the_last_of_many_leave_it_to_the_first_to_ask_all(me: str, later: float) -> None:
+    """Else a coordinator that is only slow has each of fifty PCs ask each other one."""
+    one = Succession(me, 9.9, known=Known(tuple("abcdefghij"), (0, 5)), leader="a")
+    one.handle(Heard(0, "a"), 9.9)
+    asked = {10.0: one.handle(ConnectionLost(), 10.0)}
+    for step in range(1, 8):
+        now = 10.0 + step * AGAIN / 2
+        asked[now] = one.handle(TimePassed(), now)
+    assert min(now for now, asks in asked.items() if len(asks) > 2) == 10.0 + max(AGAIN, later)
 
 
 def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:

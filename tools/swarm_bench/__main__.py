@@ -90,6 +90,8 @@ class Bench:
     def __init__(self, folder: Path, in_each: int) -> None:
         self._folder, self._in_each = folder, in_each
         self._said: queue.Queue[Said] = queue.Queue()
+        #: Where each daemon listened first: a PC keeps its port, and so others its address.
+        self._ports: dict[str, int] = {}
         rows = folder / "rows.bin"
         rows.write_bytes(os.urandom(64 * Emulation(activations="").row_bytes))
         self._emulation = folder / "emulation.json"
@@ -138,7 +140,7 @@ class Bench:
             hosts[0].start([self._launch(homes[0], homes)])
             token = ""
             while not token:
-                event = self._said.get(timeout=_START_S).event
+                event = self._next().event
                 token = event.token if isinstance(event, Invitation) else ""
             shares = list(self._shares(homes))
             for number, home in enumerate(homes[1:], 1):
@@ -167,7 +169,7 @@ class Bench:
             host="127.0.0.1",
             endpoint_port=0,
             coordinator_port=0,
-            control_port=0,
+            control_port=self._ports.get(str(home), 0),
             worker_ports=(0, 0),
             discovery=False,
             spare_worker=False,
@@ -183,9 +185,15 @@ class Bench:
         role = "up" if first else "join"
         return Launch(home=str(home), settings=settings, role=role, token=token)
 
+    def _next(self) -> Said:
+        said = self._said.get(timeout=_START_S)
+        if isinstance(said.event, Listening):
+            self._ports[said.home] = said.event.control_port
+        return said
+
     def _until_listening(self, home: Path) -> None:
         while True:
-            said = self._said.get(timeout=_START_S)
+            said = self._next()
             if said.home == str(home) and isinstance(said.event, Listening):
                 return
 
@@ -193,7 +201,7 @@ class Bench:
         """When the last daemon had the model ready."""
         ready: dict[str, float] = {}
         while len(ready) < len(homes):
-            said = self._said.get(timeout=_START_S)
+            said = self._next()
             if isinstance(said.event, ModelReady):
                 if said.event.ready:
                     ready[said.home] = said.at

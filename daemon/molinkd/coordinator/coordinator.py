@@ -240,7 +240,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK)
             try:
-                self._happened(Tick())
+                self._happened(Tick(self._server.behind))
                 self._relaying.handle(Live(self.fleet.registry.sessions.keys()))
                 self.door.purge()
                 self._reception.tick()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from pathlib import Path
 
 from msgspec import structs
 
@@ -46,6 +47,7 @@ from molinkd.peer.copies import Copies
 from molinkd.peer.detours import Detours
 from molinkd.peer.device_probe import Measured
 from molinkd.peer.gpu_use import OwnUse
+from molinkd.peer.hashing import Hasher
 from molinkd.peer.heads import Heads
 from molinkd.peer.hub_source import hub_source
 from molinkd.peer.known_members import KnownMembers
@@ -417,7 +419,7 @@ def _open_store(resources: Resources, members: KnownMembers, detours: Detours) -
         resources.me,
         resources.library,
         connect,
-        _bundled(),
+        _bundled(resources.home.hashes),
         partial(resources.offenders.blocked, "this PC, as a source of models"),
         resources.transfers,
         members.near,
@@ -425,9 +427,9 @@ def _open_store(resources: Resources, members: KnownMembers, detours: Detours) -
     )
 
 
-def _bundled() -> Library:
+def _bundled(hashes: Path) -> Library:
     """The model that came with molink, so that nobody has to send it."""
-    library = Library()
+    library = Library(Hasher(hashes))
     try:
         library.add(DEMO_MODEL, demo_model().path)
     except MolinkError as error:

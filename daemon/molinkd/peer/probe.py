@@ -30,6 +30,11 @@ MEASURE_S = 600.0
 DETOUR_S = 30.0
 #: So many members are tried at once: when a swarm starts, each PC tries all others.
 _AT_ONCE = 4
+#: Where there are more than so many, whoever has answered is followed by a pause, in which others
+#: get on: so many times as long as the answer took, which is longer where PCs are busy; and how
+#: long at most, in seconds.
+_MANY = 8
+_PAUSE, _MOST_PAUSE_S = 9, 3.0
 #: Another latency is told if it differs by this part and by so many seconds.
 _NEWS, _NEWS_S = 0.2, 0.001
 #: A round trip is the least of so many: what comes on top is the PCs' own. One so short is enough:
@@ -203,12 +208,19 @@ class Prober:
     async def _try(self, member: Member, targets: Sequence[str]) -> None:
         while True:
             async with self._turns:
+                began = self._now()
                 reached, relayed = await self._reach(member, targets)
-            self._say(member.peer, reached, None, relayed)
+                took = self._now() - began
+                self._say(member.peer, reached, None, relayed)
+                if reached:
+                    await asyncio.sleep(pause_after(took, len(self._members)))
             if reached:
                 await self._measure(member, relayed)
             else:
                 await asyncio.sleep(RETRY_S)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _reach(self, member: Member, targets: Sequence[str]) -> tuple[bool, bool]:
         """Whether it can be reached, and whether only by a detour."""
@@ -245,6 +257,11 @@ class Prober:
     def _say(self, peer: str, reached: bool, away: float | None, relayed: bool) -> None:
         self._reached[peer] = reached, away, relayed
         self._tell(peer, reached, away, relayed)
+
+
+def pause_after(took: float, members: int) -> float:
+    """Seconds to leave to others after a try that ``took`` so long, where so many are tried."""
+    return min(_PAUSE * took, _MOST_PAUSE_S) if members > _MANY else 0.0
 
 
 def _is_news(away: float, told: float | None) -> bool:

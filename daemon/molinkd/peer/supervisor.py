@@ -59,6 +59,8 @@ class _WorkerChild:
     #: A spare that doesn't give way: it is sooner ready than another process.
     early: bool = False
     stats: Stats | None = None
+    #: Whether it has said anything: until then it imports and loads, and has nothing to put away.
+    spoke: bool = False
     stopping: bool = False
 
 
@@ -210,7 +212,10 @@ class Supervisor:
             self.tell(generation, message)
 
     def stop(self, generation: int, *, kill: bool = False) -> None:
-        """End a worker by closing its pipe, or ``kill`` it; returns at once."""
+        """End a worker by closing its pipe, or ``kill`` it; returns at once.
+
+        One that has said nothing yet is killed in any case.
+        """
         worker = self._workers.get(generation)
         if worker is not None:
             self._end(worker, kill=kill)
@@ -219,6 +224,7 @@ class Supervisor:
         if worker.stopping:
             return
         worker.stopping = True
+        kill |= not worker.spoke  # it would load on for seconds, beside what takes its place
         task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S, kill=kill))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
@@ -283,6 +289,7 @@ class Supervisor:
     def _said(self, worker: _WorkerChild, message: object) -> None:
         if worker.stopping:
             return
+        worker.spoke = True
         if isinstance(message, Warmed):
             worker.warm = True
             self._spare_news.set()

@@ -2,9 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from molink.stage.sampling.history import TokenHistory
 from molink.wire.messages.data import Admit, Sampling
+
+if TYPE_CHECKING:
+    from molink.stage.sampling.history import TokenHistory
+
+
+def _no_tokens() -> "TokenHistory":
+    """Without torch until there is a request; what computes has imported it by then."""
+    from molink.stage.sampling.history import TokenHistory
+
+    return TokenHistory()
 
 
 @dataclass(slots=True)
@@ -19,7 +29,7 @@ class RequestState:
     sampling: Sampling
     prompt_tokens: int
     blocks: list[int] = field(default_factory=list)
-    history: TokenHistory = field(default_factory=TokenHistory)
+    history: "TokenHistory" = field(default_factory=_no_tokens)
     failed: bool = False
 
 

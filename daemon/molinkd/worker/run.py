@@ -10,6 +10,7 @@ from molink.stage.warm_up import warm_up
 from molink.wire.messages.pipe import Start, Warm
 from molink.wire.sockets.loop import EventLoop
 from molinkd.worker.daemon_pipe import DaemonPipe
+from molinkd.worker.loading import load_engine
 from molinkd.worker.worker import Worker
 
 
@@ -23,7 +24,7 @@ def run_worker(start: Start, pipe: DaemonPipe) -> None:
         torch.set_num_threads(start.threads)
     # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(Worker(start, pipe).run())
+        runner.run(Worker(start, pipe, load_engine).run())
 
 
 def warm_worker(warm: Warm) -> None:

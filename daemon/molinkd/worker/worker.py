@@ -11,15 +11,9 @@ from pathlib import Path
 
 import zmq.asyncio
 
-from molink.checkpoint.folder import ModelFolder
-from molink.errors import MolinkError, UsageError, WorkerError
+from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import peer_id
-from molink.facts.profile import Profile
 from molink.link.estimate.remembered import LinkMemory
-from molink.stage.decoder.decoder import HeldWeights
-from molink.stage.measure.stage_profile import profile_stage
-from molink.stage.out_of_memory import limit_memory, release_cached
-from molink.stage.stage import Stage
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import DataMessage, Rejected, Submit
 from molink.wire.messages.pipe import (
@@ -42,7 +36,6 @@ from molink.wire.sockets.server import Sender, Server
 from molink.wire.sockets.zap import Gatekeeper
 from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.engine import Engine, LoadEngine
-from molinkd.worker.executor import Executor
 from molinkd.worker.meter import LoopMeter
 from molinkd.worker.place import Place
 
@@ -56,12 +49,13 @@ SWEEP_INTERVAL = 2.0
 class Worker:
     """The shell of one stage process. ``run`` ends when the daemon says so.
 
-    ``load`` makes what computes; a stage on torch, unless said otherwise.
+    ``load`` makes what computes: in the product :func:`molinkd.worker.loading.load_engine`. Here
+    nothing imports torch, so that one which computes nothing starts at once.
     """
 
-    def __init__(self, start: Start, pipe: DaemonPipe, load: LoadEngine | None = None) -> None:
+    def __init__(self, start: Start, pipe: DaemonPipe, load: LoadEngine) -> None:
         self._start = start
-        self._load_engine = load or _load_engine
+        self._load_engine = load
         self._pipe = pipe
         self._context = zmq.asyncio.Context()
         self._gatekeeper = Gatekeeper(self._context)
@@ -311,58 +305,3 @@ def _failing(what: str) -> Iterator[None]:
 
 def _links_file(start: Start) -> Path | None:
     return Path(start.profile_cache) / "links" / "peers.json" if start.profile_cache else None
-
-
-def _load_engine(start: Start) -> Engine:
-    return _engine(start, _load_stage(start))
-
-
-def _change_engine(old: Stage, before: Start, start: Start) -> Engine:
-    """The stage of ``start`` in place of ``old``, that of ``before``."""
-    held = old.hand_over(start.layers)
-    if _weights(before) != _weights(start):
-        held = HeldWeights()
-    release_cached()
-    log.info("layers %s are held already", sorted(held.blocks) or "none")
-    return _engine(start, _load_stage(start, held))
-
-
-def _weights(start: Start) -> tuple[object, ...]:
-    """What layers have to have in common to be the same in memory."""
-    return start.model_dir, start.dtype, start.device, start.quantize, start.avoid
-
-
-def _engine(start: Start, stage: Stage) -> Engine:
-    began = time.perf_counter()
-    profile = _profile(stage, start)
-    return Engine(
-        stage,
-        profile,
-        partial(Executor, stage),
-        partial(_change_engine, stage, start),
-        profile_s=time.perf_counter() - began,
-    )
-
-
-def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
-    folder = ModelFolder.open(Path(start.model_dir), start.layers)
-    if start.max_context > folder.config.context:
-        raise UsageError(
-            f"a context of {start.max_context} tokens is more than the model's"
-            f" {folder.config.context}"
-        )
-    limit_memory(start.device, start.memory)
-    return Stage.load(
-        folder,
-        start.layers,
-        start.device,
-        start.dtype,
-        quantize=start.quantize,
-        held=held,
-        avoid=start.avoid,
-    )
-
-
-def _profile(stage: Stage, start: Start) -> Profile:
-    cache = Path(start.profile_cache) if start.profile_cache else None
-    return profile_stage(stage, start.kv_bytes, start.block_size, cache, hurry=start.hurry)

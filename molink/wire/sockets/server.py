@@ -183,6 +183,12 @@ class Server(Generic[M]):
         self._gatekeeper.deny(user_id)
         self._rebuild_soon()
 
+    @property
+    def behind(self) -> float:
+        """For how many seconds what came has not been read up to the last; 0: it all is."""
+        since = None if self._traffic is None else self._traffic.unread_since
+        return 0.0 if since is None else asyncio.get_running_loop().time() - since
+
     # --- sending -----------------------------------------------------------------------------
 
     def send(self, identity: bytes, message: M, payload: Buffer | None = None) -> bool:

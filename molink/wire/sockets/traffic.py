@@ -70,6 +70,8 @@ class Traffic:
         self._loop.add_reader(self._descriptor, self._run)
         #: Whether the events will be looked at anyway.
         self._looks = False
+        #: When nothing was left to be read.
+        self._emptied = self._loop.time()
         self._closed = False
         self._look_soon()
 
@@ -97,6 +99,15 @@ class Traffic:
                 self._look_soon()
         return True
 
+    @property
+    def unread_since(self) -> float | None:
+        """When nothing was left to be read, on the loop's clock; ``None``: so it is now."""
+        if not self._looks:
+            if not self._events() & _POLLIN:
+                return None
+            self._look_soon()
+        return self._emptied
+
     def _events(self) -> int:
         return int(self._socket.get(zmq.EVENTS)) & self._wanted
 
@@ -119,6 +130,7 @@ class Traffic:
                 events = self._events()
                 if not events:
                     self._looks = False
+                    self._emptied = self._loop.time()
                     if self._backlog is not None:
                         self._backlog.drained()
                     return

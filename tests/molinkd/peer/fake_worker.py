@@ -1,7 +1,8 @@
 """A worker that speaks the pipe and does nothing else: ``python fake_worker.py [how]``.
 
 ``how``: ``good``, ``crash`` (after it has loaded), ``deaf`` (ignores everything, even the end of
-its input), ``garbage``, ``cold`` (as a spare, it is never ready).
+its input), ``mute`` (the same, and says nothing), ``garbage``, ``cold`` (as a spare, it is never
+ready).
 """
 
 import sys
@@ -34,7 +35,9 @@ def main() -> None:
     if how == "garbage":
         sink.write(b"\xff" * 64)
         sink.flush()
-    while how == "deaf":
+    if how == "deaf":
+        write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
+    while how in ("deaf", "mute"):
         time.sleep(3600)
     while (message := read_pipe(source, decoder)) is not None:
         if isinstance(message, Warm) and how != "cold":

@@ -101,6 +101,12 @@ async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.Mon
     assert most == 4
 
 
+def test_who_tries_many_leaves_time_to_others() -> None:
+    assert module.pause_after(0.02, 8) == 0.0, "a few are tried at once"
+    assert module.pause_after(0.02, 9) == pytest.approx(0.18)
+    assert module.pause_after(0.5, 50) == 3.0, "PCs are busy, or far away"
+
+
 async def test_a_round_trip_so_short_that_less_would_be_no_news_is_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

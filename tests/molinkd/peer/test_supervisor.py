@@ -267,6 +267,17 @@ async def test_a_worker_that_does_not_answer_is_killed(
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.parametrize("heard", ["mute"], indirect=True)
+async def test_a_worker_that_still_loads_is_not_waited_for(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
+    pid = heard.supervisor.start(1, START, MEMBERS)
+    heard.supervisor.stop(1)
+    await heard.supervisor.close()
+    assert not psutil.pid_exists(pid)
+
+
 async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +316,7 @@ async def test_a_worker_that_writes_garbage_is_ended(heard: Heard) -> None:
 async def test_a_deaf_worker_is_killed(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 0.2)
     pid = heard.supervisor.start(1, START, MEMBERS)
+    await heard.until(lambda: bool(heard.messages))
     await heard.supervisor.close()
     assert not psutil.pid_exists(pid)
 

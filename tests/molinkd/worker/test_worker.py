@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-import molinkd.worker.worker
+import molinkd.worker.loading
 from molink.errors import MolinkError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
@@ -28,6 +28,7 @@ from molink.wire.messages.pipe import (
 )
 from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
+from molinkd.worker.loading import load_engine
 from molinkd.worker.worker import Worker
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
@@ -115,10 +116,10 @@ def members(*keys: KeyPair) -> Members:
 async def running(
     monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]
 ) -> AsyncIterator[tuple[FakePipe, Worker, "asyncio.Task[None]"]]:
-    monkeypatch.setattr(molinkd.worker.worker, "_load_stage", load)
-    monkeypatch.setattr(molinkd.worker.worker, "profile_stage", lambda *_, **__: PROFILE)
+    monkeypatch.setattr(molinkd.worker.loading, "_load_stage", load)
+    monkeypatch.setattr(molinkd.worker.loading, "profile_stage", lambda *_, **__: PROFILE)
     pipe: Any = FakePipe()
-    worker = Worker(start(), pipe)
+    worker = Worker(start(), pipe, load_engine)
     task = asyncio.create_task(worker.run())
     try:
         await pipe.listening.wait()
@@ -143,7 +144,7 @@ async def test_running_out_of_memory_while_loading_is_reported(
 
 
 def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = molinkd.worker.worker
+    module = molinkd.worker.loading
     done: list[Any] = []
     folder = SimpleNamespace(config=SimpleNamespace(context=64))
     monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)

@@ -66,6 +66,16 @@ async def test_what_came_before_is_read(net: Any, sockets: Any) -> None:
     reader.traffic.close()
 
 
+async def test_whether_all_is_read(net: Any, sockets: Any) -> None:
+    sender, reader = End(sockets[1]), End(sockets[0])
+    await net.until(lambda: reader.traffic.unread_since is None)
+    assert sender.traffic.send([b"x"])
+    await net.until(lambda: bool(reader.got) or reader.traffic.unread_since is not None)
+    await net.until(lambda: reader.got == [([b"x"], 1)] and reader.traffic.unread_since is None)
+    sender.traffic.close()
+    reader.traffic.close()
+
+
 async def test_frames_beyond_the_most_are_counted(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
     assert sender.traffic.send([b"x"] * 1000)

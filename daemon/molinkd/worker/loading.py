@@ -1,0 +1,79 @@
+"""Loads a stage on torch, and measures it."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+from molink.checkpoint.folder import ModelFolder
+from molink.errors import UsageError
+from molink.facts.profile import Profile
+from molink.stage.decoder.decoder import HeldWeights
+from molink.stage.measure.stage_profile import profile_stage
+from molink.stage.out_of_memory import limit_memory, release_cached
+from molink.stage.stage import Stage
+from molink.wire.messages.pipe import Start
+from molinkd.worker.engine import Engine
+from molinkd.worker.executor import Executor
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(start: Start) -> Engine:
+    """The stage of ``start``, loaded and measured.
+
+    Raises:
+        MolinkError: it can't be loaded.
+    """
+    return _engine(start, _load_stage(start))
+
+
+def _change_engine(old: Stage, before: Start, start: Start) -> Engine:
+    """The stage of ``start`` in place of ``old``, that of ``before``."""
+    held = old.hand_over(start.layers)
+    if _weights(before) != _weights(start):
+        held = HeldWeights()
+    release_cached()
+    log.info("layers %s are held already", sorted(held.blocks) or "none")
+    return _engine(start, _load_stage(start, held))
+
+
+def _weights(start: Start) -> tuple[object, ...]:
+    """What layers have to have in common to be the same in memory."""
+    return start.model_dir, start.dtype, start.device, start.quantize, start.avoid
+
+
+def _engine(start: Start, stage: Stage) -> Engine:
+    began = time.perf_counter()
+    profile = _profile(stage, start)
+    return Engine(
+        stage,
+        profile,
+        partial(Executor, stage),
+        partial(_change_engine, stage, start),
+        profile_s=time.perf_counter() - began,
+    )
+
+
+def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
+    folder = ModelFolder.open(Path(start.model_dir), start.layers)
+    if start.max_context > folder.config.context:
+        raise UsageError(
+            f"a context of {start.max_context} tokens is more than the model's"
+            f" {folder.config.context}"
+        )
+    limit_memory(start.device, start.memory)
+    return Stage.load(
+        folder,
+        start.layers,
+        start.device,
+        start.dtype,
+        quantize=start.quantize,
+        held=held,
+        avoid=start.avoid,
+    )
+
+
+def _profile(stage: Stage, start: Start) -> Profile:
+    cache = Path(start.profile_cache) if start.profile_cache else None
+    return profile_stage(stage, start.kv_bytes, start.block_size, cache, hurry=start.hurry)
