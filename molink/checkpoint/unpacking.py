@@ -12,10 +12,11 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.header import MAX_HEADER_BYTES
+from molink.checkpoint.hub import Counter
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.prequantized import stored_tensors
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
@@ -34,16 +35,6 @@ _STEP = 1 << 22
 #: Disk space that is left free.
 _RESERVE_BYTES = 256 << 20
 _ALIGNMENT = 8
-
-
-class Counter(Protocol):
-    """Is told how far it is, in bytes."""
-
-    total: int
-
-    def add(self, nbytes: int) -> None:
-        """So many more have been written."""
-        ...
 
 
 def gguf_in(folder: Path) -> Path | None:
