@@ -23,7 +23,7 @@ from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.files import patiently, plain_name
 from molink.gguf.architecture import config_of, vocabulary_of
 from molink.gguf.header import GgufFile, GgufTensor, read_gguf
-from molink.gguf.tensors import Piece, pieces
+from molink.gguf.tensors import TensorPiece, pieces
 from molink.gguf.tokens import TokenizerFiles, tokenizer_files
 
 #: How such files' names end.
@@ -129,7 +129,7 @@ def _refuse_split(file: GgufFile) -> None:
         )
 
 
-def _checked(file: GgufFile, config: dict[str, Any]) -> list[Piece]:
+def _checked(file: GgufFile, config: dict[str, Any]) -> list[TensorPiece]:
     """The model's tensors; each fits the metadata, none is missing."""
     parsed = ModelConfig.parse(config, str(file.path))
     found = {piece.name: piece for piece in pieces(file, config)}
@@ -170,7 +170,7 @@ def _write_metadata(draft: Path, config: dict[str, Any], tokens: TokenizerFiles)
         (draft / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _header(found: list[Piece]) -> bytes:
+def _header(found: list[TensorPiece]) -> bytes:
     entries: dict[str, Any] = {}
     end = 0
     for piece in found:
@@ -188,7 +188,7 @@ def _header(found: list[Piece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _bytes_of(piece: Piece, data: mmap.mmap) -> Iterator[bytes]:
+def _bytes_of(piece: TensorPiece, data: mmap.mmap) -> Iterator[bytes]:
     # Late: a daemon needs it for nothing else.
     import numpy as np
 

@@ -58,7 +58,7 @@ _MIXTRAL_EXPERTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of the GGUF file.
 
     ``dtype`` is safetensors' own name; of weights in blocks it is ``U8``, and ``name`` tells the
@@ -75,7 +75,7 @@ class Piece:
     less: float = 0.0
 
 
-def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[Piece]:
+def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[TensorPiece]:
     """The tensors of the model in ``file`` that :func:`~molink.gguf.architecture.config_of` tells.
 
     Raises:
@@ -100,7 +100,7 @@ def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[Piece]:
 
 def _of_layer(
     tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     where = f"tensor {tensor.name}"
     experts = _MIXTRAL_EXPERTS if family == "Mixtral" else _EXPERTS
     if module in experts and kind == "weight":
@@ -140,7 +140,7 @@ def _less(family: str, name: str) -> float:
 
 def _piece(
     name: str, tensor: GgufTensor, where: str, *, heads: int = 0, less: float = 0.0
-) -> Piece:
+) -> TensorPiece:
     kind, shape, dtype = tensor.kind, tensor.shape, tensor.kind.plain
     if less and kind.name != "f32":
         raise UnsupportedModel(f"{where}: norms are read as f32 only, not as {kind.name}")
@@ -151,4 +151,4 @@ def _piece(
                 f"{where}: {kind.name} with shape {list(shape)} is not supported"
             )
         name, shape, dtype = packed_name(name, kind), packed, "U8"
-    return Piece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less)
+    return TensorPiece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less)
