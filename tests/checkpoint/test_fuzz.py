@@ -76,6 +76,7 @@ def _damaged(chance: random.Random, whole: bytes) -> bytes:
     return bytes(raw)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [1500, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("whole", "read"),
