@@ -44,7 +44,7 @@ _MUCH = 0.75
 _SMOOTHING = 8
 #: A longer pause between two looks, in seconds, is our own: time in which nobody looked doesn't
 #: count.
-_OWN_PAUSE = 1.0
+_OWN_PAUSE = 1.5
 
 
 class StageProgress(msgspec.Struct, frozen=True):
@@ -199,7 +199,8 @@ class Liveness:
         self._looked_at = now
         self._anew_at = now
         self._completed = -1
-        self._queued = 0
+        #: Volumes that wait there or are being run, as the stage said last.
+        self.queued = 0
 
     def beat(self, completed: int, queued: int, predicted: float, now: float) -> None:
         """The stage has completed tick ``completed`` and ``queued`` volumes wait for it.
@@ -207,12 +208,12 @@ class Liveness:
         ``predicted`` is how long the step that runs there should take, in seconds.
         """
         # Work that has just come in has waited for nothing yet.
-        if completed > self._completed or queued == 0 or self._queued == 0:
+        if completed > self._completed or queued == 0 or self.queued == 0:
             self._progress_at = now
         self._reached = True
         self._predicted = predicted
         self._completed = max(completed, self._completed)
-        self._queued = queued
+        self.queued = queued
         self._beat_at = now
 
     @property
@@ -238,7 +239,7 @@ class Liveness:
         return True
 
     def death(self, now: float, busy: bool) -> str | None:
-        """Why the stage counts as dead, or ``None``. To be asked at least twice a second.
+        """Why the stage counts as dead, or ``None``. To be asked at least once a second.
 
         ``busy`` while requests live.
         """
@@ -253,6 +254,6 @@ class Liveness:
             return f"no sign of life for {silent:.1f} s"
         # Nothing is known of its progress since it was last heard of.
         stuck = self._beat_at - self._progress_at
-        if self._queued and stuck >= self.patience:
-            return f"{self._queued} volumes wait and none was completed for {stuck:.1f} s"
+        if self.queued and stuck >= self.patience:
+            return f"{self.queued} volumes wait and none was completed for {stuck:.1f} s"
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from molink.errors import MolinkError
 from molink.facts.ringtimes import LinkFacts
 from molink.link.ends import Channel, ChannelEvents, Connect, LinkName, Timer, Timers
-from molink.link.heartbeat import BeatClock, Liveness, StageProgress
+from molink.link.heartbeat import IDLE_INTERVAL, BeatClock, Liveness, StageProgress
 from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.link.stats import LinkStats
@@ -24,6 +24,8 @@ from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, RingBody, Vo
 HELLO_INTERVAL = 0.25
 #: Seconds between two looks at the next stage's life.
 _LOOK_INTERVAL = 0.5
+#: The same while it is heard of and has nothing to do.
+_HEARD_INTERVAL = IDLE_INTERVAL
 #: Seconds until the next look at what was due already and could not be done.
 _OVERDUE_PAUSE = 0.001
 #: Messages sent before others on the same thread get their turn.
@@ -91,6 +93,8 @@ class OutLink:
         self._welcome: tuple[Lane, ...] = ()
         now = timers.time()
         self._beats = BeatClock(now)
+        #: Whether requests lived when that was last asked.
+        self._lively = False
         self.liveness = Liveness(now)
         self._probe = probe
         self._warmth = Warmth() if keep_warm else None
@@ -145,7 +149,10 @@ class OutLink:
     def handle(self, event: Event) -> None:
         """Tell the policy what the executor did."""
         self._sender.handle(event, self._timers.time())
-        self._go_on()
+        if self._lively:
+            self._go_on()
+        else:
+            self._pump()  # it may be time to beat more often
 
     def _go_on(self) -> None:
         """Something has happened that what waits, if anything does, may have waited for."""
@@ -193,7 +200,8 @@ class OutLink:
             self._sender.disconnected(lane, self._timers.time())
 
     def _set_timer(self, now: float) -> None:
-        wake = now + _LOOK_INTERVAL
+        at_ease = not self.liveness.quiet(now) and not self.liveness.queued
+        wake = now + (_HEARD_INTERVAL if at_ease else _LOOK_INTERVAL)
         if Lane.DECODE in self._welcome:
             wake = min(wake, self._next_beat(now))
         if self._sender.wake_at is not None:
@@ -327,12 +335,14 @@ class OutLink:
     def _next_beat(self, now: float) -> float:
         """When to beat, if that was not now: no request lives where it could have been."""
         soonest = self._beats.next_at(busy=True)
-        return soonest if now < soonest else self._beats.next_at(busy=False)
+        may_live = now < soonest and (self._lively or self._events.progress().busy)
+        return soonest if may_live else self._beats.next_at(busy=False)
 
     def _beat(self, now: float) -> None:
         if now < self._beats.next_at(busy=True) or Lane.DECODE not in self._welcome:
             return
         progress = self._events.progress()  # which is not free
+        self._lively = progress.busy
         if now < self._beats.next_at(progress.busy):
             return
         self._beats.beat(now)

@@ -292,7 +292,7 @@ def test_a_dead_stage_is_reported_once() -> None:
     for _ in range(40):
         bench.wait(0.1)
         bench.beat(queued=2)
-    assert bench.deaths == ["2 volumes wait and none was completed for 3.0 s"]
+    assert bench.deaths == ["2 volumes wait and none was completed for 3.4 s"]
     bench.wait(10.0)
     assert len(bench.deaths) == 1
 
