@@ -89,7 +89,7 @@ def test_damaged_headers(
     tmp_path: Path, whole: bytes, read: Callable[[Path], dict[str, object]], count: int
 ) -> None:
     chance, path = random.Random(count), tmp_path / "x"
-    refused: list[str] = []
+    refused = lines = 0
     path.write_bytes(whole)
     assert len(read(path)) > 2
     tracemalloc.start()
@@ -104,10 +104,11 @@ def test_damaged_headers(
                     assert span.offset >= 0  # type: ignore[attr-defined]
                     assert span.offset + span.nbytes <= len(raw), raw  # type: ignore[attr-defined]
             except ModelError as error:
-                refused.append(str(error))
+                refused += 1
+                lines += str(error).count("\n")
             peak = tracemalloc.get_traced_memory()[1] - before
             assert peak <= _PER_BYTE * len(raw) + _ALWAYS, (peak, raw)
     finally:
         tracemalloc.stop()
-    assert len(refused) > count / 4
-    assert not any("\n" in reason for reason in refused)
+    assert refused > count / 4
+    assert lines == 0
