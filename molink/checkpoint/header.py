@@ -26,6 +26,7 @@ DTYPE_BYTES: dict[str, int] = {
     "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _MAX_DIMENSIONS = 8
+_MAX_NAME = 512
 #: Bytes of what is said of one tensor.
 _MAX_ENTRY = 1024
 _LENGTH = struct.Struct("<Q")
@@ -83,6 +84,9 @@ def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: its safetensors header is no JSON object: {error}") from error
     header.pop("__metadata__", None)
+    for name in header:
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise BrokenModel(f"{path}: a tensor has the name {name[:80]!r}")
     base = _LENGTH.size + len(raw)
     spans = {name: _span(path, name, entry, base, size) for name, entry in header.items()}
     _refuse_overlap(path, spans)

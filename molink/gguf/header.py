@@ -201,6 +201,8 @@ def _tensor(read: _Reader) -> GgufTensor:
     """One entry of the list; its offset still counts from where the tensors begin."""
     read.where = "its list of tensors"
     name = read.text(_MAX_NAME)
+    if not name.isprintable():
+        raise BrokenModel(f"{read._path}: a tensor has the name {name!r}")
     read.where = f"tensor {name}"
     where = f"{read._path}: {read.where}"
     (dimensions,) = read.numbers("I")

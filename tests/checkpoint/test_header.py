@@ -50,6 +50,8 @@ def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors: Callable[.
         (b"[" * 200_000, 0, "no JSON"),
         ([1], 0, "no JSON object"),
         ({"w": 3}, 0, "tensor w: its entry is no object"),
+        ({"w\n": 3}, 0, r"a tensor has the name 'w\\n'"),
+        ({"w": entry(shape=(0,) * 999)}, 0, "tensor w: its entry has .* bytes"),
         ({"w": entry(dtype="F7")}, 16, "tensor w: unknown dtype 'F7'"),
         ({"w": entry(dtype=["F32"])}, 16, "tensor w: unknown dtype"),
         ({"w": entry(shape=(-1, 2))}, 16, "tensor w: shape"),

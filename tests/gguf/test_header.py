@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
     "pointer": (b"version https://git-lfs.github.com/spec/v1", BrokenModel, "git lfs pull"),
     "old": (file(version=1), UnsupportedModel, "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), UnsupportedModel, "big-endian"),
+    "a name with a line's end": (file(tensor("x\ny")), BrokenModel, r"name 'x\\ny'"),
     "too many tensors": (file(counts=(HUGE, 0)), BrokenModel, f"{HUGE} tensors"),
     "too many keys": (file(counts=(0, HUGE)), BrokenModel, f"{HUGE} metadata keys"),
     "more tensors than there are": (file(counts=(1000, 0)), BrokenModel, "truncated|dimensions"),
