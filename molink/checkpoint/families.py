@@ -3,6 +3,9 @@
 Supported, by the name in ``architectures``:
 
 - ``LlamaForCausalLM``: Llama 2 and 3.x
+- ``GraniteForCausalLM``: Granite 3; factors of embeddings, scores, residuals and logits
+- ``SmolLM3ForCausalLM``: some layers without a rope
+- ``Olmo2ForCausalLM``: norms after attention and MLP only, and of all queries together
 - ``MistralForCausalLM``: sliding windows
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
@@ -27,7 +30,7 @@ from molink.checkpoint.rope import (
     parse_rope,
     parse_two_ropes,
 )
-from molink.checkpoint.traits import Activation, Traits
+from molink.checkpoint.traits import Activation, LayerNorms, Traits
 from molink.checkpoint.windows import (
     refuse_windows,
     same_window,
@@ -37,12 +40,26 @@ from molink.checkpoint.windows import (
 from molink.errors import BrokenModel, UnsupportedModel
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text"
+    "llama",
+    "granite",
+    "smollm3",
+    "mistral",
+    "olmo2",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
 ]
 
 #: ``architectures`` of config.json → family, which is also its ``model_type``.
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -57,6 +74,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_SANDWICH = LayerNorms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_NORMS_AFTER = LayerNorms(
+    None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+)
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 
@@ -111,6 +136,48 @@ def _llama(fields: Fields, layers: int) -> Traits:
     )
 
 
+def _granite(fields: Fields, layers: int) -> Traits:
+    """Llama with factors. Logits are divided, all else is multiplied."""
+    return replace(
+        _llama(fields, layers),
+        attention_scale=_factor(fields, "attention_multiplier"),
+        embedding_scale=_factor(fields, "embedding_multiplier"),
+        residual_scale=_factor(fields, "residual_multiplier"),
+        logit_scale=1 / _factor(fields, "logits_scaling"),
+    )
+
+
+def _smollm3(fields: Fields, layers: int) -> Traits:
+    """Llama with a rope in some layers only: those for which ``no_rope_layers`` is 1."""
+    interval = fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.integers("no_rope_layers") or tuple(
+        int((layer + 1) % interval != 0) for layer in range(layers)
+    )
+    if len(rotated) < layers:
+        raise BrokenModel(
+            f"{fields.where}: no_rope_layers has {len(rotated)} entries for {layers} layers"
+        )
+    rope = parse_rope(fields, RopeHabits(theta=2e6))
+    return replace(
+        _llama(fields, layers),
+        rope=rope,
+        unrotated=frozenset(layer for layer in range(layers) if not rotated[layer]),
+        tied=fields.boolean("tie_word_embeddings", True),
+    )
+
+
+def _olmo2(fields: Fields, layers: int) -> Traits:
+    refuse_windows(fields)
+    biased = fields.boolean("attention_bias", False)
+    return replace(
+        _base(fields, layers),
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm="all heads",
+        norms=_NORMS_AFTER,
+    )
+
+
 def _mistral(fields: Fields, layers: int) -> Traits:
     return replace(_base(fields, layers), windows=same_window(fields, layers, 4096))
 
@@ -127,7 +194,7 @@ def _qwen3(fields: Fields, layers: int) -> Traits:
         windows=windows_of_upper_layers(fields, layers),
         attention_bias=biased,
         output_bias=biased,
-        qk_norm=True,
+        qk_norm="each head",
     )
 
 
@@ -157,7 +224,7 @@ def _qwen3_moe(fields: Fields, layers: int) -> Traits:
         windows=same_window(fields, layers, 4096) if sliding else (0,) * layers,
         attention_bias=biased,
         output_bias=biased,
-        qk_norm=True,
+        qk_norm="each head",
         experts=qwen3_experts(fields, layers),
     )
 
@@ -180,7 +247,7 @@ def _gemma3(fields: Fields, layers: int) -> Traits:
         windows=windows_of_kinds(fields, layers, full_every=pattern),
         local_rope=local_rope,
         final_softcap=_softcap(fields, "final_logit_softcapping", None),
-        qk_norm=True,
+        qk_norm="each head",
     )
 
 
@@ -198,7 +265,7 @@ def _gemma(fields: Fields, layers: int, rope: RopeConfig) -> Traits:
         embedding_scale=fields.integer("hidden_size") ** 0.5,
         attention_bias=biased,
         output_bias=biased,
-        sandwich_norms=True,
+        norms=_SANDWICH,
         norm_offset=1.0,
         tied=fields.boolean("tie_word_embeddings", True),
     )
@@ -206,6 +273,9 @@ def _gemma(fields: Fields, layers: int, rope: RopeConfig) -> Traits:
 
 _FAMILIES: dict[Family, Callable[[Fields, int], Traits]] = {
     "llama": _llama,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -223,6 +293,13 @@ def _activation(fields: Fields, name: str, default: str) -> Activation:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedModel(f"{fields.where}: {name} {named!r} is not supported (only {known})")
     return _ACTIVATIONS[named]
+
+
+def _factor(fields: Fields, name: str) -> float:
+    factor = fields.number(name, 1.0)
+    if factor <= 0:
+        raise BrokenModel(f"{fields.where}: {name} has to be positive, not {factor}")
+    return factor
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float:

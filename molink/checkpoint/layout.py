@@ -36,19 +36,12 @@ def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"mlp.{name}_proj" for name in (("gate_up",) if config.merged else ("gate", "up")))
 
 
-def mlp_norm(config: ModelConfig) -> str:
-    """Name of the norm before the MLP."""
-    before = "pre_feedforward" if config.sandwich_norms else "post_attention"
-    return f"{before}_layernorm"
-
-
 def _norms(config: ModelConfig) -> Shapes:
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if config.sandwich_norms:
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    shapes: Shapes = dict.fromkeys(names, (config.hidden_size,))
-    if config.qk_norm:
-        shapes |= {f"self_attn.{name}_norm": (config.head_dim,) for name in ("q", "k")}
+    shapes: Shapes = dict.fromkeys(config.norms.names, (config.hidden_size,))
+    if config.qk_norm != "none":
+        whole = config.qk_norm == "all heads"
+        for name, heads in (("q", config.heads), ("k", config.kv_heads)):
+            shapes[f"self_attn.{name}_norm"] = (config.head_dim * (heads if whole else 1),)
     return shapes
 
 

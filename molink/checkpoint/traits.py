@@ -8,6 +8,24 @@ from molink.checkpoint.rope import RopeConfig
 
 #: Gated MLPs: ``act(gate) * up``.
 Activation = Literal["silu", "gelu_tanh"]
+#: What a norm of queries and of keys takes the mean square of.
+HeadNorm = Literal["none", "each head", "all heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a layer's norms, by what they are applied to; ``None`` where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that there are."""
+        every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in every if name is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +35,16 @@ class Traits:
     Attention: ``attention_bias`` is about the q, k and v projections, ``output_bias`` about o;
     ``attention_scale`` is the factor of q·k. ``windows`` has an entry for each layer: how many
     positions a row attends to, its own included, 0 = all before it. ``local_rope`` is the rope of
-    layers with a window, where they have one of their own. ``attention_softcap`` and
-    ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
+    layers with a window, where they have one of their own; those in ``unrotated`` have none.
+    ``attention_softcap`` and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``;
+    0 = unbounded.
 
-    Layers: ``sandwich_norms`` are two more, of what attention and MLP give. ``norm_offset`` is
-    added to the weights of all norms. ``merged``: the checkpoint has q, k and v in one tensor, gate
+    Layers: ``norm_offset`` is added to the weights of all norms. What attention and MLP give is
+    multiplied by ``residual_scale``. ``merged``: the checkpoint has q, k and v in one tensor, gate
     and up in another. ``experts`` stand for the MLP in some or all layers.
 
-    Embeddings are multiplied by ``embedding_scale``; ``tied``: they are the output head too.
+    Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``; ``tied``: the
+    embedding is the output head too.
     """
 
     heads: int
@@ -34,15 +54,18 @@ class Traits:
     windows: tuple[int, ...]
     rope: RopeConfig
     local_rope: RopeConfig | None = None
+    unrotated: frozenset[int] = frozenset()
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     activation: Activation = "silu"
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    sandwich_norms: bool = False
+    qk_norm: HeadNorm = "none"
+    norms: LayerNorms = LayerNorms()
     norm_offset: float = 0.0
     merged: bool = False
     tied: bool = False
@@ -58,9 +81,9 @@ class Traits:
         """The ropes that its layers use; see :meth:`rope_of`."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
-    def rope_of(self, layer: int) -> int:
-        """Which of ``ropes`` a layer uses."""
-        return int(self.local_rope is not None and self.windows[layer] > 0)
+    def rope_of(self, layer: int) -> int | None:
+        """Which of ``ropes`` a layer uses; ``None`` where positions turn nothing."""
+        return None if layer in self.unrotated else int(self.local_rope is not None and self.windows[layer] > 0)
 
     @property
     def keys_depend_on_length(self) -> bool:

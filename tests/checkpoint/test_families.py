@@ -55,6 +55,46 @@ def test_mistral_has_a_window_unless_told_otherwise(load: Callable[..., Any]) ->
     assert load("mistral", sliding_window=8).windows == (8,) * 4
 
 
+def test_granite_has_factors(load: Callable[..., Any]) -> None:
+    fields = {
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 16.0,
+    }
+    config = load("granite", **fields)
+    assert (config.attention_scale, config.embedding_scale) == (0.0078125, 12.0)
+    assert (config.residual_scale, config.logit_scale) == (0.22, 0.0625)
+    silent = load("granite")
+    assert (silent.attention_scale, silent.residual_scale, silent.logit_scale) == (1.0, 1.0, 1.0)
+
+
+def test_smollm3_turns_nothing_in_some_layers(load: Callable[..., Any]) -> None:
+    config = load("smollm3", num_hidden_layers=8)
+    assert [config.rope_of(layer) for layer in range(8)] == [0, 0, 0, None] * 2
+    assert (config.rope.theta, config.tied) == (2e6, True)
+    listed = load("smollm3", no_rope_layers=[0, 1, 1, 1], rope_theta=5e6)
+    assert [listed.rope_of(layer) for layer in range(4)] == [None, 0, 0, 0]
+    assert listed.rope.theta == 5e6
+
+
+def test_olmo2_has_norms_after_only(load: Callable[..., Any]) -> None:
+    config = load("olmo2", rms_norm_eps=...)
+    shapes = layer_tensors(config, 0)
+    norms = {name for name in shapes if "norm" in name}
+    assert norms == {
+        f"model.layers.0.{name}.weight"
+        for name in (
+            "post_attention_layernorm",
+            "post_feedforward_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+        )
+    }
+    assert shapes["model.layers.0.self_attn.q_norm.weight"] == (96,)
+    assert shapes["model.layers.0.self_attn.k_norm.weight"] == (48,)
+
+
 def test_qwen_has_windows_in_its_upper_layers(load: Callable[..., Any]) -> None:
     for family in ("qwen2", "qwen3"):
         asked = {"use_sliding_window": True, "sliding_window": 64}
@@ -109,7 +149,7 @@ def test_qwen3_moe_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
     assert config == load("qwen3_moe", num_local_experts=16, **fields)
     assert config.experts is not None
     assert (config.experts.count, config.experts.inner_size) == (16, 32)
-    assert (config.experts.normalized, config.qk_norm, config.head_dim) == (True, True, 24)
+    assert (config.experts.normalized, config.qk_norm, config.head_dim) == (True, "each head", 24)
     assert all(config.experts_of(layer) for layer in range(4))
     some = load("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[1], **fields)
     assert [some.experts_of(layer) is not None for layer in range(4)] == [False, False, False, True]
@@ -123,7 +163,7 @@ def test_gemma2(load: Callable[..., Any]) -> None:
     assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
     assert (config.activation, config.tied) == ("gelu_tanh", True)
     assert config.windows == (4096, 0, 4096, 0)
-    assert (config.sandwich_norms, config.norm_offset, config.local_rope) == (True, 1.0, None)
+    assert (len(config.norms.names), config.norm_offset, config.local_rope) == (4, 1.0, None)
     assert config.embedding_scale == pytest.approx(96**0.5)
     free = load("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (free.attention_softcap, free.final_softcap) == (0.0, 0.0)
@@ -156,7 +196,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
     assert [rope.factor for rope in old.ropes] == [8.0, 1.0]
     silent = load("gemma3_text", **fields)
     assert [rope.theta for rope in silent.ropes] == [1e6, 1e4]
-    assert (silent.windows, silent.qk_norm, silent.final_softcap) == (old.windows, True, 0.0)
+    assert (silent.windows, silent.qk_norm, silent.final_softcap) == (old.windows, "each head", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +216,10 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ("gemma3_text", {"rope_parameters": {FULL: 3}}, "full_attention has to be an object"),
         ("gemma3_text", {"rope_local_base_freq": 1}, "rope_theta"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier has to be positive"),
+        ("granite", {"logits_scaling": "x"}, "logits_scaling"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
         ("mixtral", {"num_local_experts": 10**6}, "num_local_experts has to be at most"),
@@ -219,6 +263,7 @@ def test_impossible_fields_are_named(
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
@@ -255,6 +300,9 @@ FIELDS = (
     "rope_theta",
     "rope_parameters",
     "rope_local_base_freq",
+    "attention_multiplier",
+    "logits_scaling",
+    "no_rope_layers",
 )
 LEAVES = st.one_of(
     st.none(),

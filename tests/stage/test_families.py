@@ -31,6 +31,12 @@ GEMMA3_ROPES = {
 }
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("granite", {}),
+    "granite biased": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 by interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biased": ("olmo2", {"attention_bias": True, "head_dim": 24}),
     "mistral": ("mistral", {}),
     "mistral no window": ("mistral", {"sliding_window": None, "head_dim": 24}),
     "mistral window of two": ("mistral", {"sliding_window": 2}),
@@ -68,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 #: One of each kind, for what needn't be repeated with every setting.
-KINDS = ("mistral", "phi3", "mixtral", "qwen3_moe some dense", "gemma2", "gemma3 scaled")
+KINDS = ("granite", "smollm3", "olmo2", "mistral", "phi3", "mixtral", "qwen3_moe some dense", "gemma2", "gemma3 scaled")
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
 

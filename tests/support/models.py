@@ -21,6 +21,13 @@ VOCABULARY = 320
 #: What small models of a family have beside what all have.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 0.1,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "phi3": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
     "qwen3_moe": {

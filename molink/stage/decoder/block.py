@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import attention_projections, mlp_norm, mlp_projections
+from molink.checkpoint.layout import attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
 from molink.stage.decoder.mlp import Gate, GatedMlp, Mlp
 from molink.stage.decoder.moe import ExpertMlp
-from molink.stage.decoder.norm import Norm
+from molink.stage.decoder.norm import NoNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.rotary import Rotate
 from molink.stage.linear import Linear, Projection
@@ -37,45 +36,40 @@ class ForwardContext:
 class DecoderBlock:
     """Weights of one layer and how to run it. q, k, v are one projection.
 
-    ``rope`` says which of the angles are its own, ``rotate`` turns heads by them. ``head_norm``
-    (norms of q and k, float32 ``[heads + kv_heads, head_dim]``) and the norms of what attention and
-    MLP give are ``None`` in models without them.
+    ``rope`` says which of the angles are its own, if any, ``rotate`` turns heads by them.
+    ``head_norm`` is ``None`` in models without. ``scale`` is that of what attention and MLP give.
     """
 
     index: int
     heads: int
     kv_heads: int
     head_dim: int
-    eps: float
-    rope: int
+    rope: int | None
+    scale: float
     input_norm: Norm
     qkv: Projection
-    head_norm: Tensor | None
+    head_norm: QueryKeyNorm | None
     output: Projection
-    attended_norm: Norm | None
+    attended_norm: Norm
     mlp_norm: Norm
     mlp: Mlp
-    result_norm: Norm | None
+    result_norm: Norm
     rotate: Rotate
 
     def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
         attended = self.output(self._attend(self.input_norm(rows), context))
-        if self.attended_norm is not None:
-            attended = self.attended_norm(attended)
-        rows = _sum(rows, attended)
+        rows = _sum(rows, self.attended_norm(attended), self.scale)
         result = self.mlp(self.mlp_norm(rows))
-        if self.result_norm is not None:
-            result = self.result_norm(result)
-        return _sum(rows, result)
+        return _sum(rows, self.result_norm(result), self.scale)
 
     def _attend(self, rows: Tensor, context: ForwardContext) -> Tensor:
         heads = self.qkv(rows).view(len(rows), self.heads + 2 * self.kv_heads, self.head_dim)
         turned = heads[:, : self.heads + self.kv_heads]
         if self.head_norm is not None:
-            normed = rms_norm(turned.float(), (self.head_dim,), None, self.eps)
-            turned.copy_(normed.mul_(self.head_norm))
-        self.rotate(turned, context.angles[self.rope])
+            self.head_norm(turned)
+        if self.rope is not None:
+            self.rotate(turned, context.angles[self.rope])
         both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
         context.pool.write(self.index, context.slots, both)
         return context.attention(self.index, heads, context.pool)
@@ -88,9 +82,13 @@ class DecoderBlock:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def _sum(rows: Tensor, result: Tensor) -> Tensor:
-    """Both added up, in the type of the rows: they are float32 where float16 is computed in."""
-    return result.add_(rows) if result.dtype == rows.dtype else rows + result
+def _sum(rows: Tensor, result: Tensor, scale: float) -> Tensor:
+    """``rows + scale * result``, in the type of the rows.
+
+    They are float32 where float16 is computed in.
+    """
+    memory = result if result.dtype == rows.dtype else None
+    return torch.add(rows, result, alpha=scale, out=memory)
 
 
 def load_block(
@@ -99,37 +97,45 @@ def load_block(
     """Load the model's layer ``layer``, which is the stage's ``index``-th."""
     prefix = f"model.layers.{layer}."
 
-    def norm(name: str) -> Norm:
+    def norm(name: str | None) -> Norm:
+        if name is None:
+            return NoNorm(reader.dtype)
         return operators.norm(reader.read(f"{prefix}{name}.weight"))
 
-    sandwiched = config.sandwich_norms
     return DecoderBlock(
         index=index,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        eps=config.norm_eps,
         rope=config.rope_of(layer),
-        input_norm=norm("input_layernorm"),
+        scale=config.residual_scale,
+        input_norm=norm(config.norms.before_attention),
         qkv=reader.projection(
             [prefix + name for name in attention_projections(config)], config.attention_bias
         ),
-        head_norm=_load_head_norm(reader, config, prefix) if config.qk_norm else None,
+        head_norm=_load_head_norm(reader, config, prefix),
         output=reader.projection([f"{prefix}self_attn.o_proj"], config.output_bias),
-        attended_norm=norm("post_attention_layernorm") if sandwiched else None,
-        mlp_norm=norm(mlp_norm(config)),
+        attended_norm=norm(config.norms.after_attention),
+        mlp_norm=norm(config.norms.before_mlp),
         mlp=_load_mlp(reader, config, operators.gate, layer, prefix),
-        result_norm=norm("post_feedforward_layernorm") if sandwiched else None,
+        result_norm=norm(config.norms.after_mlp),
         rotate=operators.rotate,
     )
 
 
-def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Tensor:
+def _load_head_norm(
+    reader: WeightReader, config: ModelConfig, prefix: str
+) -> QueryKeyNorm | None:
+    if config.qk_norm == "none":
+        return None
     queries, keys = (
-        reader.read(f"{prefix}self_attn.{name}_norm.weight").expand(count, -1)
+        reader.read(f"{prefix}self_attn.{name}_norm.weight")
+        .view(-1, config.head_dim)
+        .expand(count, -1)
         for name, count in (("q", config.heads), ("k", config.kv_heads))
     )
-    return torch.cat((queries, keys)).float().add_(config.norm_offset)
+    weight = torch.cat((queries, keys)).float().add_(config.norm_offset)
+    return QueryKeyNorm(weight, config.heads, config.qk_norm == "all heads", config.norm_eps)
 
 
 def _load_mlp(

@@ -72,7 +72,9 @@ class Decoder:
         if tuple(wanted) != tuple(range(len(rows))):
             rows = rows.index_select(0, upload_integers(wanted, rows.device))
         logits = self.head(self.norm(rows)).float()
-        cap = self.config.final_softcap
+        cap, scale = self.config.final_softcap, self.config.logit_scale
+        if scale != 1.0:
+            logits = logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 

@@ -1,7 +1,7 @@
 """Root mean square norms (Zhang and Sennrich 2019), in the precision that their models want."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,46 @@ class CompiledNorm:
     @property
     def nbytes(self) -> int:
         """See :class:`Norm`."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """Stands where a model has none: rows only take the type of computation, ``dtype``."""
+
+    dtype: torch.dtype
+    nbytes: ClassVar[int] = 0
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`Norm`."""
+        return rows.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryKeyNorm:
+    """Norms of queries and keys, in float32: of each head alone, or of all that are ``together``.
+
+    ``weight`` is float32 ``[heads + kv_heads, head_dim]``, whose first ``heads`` are of queries.
+    """
+
+    weight: Tensor
+    heads: int
+    together: bool
+    eps: float
+
+    def __call__(self, turned: Tensor) -> None:
+        """Norm queries and keys ``[T, heads + kv_heads, head_dim]`` in place."""
+        wide = turned.float()
+        if self.together:
+            parts = (wide[:, : self.heads], wide[:, self.heads :])
+            normed = torch.cat([rms_norm(x, x.shape[1:], None, self.eps) for x in parts], dim=1)
+        else:
+            normed = rms_norm(wide, wide.shape[2:], None, self.eps)
+        turned.copy_(normed.mul_(self.weight))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
         return self.weight.nbytes
 
 
