@@ -6,8 +6,9 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, cast
 
-from molink.checkpoint.families import ARCHITECTURES, Family, parse_traits
+from molink.checkpoint.families import ARCHITECTURES, DEFAULTS, Family, parse_traits
 from molink.checkpoint.fields import Fields, read_json
+from molink.checkpoint.multimodal import TEXT_MODELS, text_config
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_CONTEXT
 from molink.checkpoint.traits import Traits
@@ -31,6 +32,7 @@ class ModelConfig(Traits):
 
     ``context`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
     those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored.
+    ``sees``: it is the text model of one that takes images too.
     """
 
     family: Family
@@ -43,6 +45,7 @@ class ModelConfig(Traits):
     dtype: WeightDType
     eos_ids: tuple[int, ...]
     quantized: Quantize = "none"
+    sees: bool = False
 
     @classmethod
     def load(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
@@ -70,8 +73,10 @@ class ModelConfig(Traits):
 def _parse(
     raw: Mapping[str, Any], where: str, stops: tuple[int, ...], fallback: WeightDType
 ) -> ModelConfig:
+    inner = text_config(raw, where)
+    raw = raw if inner is None else inner
     family = _family(raw, where)
-    fields = Fields(raw, where)
+    fields = Fields({**DEFAULTS.get(family, {}), **raw}, where)
     hidden = fields.integer("hidden_size", maximum=_MAX_HIDDEN)
     layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     positions = fields.integer("max_position_embeddings", 2048, MAX_CONTEXT)
@@ -90,6 +95,7 @@ def _parse(
         dtype=_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
         quantized=parse_quantized(raw, where),
+        sees=inner is not None,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
     )
 
@@ -105,7 +111,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     if not isinstance(name, str):
         raise BrokenModel(f"{where}: architectures is missing")
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        known = ", ".join((*ARCHITECTURES, *TEXT_MODELS))
         raise UnsupportedModel(f"{where}: architecture {name} is not supported; these are: {known}")
     return ARCHITECTURES[name]
 

@@ -10,15 +10,16 @@ Supported, by the name in ``architectures``:
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``MixtralForCausalLM``, ``Qwen3MoeForCausalLM``: experts
-- ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM`` (text): four norms a layer, bounded scores, a rope of
+- ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, bounded scores, a rope of
   their own for layers with a window
+- the text models of those in :mod:`molink.checkpoint.multimodal`
 
 Everything beyond this module knows facts only, no family. Defaults are those of transformers.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from molink.checkpoint.experts import mixtral_experts, qwen3_experts
 from molink.checkpoint.fields import Fields
@@ -69,6 +70,19 @@ ARCHITECTURES: dict[str, Family] = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
 }
+#: What a config means by saying nothing, where that isn't the same for all families.
+DEFAULTS: dict[Family, dict[str, Any]] = {
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    },
+}
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -79,9 +93,7 @@ _SANDWICH = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-_NORMS_AFTER = LayerNorms(
-    None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-)
+_NORMS_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 

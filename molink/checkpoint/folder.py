@@ -10,6 +10,7 @@ from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.lookalikes import refuse_lookalike, refuse_other_tensors
+from molink.checkpoint.multimodal import text_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import Stored, stored_tensors
 from molink.checkpoint.strays import refuse_strays
@@ -85,6 +86,8 @@ class ModelFolder:
 def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     """Tensors of all safetensors files of a folder; the index decides on names found twice.
 
+    Of a model that sees images they are those of its text model, by the names of such.
+
     Raises:
         BrokenModel: there are none, or a file is truncated or inconsistent.
     """
@@ -96,7 +99,7 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     preferred = weight_map(path)
     tensors: dict[str, TensorSpan] = {}
     for file in files:
-        for name, span in read_header(file).items():
+        for name, span in text_tensors(read_header(file), str(file)).items():
             known = tensors.get(name)
             if known is None or preferred.get(name) == span.file:
                 tensors[name] = span
@@ -106,13 +109,16 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Tensor → file, as the index of a sharded folder has it; empty without an index."""
+    """Tensor → file, as the index of a sharded folder has it; empty without an index.
+
+    Tensors as in :func:`scan_tensors`.
+    """
     if not (path / INDEX_FILE).is_file():
         return {}
     found: Any = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise BrokenModel(f"{path / INDEX_FILE}: weight_map is no object of file names")
-    return found
+    return text_tensors(found, str(path / INDEX_FILE))
 
 
 def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:

@@ -45,7 +45,7 @@ class TensorKind(Protocol):
 class TensorSpan:
     """Where a tensor lies: ``nbytes`` bytes at ``offset`` of ``file`` (a name in the folder).
 
-    ``dtype`` is safetensors' own name (``BF16``).
+    ``dtype`` is safetensors' own name (``BF16``), ``key`` the tensor's name in that file.
     """
 
     file: str
@@ -53,6 +53,7 @@ class TensorSpan:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    key: str
 
 
 def read_header(path: Path) -> dict[str, TensorSpan]:
@@ -138,7 +139,7 @@ def _span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: int) ->
             f"{where}: ends at byte {base + end}, but the file has {size}: it is truncated; "
             "fetch it again"
         )
-    return TensorSpan(path.name, dtype, shape, base + begin, end - begin)
+    return TensorSpan(path.name, dtype, shape, base + begin, end - begin, name)
 
 
 def _extents(entry: dict[str, Any], field: str, where: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from molink.checkpoint import hub
 from molink.checkpoint.header import TensorSpan, header_length, parse_header
 from molink.checkpoint.hub_errors import in_words
 from molink.checkpoint.manifest import CHUNK_BYTES
+from molink.checkpoint.multimodal import text_tensors
 from molink.errors import BrokenModel, Unavailable
 
 #: Seconds until a silent line is given up: a peer may be asked instead.
@@ -73,7 +74,8 @@ class HubParts:
     def _head(self, file: hub.HubFile) -> dict[str, TensorSpan]:
         path = PurePosixPath(file.name)
         length = header_length(self._range(file.name, 0, 8), file.nbytes, path)
-        return parse_header(path, self._range(file.name, 8, length), file.nbytes)
+        found = parse_header(path, self._range(file.name, 8, length), file.nbytes)
+        return text_tensors(found, file.name)
 
     def _range(self, file: str, first: int, length: int) -> bytes:
         """``length`` bytes of a file, fewer only where it ends."""

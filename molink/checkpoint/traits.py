@@ -83,7 +83,11 @@ class Traits:
 
     def rope_of(self, layer: int) -> int | None:
         """Which of ``ropes`` a layer uses; ``None`` where positions turn nothing."""
-        return None if layer in self.unrotated else int(self.local_rope is not None and self.windows[layer] > 0)
+        return (
+            None
+            if layer in self.unrotated
+            else int(self.local_rope is not None and self.windows[layer] > 0)
+        )
 
     @property
     def keys_depend_on_length(self) -> bool:

@@ -25,11 +25,16 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 T = TypeVar("T")
 
 
+class _TextModel(msgspec.Struct):
+    vocab_size: int | None = None
+
+
 class _TokenizerModel(msgspec.Struct):
-    """What prompts need to know of ``config.json``."""
+    """What prompts need to know of ``config.json``; of a model that sees, it is further inside."""
 
     vocab_size: int | None = None
     eos_token_id: TokenIds = None
+    text_config: _TextModel | None = None
 
 
 class Tokenizer:
@@ -88,7 +93,9 @@ class Tokenizer:
             backend.no_padding()
             backend.no_truncation()
             backend.encode("")  # fails if what is added to each prompt doesn't exist
-            return cls(backend, config, defaults, template, model.vocab_size or 0, longest)
+            inner = model.text_config or _TextModel()
+            size = model.vocab_size or inner.vocab_size or 0
+            return cls(backend, config, defaults, template, size, longest)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text``; with ``special`` as a prompt of its own (a BOS where the model has one).

@@ -32,7 +32,7 @@ def parse(**section: Any) -> str | None:
 
 
 def span(dtype: str, shape: tuple[int, ...] = SHAPE) -> TensorSpan:
-    return TensorSpan("f", dtype, shape, 0, 0)
+    return TensorSpan("f", dtype, shape, 0, 0, "t")
 
 
 def test_configs() -> None:

@@ -72,9 +72,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 2.0,
         },
     ),
+    "gemma3 that sees": ("gemma3", {"layer_types": [SLIDING, SLIDING, FULL, SLIDING]}),
+    "mistral3": ("mistral3", {}),
+    "mistral3 tied": ("mistral3", {"tie_word_embeddings": True}),
 }
 #: One of each kind, for what needn't be repeated with every setting.
-KINDS = ("granite", "smollm3", "olmo2", "mistral", "phi3", "mixtral", "qwen3_moe some dense", "gemma2", "gemma3 scaled")
+KINDS = (
+    "granite",
+    "smollm3",
+    "olmo2",
+    "mistral",
+    "phi3",
+    "mixtral",
+    "qwen3_moe some dense",
+    "gemma2",
+    "gemma3 scaled",
+)
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75
 

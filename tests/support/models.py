@@ -38,6 +38,21 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "mistral3": {"sliding_window": None, "model_type": "mistral"},
+}
+
+#: Models that see images: the ``model_type`` of what sees, and what else its config says.
+SIGHT: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
+    "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
+}
+_SMALL_SIGHT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
 }
 
 #: A small Llama whose weights are of no use, written without torch.
@@ -105,7 +120,7 @@ def write_model(
     ``overrides`` are fields of its config. Weights are large enough for logits to differ clearly.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -122,10 +137,17 @@ def write_model(
         "pad_token_id": 256,
     }
     settings |= FAMILY_FIELDS.get(family, {})
-    config = AutoConfig.for_model(family, **(settings | overrides))
+    settings |= overrides
+    kind: Any = AutoModelForCausalLM
+    if family in SIGHT:
+        tied = settings["tie_word_embeddings"]
+        sight = _SMALL_SIGHT | SIGHT[family]
+        settings = {"text_config": settings, "vision_config": sight, "tie_word_embeddings": tied}
+        kind = AutoModelForImageTextToText
+    config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.data.normal_(0, 0.2)

@@ -1,5 +1,6 @@
 """A model split over stages in one process, and transformers beside it."""
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -64,9 +65,11 @@ class Reference:
     """The same model in transformers, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        import transformers
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        kind = getattr(transformers, named)
+        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:

@@ -107,7 +107,9 @@ class DaemonConsole:
         """Print one event."""
         match event:
             case Serving():
-                self._line(f"Serving [bold]{escape(event.model)}[/bold] from {escape(event.path)}")
+                text = ", its text model (it takes no images)" if event.sees else ""
+                named = f"[bold]{escape(event.model)}[/bold]{text}"
+                self._line(f"Serving {named} from {escape(event.path)}")
             case Listening():
                 self._listening(event)
             case Invitation():

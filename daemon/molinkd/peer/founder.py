@@ -91,7 +91,7 @@ class Founder:
         check(self._settings.quantize, folder.config)
         self._facts = msgspec.structs.replace(folder.facts(source.name), hub=source.hub)
         self._source = source
-        self._announce(Serving(model=source.name, path=str(source.path)))
+        self._announce(Serving(model=source.name, path=str(source.path), sees=folder.config.sees))
 
     @property
     def facts(self) -> ModelFacts | None:

@@ -42,6 +42,8 @@ class Serving(LaunchEvent, frozen=True, kw_only=True, tag="serving"):
 
     model: str
     path: str
+    #: Whether it sees images too, which aren't served.
+    sees: bool = False
 
 
 class Listening(LaunchEvent, frozen=True, kw_only=True, tag="listening"):

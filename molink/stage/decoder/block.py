@@ -123,9 +123,7 @@ def load_block(
     )
 
 
-def _load_head_norm(
-    reader: WeightReader, config: ModelConfig, prefix: str
-) -> QueryKeyNorm | None:
+def _load_head_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:
     if config.qk_norm == "none":
         return None
     queries, keys = (

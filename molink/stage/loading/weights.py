@@ -193,13 +193,13 @@ class WeightReader:
         )
 
     def _mapped(self, name: str) -> Tensor:
-        file = self._folder.tensors[name].file
-        path = self._folder.path / file
+        span = self._folder.tensors[name]
+        file, path = span.file, self._folder.path / span.file
         try:
             if file not in self._files:
                 opened = safe_open(path, framework="pt", device="cpu")
                 self._files[file] = self._stack.enter_context(opened)
-            tensor: Tensor = self._files[file].get_tensor(name)
+            tensor: Tensor = self._files[file].get_tensor(span.key)
         except (SafetensorError, OSError) as error:
             raise BrokenModel(f"{path}: tensor {name} can't be read: {error}") from error
         return tensor

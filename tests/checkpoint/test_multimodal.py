@@ -1,0 +1,133 @@
+"""Folders of models that see: their text model is found in either spelling, and nothing else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.folder import INDEX_FILE, ModelFolder, weight_map
+from molink.checkpoint.multimodal import text_tensors
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.swarm.fetch_plan import group_tensors, plan_group
+from molink.text.tokenizer import Tokenizer
+from molinkd.peer.library import Library
+from tests.support.models import MakeModel
+
+#: As google/gemma-3-4b-it says it: much of it is silent.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+@pytest.fixture
+def seeing(make_model: MakeModel, tmp_path: Path) -> Path:
+    """A small Mistral 3."""
+    return make_model(tmp_path / "model", "mistral3")
+
+
+def test_a_config_of_the_hub() -> None:
+    config = ModelConfig.parse(GEMMA3_4B, "config.json")
+    assert (config.family, config.sees, config.layers) == ("gemma3_text", True, 34)
+    assert (config.heads, config.kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.context, config.tied) == (262208, 131072, True)
+    assert (config.dtype, config.eos_ids) == ("bf16", (1, 106))
+    assert [rope.factor for rope in config.ropes] == [8.0, 1.0]
+    assert config.windows[:6] == (1024,) * 5 + (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"text_config": None}, BrokenModel, "text_config is missing"),
+        ({"text_config": 3}, BrokenModel, "text_config has to be an object"),
+        ({"text_config": {"model_type": "ministral3"}}, UnsupportedModel, "ministral3"),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"]},
+            UnsupportedModel,
+            "Llava.*Mistral3ForConditionalGeneration",
+        ),
+    ],
+)
+def test_what_is_refused(change: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ModelConfig.parse(GEMMA3_4B | change, "config.json")
+
+
+def test_both_spellings_and_only_the_text_model(seeing: Path) -> None:
+    file = seeing / "model.safetensors"
+    stored = load_file(file)
+    assert any(name.startswith("vision_tower.") for name in stored)
+    opened = ModelFolder.open(seeing)
+    assert {*opened.tensors} == {*opened.stage_tensors(0, 3)}
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.")
+        .replace("language_model.lm_head.", "lm_head.")
+        .replace("vision_tower.", "model.vision_tower."): tensor
+        for name, tensor in stored.items()
+    }
+    save_file(renamed, file)
+    assert {*ModelFolder.open(seeing).tensors} == {*opened.tensors}
+
+
+def test_an_index_is_read_by_the_same_names(seeing: Path) -> None:
+    names = load_file(seeing / "model.safetensors")
+    mapped = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (seeing / INDEX_FILE).write_text(json.dumps(mapped), encoding="utf-8")
+    assert weight_map(seeing).keys() == ModelFolder.open(seeing).tensors.keys()
+
+
+def test_two_spellings_at_once_are_refused() -> None:
+    names = ("model.norm.weight", "language_model.model.norm.weight")
+    with pytest.raises(BrokenModel, match=r"f: tensor model\.norm\.weight is there under two"):
+        text_tensors(dict.fromkeys(names, 0), "f")
+
+
+def test_a_tensor_without_a_place_is_still_named(seeing: Path) -> None:
+    extra = {"language_model.model.layers.0.mlp.extra.weight": torch.zeros(4)}
+    save_file(extra, seeing / "more.safetensors")
+    with pytest.raises(BrokenModel, match=r"model\.layers\.0\.mlp\.extra\.weight has no place"):
+        ModelFolder.open(seeing)
+
+
+def test_others_are_sent_the_text_model_only(seeing: Path, tmp_path: Path) -> None:
+    holding = Library().add("m", seeing)
+    config = ModelConfig.load(seeing)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in holding.manifest.files:
+        (copy / name).write_bytes((seeing / name).read_bytes())
+    fetched = 0
+    for group, shapes in group_tensors(config, 0, 3).items():
+        plan = plan_group(group, shapes, holding.manifest.tensors)
+        pieces = [holding.read(piece.part.name, piece.index) for piece in plan.pieces()]
+        (copy / plan.file).write_bytes(plan.header + b"".join(pieces))
+        fetched += len(plan.parts)
+    assert fetched == len(holding.manifest.tensors)
+    one, other = (ModelFolder.open(path) for path in (seeing, copy))
+    assert one.tensors.keys() == other.tensors.keys()
+    stored = load_file(copy / "final.safetensors")["lm_head.weight"]
+    original = load_file(seeing / "model.safetensors")["language_model.lm_head.weight"]
+    assert torch.equal(stored, original)
+
+
+def test_ids_are_bounded_by_the_text_model(seeing: Path, edit_json: Callable[..., None]) -> None:
+    text = json.loads((seeing / "config.json").read_text(encoding="utf-8"))["text_config"]
+    edit_json(seeing / "config.json", text_config=text | {"vocab_size": 300})
+    assert Tokenizer.open(seeing).vocab_size == 300
