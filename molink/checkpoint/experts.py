@@ -8,7 +8,7 @@ from molink.errors import BrokenModel
 #: A damaged config must not make a list of tensors that exhausts memory.
 _MAX_EXPERTS = 1024
 _MAX_EXPERTS_OF_MODEL = 2**16
-_MAX_INNER = 2**20
+MAX_INNER = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Experts:
 
     A row goes through the ``chosen`` of ``count`` experts that the router prefers; with
     ``normalized`` their weights sum to 1. Layers in ``dense`` have a plain MLP. ``module``,
-    ``gate``, ``up`` and ``down`` are parts of the tensors' names.
+    ``gate``, ``up`` and ``down`` are parts of the tensors' names. All rows go through one more
+    expert of ``shared_size``, weighted by a gate of its own; 0 = there is none.
     """
 
     count: int
@@ -29,11 +30,23 @@ class Experts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared_size: int = 0
 
     @property
     def router(self) -> str:
         """Name of the projection that rates the experts."""
         return f"{self.module}.gate"
+
+    @property
+    def shared_gate(self) -> str:
+        """Name of the projection that weighs the shared expert."""
+        return f"{self.module}.shared_expert_gate"
+
+    @property
+    def shared_projections(self) -> tuple[str, str, str]:
+        """Names of the shared expert's gate, up and down projections."""
+        prefix = f"{self.module}.shared_expert."
+        return prefix + self.gate, prefix + self.up, prefix + self.down
 
     def projections(self, index: int) -> tuple[str, str, str]:
         """Names of an expert's gate, up and down projections."""
@@ -50,7 +63,7 @@ def mixtral_experts(fields: Fields, layers: int) -> Experts:
     experts = Experts(
         count=fields.integer("num_local_experts", 8, maximum=_MAX_EXPERTS),
         chosen=fields.integer("num_experts_per_tok", 2),
-        inner_size=fields.integer("intermediate_size", maximum=_MAX_INNER),
+        inner_size=fields.integer("intermediate_size", maximum=MAX_INNER),
         normalized=True,
         module="block_sparse_moe",
         gate="w1",
@@ -60,8 +73,10 @@ def mixtral_experts(fields: Fields, layers: int) -> Experts:
     return _checked(experts, layers, fields.where)
 
 
-def qwen3_experts(fields: Fields, layers: int) -> Experts:
-    """Experts as Qwen3-MoE has them: each ``decoder_sparse_step``-th layer, with exceptions.
+def qwen_experts(fields: Fields, layers: int) -> Experts:
+    """Experts as Qwen2-MoE and Qwen3-MoE have them: each ``decoder_sparse_step``-th layer.
+
+    There are exceptions. The shared one of Qwen2-MoE is left out.
 
     Raises:
         BrokenModel: a field that is impossible; named.
@@ -73,7 +88,7 @@ def qwen3_experts(fields: Fields, layers: int) -> Experts:
     experts = Experts(
         count=fields.integer("num_experts", known, maximum=_MAX_EXPERTS),
         chosen=fields.integer("num_experts_per_tok", 8),
-        inner_size=fields.integer("moe_intermediate_size", 768, maximum=_MAX_INNER),
+        inner_size=fields.integer("moe_intermediate_size", 768, maximum=MAX_INNER),
         normalized=fields.boolean("norm_topk_prob", False),
         dense=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
     )

@@ -9,7 +9,8 @@ Supported, by the name in ``architectures``:
 - ``MistralForCausalLM``: sliding windows
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
-- ``MixtralForCausalLM``, ``Qwen3MoeForCausalLM``: experts
+- ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
+- ``GlmForCausalLM``, ``Glm4ForCausalLM``: half of each head is rotated, in neighbouring pairs
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, bounded scores, a rope of
   their own for layers with a window
 - the text models of those in :mod:`molink.checkpoint.multimodal`
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from molink.checkpoint.experts import mixtral_experts, qwen3_experts
+from molink.checkpoint.experts import MAX_INNER, mixtral_experts, qwen_experts
 from molink.checkpoint.fields import Fields
 from molink.checkpoint.rope import (
     RopeConfig,
@@ -50,9 +51,12 @@ Family = Literal[
     "qwen3",
     "phi3",
     "mixtral",
+    "qwen2_moe",
     "qwen3_moe",
     "gemma2",
     "gemma3_text",
+    "glm",
+    "glm4",
 ]
 
 #: ``architectures`` of config.json → family, which is also its ``model_type``.
@@ -69,10 +73,27 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
+}
+_GLM = {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
 }
 #: What a config means by saying nothing, where that isn't the same for all families.
 DEFAULTS: dict[Family, dict[str, Any]] = {
     "olmo2": {"rms_norm_eps": 1e-5},
+    "qwen2_moe": {
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "glm": _GLM,
+    "glm4": _GLM,
     "gemma3_text": {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -94,6 +115,7 @@ _SANDWICH = LayerNorms(
     after_mlp="post_feedforward_layernorm",
 )
 _NORMS_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 
@@ -216,7 +238,8 @@ def _phi3(fields: Fields, layers: int) -> Traits:
     return replace(
         _base(fields, layers, rope=parse_rope(fields, habits)),
         windows=same_window(fields, layers, None),
-        merged=True,
+        merged_qkv=True,
+        merged_gate_up=True,
     )
 
 
@@ -225,6 +248,16 @@ def _mixtral(fields: Fields, layers: int) -> Traits:
         _base(fields, layers, rope=parse_rope(fields, RopeHabits(theta=1e6))),
         windows=same_window(fields, layers, None),
         experts=mixtral_experts(fields, layers),
+    )
+
+
+def _qwen2_moe(fields: Fields, layers: int) -> Traits:
+    refuse_windows(fields)
+    shared = fields.integer("shared_expert_intermediate_size", maximum=MAX_INNER)
+    return replace(
+        _base(fields, layers),
+        attention_bias=fields.boolean("qkv_bias", True),
+        experts=replace(qwen_experts(fields, layers), shared_size=shared),
     )
 
 
@@ -237,8 +270,22 @@ def _qwen3_moe(fields: Fields, layers: int) -> Traits:
         attention_bias=biased,
         output_bias=biased,
         qk_norm="each head",
-        experts=qwen3_experts(fields, layers),
+        experts=qwen_experts(fields, layers),
     )
+
+
+def _glm(fields: Fields, layers: int) -> Traits:
+    refuse_windows(fields)
+    return replace(
+        _base(fields, layers, rope=parse_rope(fields, RopeHabits(partial=True))),
+        interleaved=True,
+        attention_bias=fields.boolean("attention_bias", True),
+        merged_gate_up=True,
+    )
+
+
+def _glm4(fields: Fields, layers: int) -> Traits:
+    return replace(_glm(fields, layers), norms=_GLM4_NORMS)
 
 
 def _gemma2(fields: Fields, layers: int) -> Traits:
@@ -293,7 +340,10 @@ _FAMILIES: dict[Family, Callable[[Fields, int], Traits]] = {
     "qwen3": _qwen3,
     "phi3": _phi3,
     "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "glm": _glm,
+    "glm4": _glm4,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }

@@ -27,13 +27,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
 
 def attention_projections(config: ModelConfig) -> tuple[str, ...]:
     """Names of the projections that make q, k and v, in this order."""
-    names = ("qkv",) if config.merged else ("q", "k", "v")
+    names = ("qkv",) if config.merged_qkv else ("q", "k", "v")
     return tuple(f"self_attn.{name}_proj" for name in names)
 
 
 def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
     """Names of the projections that make gate and up of a plain MLP, in this order."""
-    return tuple(f"mlp.{name}_proj" for name in (("gate_up",) if config.merged else ("gate", "up")))
+    names = ("gate_up",) if config.merged_gate_up else ("gate", "up")
+    return tuple(f"mlp.{name}_proj" for name in names)
 
 
 def _norms(config: ModelConfig) -> Shapes:
@@ -48,7 +49,7 @@ def _norms(config: ModelConfig) -> Shapes:
 def _attention(config: ModelConfig) -> _Projections:
     hidden, biased = config.hidden_size, config.attention_bias
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    rows = (queries + 2 * keys,) if config.merged else (queries, keys, keys)
+    rows = (queries + 2 * keys,) if config.merged_qkv else (queries, keys, keys)
     names = attention_projections(config)
     made: _Projections = {
         name: ((count, hidden), biased) for name, count in zip(names, rows, strict=True)
@@ -66,6 +67,11 @@ def _mlp(config: ModelConfig) -> _Projections:
 
 def _experts(experts: Experts, hidden: int) -> _Projections:
     made: _Projections = {experts.router: ((experts.count, hidden), False)}
+    if experts.shared_size:
+        gate, up, down = experts.shared_projections
+        made[experts.shared_gate] = (1, hidden), False
+        made[gate] = made[up] = (experts.shared_size, hidden), False
+        made[down] = (hidden, experts.shared_size), False
     for index in range(experts.count):
         gate, up, down = experts.projections(index)
         made[gate] = made[up] = (experts.inner_size, hidden), False

@@ -14,7 +14,7 @@ from molink.facts.model import Quantize
 #: Weights that share a scale in nf4, along the flattened ``[out, in]``.
 NF4_BLOCK = 64
 #: What rates the experts of a layer is too sensitive.
-ROUTER_SUFFIX = ".gate.weight"
+ROUTER_SUFFIXES = (".gate.weight", ".shared_expert_gate.weight")
 #: Scales are float32.
 _SCALE_BYTES = 4
 
@@ -35,7 +35,7 @@ def quantized_bytes(shape: Sequence[int], mode: Quantize, element_bytes: int) ->
 def is_quantizable(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is the weight of a projection that a stage may quantize."""
     inner = name.startswith("model.layers.") and name.endswith(".weight")
-    return inner and len(shape) == 2 and not name.endswith(ROUTER_SUFFIX)
+    return inner and len(shape) == 2 and not name.endswith(ROUTER_SUFFIXES)
 
 
 def can_hold(mode: Quantize, shapes: Iterable[Sequence[int]]) -> bool:

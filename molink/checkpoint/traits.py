@@ -35,13 +35,15 @@ class Traits:
     Attention: ``attention_bias`` is about the q, k and v projections, ``output_bias`` about o;
     ``attention_scale`` is the factor of q·k. ``windows`` has an entry for each layer: how many
     positions a row attends to, its own included, 0 = all before it. ``local_rope`` is the rope of
-    layers with a window, where they have one of their own; those in ``unrotated`` have none.
+    layers with a window, where they have one of their own; those in ``unrotated`` have none. With
+    ``interleaved`` the two dimensions that are turned together are neighbours, else half of what is
+    rotated lies between them.
     ``attention_softcap`` and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``;
     0 = unbounded.
 
     Layers: ``norm_offset`` is added to the weights of all norms. What attention and MLP give is
-    multiplied by ``residual_scale``. ``merged``: the checkpoint has q, k and v in one tensor, gate
-    and up in another. ``experts`` stand for the MLP in some or all layers.
+    multiplied by ``residual_scale``. ``merged_qkv`` and ``merged_gate_up``: the checkpoint has them
+    in one tensor. ``experts`` stand for the MLP in some or all layers.
 
     Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``; ``tied``: the
     embedding is the output head too.
@@ -55,6 +57,7 @@ class Traits:
     rope: RopeConfig
     local_rope: RopeConfig | None = None
     unrotated: frozenset[int] = frozenset()
+    interleaved: bool = False
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     embedding_scale: float = 1.0
@@ -67,7 +70,8 @@ class Traits:
     qk_norm: HeadNorm = "none"
     norms: LayerNorms = LayerNorms()
     norm_offset: float = 0.0
-    merged: bool = False
+    merged_qkv: bool = False
+    merged_gate_up: bool = False
     tied: bool = False
     experts: Experts | None = None
 
@@ -83,11 +87,9 @@ class Traits:
 
     def rope_of(self, layer: int) -> int | None:
         """Which of ``ropes`` a layer uses; ``None`` where positions turn nothing."""
-        return (
-            None
-            if layer in self.unrotated
-            else int(self.local_rope is not None and self.windows[layer] > 0)
-        )
+        if layer in self.unrotated:
+            return None
+        return int(self.local_rope is not None and self.windows[layer] > 0)
 
     @property
     def keys_depend_on_length(self) -> bool:

@@ -67,7 +67,8 @@ class Stage:
         self._attentions: dict[int, Attention] = {}
         with torch.inference_mode():
             self._ropes = tuple(
-                Rope(rope, config.head_dim, self._dtype, device) for rope in config.ropes
+                Rope(rope, config.head_dim, self._dtype, device, config.interleaved)
+                for rope in config.ropes
             )
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None

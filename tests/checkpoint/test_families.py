@@ -108,7 +108,7 @@ def test_qwen_has_windows_in_its_upper_layers(load: Callable[..., Any]) -> None:
 
 def test_phi3_is_merged_and_may_scale(load: Callable[..., Any]) -> None:
     plain = load("phi3")
-    assert (plain.merged, plain.windows, plain.rope.kind) == (True, (0,) * 4, "default")
+    assert (plain.merged_qkv, plain.windows, plain.rope.kind) == (True, (0,) * 4, "default")
     assert plain.rope.rotary_dim(plain.head_dim) == 24
     mini = load("phi3", **PHI4_MINI)
     assert (mini.tied, mini.windows, mini.context) == (True, (262144,) * 4, 131072)
@@ -155,6 +155,27 @@ def test_qwen3_moe_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
     assert [some.experts_of(layer) is not None for layer in range(4)] == [False, False, False, True]
     windowed = load("qwen3_moe", use_sliding_window=True, sliding_window=7)
     assert windowed.windows == (7,) * 4
+
+
+def test_qwen2_moe_has_a_shared_expert(load: Callable[..., Any]) -> None:
+    config = load("qwen2_moe")
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.chosen, config.experts.inner_size) == (60, 4, 1408)
+    assert (config.experts.shared_size, config.experts.normalized) == (5632, False)
+    assert (config.attention_bias, config.output_bias) == (True, False)
+    shapes = layer_tensors(config, 0)
+    assert shapes["model.layers.0.mlp.shared_expert_gate.weight"] == (1, 96)
+    assert shapes["model.layers.0.mlp.shared_expert.down_proj.weight"] == (96, 5632)
+
+
+@pytest.mark.parametrize("family", ["glm", "glm4"])
+def test_glm_rotates_neighbours_in_half_of_a_head(load: Callable[..., Any], family: str) -> None:
+    config = load(family, rms_norm_eps=...)
+    assert (config.head_dim, config.rope.rotary_dim(128), config.interleaved) == (128, 64, True)
+    assert (config.norm_eps, config.merged_qkv, config.merged_gate_up) == (1.5625e-7, False, True)
+    assert (config.attention_bias, config.output_bias) == (True, False)
+    assert config.eos_ids == (151329, 151336, 151338)
+    assert len(config.norms.names) == (4 if family == "glm4" else 2)
 
 
 def test_gemma2(load: Callable[..., Any]) -> None:
@@ -226,6 +247,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("mixtral", {"num_local_experts": 1024, "num_hidden_layers": 4096}, "over 65536 experts"),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5"),
         ("qwen3_moe", {"moe_intermediate_size": 2**30}, "moe_intermediate_size"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 2**30}, "shared_expert_intermediate"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers"),
         ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, "head_dim 2"),
@@ -263,6 +285,7 @@ def test_impossible_fields_are_named(
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("qwen2_moe", {"use_sliding_window": True}, "sliding_attention"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -303,6 +326,8 @@ FIELDS = (
     "attention_multiplier",
     "logits_scaling",
     "no_rope_layers",
+    "shared_expert_intermediate_size",
+    "qkv_bias",
 )
 LEAVES = st.one_of(
     st.none(),

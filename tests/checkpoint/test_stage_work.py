@@ -55,6 +55,12 @@ def test_windows_bound_what_a_row_attends_to(make_model: Any, tmp_path: Path) ->
     assert made.prefill_flops(10) == 2 * (10 * (ATTENTION + MLP) + 2 * HEADS * HEAD_DIM * pairs)
 
 
+def test_a_shared_expert_counts_for_all_rows(make_model: Any, tmp_path: Path) -> None:
+    made = work(make_model(tmp_path, "qwen2_moe", qkv_bias=False), (1, 2), 0)
+    met = ATTENTION + 6 * HIDDEN + HIDDEN + 3 * HIDDEN * 64 + 2 * 3 * HIDDEN * 32
+    assert made.prefill_flops(1) == 2 * (met + 2 * HEADS * HEAD_DIM)
+
+
 def test_only_chosen_experts_count(make_model: Any, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=1)
     made = work(folder, (1, 2), 0)

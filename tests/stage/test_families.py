@@ -53,6 +53,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
     ),
     "qwen3_moe all experts": ("qwen3_moe", {"num_experts_per_tok": 8, "attention_bias": True}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe some dense": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4 all rotated": (
+        "glm4",
+        {
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+        },
+    ),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
     "gemma2 unbounded": (
         "gemma2",
@@ -85,6 +99,8 @@ KINDS = (
     "phi3",
     "mixtral",
     "qwen3_moe some dense",
+    "qwen2_moe",
+    "glm4",
     "gemma2",
     "gemma3 scaled",
 )

@@ -9,7 +9,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
 from molink.stage.decoder.mlp import Gate, GatedMlp, Mlp
-from molink.stage.decoder.moe import ExpertMlp
+from molink.stage.decoder.moe import ExpertMlp, SharedExpertMlp
 from molink.stage.decoder.norm import NoNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.rotary import Rotate
@@ -150,10 +150,15 @@ def _load_mlp(
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
     names = map(experts.projections, range(experts.count))
-    return ExpertMlp(
+    chosen = ExpertMlp(
         # Never quantized: a small error here sends a row to other experts.
         router=Linear(reader.read(f"{prefix}{experts.router}.weight")),
         experts=tuple(gated((gate, up), down, False) for gate, up, down in names),
         chosen=experts.chosen,
         normalized=experts.normalized,
     )
+    if not experts.shared_size:
+        return chosen
+    *both, down = experts.shared_projections
+    weigh = Linear(reader.read(f"{prefix}{experts.shared_gate}.weight"))
+    return SharedExpertMlp(chosen, gated(tuple(both), down, False), weigh)

@@ -63,3 +63,24 @@ class ExpertMlp:
     def nbytes(self) -> int:
         """See :class:`~molink.stage.decoder.mlp.Mlp`."""
         return self.router.nbytes + sum(expert.nbytes for expert in self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertMlp:
+    """Experts that are ``chosen``, and a ``shared`` one, weighted by the sigmoid of a gate."""
+
+    capturable: ClassVar[bool] = False
+
+    chosen: ExpertMlp
+    shared: Mlp
+    gate: Projection
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
+        result = self.shared(rows).mul_(self.gate(rows).sigmoid_())
+        return result.add_(self.chosen(rows))
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
+        return self.chosen.nbytes + self.shared.nbytes + self.gate.nbytes

@@ -14,7 +14,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.stage.decoder.mlp import Gate, create_gate
 from molink.stage.decoder.norm import CompiledNorm, Norm, create_norm
-from molink.stage.decoder.rotary import Rotate, rotate
+from molink.stage.decoder.rotary import Rotate, rotate, rotate_pairs
 from molink.stage.kernels.create import create_rowwise
 from molink.stage.kernels.shape import fits_rowwise
 
@@ -40,18 +40,23 @@ def create_operators(
     """
     compiled = None if "compiled-rows" in avoid else _find_compiled(config, dtype, device)
     if compiled is None:
-        return RowOperators(partial(create_norm, config), create_gate(config.activation), rotate)
+        turn = rotate_pairs if config.interleaved else rotate
+        return RowOperators(partial(create_norm, config), create_gate(config.activation), turn)
 
     def norm(weight: Tensor) -> Norm:
         return CompiledNorm(weight.float().add_(config.norm_offset), compiled)
 
-    return RowOperators(norm, compiled.gate, compiled.rotate)
+    # Neighbouring pairs are no vectors: there is no compiled code for them.
+    return RowOperators(
+        norm, compiled.gate, rotate_pairs if config.interleaved else compiled.rotate
+    )
 
 
 def _find_compiled(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> "Rowwise | None":
-    inner = [] if config.experts is None else [config.experts.inner_size]
+    experts = config.experts
+    inner = [] if experts is None else [experts.inner_size, experts.shared_size]
     widths = [config.hidden_size, config.intermediate_size, *inner]
     rotary = [rope.rotary_dim(config.head_dim) for rope in config.ropes]
     if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):

@@ -36,15 +36,32 @@ _FIRST_TABLE = 1024
 class Rope:
     """Cosines and sines of rows, as ``[T, 1, 2, rotary_dim]`` for :func:`rotate`.
 
-    Tables are made once per position, in float32, and kept in the type of computation: one, or two
-    for ``longrope``, of which the second is for long sequences.
+    Those for :func:`rotate_pairs` are ``interleaved``. Tables are made once per position, in
+    float32, and kept in the type of computation: one, or two for ``longrope``, of which the second
+    is for long sequences.
     """
 
-    __slots__ = ("_config", "_device", "_dim", "_dtype", "_frequencies", "_scale", "_tables")
+    __slots__ = (
+        "_config",
+        "_device",
+        "_dim",
+        "_dtype",
+        "_frequencies",
+        "_order",
+        "_scale",
+        "_tables",
+    )
 
     def __init__(
-        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        interleaved: bool = False,
     ) -> None:
+        #: Of ``[2, 2, T, rotary_dim / 2]``: cosines and sines, for the first and second of pairs.
+        self._order = (2, 0, 3, 1) if interleaved else (2, 0, 1, 3)
         self._config, self._dim = config, config.rotary_dim(head_dim)
         self._dtype, self._device = dtype, device
         self._frequencies, self._scale = frequencies(config, head_dim)
@@ -76,9 +93,9 @@ class Rope:
     def _turn(self, positions: Tensor, per_row: Tensor) -> Tensor:
         turns = positions[:, None].float() * per_row
         cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
-        # The sign of rotate_half is kept in the sines: it then is a plain swap of halves.
-        both = torch.cat((cos, cos, -sin, sin), dim=-1)
-        return both.view(len(positions), 1, 2, self._dim).to(self._dtype)
+        # The sign of the turn is kept in the sines: it then is a plain swap of each pair.
+        both = torch.stack((cos, cos, -sin, sin)).view(2, 2, *turns.shape).permute(self._order)
+        return both.reshape(len(positions), 1, 2, self._dim).to(self._dtype)
 
     def _dynamic(self, length: int) -> Tensor:
         config, dim = self._config, self._dim
@@ -105,6 +122,14 @@ def rotate(heads: Tensor, angles: Tensor) -> None:
         heads = heads[..., :dim]
     cos, sin = angles.unbind(2)
     swapped = heads.roll(dim // 2, -1)
+    heads.mul_(cos).addcmul_(swapped, sin)
+
+
+def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
+    """As :func:`rotate`, where the two dimensions that are turned together are neighbours."""
+    heads = heads[..., : angles.shape[-1]]
+    cos, sin = angles.unbind(2)
+    swapped = heads.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     heads.mul_(cos).addcmul_(swapped, sin)
 
 
