@@ -17,7 +17,8 @@ class Experts:
 
     A row goes through the ``chosen`` of ``count`` experts that the router prefers; with
     ``normalized`` their weights sum to 1. Layers in ``dense`` have a plain MLP. ``module``,
-    ``gate``, ``up`` and ``down`` are parts of the tensors' names. All rows go through one more
+    ``gate``, ``gate_up`` and ``down`` are parts of the tensors' names; ``gate_up`` may be one for
+    both. With ``biased`` all have biases, the router too. All rows go through one more
     expert of ``shared_size``, weighted by a gate of its own; 0 = there is none.
     """
 
@@ -27,15 +28,16 @@ class Experts:
     normalized: bool
     dense: frozenset[int] = frozenset()
     module: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
+    gate: str = "gate"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    biased: bool = False
     shared_size: int = 0
 
     @property
     def router(self) -> str:
         """Name of the projection that rates the experts."""
-        return f"{self.module}.gate"
+        return f"{self.module}.{self.gate}"
 
     @property
     def shared_gate(self) -> str:
@@ -43,15 +45,16 @@ class Experts:
         return f"{self.module}.shared_expert_gate"
 
     @property
-    def shared_projections(self) -> tuple[str, str, str]:
-        """Names of the shared expert's gate, up and down projections."""
-        prefix = f"{self.module}.shared_expert."
-        return prefix + self.gate, prefix + self.up, prefix + self.down
+    def shared_projections(self) -> tuple[tuple[str, ...], str]:
+        """Names of the projections that make gate and up of the shared expert, and that after."""
+        return self._named(f"{self.module}.shared_expert.")
 
-    def projections(self, index: int) -> tuple[str, str, str]:
-        """Names of an expert's gate, up and down projections."""
-        prefix = f"{self.module}.experts.{index}."
-        return prefix + self.gate, prefix + self.up, prefix + self.down
+    def projections(self, index: int) -> tuple[tuple[str, ...], str]:
+        """Names of the projections that make gate and up of an expert, and that after."""
+        return self._named(f"{self.module}.experts.{index}.")
+
+    def _named(self, prefix: str) -> tuple[tuple[str, ...], str]:
+        return tuple(prefix + name for name in self.gate_up), prefix + self.down
 
 
 def mixtral_experts(fields: Fields, layers: int) -> Experts:
@@ -66,8 +69,7 @@ def mixtral_experts(fields: Fields, layers: int) -> Experts:
         inner_size=fields.integer("intermediate_size", maximum=MAX_INNER),
         normalized=True,
         module="block_sparse_moe",
-        gate="w1",
-        up="w3",
+        gate_up=("w1", "w3"),
         down="w2",
     )
     return _checked(experts, layers, fields.where)
@@ -91,6 +93,24 @@ def qwen_experts(fields: Fields, layers: int) -> Experts:
         inner_size=fields.integer("moe_intermediate_size", 768, maximum=MAX_INNER),
         normalized=fields.boolean("norm_topk_prob", False),
         dense=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
+    )
+    return _checked(experts, layers, fields.where)
+
+
+def gpt_oss_experts(fields: Fields, layers: int) -> Experts:
+    """Experts as gpt-oss has them: in all layers, biased, gate and up in one.
+
+    Raises:
+        BrokenModel: a field that is impossible; named.
+    """
+    experts = Experts(
+        count=fields.integer("num_local_experts", 128, maximum=_MAX_EXPERTS),
+        chosen=fields.integer("num_experts_per_tok", 4),
+        inner_size=fields.integer("intermediate_size", maximum=MAX_INNER),
+        normalized=True,
+        gate="router",
+        gate_up=("gate_up_proj",),
+        biased=True,
     )
     return _checked(experts, layers, fields.where)
 

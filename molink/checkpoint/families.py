@@ -10,6 +10,7 @@ Supported, by the name in ``architectures``:
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
+- ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: half of each head is rotated, in neighbouring pairs
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, bounded scores, a rope of
   their own for layers with a window
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from molink.checkpoint.experts import MAX_INNER, mixtral_experts, qwen_experts
+from molink.checkpoint.experts import MAX_INNER, gpt_oss_experts, mixtral_experts, qwen_experts
 from molink.checkpoint.fields import Fields
 from molink.checkpoint.rope import (
     RopeConfig,
@@ -32,7 +33,7 @@ from molink.checkpoint.rope import (
     parse_rope,
     parse_two_ropes,
 )
-from molink.checkpoint.traits import Activation, LayerNorms, Traits
+from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, LayerNorms, Traits
 from molink.checkpoint.windows import (
     refuse_windows,
     same_window,
@@ -57,6 +58,7 @@ Family = Literal[
     "gemma3_text",
     "glm",
     "glm4",
+    "gpt_oss",
 ]
 
 #: ``architectures`` of config.json → family, which is also its ``model_type``.
@@ -76,6 +78,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
+    "GptOssForCausalLM": "gpt_oss",
 }
 _GLM = {
     "head_dim": 128,
@@ -94,6 +97,18 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
     },
     "glm": _GLM,
     "glm4": _GLM,
+    "gpt_oss": {
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+    },
     "gemma3_text": {
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -274,6 +289,25 @@ def _qwen3_moe(fields: Fields, layers: int) -> Traits:
     )
 
 
+def _gpt_oss(fields: Fields, layers: int) -> Traits:
+    _activation(fields, "hidden_act", "silu")
+    biased = fields.boolean("attention_bias", True)
+    alpha = fields.number("swiglu_alpha", SWIGLU_ALPHA)
+    if alpha != SWIGLU_ALPHA:
+        raise UnsupportedModel(
+            f"{fields.where}: swiglu_alpha {alpha} is not supported ({SWIGLU_ALPHA} is)"
+        )
+    return replace(
+        _base(fields, layers, activation="clamped_swiglu"),
+        windows=windows_of_kinds(fields, layers, full_every=2),
+        sinks=True,
+        activation_limit=_factor(fields, "swiglu_limit", 7.0),
+        attention_bias=biased,
+        output_bias=biased,
+        experts=gpt_oss_experts(fields, layers),
+    )
+
+
 def _glm(fields: Fields, layers: int) -> Traits:
     refuse_windows(fields)
     return replace(
@@ -344,6 +378,7 @@ _FAMILIES: dict[Family, Callable[[Fields, int], Traits]] = {
     "qwen3_moe": _qwen3_moe,
     "glm": _glm,
     "glm4": _glm4,
+    "gpt_oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }
@@ -357,8 +392,8 @@ def _activation(fields: Fields, name: str, default: str) -> Activation:
     return _ACTIVATIONS[named]
 
 
-def _factor(fields: Fields, name: str) -> float:
-    factor = fields.number(name, 1.0)
+def _factor(fields: Fields, name: str, default: float = 1.0) -> float:
+    factor = fields.number(name, default)
     if factor <= 0:
         raise BrokenModel(f"{fields.where}: {name} has to be positive, not {factor}")
     return factor

@@ -19,6 +19,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import weight_map
 from molink.checkpoint.hub_errors import first_line, in_words, is_refusal, network_errors
 from molink.checkpoint.layout import stage_tensors
+from molink.checkpoint.stacked import stack_names
 from molink.errors import (
     BrokenModel,
     ModelError,
@@ -229,10 +230,12 @@ def _holding(found: Repository, folder: Path, layers: LayerRange) -> tuple[HubFi
     first, last = layers
     if not 0 <= first < last <= config.layers:
         raise ModelError(f"{found.id} has layers 0:{config.layers}; {first}:{last} is no part")
-    modules = [name.removesuffix("weight") for name in stage_tensors(config, first, last)]
+    tensors = stage_tensors(config, first, last)
+    modules = [name.removesuffix("weight") for name in tensors]
     shards = weight_map(folder)
     if not shards:
         return found.weights
+    modules += {stack for name in tensors for stack in stack_names(name, shards)}
     needed = {
         file for name, file in shards.items() if any(name.startswith(module) for module in modules)
     }

@@ -6,6 +6,8 @@ from molink.checkpoint.experts import Experts
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 OUTPUT_HEAD = "lm_head.weight"
+#: Of a layer.
+SINKS = "self_attn.sinks"
 
 Shapes = dict[str, tuple[int, ...]]
 #: Name of a projection (without ``.weight``) → its shape ``[out, in]``, and whether it has a bias.
@@ -16,6 +18,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     """Tensors of one decoder layer with their shapes (``[out, in]`` for projections)."""
     prefix = f"model.layers.{layer}."
     shapes = {f"{prefix}{name}.weight": shape for name, shape in _norms(config).items()}
+    if config.sinks:
+        shapes[f"{prefix}{SINKS}"] = (config.heads,)
     experts = config.experts_of(layer)
     mlp = _mlp(config) if experts is None else _experts(experts, config.hidden_size)
     for name, (shape, biased) in (_attention(config) | mlp).items():
@@ -66,16 +70,15 @@ def _mlp(config: ModelConfig) -> _Projections:
 
 
 def _experts(experts: Experts, hidden: int) -> _Projections:
-    made: _Projections = {experts.router: ((experts.count, hidden), False)}
+    made: _Projections = {experts.router: ((experts.count, hidden), experts.biased)}
+    every = [(experts.projections(index), experts.inner_size) for index in range(experts.count)]
     if experts.shared_size:
-        gate, up, down = experts.shared_projections
         made[experts.shared_gate] = (1, hidden), False
-        made[gate] = made[up] = (experts.shared_size, hidden), False
-        made[down] = (hidden, experts.shared_size), False
-    for index in range(experts.count):
-        gate, up, down = experts.projections(index)
-        made[gate] = made[up] = (experts.inner_size, hidden), False
-        made[down] = (hidden, experts.inner_size), False
+        every.append((experts.shared_projections, experts.shared_size))
+    for (both, down), inner in every:
+        rows = 2 * inner // len(both)
+        made |= dict.fromkeys(both, ((rows, hidden), experts.biased))
+        made[down] = (hidden, inner), experts.biased
     return made
 
 

@@ -31,7 +31,7 @@ def model_facts(config: ModelConfig, name: str) -> ModelFacts:
         widest=config.hidden_size * max(2 * inner, queries + 2 * keys),
         row_elements=_row_elements(config, inner),
         hidden=config.hidden_size,
-        score_heads=config.heads if config.attention_softcap else 0,
+        score_heads=config.heads if config.attention_softcap or config.sinks else 0,
         vocabulary=config.vocab_size,
         tied=config.tied,
         quantized=config.quantized,

@@ -6,8 +6,9 @@ packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized a
 values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object as bytes. Projections that the
 checkpoint's author left out are stored as in any other model.
 
-Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`). Such a
-checkpoint counts as not quantized: the blocks become what a stage computes with as they are read.
+Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`), experts
+perhaps in stacks, and in MXFP4 (:mod:`molink.checkpoint.stacked`). Such a checkpoint counts as not
+quantized: the blocks become what a stage computes with as they are read.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any
 from molink.checkpoint.fields import Fields
 from molink.checkpoint.header import TensorKind
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
+from molink.checkpoint.stacked import StackPlace, find_stack
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, packed_shape
@@ -62,6 +64,8 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
     fields = Fields(section, f"{where}: quantization_config")
     eight, four = (fields.boolean(f"load_in_{bits}bit", False) for bits in (8, 4))
     method = fields.text("quant_method", _METHOD if eight or four else "unnamed").lower()
+    if method == "mxfp4":
+        return "none"
     if method != _METHOD:
         raise UnsupportedModel(
             f"{fields.where}: weights quantized by {method!r} are not supported (only by "
@@ -96,6 +100,11 @@ def stored_tensors(
         if packed is not None:
             wanted[packed_name(name, packed)] = _blocks(name, shape, packed)
             continue
+        place = find_stack(name, found)
+        if place is not None:
+            # That of the last expert is that of all.
+            wanted |= _stack(name, shape, place)
+            continue
         span = found.get(name)
         left_out = span is None or span.dtype in FLOATS
         if quantized == "none" or left_out or not is_quantizable(name, shape):
@@ -119,6 +128,14 @@ def _blocks(name: str, shape: tuple[int, ...], kind: Kind) -> Stored:
     if found is None:
         raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of blocks of {kind.name}")
     return Stored(("U8",), found)
+
+
+def _stack(name: str, shape: tuple[int, ...], place: StackPlace) -> dict[str, Stored]:
+    found = place.stored(shape)
+    if not found:
+        raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of whole blocks of MXFP4")
+    dtypes = ("U8",) if place.is_mxfp4 else FLOATS
+    return {stack: Stored(dtypes, full) for stack, full in found.items()}
 
 
 def _int8(name: str, shape: tuple[int, ...], found: Mapping[str, TensorKind]) -> dict[str, Stored]:

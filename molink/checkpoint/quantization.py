@@ -14,7 +14,7 @@ from molink.facts.model import Quantize
 #: Weights that share a scale in nf4, along the flattened ``[out, in]``.
 NF4_BLOCK = 64
 #: What rates the experts of a layer is too sensitive.
-ROUTER_SUFFIXES = (".gate.weight", ".shared_expert_gate.weight")
+ROUTER_SUFFIXES = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
 #: Scales are float32.
 _SCALE_BYTES = 4
 

@@ -12,6 +12,7 @@ from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.layout import OUTPUT_HEAD, stage_tensors
 from molink.checkpoint.prequantized import companions
 from molink.checkpoint.quantization import is_quantizable
+from molink.checkpoint.stacked import find_stack
 from molink.errors import BrokenModel
 from molink.gguf.blocks import packed_names
 
@@ -34,7 +35,8 @@ def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorS
     known = {*shapes, OUTPUT_HEAD} if config.tied else {*shapes}
     if config.quantized == "none":
         for name in (*known,):
-            known.update(packed_names(name))
+            place = find_stack(name, tensors)
+            known.update(packed_names(name) if place is None else place.names)
     else:
         for name, shape in shapes.items():
             if is_quantizable(name, shape):

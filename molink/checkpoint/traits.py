@@ -6,8 +6,11 @@ from typing import Literal
 from molink.checkpoint.experts import Experts
 from molink.checkpoint.rope import RopeConfig
 
-#: Gated MLPs: ``act(gate) * up``.
-Activation = Literal["silu", "gelu_tanh"]
+#: How steep the sigmoid of ``clamped_swiglu`` is.
+SWIGLU_ALPHA = 1.702
+#: Gated MLPs: ``act(gate) * up``. ``clamped_swiglu`` is ``gate * sigmoid(alpha * gate) * (up + 1)``
+#: of what is bounded, gate above only; rows of gate and up take turns there.
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 #: What a norm of queries and of keys takes the mean square of.
 HeadNorm = Literal["none", "each head", "all heads"]
 
@@ -37,13 +40,14 @@ class Traits:
     positions a row attends to, its own included, 0 = all before it. ``local_rope`` is the rope of
     layers with a window, where they have one of their own; those in ``unrotated`` have none. With
     ``interleaved`` the two dimensions that are turned together are neighbours, else half of what is
-    rotated lies between them.
-    ``attention_softcap`` and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``;
-    0 = unbounded.
+    rotated lies between them. With ``sinks`` each query head has a score that takes its share of
+    the weights, and gives nothing. ``attention_softcap`` and ``final_softcap`` bound scores and
+    logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
-    Layers: ``norm_offset`` is added to the weights of all norms. What attention and MLP give is
-    multiplied by ``residual_scale``. ``merged_qkv`` and ``merged_gate_up``: the checkpoint has them
-    in one tensor. ``experts`` stand for the MLP in some or all layers.
+    Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to the
+    weights of all norms. What attention and MLP give is multiplied by ``residual_scale``.
+    ``merged_qkv`` and ``merged_gate_up``: the checkpoint has them in one tensor. ``experts`` stand
+    for the MLP in some or all layers.
 
     Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``; ``tied``: the
     embedding is the output head too.
@@ -58,12 +62,14 @@ class Traits:
     local_rope: RopeConfig | None = None
     unrotated: frozenset[int] = frozenset()
     interleaved: bool = False
+    sinks: bool = False
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     activation: Activation = "silu"
+    activation_limit: float = 0.0
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -178,6 +178,44 @@ def test_glm_rotates_neighbours_in_half_of_a_head(load: Callable[..., Any], fami
     assert len(config.norms.names) == (4 if family == "glm4" else 2)
 
 
+def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
+    config = load(
+        "gpt_oss",
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        experts_per_token=4,
+        intermediate_size=2880,
+        swiglu_limit=7.0,
+        layer_types=[SLIDING, FULL] * 2,
+        sliding_window=128,
+        rope_theta=150000,
+        max_position_embeddings=131072,
+        initial_context_length=4096,
+        rope_scaling={
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        quantization_config={"quant_method": "mxfp4"},
+    )
+    assert (config.windows, config.sinks, config.context) == ((128, 0) * 2, True, 131072)
+    assert (config.attention_bias, config.output_bias, config.quantized) == (True, True, "none")
+    assert (config.activation, config.activation_limit) == ("clamped_swiglu", 7.0)
+    assert (config.rope.kind, config.rope.theta, config.rope.truncate) == ("yarn", 150000, False)
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.chosen, config.experts.biased) == (32, 4, True)
+    shapes = layer_tensors(config, 1)
+    assert shapes["model.layers.1.self_attn.sinks"] == (4,)
+    assert shapes["model.layers.1.mlp.router.bias"] == (32,)
+    assert shapes["model.layers.1.mlp.experts.31.gate_up_proj.weight"] == (5760, 96)
+    silent = load("gpt_oss", intermediate_size=2880)
+    assert (silent.rope, silent.windows, silent.head_dim) == (config.rope, config.windows, 64)
+
+
 def test_gemma2(load: Callable[..., Any]) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
@@ -241,6 +279,8 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("granite", {"logits_scaling": "x"}, "logits_scaling"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("gpt_oss", {"swiglu_limit": -7}, "swiglu_limit has to be positive"),
+        ("gpt_oss", {"num_local_experts": 2}, "num_experts_per_tok 4 is more than the 2"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
         ("mixtral", {"num_local_experts": 10**6}, "num_local_experts has to be at most"),
@@ -286,6 +326,8 @@ def test_impossible_fields_are_named(
         ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("qwen2_moe", {"use_sliding_window": True}, "sliding_attention"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -328,6 +370,7 @@ FIELDS = (
     "no_rope_layers",
     "shared_expert_intermediate_size",
     "qkv_bias",
+    "swiglu_limit",
 )
 LEAVES = st.one_of(
     st.none(),

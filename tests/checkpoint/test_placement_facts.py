@@ -21,6 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "qwen2_moe": {},
     "mistral3": {},
+    "gpt_oss": {},
 }
 #: Their norms of queries and keys are kept in f32.
 NORMED = ("qwen3", "olmo2")
@@ -85,6 +86,16 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_p
     assert facts.projection_bytes == 2 * (attention + experts)
     biases, router, gate, norms = 64 + 2 * 32, 6 * 64, 64, 2 * 64
     assert facts.layer_bytes == facts.projection_bytes + 2 * (biases + router + gate + norms)
+
+
+def test_experts_in_a_stack_are_counted_each(make_model: Any, tmp_path: Path) -> None:
+    facts = ModelFolder.open(make_model(tmp_path, "gpt_oss", dtype="bfloat16")).facts("m")
+    attention, expert = 2 * 64 * 64 + 2 * 32 * 64, 3 * 32 * 64
+    assert facts.projection_bytes == 2 * (attention + 6 * expert)
+    biases = 64 + 2 * 32 + 64 + 6 + 6 * (2 * 32 + 64)
+    norms, sinks, router = 2 * 64, 4, 6 * 64
+    assert facts.layer_bytes == facts.projection_bytes + 2 * (biases + norms + sinks + router)
+    assert facts.score_heads == 4
 
 
 def test_a_router_is_no_projection_and_experts_are(make_model: Any, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_configs() -> None:
     assert parse(**FOUR, bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["x"]) == "nf4"
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "mxfp4", "torchao"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "torchao"])
 def test_other_methods_are_named(method: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{method}.*bf16 or fp16"):
         parse(quant_method=method, bits=4)

@@ -62,9 +62,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "glm4 all rotated": (
         "glm4",
+        "gpt_oss",
         {
             "attention_bias": False,
             "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss listed": (
+        "gpt_oss",
+        {
+            "layer_types": [FULL, FULL, SLIDING, FULL],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "num_experts_per_tok": 1,
         },
     ),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),

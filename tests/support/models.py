@@ -42,6 +42,13 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "sliding_window": 10,
+        "swiglu_limit": 1.5,
+    },
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
@@ -155,7 +162,7 @@ def write_model(
         torch.manual_seed(seed)
         model = kind.from_config(config)
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.data.normal_(0, 0.2)
             elif parameter.dim() == 1:
                 # Gemma adds 1 to the weights of its norms.

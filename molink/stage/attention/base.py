@@ -20,7 +20,8 @@ class AttentionShape:
 
     Scores are ``scale * q·k``. ``windows`` has an entry for each layer of the stage: how many
     positions a row attends to, its own included; 0 = all before it. A ``softcap`` above 0 bounds
-    scores to ``softcap * tanh(score / softcap)`` (Gemma 2).
+    scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With ``sinks`` each layer brings a
+    score for each query head that takes its share of the weights and gives nothing (gpt-oss).
     """
 
     kv_heads: int
@@ -29,6 +30,7 @@ class AttentionShape:
     scale: float
     windows: tuple[int, ...]
     softcap: float = 0.0
+    sinks: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, layers: tuple[int, int]) -> "AttentionShape":
@@ -41,16 +43,20 @@ class AttentionShape:
             scale=config.attention_scale,
             windows=config.windows[first:last],
             softcap=config.attention_softcap,
+            sinks=config.sinks,
         )
 
 
 class LayerAttention(Protocol):
     """Attention of one forward, prepared once and then run by every layer."""
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend with rows ``heads`` (``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v).
 
-        Keys and values of these rows are in ``pool`` already; so are those before them. Returns
+        Keys and values of these rows are in ``pool`` already; so are those before them. ``sinks``
+        are float32 ``[groups * kv_heads]``, if the shape says so. Returns
         ``[T, groups * kv_heads * head_dim]``.
         """
         ...

@@ -34,15 +34,18 @@ class CompiledLayers:
     first_block: int
     last_block: int
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`."""
         if self.first_block < 0 or self.last_block >= pool.blocks:
             raise InvariantError(
                 f"blocks {self.first_block} to {self.last_block} are not in a pool of {pool.blocks}"
             )
         keys, values = pool.pages(layer)
+        window = self.windows[layer]
         return self.attend(
-            heads, keys, values, self.passes, self.tables, self.scratch, self.windows[layer]
+            heads, keys, values, self.passes, self.tables, self.scratch, window, sinks
         )
 
 

@@ -85,6 +85,8 @@ class FixedGather:
         for table in self._tables.values():
             table.load(sequences)
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`."""
-        return self._layers[layer].attend(layer, heads, pool, self._shape)
+        return self._layers[layer].attend(layer, heads, pool, self._shape, sinks)

@@ -73,7 +73,9 @@ class FlashCall:
         )
         return attended.flatten(1)
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         """See :class:`~molink.stage.attention.base.LayerAttention`, for a batch of these rows."""
         return self.attend(layer, heads, pool)
 
@@ -86,7 +88,9 @@ class _FlashLayers:
     def __init__(self, calls: Sequence[FlashCall]) -> None:
         self._calls = calls
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         shape = self._calls[0].shape
         attended = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
         for call in self._calls:
@@ -117,12 +121,14 @@ class _FixedFlash:
         numbers = torch.frombuffer(pack(sequences, self._width, self._page), dtype=torch.int32)
         refill(self._numbers, numbers)
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         return self._call(layer, heads, pool)
 
 
 class FlashAttention:
-    """The ``flash`` backend; ``kernel`` is :func:`find_kernel`'s, the model has no softcap."""
+    """The ``flash`` backend; ``kernel`` is :func:`find_kernel`'s. It has no softcap, no sinks."""
 
     __slots__ = ("_kernel", "_shape")
 

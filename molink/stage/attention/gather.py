@@ -37,13 +37,15 @@ class _GatherLayers:
     def __init__(self, layers: tuple[Parts, ...], shape: AttentionShape) -> None:
         self._layers, self._shape = layers, shape
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         shape, parts = self._shape, self._layers[layer]
         if len(parts) == 1:
-            return parts[0].attend(layer, heads, pool, shape)
+            return parts[0].attend(layer, heads, pool, shape, sinks)
         attended = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
         for part in parts:
-            attended[part.rows] = part.attend(layer, heads, pool, shape)
+            attended[part.rows] = part.attend(layer, heads, pool, shape, sinks)
         return attended
 
 
@@ -82,7 +84,7 @@ class _Builder:
     def __init__(
         self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._softcap, self._groups = shape.softcap, shape.groups
+        self._by_hand, self._groups = bool(shape.softcap) or shape.sinks, shape.groups
         self._row = shape.kv_heads * shape.head_dim
         self._block_size, self._dtype, self._device = block_size, dtype, device
         self._scratch: Tensor | None = None
@@ -134,7 +136,7 @@ class _Builder:
 
     def _prefill(self, span: Span, window: int, whole: bool) -> PrefillChunk:
         mask = None
-        if not whole or self._softcap or (window and window < span.count):
+        if not whole or self._by_hand or (window and window < span.count):
             mask = self._chunk_mask(span, window)
         folded = mask is not None and span.count <= _FOLDED and self._device.type == "cpu"
         if mask is not None and folded:

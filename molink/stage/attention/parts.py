@@ -23,13 +23,22 @@ class DecodeBucket:
     seen: slice
     mask: Tensor | None
 
-    def attend(self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        heads: Tensor,
+        pool: KVPool,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+    ) -> Tensor:
         queries = heads[self.rows, : shape.groups * shape.kv_heads]
         folded = queries.view(self.count, shape.kv_heads, shape.groups, shape.head_dim)
         keys, values = pool.read(layer, self.blocks, self.count, self.scratch)
         if self.mask is None:
             keys, values = keys[:, :, self.seen], values[:, :, self.seen]
-        attended = attend(folded, keys, values, self.mask, False, shape.scale, shape.softcap)
+        if sinks is not None:
+            sinks = sinks.view(1, shape.kv_heads, shape.groups, 1)
+        attended = attend(folded, keys, values, self.mask, False, shape.scale, shape.softcap, sinks)
         return attended.reshape(self.count, -1)
 
 
@@ -49,7 +58,14 @@ class PrefillChunk:
     mask: Tensor | None
     folded: bool = False
 
-    def attend(self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        heads: Tensor,
+        pool: KVPool,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+    ) -> Tensor:
         groups, kv_heads = shape.groups, shape.kv_heads
         rows = heads[self.rows]
         queries = rows[:, : groups * kv_heads].view(self.count, kv_heads, groups, shape.head_dim)
@@ -61,8 +77,17 @@ class PrefillChunk:
             keys, values = (part[0, :, self.seen] for part in gathered)
         if self.folded:
             together = queries.transpose(0, 1).reshape(1, kv_heads, -1, shape.head_dim)
+            if sinks is not None:
+                sinks = sinks.view(1, kv_heads, groups).repeat(1, 1, self.count).unsqueeze(-1)
             attended = attend(
-                together, keys[None], values[None], self.mask, False, shape.scale, shape.softcap
+                together,
+                keys[None],
+                values[None],
+                self.mask,
+                False,
+                shape.scale,
+                shape.softcap,
+                sinks,
             )
             apart = attended.view(kv_heads, self.count, groups, shape.head_dim)
             return apart.transpose(0, 1).reshape(self.count, -1)
@@ -75,6 +100,7 @@ class PrefillChunk:
             self.mask is None,
             shape.scale,
             shape.softcap,
+            None if sinks is None else sinks.view(kv_heads, groups, 1, 1),
         )
         return attended.permute(2, 0, 1, 3).reshape(self.count, -1)
 

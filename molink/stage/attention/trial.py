@@ -40,6 +40,8 @@ def try_flash(
         return None, "it needs a CUDA device"
     if shape.softcap:
         return None, "it has no softcap, which this model needs"
+    if shape.sinks:
+        return None, "it has no attention sinks, which this model needs"
     if block_size % PAGE:
         return None, f"KV blocks of {block_size} positions are no multiple of {PAGE}"
     kernel = find_kernel()
@@ -67,7 +69,9 @@ def try_compiled(
         return None, "it needs a CPU and bf16"
     if shape.softcap:
         return None, "it has no softcap, which this model needs"
-    numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
+    numbers = AttendShape(
+        shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size, shape.sinks
+    )
     attend = create_attend(numbers, torch.get_num_threads())
     if attend is None:
         return None, "there is no code for this CPU, or for heads and blocks of these sizes"
@@ -100,8 +104,10 @@ def _difference(
     for window in {min(window, _WINDOW) for window in shape.windows}:
         layer = replace(shape, windows=(window,))
         pool, heads = _make_rows(layer, page, dtype, device)
+        count = layer.groups * layer.kv_heads
+        sinks = torch.linspace(-4, 4, count, device=device) if layer.sinks else None
         results = [
-            backend.prepare(_tried(page), page, dtype, device)(0, heads, pool).float()
+            backend.prepare(_tried(page), page, dtype, device)(0, heads, pool, sinks).float()
             for backend in (create(layer), GatherAttention(layer))
         ]
         difference = float((results[0] - results[1]).abs().max())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import attention_projections, mlp_projections
+from molink.checkpoint.layout import SINKS, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
 from molink.stage.decoder.mlp import Gate, GatedMlp, Mlp
 from molink.stage.decoder.moe import ExpertMlp, SharedExpertMlp
@@ -37,7 +37,8 @@ class DecoderBlock:
     """Weights of one layer and how to run it. q, k, v are one projection.
 
     ``rope`` says which of the angles are its own, if any, ``rotate`` turns heads by them.
-    ``head_norm`` is ``None`` in models without. ``scale`` is that of what attention and MLP give.
+    ``head_norm`` and ``sinks`` (float32 ``[heads]``) are ``None`` in models without. ``scale`` is
+    that of what attention and MLP give.
     """
 
     index: int
@@ -49,6 +50,7 @@ class DecoderBlock:
     input_norm: Norm
     qkv: Projection
     head_norm: QueryKeyNorm | None
+    sinks: Tensor | None
     output: Projection
     attended_norm: Norm
     mlp_norm: Norm
@@ -72,13 +74,13 @@ class DecoderBlock:
             self.rotate(turned, context.angles[self.rope])
         both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
         context.pool.write(self.index, context.slots, both)
-        return context.attention(self.index, heads, context.pool)
+        return context.attention(self.index, heads, context.pool, self.sinks)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
         norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.result_norm)
-        parts = (*norms, self.head_norm, self.qkv, self.output, self.mlp)
+        parts = (*norms, self.head_norm, self.sinks, self.qkv, self.output, self.mlp)
         return sum(part.nbytes for part in parts if part is not None)
 
 
@@ -114,6 +116,7 @@ def load_block(
             [prefix + name for name in attention_projections(config)], config.attention_bias
         ),
         head_norm=_load_head_norm(reader, config, prefix),
+        sinks=reader.read(prefix + SINKS).float() if config.sinks else None,
         output=reader.projection([f"{prefix}self_attn.o_proj"], config.output_bias),
         attended_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
@@ -152,13 +155,15 @@ def _load_mlp(
     names = map(experts.projections, range(experts.count))
     chosen = ExpertMlp(
         # Never quantized: a small error here sends a row to other experts.
-        router=Linear(reader.read(f"{prefix}{experts.router}.weight")),
-        experts=tuple(gated((gate, up), down, False) for gate, up, down in names),
+        router=Linear(
+            reader.read(f"{prefix}{experts.router}.weight"),
+            reader.read(f"{prefix}{experts.router}.bias") if experts.biased else None,
+        ),
+        experts=tuple(gated(both, down, experts.biased) for both, down in names),
         chosen=experts.chosen,
         normalized=experts.normalized,
     )
     if not experts.shared_size:
         return chosen
-    *both, down = experts.shared_projections
     weigh = Linear(reader.read(f"{prefix}{experts.shared_gate}.weight"))
-    return SharedExpertMlp(chosen, gated(tuple(both), down, False), weigh)
+    return SharedExpertMlp(chosen, gated(*experts.shared_projections, False), weigh)

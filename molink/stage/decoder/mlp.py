@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from molink.checkpoint.traits import Activation
+from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.linear import Projection
 
-#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up.
+#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or as the activation has them.
 Gate = Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -20,8 +21,10 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def create_gate(activation: Activation) -> Gate:
-    """A gate by torch's operators, on every device."""
+def create_gate(activation: Activation, limit: float = 0.0) -> Gate:
+    """A gate by torch's operators, on every device; ``limit`` is for ``clamped_swiglu``."""
+    if activation == "clamped_swiglu":
+        return partial(_clamped, limit=limit)
     activate = _ACTIVATIONS[activation]
 
     def gate(rows: Tensor) -> Tensor:
@@ -29,6 +32,12 @@ def create_gate(activation: Activation) -> Gate:
         return activate(active).mul_(up)
 
     return gate
+
+
+def _clamped(rows: Tensor, limit: float) -> Tensor:
+    active, up = rows.unflatten(-1, (-1, 2)).unbind(-1)
+    active, up = active.clamp(max=limit), up.clamp(-limit, limit)
+    return up.add_(1).mul_(active * torch.sigmoid(active * SWIGLU_ALPHA))
 
 
 class Mlp(Protocol):

@@ -16,7 +16,7 @@ from molink.stage.decoder.mlp import Gate, create_gate
 from molink.stage.decoder.norm import CompiledNorm, Norm, create_norm
 from molink.stage.decoder.rotary import Rotate, rotate, rotate_pairs
 from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.shape import fits_rowwise
+from molink.stage.kernels.shape import fits_rowwise, has_gate
 
 if TYPE_CHECKING:
     from molink.stage.kernels.rowwise import Rowwise
@@ -38,17 +38,20 @@ def create_operators(
 
     Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
     """
+    gate = create_gate(config.activation, config.activation_limit)
+    turn = rotate_pairs if config.interleaved else rotate
     compiled = None if "compiled-rows" in avoid else _find_compiled(config, dtype, device)
     if compiled is None:
-        turn = rotate_pairs if config.interleaved else rotate
-        return RowOperators(partial(create_norm, config), create_gate(config.activation), turn)
+        return RowOperators(partial(create_norm, config), gate, turn)
 
     def norm(weight: Tensor) -> Norm:
         return CompiledNorm(weight.float().add_(config.norm_offset), compiled)
 
-    # Neighbouring pairs are no vectors: there is no compiled code for them.
+    # There is compiled code for all else, but not where neighbours are turned, or take turns.
     return RowOperators(
-        norm, compiled.gate, rotate_pairs if config.interleaved else compiled.rotate
+        norm,
+        compiled.gate if has_gate(config.activation) else gate,
+        turn if config.interleaved else compiled.rotate,
     )
 
 
@@ -61,4 +64,5 @@ def _find_compiled(
     rotary = [rope.rotary_dim(config.head_dim) for rope in config.ropes]
     if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):
         return None
-    return create_rowwise(config.norm_eps, config.activation, torch.get_num_threads())
+    activation = config.activation if has_gate(config.activation) else "silu"
+    return create_rowwise(config.norm_eps, activation, torch.get_num_threads())

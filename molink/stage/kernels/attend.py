@@ -39,6 +39,7 @@ from molink.stage.kernels.vectors import (
     emit_constant,
     emit_power_of_two,
     emit_reduced,
+    emit_transposed,
 )
 
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
@@ -64,7 +65,7 @@ class Attend:
         module = ir.Module("attend")
         whole = emit_shares(module, _HeadPart(module, shape).function, openmp)
         self._library = CompiledLibrary(module)
-        self._attend = self._library.function(whole.name, pointers=7, integers=7)
+        self._attend = self._library.function(whole.name, pointers=8, integers=7)
 
     def __call__(
         self,
@@ -75,15 +76,17 @@ class Attend:
         tables: Tensor,
         scratch: Tensor,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``, bf16: q, k, v.
 
         ``keys`` and ``values`` are pages ``[blocks, block_size, kv_heads, head_dim]`` (strided),
         ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``scratch`` uint8
-        ``[threads, bytes]``; a ``window`` of 0 is none. Returns
-        ``[T, groups * kv_heads * head_dim]``.
+        ``[threads, bytes]``; a ``window`` of 0 is none. ``sinks`` are float32, one for each query
+        head, where the shape has some. Returns ``[T, groups * kv_heads * head_dim]``.
         """
         shape = self.shape
+        assert shape.sinks == (sinks is not None)
         heads = heads.contiguous()
         block, position, head, _ = keys.stride()
         result = heads.new_empty(len(heads), shape.groups * shape.kv_heads * shape.head_dim)
@@ -95,6 +98,7 @@ class Attend:
             passes.data_ptr(),
             tables.data_ptr(),
             scratch.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             len(passes) * shape.kv_heads,
             scratch.shape[1],
             window,
@@ -114,15 +118,15 @@ class _HeadPart:
     """Emits what one thread does: some of the parts, one after the other."""
 
     def __init__(self, module: ir.Module, shape: AttendShape) -> None:
-        self.function, builder = begin_function(module, "part", pointers=7, numbers=9)
-        heads, keys, values, result, passes, tables, scratch, *numbers = self.function.args
+        self.function, builder = begin_function(module, "part", pointers=8, numbers=9)
+        heads, keys, values, result, passes, tables, scratch, sinks, *numbers = self.function.args
         _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
         begin, end, thread = task
         self._shape, self._scratch = shape, Scratch.of(shape)
         self._arithmetic = DotBf16()
         self._tile = max(1, self._arithmetic.tile // shape.groups)
         self._builder = builder
-        self._heads, self._result = heads, result
+        self._heads, self._result, self._sinks = heads, result, sinks
         self._passes, self._tables, self._window = passes, tables, window
         self._pages = {"keys": keys, "values": values}
         self._head_bytes, self._block_bytes = head_bytes, block_bytes
@@ -208,12 +212,24 @@ class _HeadPart:
 
         zero = emit_constant(0.0)
         _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (zero,))
-        total = builder.fdiv(FLOAT(1.0), emit_reduced(builder, "fadd", found))
+        total = emit_reduced(builder, "fadd", found)
+        if self._shape.sinks:
+            total = builder.fadd(total, self._sink(query, builder.fmul(greatest, factor)))
+        total = builder.fdiv(FLOAT(1.0), total)
         builder.store(total, self._nth(self._sums, query, F32), align=4)
         width = self._shape.head_dim
         for column in range(0, width, LANES):
             builder.store(zero, self._at(self._total(query), column * F32), align=4)
         return ()
+
+    def _sink(self, query: ir.Value, greatest: ir.Value) -> ir.Value:
+        """The weight of a query's own sink, beside a ``greatest`` exponent of two."""
+        builder, groups = self._builder, I64(self._shape.groups)
+        head = builder.add(builder.mul(self._head, groups), builder.urem(query, groups))
+        sink = builder.load(self._nth(self._sinks, head, F32), typ=FLOAT, align=4)
+        exponent = builder.fmul(emit_spread(builder, sink, LANES), emit_constant(math.log2(math.e)))
+        weight = emit_power_of_two(builder, builder.fsub(exponent, greatest))
+        return builder.extract_element(weight, I32(0))
 
     def _seen(
         self, scores: ir.Value, vector: ir.Value, first: ir.Value, last: ir.Value
@@ -281,7 +297,7 @@ class _HeadPart:
                 key = emit_offset(builder, page, builder.mul(I64(position), self._position_bytes))
                 place = self._at(key, first * PAIR_BYTES)
                 rows.append(builder.load(place, typ=INTEGERS, align=2))
-            for pair, vector in enumerate(_emit_transposed(builder, rows), first):
+            for pair, vector in enumerate(emit_transposed(builder, rows), first):
                 place = self._at(self._columns, (2 * pair + half) * LANES * PAIR_BYTES)
                 builder.store(vector, place, align=64)
 
@@ -370,21 +386,3 @@ class _HeadPart:
 
     def _nth(self, pointer: ir.Value, index: ir.Value, nbytes: int) -> ir.Value:
         return emit_nth(self._builder, pointer, index, nbytes)
-
-
-def _emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """As many vectors as they have lanes, rows and columns exchanged: by halves, quarters, …."""
-    count = len(rows)
-    step = 1
-    while step < count:
-        low = [lane if not lane & step else count + lane - step for lane in range(count)]
-        high = [lane + step if not lane & step else count + lane for lane in range(count)]
-        masks = [ir.Constant(ir.VectorType(I32, count), order) for order in (low, high)]
-        for first in range(count):
-            if not first & step:
-                pair = rows[first], rows[first + step]
-                rows[first], rows[first + step] = (
-                    builder.shuffle_vector(*pair, mask) for mask in masks
-                )
-        step *= 2
-    return rows

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from molink.checkpoint.traits import Activation
+
 #: Positions that are multiplied at once, and those of them that lie in one page for sure.
 STRIP, HALF = 32, 16
 #: Columns of a strip of values that are multiplied at once.
@@ -24,15 +26,24 @@ def fits_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
     )
 
 
+def has_gate(activation: Activation) -> bool:
+    """Whether there is code for it."""
+    return activation != "clamped_swiglu"
+
+
 @dataclass(frozen=True, slots=True)
 class AttendShape:
-    """What the code is compiled for. ``groups`` is query heads per key-value head."""
+    """What the code is compiled for. ``groups`` is query heads per key-value head.
+
+    With ``sinks`` each query head has a score that takes its share of the weights.
+    """
 
     kv_heads: int
     groups: int
     head_dim: int
     scale: float
     block_size: int
+    sinks: bool = False
 
     @property
     def fits(self) -> bool:

@@ -65,3 +65,21 @@ def emit_widened(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
 def emit_rounded(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:
     """To memory as bf16."""
     builder.store(builder.fptrunc(vector, ir.VectorType(BFloat(), LANES)), pointer, align=2)
+
+
+def emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """As many vectors as they have lanes, rows and columns exchanged: by halves, quarters, …."""
+    count = len(rows)
+    step = 1
+    while step < count:
+        low = [lane if not lane & step else count + lane - step for lane in range(count)]
+        high = [lane + step if not lane & step else count + lane for lane in range(count)]
+        masks = [ir.Constant(ir.VectorType(I32, count), order) for order in (low, high)]
+        for first in range(count):
+            if not first & step:
+                pair = rows[first], rows[first + step]
+                rows[first], rows[first + step] = (
+                    builder.shuffle_vector(*pair, mask) for mask in masks
+                )
+        step *= 2
+    return rows

@@ -13,6 +13,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.layout import Shapes, layer_tensors
 from molink.checkpoint.prequantized import FLOATS, companions
 from molink.checkpoint.quantization import can_hold, is_quantizable
+from molink.checkpoint.stacked import StackPlace, find_stack
 from molink.errors import BrokenModel, UsageError
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, unpack
@@ -20,6 +21,7 @@ from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
+from molink.stage.loading.stacks import expert_parts
 
 
 class WeightReader:
@@ -87,6 +89,8 @@ class WeightReader:
         return merged
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
+        if self._place(name) is not None:
+            return self._layer_shape(name)
         kind = self._packed(name)
         if kind is None:
             return self._folder.tensors[name].shape
@@ -95,6 +99,10 @@ class WeightReader:
 
     def _parts(self, name: str, step: int) -> Iterator[tuple[int, Tensor]]:
         """Rows of a tensor as numbers, about ``step`` at a time, each with where it begins."""
+        place = self._place(name)
+        if place is not None:
+            yield from expert_parts(place, self._mapped, step)
+            return
         kind = self._packed(name)
         stored = self._mapped(name if kind is None else packed_name(name, kind))
         if kind is not None:
@@ -102,6 +110,10 @@ class WeightReader:
         for begin in range(0, len(stored), step):
             part = stored[begin : begin + step]
             yield begin, part if kind is None else torch.from_numpy(unpack(kind, part.numpy()))
+
+    def _place(self, name: str) -> StackPlace | None:
+        """Where an expert's tensor lies in one of all experts, if it does."""
+        return find_stack(name, self._folder.tensors)
 
     def _packed(self, name: str) -> Kind | None:
         """The blocks of GGUF that a tensor is stored in, if it is."""
@@ -129,10 +141,13 @@ class WeightReader:
 
         Weights in blocks are less exact than bf16.
         """
-        narrow = all(
-            self._packed(name) or self._folder.tensors[name].dtype == "BF16" for name in names
-        )
+        narrow = all(self._packed(name) or self._stored(name) in ("BF16", "U8") for name in names)
         return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
+
+    def _stored(self, name: str) -> str:
+        """The type of what a tensor that isn't in blocks of GGUF is stored in."""
+        place = self._place(name)
+        return self._folder.tensors[name if place is None else place.names[0]].dtype
 
     def _becomes_quantized(self, names: Sequence[str]) -> bool:
         if self._mode == "none" or not names[0].startswith("model.layers."):
@@ -145,7 +160,9 @@ class WeightReader:
         return fine and can_hold(self._mode, shapes)
 
     def _is_stored_quantized(self, name: str) -> bool:
-        return self._packed(name) is None and self._folder.tensors[name].dtype not in FLOATS
+        if self._packed(name) is not None or self._place(name) is not None:
+            return False
+        return self._folder.tensors[name].dtype not in FLOATS
 
     def _quantized(self, names: Sequence[str]) -> QuantizedWeight:
         shapes = [self._shape(name) for name in names]
@@ -174,18 +191,22 @@ class WeightReader:
 
     def _shape(self, name: str) -> tuple[int, int]:
         """Shape of a layer's weight by the config: that of a packed one doesn't tell."""
+        rows, width = self._layer_shape(name)
+        return rows, width
+
+    def _layer_shape(self, name: str) -> tuple[int, ...]:
         layer = int(name.split(".")[2])
         if self._layer[0] != layer:
             self._layer = layer, layer_tensors(self._folder.config, layer)
-        rows, width = self._layer[1][name]
-        return rows, width
+        return self._layer[1][name]
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
         # A sum takes a twentieth of the time, but may overflow where no element is infinite.
         if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
             return
-        kind = self._packed(name)
+        kind, place = self._packed(name), self._place(name)
         stored = name if kind is None else packed_name(name, kind)
+        stored = stored if place is None else place.names[0]
         file = self._folder.path / self._folder.tensors[stored].file
         raise BrokenModel(
             f"{file}: tensor {name} holds NaN or infinity (as {tensor.dtype}); fetch the file "

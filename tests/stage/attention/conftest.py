@@ -24,12 +24,19 @@ def make_shape(
     scale: float | None = None,
     windows: tuple[int, ...] = (0,),
     softcap: float = 0.0,
+    sinks: bool = False,
 ) -> AttentionShape:
-    return AttentionShape(kv_heads, groups, head_dim, scale or head_dim**-0.5, windows, softcap)
+    scale = scale or head_dim**-0.5
+    return AttentionShape(kv_heads, groups, head_dim, scale, windows, softcap, sinks)
 
 
 def dense(
-    queries: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, window: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shape: AttentionShape,
+    window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Rows ``[count, heads, d]`` are the last of ``[length, kv_heads, d]``."""
     count, length = len(queries), len(keys)
@@ -40,7 +47,10 @@ def dense(
     rows = torch.arange(length - count, length)[:, None]
     places = torch.arange(length)[None, :]
     hidden = (places > rows) | ((places <= rows - window) if window else places < 0)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, count, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, repeated[1]).flatten(1)
 
 
@@ -87,6 +97,9 @@ def compare(
         sequences.append(SequenceRows(before, count, [*tables[-1], 0]))
     prepared = backend.prepare(sequences, block_size, dtype, torch.device(device))
     width = (shape.groups + 2) * shape.kv_heads
+    sinks = None
+    if shape.sinks:
+        sinks = 3 * torch.randn(shape.groups * shape.kv_heads, generator=generator)
     for layer, window in enumerate(shape.windows):
         pool._storage.fill_(torch.nan)
         rows, expected = [], []
@@ -98,15 +111,17 @@ def compare(
             first = max(0, before - window + 1) // block_size * block_size if window else 0
             fill(pool, table, both, first, layer, before + count - 1)
             rows.append(every[before:])
-            expected.append(dense(every[before:, :split], both[:, 0], both[:, 1], shape, window))
-        result = prepared(layer, torch.cat(rows).to(device), pool)
+            queries = every[before:, :split]
+            expected.append(dense(queries, both[:, 0], both[:, 1], shape, window, sinks))
+        given = None if sinks is None else sinks.to(device)
+        result = prepared(layer, torch.cat(rows).to(device), pool, given)
         assert result.dtype == dtype
         torch.testing.assert_close(result.float().cpu(), torch.cat(expected), atol=atol, rtol=0)
 
 
 @pytest.fixture(scope="session")
 def shape_of() -> Callable[..., AttentionShape]:
-    """``shape_of(groups=2, kv_heads=2, head_dim=16, scale=None, windows=(0,), softcap=0.0)``."""
+    """``shape_of(groups=2, kv_heads=2, head_dim=16, scale=None, windows=(0,), softcap=0.0, …)``."""
     return make_shape
 
 

@@ -28,7 +28,9 @@ MIXES = {
 
 
 def backend(shape: AttentionShape, block_size: int = 16, threads: int = 1) -> CompiledAttention:
-    numbers = AttendShape(shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size)
+    numbers = AttendShape(
+        shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size, shape.sinks
+    )
     attend = create_attend(numbers, threads)
     if attend is None:
         pytest.skip("this CPU has no compiled attention")
@@ -42,6 +44,15 @@ def test_every_window_at_once(
 ) -> None:
     shape = shape_of(windows=(0, 1, 5, 16, 17, 33, 64), head_dim=32, scale=0.4)
     check(backend(shape, 16, threads), shape, MIXES[mix], 16, BF16, atol=3e-2)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_sinks_take_their_share(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape], mix: str
+) -> None:
+    shape = shape_of(groups=8, windows=(0, 5, 16, 64), head_dim=64, scale=0.4, sinks=True)
+    check(backend(shape, 16, 2), shape, MIXES[mix], 16, BF16, atol=3e-2)
+    assert try_compiled(shape, 16, BF16, CPU)[0] is not None
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 12])
@@ -119,7 +130,7 @@ def test_results_that_are_off_are_not_used(
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
     for bad in (1.0, float("nan")):
         monkeypatch.setattr(
-            wrong, lambda _, layer, heads, pool, bad=bad: heads.new_full((10, 256), bad)
+            wrong, lambda _, layer, heads, pool, sinks, bad=bad: heads.new_full((10, 256), bad)
         )
         found, reason = try_compiled(shape, 16, BF16, CPU)
         assert found is None

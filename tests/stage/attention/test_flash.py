@@ -151,6 +151,7 @@ def test_what_flash_is_not_made_for(
     for shape, size, where, why in [
         (shape_of(), PAGE, CPU, "CUDA"),
         (shape_of(softcap=50.0), PAGE, device, "softcap"),
+        (shape_of(sinks=True), PAGE, device, "sinks"),
         (shape_of(), 16, device, "no multiple of 256"),
     ]:
         assert why in try_flash(shape, size, torch.bfloat16, where)[1]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.stage.attention import gather
+from molink.stage.attention import gather, scores
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.gather import GatherAttention
 
@@ -26,11 +26,26 @@ DTYPES = pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (tor
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
 def test_every_window_at_once(
-    check: Callable[..., None], shape_of: Callable[..., AttentionShape], mix: str, softcap: float
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    mix: str,
+    softcap: float,
+    sinks: bool,
 ) -> None:
-    shape = shape_of(windows=WINDOWS, softcap=softcap, scale=0.4)
+    shape = shape_of(windows=WINDOWS, softcap=softcap, scale=0.4, groups=3, sinks=sinks)
     check(GatherAttention(shape), shape, MIXES[mix])
+
+
+def test_sinks_in_slabs(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scores, "_SCORES", 1 << 8)
+    shape = shape_of(windows=WINDOWS, groups=3, sinks=True)
+    check(GatherAttention(shape), shape, MIXES["fused"])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 8])

@@ -1,0 +1,63 @@
+"""Experts that a checkpoint stores as one tensor for all of a layer (gpt-oss).
+
+Everywhere else each expert has tensors of its own, ``….experts.3.down_proj.weight``; here is told
+where these lie in a stack. The weights of a stack ``[experts, in, out]`` are turned about. Or they
+are in MXFP4 (OCP Microscaling Formats, §5.1): ``…_blocks`` ``[experts, out, in / 32, 16]`` has two
+4-bit floats a byte, the lower half first, and ``…_scales`` ``[experts, out, in / 32]`` the power of
+two of each 32, plus 127. Biases are ``…_bias`` ``[experts, out]``.
+"""
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+
+#: Weights that share a scale.
+MXFP4_BLOCK = 32
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlace:
+    """An expert's tensor is number ``index`` of the tensors ``names``: two for MXFP4."""
+
+    index: int
+    names: tuple[str, ...]
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether it is blocks, and their scales."""
+        return len(self.names) == 2
+
+    def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacks that end with this expert, whose own tensor has ``shape``.
+
+        Empty where it can't be stored so.
+        """
+        count = self.index + 1
+        if self.is_mxfp4:
+            groups, rest = divmod(shape[1], MXFP4_BLOCK)
+            scales = (count, shape[0], groups)
+            shapes = ((*scales, MXFP4_BLOCK // 2), scales)
+            return {} if rest else dict(zip(self.names, shapes, strict=True))
+        return {self.names[0]: (count, *reversed(shape))}
+
+
+def find_stack(name: str, found: Container[str]) -> StackPlace | None:
+    """Where an expert's tensor ``name`` lies, if it is in a stack of those that are ``found``."""
+    match = _EXPERT.fullmatch(name) if ".experts." in name and name not in found else None
+    if match is None:
+        return None
+    prefix, index, projection, kind = match.groups()
+    stack = f"{prefix}.{projection}"
+    if kind == "bias":
+        spellings: tuple[tuple[str, ...], ...] = ((f"{stack}_bias",),)
+    else:
+        spellings = ((f"{stack}_blocks", f"{stack}_scales"), (stack,))
+    chosen = next((names for names in spellings if names[0] in found), None)
+    return None if chosen is None else StackPlace(int(index), chosen)
+
+
+def stack_names(name: str, found: Container[str]) -> tuple[str, ...]:
+    """The tensors that hold an expert's tensor ``name``; none if it is a tensor of its own."""
+    place = find_stack(name, found)
+    return () if place is None else place.names

@@ -1,0 +1,42 @@
+"""Experts out of a stack, as numbers; see :mod:`molink.checkpoint.stacked`."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.stacked import MXFP4_BLOCK, StackPlace
+from molink.stage.linear.unpacked import part_rows
+
+#: The values of 4-bit floats with two bits of exponent and one of mantissa (E2M1).
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
+
+def expert_parts(
+    place: StackPlace, mapped: Callable[[str], Tensor], step: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Rows of an expert's tensor, about ``step`` at a time, each with where it begins."""
+    parts = [mapped(name)[place.index] for name in place.names]
+    if place.is_mxfp4:
+        width = parts[1].shape[1] * MXFP4_BLOCK
+        step = min(step, part_rows(width))
+        for begin in range(0, len(parts[0]), step):
+            yield begin, unpack_mxfp4(*(part[begin : begin + step] for part in parts))
+        return
+    rows = parts[0].t() if parts[0].dim() == 2 else parts[0]
+    for begin in range(0, len(rows), step):
+        yield begin, rows[begin : begin + step]
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Float32 ``[out, in]`` of uint8 ``blocks [out, in / 32, 16]`` and ``scales [out, in / 32]``.
+
+    A scale of 255 is none: what it belongs to becomes NaN.
+    """
+    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _BIAS)
+    powers = powers.masked_fill(scales == 255, torch.nan)
+    values: Tensor = table[codes.int()] * powers.unsqueeze(-1)
+    return values.flatten(1)
