@@ -166,8 +166,49 @@ def _llama(about: _About) -> dict[str, Any]:
     }
 
 
+def _granite(about: _About) -> dict[str, Any]:
+    heads = about.uniform("attention.head_count", about.layers)
+    head_dim = about.integer("attention.key_length", about.integer("embedding_length") // heads)
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_multiplier": about.number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": about.number("embedding_scale", 1.0),
+        "residual_multiplier": about.number("residual_scale", 1.0),
+        "logits_scaling": about.number("logit_scale", 1.0),
+    }
+
+
+def _olmo2(about: _About) -> dict[str, Any]:
+    if about.has("attention.sliding_window"):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key('attention.sliding_window')} (OLMo 3) is not "
+            "supported"
+        )
+    return {"architectures": ["Olmo2ForCausalLM"]}
+
+
+def _glm4(about: _About) -> dict[str, Any]:
+    return {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+    }
+
+
 def _named(architecture: str) -> Callable[[_About], dict[str, Any]]:
     return lambda about: {"architectures": [architecture]}
+
+
+def _qwen2_moe(about: _About) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": about.integer("expert_count"),
+        "num_experts_per_tok": about.integer("expert_used_count"),
+        "moe_intermediate_size": about.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": about.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in about.file.tensors,
+    }
 
 
 def _qwen3_moe(about: _About) -> dict[str, Any]:
@@ -214,6 +255,11 @@ def _scalar(about: _About, largest: int) -> int:
 
 _ARCHITECTURES: dict[str, Callable[[_About], dict[str, Any]]] = {
     "llama": _llama,
+    "granite": _granite,
+    "smollm3": _named("SmolLM3ForCausalLM"),
+    "olmo2": _olmo2,
+    "glm4": _glm4,
+    "qwen2moe": _qwen2_moe,
     "qwen2": _named("Qwen2ForCausalLM"),
     "qwen3": _named("Qwen3ForCausalLM"),
     "qwen3moe": _qwen3_moe,

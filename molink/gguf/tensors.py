@@ -1,13 +1,13 @@
 """A model's tensors by the names that Hugging Face gives them, and where they lie in a GGUF file.
 
-llama.cpp stores some of them in another way. Of the architecture ``llama`` the rows of queries and
-keys are in another order: rotated pairs lie side by side there, in two halves here. The norms of
+llama.cpp stores some of them in another way. Of ``llama`` and its like the rows of queries and keys
+are in another order: rotated pairs lie side by side there, in two halves here. The norms of
 Gemma have the 1 added that the model adds itself. All experts of a layer are one tensor.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from molink.errors import BrokenModel, UnsupportedModel
@@ -23,6 +23,8 @@ _WHOLE = {
 }
 #: Constants, which follow from the metadata, or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+#: Families whose pairs of rotated rows are stored as neighbours.
+_TURNED = ("Llama", "Mixtral", "Granite", "SmolLM3")
 _CONSTANT_OF_LAYER = "attn_rot_embd"
 _MODULES = {
     "attn_norm": "input_layernorm",
@@ -38,12 +40,20 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _PHI_MODULES = _MODULES | {"ffn_up": "mlp.gate_up_proj"}
 _GEMMA_MODULES = _MODULES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM4_MODULES = _PHI_MODULES | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
 }
 _MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
 #: Tensors with all experts of a layer, and what one of them is called.
@@ -120,7 +130,10 @@ def _of_layer(
     if ours is None:
         raise BrokenModel(f"{where} is none that molink knows in a {family} model")
     heads = 0
-    if family in ("Llama", "Mixtral") and module in ("attn_q", "attn_k"):
+    if ours == "mlp.shared_expert_gate" and len(tensor.shape) == 1:
+        # Which of its two spellings a converter writes depends on its age.
+        tensor = replace(tensor, shape=(1, *tensor.shape))
+    if family in _TURNED and module in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
             raise BrokenModel(f"{where}: {tensor.shape[0]} rows are none of {heads} heads")
@@ -129,9 +142,10 @@ def _of_layer(
 
 
 def _modules(family: str) -> dict[str, str]:
-    if family.startswith("Gemma"):
+    if family.startswith("Gemma") or family == "Olmo2":
         return _GEMMA_MODULES
-    return {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES}.get(family, _MODULES)
+    others = {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES, "Glm4": _GLM4_MODULES}
+    return others.get(family, _MODULES)
 
 
 def _less(family: str, name: str) -> float:

@@ -62,7 +62,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "glm4 all rotated": (
         "glm4",
-        "gpt_oss",
         {
             "attention_bias": False,
             "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 1.0},
@@ -113,6 +112,7 @@ KINDS = (
     "glm4",
     "gemma2",
     "gemma3 scaled",
+    "gpt_oss",
 )
 BLOCKS = (5, 0, 17, 3, 9, 30, 2, 40, 11, 12, 13, 21, 22, 23, 1, 4, 6, 7, 8, 10)
 LENGTH = 75

@@ -11,7 +11,15 @@ import numpy as np
 from gguf.quants import dequantize, quantize
 
 #: GGUF's name of an architecture and its further metadata, by family.
-_NAMES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+_NAMES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+#: Whose converter lays rotated pairs side by side.
+_TURNED = ("llama", "granite", "smollm3")
 Kind = gguf.GGMLQuantizationType
 #: Kinds that have no quantizer in Python: their bytes are random, with scales of a fair size.
 _RANDOM = {
@@ -106,7 +114,11 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
 
 
 def _packed(theirs: str, parts: list[Any], kind: Kind) -> list[Any]:
-    keeps = parts[0].ndim < 2 or kind is Kind.F32 or theirs.endswith("gate_inp.weight")
+    keeps = (
+        parts[0].ndim < 2
+        or kind is Kind.F32
+        or theirs.endswith(("gate_inp.weight", "gate_inp_shexp.weight"))
+    )
     if keeps:
         return [part.astype(np.float32) for part in parts]
     if kind not in _RANDOM:
@@ -129,7 +141,7 @@ def _turned(rows: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any
     """Rows of queries and keys as ``llama`` has them: pairs that are rotated lie side by side."""
     module = theirs.rpartition(".")[0].rpartition(".")[2]
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(module)
-    if name != "llama" or heads is None:
+    if name not in _TURNED or heads is None:
         return rows
     split = rows.reshape(config[heads], 2, -1, *rows.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(rows.shape))
@@ -148,13 +160,18 @@ def _metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": config["head_dim"],
+        "rope.dimension_count": int(config["head_dim"] * full.get("partial_rotary_factor", 1)),
         "rope.freq_base": float(full.get("rope_theta", 10000.0)),
         "rope.freq_base_swa": float(local["rope_theta"]) if local else None,
         "attention.sliding_window": config.get("sliding_window"),
         "expert_count": config.get("num_local_experts") or config.get("num_experts"),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "attention.scale": config.get("attention_multiplier"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": config.get("logits_scaling"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
     }

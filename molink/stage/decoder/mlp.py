@@ -35,8 +35,8 @@ def create_gate(activation: Activation, limit: float = 0.0) -> Gate:
 
 
 def _clamped(rows: Tensor, limit: float) -> Tensor:
-    active, up = rows.unflatten(-1, (-1, 2)).unbind(-1)
-    active, up = active.clamp(max=limit), up.clamp(-limit, limit)
+    active = rows[..., 0::2].clamp(max=limit)
+    up = rows[..., 1::2].clamp(-limit, limit)
     return up.add_(1).mul_(active * torch.sigmoid(active * SWIGLU_ALPHA))
 
 

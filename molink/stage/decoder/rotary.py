@@ -129,7 +129,7 @@ def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
     """As :func:`rotate`, where the two dimensions that are turned together are neighbours."""
     heads = heads[..., : angles.shape[-1]]
     cos, sin = angles.unbind(2)
-    swapped = heads.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped = torch.stack((heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
     heads.mul_(cos).addcmul_(swapped, sin)
 
 
