@@ -95,6 +95,25 @@ def test_olmo2_has_norms_after_only(load: Callable[..., Any]) -> None:
     assert shapes["model.layers.0.self_attn.k_norm.weight"] == (48,)
 
 
+def test_olmo3_scales_layers_without_a_window(load: Callable[..., Any]) -> None:
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "attention_factor": 1.2,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    fields = {"max_position_embeddings": 65536, "sliding_window": 4096}
+    config = load("olmo3", rope_theta=500000, rope_scaling=scaling, **fields)
+    assert config.windows == (4096, 4096, 4096, 0)
+    assert [rope.kind for rope in config.ropes] == ["yarn", "default"]
+    assert [rope.theta for rope in config.ropes] == [5e5, 5e5]
+    assert config.context == 65536
+    new = {FULL: scaling | {"rope_theta": 5e5}, SLIDING: {"rope_theta": 5e5}}
+    assert load("olmo3", rope_parameters=new, **fields) == config
+
+
 def test_qwen_has_windows_in_its_upper_layers(load: Callable[..., Any]) -> None:
     for family in ("qwen2", "qwen3"):
         asked = {"use_sliding_window": True, "sliding_window": 64}

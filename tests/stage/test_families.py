@@ -37,6 +37,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3 by interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}),
     "olmo2": ("olmo2", {}),
     "olmo2 biased": ("olmo2", {"attention_bias": True, "head_dim": 24}),
+    "olmo3": (
+        "olmo3",
+        {
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+                FULL: {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+            },
+        },
+    ),
     "mistral": ("mistral", {}),
     "mistral no window": ("mistral", {"sliding_window": None, "head_dim": 24}),
     "mistral window of two": ("mistral", {"sliding_window": 2}),

@@ -61,7 +61,8 @@ def _find_compiled(
     experts = config.experts
     inner = [] if experts is None else [experts.inner_size, experts.shared_size]
     widths = [config.hidden_size, config.intermediate_size, *inner]
-    rotary = [rope.rotary_dim(config.head_dim) for rope in config.ropes]
+    turned = () if config.interleaved else config.ropes
+    rotary = [rope.rotary_dim(config.head_dim) for rope in turned]
     if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):
         return None
     activation = config.activation if has_gate(config.activation) else "silu"
