@@ -87,7 +87,7 @@ class NoNorm:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`Norm`."""
-        return rows.to(self.dtype)
+        return rows if rows.dtype is self.dtype else rows.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
