@@ -22,7 +22,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite", "olmo2", "gpt_oss"])
 def test_logits_stay_close(
     make_model: MakeModel,
     tmp_path: Path,
