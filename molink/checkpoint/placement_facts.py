@@ -69,9 +69,10 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
     """Elements that exist at once for each row in a layer, at its widest point.
 
     The sum so far (twice: the caller keeps its own), its norm and the result, and the rotations,
-    beside either gate, up and their product, or q, k, v twice (turned), the attended rows and
-    their merged copy.
+    beside either gate, up and their product (and what each chosen expert gives), or q, k, v twice
+    (turned), the attended rows and their merged copy.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    widest = max(3 * inner, 2 * (queries + 2 * keys) + 2 * queries)
+    given = 0 if config.experts is None else config.experts.chosen * config.hidden_size
+    widest = max(3 * inner + given, 2 * (queries + 2 * keys) + 2 * queries)
     return 4 * config.hidden_size + 4 * config.head_dim + widest
