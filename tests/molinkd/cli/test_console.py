@@ -2,10 +2,12 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from molink.wire.messages.reports import TransferState
-from molinkd.cli.console import SAY_S, TransferLine
+from molinkd.cli.console import SAY_S, DaemonConsole, TransferLine
+from molinkd.peer.launch import Serving
 
 STATE = TransferState(model="m", done=1_000_000, total=9_000_000, rate=4_000_000, source="nas")
 TEXT = "Fetching m from nas: 1 of 9 MB, 4.0 MB/s, 2 s left"
@@ -45,3 +47,12 @@ def test_what_is_sent_drives_no_terminal() -> None:
     shown, out = line(terminal=False, times=[0.0])
     shown.show([TransferState(model="\x1b[2J", done=1, total=9)])
     assert "\x1b" not in out.getvalue()
+
+
+def test_of_a_model_that_sees_it_says_what_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    for sees in (True, False):
+        DaemonConsole().show(Serving(model="m", path="[x]", sees=sees))
+    assert capsys.readouterr().out.splitlines() == [
+        "Serving m, its text model (it takes no images) from [x]",
+        "Serving m from [x]",
+    ]

@@ -84,6 +84,19 @@ async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: P
     assert session.asked == []
 
 
+@pytest.mark.parametrize(("family", "sees"), [("mistral3", True), ("mistral", False)])
+async def test_a_model_that_sees_is_said_to(
+    make_model: Any, tmp_path: Path, family: str, sees: bool
+) -> None:
+    told: list[AnyEvent] = []
+    await founder(
+        tmp_path / "home", make_model(tmp_path / "model", family), told.append
+    ).find_model()
+    (event,) = told
+    assert isinstance(event, Serving)
+    assert event.sees is sees
+
+
 async def test_whoever_started_it_is_told_of_files_that_change(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
