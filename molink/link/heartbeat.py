@@ -42,9 +42,11 @@ _LITTLE = 0.05
 _MUCH = 0.75
 #: A trip moves the smoothed one by one part in so many of their difference (RFC 6298).
 _SMOOTHING = 8
-#: A longer pause between two looks, in seconds, is our own: time in which nobody looked doesn't
+#: Seconds between two looks: while it is heard of and has nothing to do, and else.
+_AT_EASE, _ATTENTIVE = IDLE_INTERVAL, 0.5
+#: A look that comes so many seconds late is our own pause: time in which nobody looked doesn't
 #: count.
-_OWN_PAUSE = 1.5
+_OWN_PAUSE = 0.5
 
 
 class StageProgress(msgspec.Struct, frozen=True):
@@ -199,8 +201,8 @@ class Liveness:
         self._looked_at = now
         self._anew_at = now
         self._completed = -1
-        #: Volumes that wait there or are being run, as the stage said last.
-        self.queued = 0
+        self._queued = 0
+        self._interval = _ATTENTIVE
 
     def beat(self, completed: int, queued: int, predicted: float, now: float) -> None:
         """The stage has completed tick ``completed`` and ``queued`` volumes wait for it.
@@ -208,12 +210,12 @@ class Liveness:
         ``predicted`` is how long the step that runs there should take, in seconds.
         """
         # Work that has just come in has waited for nothing yet.
-        if completed > self._completed or queued == 0 or self.queued == 0:
+        if completed > self._completed or queued == 0 or self._queued == 0:
             self._progress_at = now
         self._reached = True
         self._predicted = predicted
         self._completed = max(completed, self._completed)
-        self.queued = queued
+        self._queued = queued
         self._beat_at = now
 
     @property
@@ -222,6 +224,12 @@ class Liveness:
         if not self._reached:
             return FIRST_PATIENCE
         return patience_for(self._predicted)
+
+    def next_look(self, now: float) -> float:
+        """When to look again at the latest."""
+        at_ease = not self.quiet(now) and not self._queued
+        self._interval = _AT_EASE if at_ease else _ATTENTIVE
+        return now + self._interval
 
     def quiet(self, now: float) -> bool:
         """Whether it has been silent for so long that it matters whether requests live."""
@@ -239,13 +247,13 @@ class Liveness:
         return True
 
     def death(self, now: float, busy: bool) -> str | None:
-        """Why the stage counts as dead, or ``None``. To be asked at least once a second.
+        """Why the stage counts as dead, or ``None``. To be asked by :meth:`next_look`.
 
         ``busy`` while requests live.
         """
         pause = now - self._looked_at
         self._looked_at = now
-        if pause > _OWN_PAUSE:
+        if pause > self._interval + _OWN_PAUSE:
             self._beat_at += pause
             self._progress_at += pause
             self._anew_at += pause
@@ -254,6 +262,6 @@ class Liveness:
             return f"no sign of life for {silent:.1f} s"
         # Nothing is known of its progress since it was last heard of.
         stuck = self._beat_at - self._progress_at
-        if self.queued and stuck >= self.patience:
-            return f"{self.queued} volumes wait and none was completed for {stuck:.1f} s"
+        if self._queued and stuck >= self.patience:
+            return f"{self._queued} volumes wait and none was completed for {stuck:.1f} s"
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from molink.errors import MolinkError
 from molink.facts.ringtimes import LinkFacts
 from molink.link.ends import Channel, ChannelEvents, Connect, LinkName, Timer, Timers
-from molink.link.heartbeat import IDLE_INTERVAL, BeatClock, Liveness, StageProgress
+from molink.link.heartbeat import BeatClock, Liveness, StageProgress
 from molink.link.policies.base import Event
 from molink.link.sender import BOTH_LANES, LinkSender
 from molink.link.stats import LinkStats
@@ -22,10 +22,6 @@ from molink.wire.messages.data import Ack, Beat, DataMessage, Lane, RingBody, Vo
 
 #: Seconds until a hello is repeated that the next stage hasn't answered: it may not be that far.
 HELLO_INTERVAL = 0.25
-#: Seconds between two looks at the next stage's life.
-_LOOK_INTERVAL = 0.5
-#: The same while it is heard of and has nothing to do.
-_HEARD_INTERVAL = IDLE_INTERVAL
 #: Seconds until the next look at what was due already and could not be done.
 _OVERDUE_PAUSE = 0.001
 #: Messages sent before others on the same thread get their turn.
@@ -200,8 +196,7 @@ class OutLink:
             self._sender.disconnected(lane, self._timers.time())
 
     def _set_timer(self, now: float) -> None:
-        at_ease = not self.liveness.quiet(now) and not self.liveness.queued
-        wake = now + (_HEARD_INTERVAL if at_ease else _LOOK_INTERVAL)
+        wake = self.liveness.next_look(now)
         if Lane.DECODE in self._welcome:
             wake = min(wake, self._next_beat(now))
         if self._sender.wake_at is not None:
