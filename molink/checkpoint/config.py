@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from molink.checkpoint.families import ARCHITECTURES, Family, parse_traits
 from molink.checkpoint.fields import Fields, read_json
+from molink.checkpoint.low_bit import LowBit
+from molink.checkpoint.low_bit_config import parse_low_bit
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_CONTEXT
 from molink.checkpoint.traits import Traits
@@ -30,7 +32,8 @@ class ModelConfig(Traits):
     """A decoder: the traits of its family, its size, and what belongs to no layer.
 
     ``context`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
-    those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored.
+    those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored
+    where a stage keeps it so, ``low_bit`` where it unpacks it.
     """
 
     family: Family
@@ -43,6 +46,7 @@ class ModelConfig(Traits):
     dtype: WeightDType
     eos_ids: tuple[int, ...]
     quantized: Quantize = "none"
+    low_bit: LowBit | None = None
 
     @classmethod
     def load(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
@@ -90,6 +94,7 @@ def _parse(
         dtype=_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
         quantized=parse_quantized(raw, where),
+        low_bit=parse_low_bit(raw, where),
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
     )
 

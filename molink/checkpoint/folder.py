@@ -10,8 +10,10 @@ from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.lookalikes import refuse_lookalike, refuse_other_tensors
+from molink.checkpoint.low_bit_contents import check_contents
 from molink.checkpoint.placement_facts import model_facts
-from molink.checkpoint.prequantized import Stored, stored_tensors
+from molink.checkpoint.prequantized import stored_tensors
+from molink.checkpoint.stored import Stored
 from molink.checkpoint.strays import refuse_strays
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
@@ -68,14 +70,17 @@ class ModelFolder:
         if not 0 <= first < last <= config.layers:
             raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
         shapes = stage_tensors(config, first, last)
-        _check_tensors(path, tensors, stored_tensors(shapes, config.quantized, tensors))
+        wanted = stored_tensors(shapes, config.quantized, tensors, config.low_bit)
+        _check_tensors(path, tensors, wanted)
         refuse_strays(path, config, tensors)
+        check_contents(path, config.low_bit, shapes, tensors)
         return cls(path, config, tensors)
 
     def stage_tensors(self, first: int, last: int) -> list[str]:
         """Names of the tensors that a stage of layers ``first:last`` loads."""
         shapes = stage_tensors(self.config, first, last)
-        return list(stored_tensors(shapes, self.config.quantized, self.tensors))
+        config = self.config
+        return list(stored_tensors(shapes, config.quantized, self.tensors, config.low_bit))
 
     def facts(self, name: str) -> ModelFacts:
         """What placement has to know; sizes are those of the stored weights."""

@@ -106,7 +106,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> Non
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, Mistral"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "axial"}}, "'axial'.*longrope"),
