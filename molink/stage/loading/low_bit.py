@@ -25,19 +25,33 @@ def unpack_low_bit(
     by_row = scheme.layout in ("packed", "plain")
     numbers, scale = read(scheme.numbers(name)), read(scales)
     zeros = read(scheme.zero_points(name)) if scheme.zeros else None
-    groups = torch.arange(width) // (scheme.block[1] or width)
-    if scheme.ordered and scheme.groups(width) > 1:
-        groups = read(scheme.order(name)).long()
+    of_column = _groups(scheme, name, width, read)
     step = part_rows(width)  # whole words, whatever their bits
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = _numbers(scheme, numbers, first, last)[:, :width].float()
-        if scheme.layout != "plain":
-            middle = 1 << scheme.bits - 1
-            zero = middle if zeros is None else _zeros(scheme, zeros, first, last)[:, groups]
-            part -= zero
+        if of_column is None:  # [n, groups, columns of a group]
+            part = part.view(last - first, scheme.groups(width), -1)
+        if zeros is not None:
+            part -= _of_columns(_zeros(scheme, zeros, first, last), of_column)
+        elif scheme.layout != "plain":
+            part -= 1 << scheme.bits - 1
         found = _scales(scheme, scale, first, last) if by_row else scale[:, first:last].T
-        yield first, part.mul_(found.float()[:, groups])
+        part *= _of_columns(found.float(), of_column)
+        yield first, part.view(last - first, width)
+
+
+def _groups(scheme: LowBit, name: str, width: int, read: Callable[[str], Tensor]) -> Tensor | None:
+    """The group of each column; ``None`` where they are alike and follow each other."""
+    columns = scheme.block[1] or width
+    if scheme.ordered and scheme.groups(width) > 1:
+        return read(scheme.order(name)).long()
+    return torch.arange(width) // columns if width % columns else None
+
+
+def _of_columns(values: Tensor, groups: Tensor | None) -> Tensor:
+    """Values ``[n, groups]`` as those of the columns."""
+    return values[:, :, None] if groups is None else values[:, groups]
 
 
 def _numbers(scheme: LowBit, stored: Tensor, first: int, last: int) -> Tensor:
