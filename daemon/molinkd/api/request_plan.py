@@ -190,6 +190,9 @@ def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
         default = offer.tokenizer.defaults.max_new_tokens
         if isinstance(body, CompletionBody):
             default = COMPLETION_MAX_TOKENS
+        if prompt <= offer.model.short_context // 2:
+            # Where a client doesn't say how long, LongRoPE's long form isn't for short talks.
+            context = offer.model.short_context
         return min(default or context, context - prompt)
     if prompt + asked > context:
         raise ContextTooLong(
