@@ -191,8 +191,8 @@ def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
         if isinstance(body, CompletionBody):
             default = COMPLETION_MAX_TOKENS
         if prompt <= offer.model.short_context // 2:
-            # Where a client doesn't say how long, LongRoPE's long form isn't for short talks.
-            context = offer.model.short_context
+            # Nobody asked for so long an answer that all of it had to be computed in another way.
+            context = min(context, offer.model.short_context)
         return min(default or context, context - prompt)
     if prompt + asked > context:
         raise ContextTooLong(
