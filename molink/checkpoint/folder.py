@@ -121,8 +121,9 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
-    for span in tensors.values():
-        if span.dtype in _WEIGHT_DTYPES:
+    for name, span in tensors.items():
+        # Scales are often of another type.
+        if span.dtype in _WEIGHT_DTYPES and name.endswith(".weight"):
             return _WEIGHT_DTYPES[span.dtype]
     return "f32"
 

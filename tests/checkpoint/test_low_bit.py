@@ -198,3 +198,12 @@ def test_memory_is_counted_as_that_of_the_unpacked_weights(
     facts = ModelFolder.open(stored(AWQ)).facts("m")
     assert facts == ModelFolder.open(tmp_path / "exact").facts("m")
     assert facts.quantized == "none"
+
+
+def test_the_dtype_is_not_that_of_scales(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = make_model(tmp_path / "model", "llama", 3, dtype="bfloat16")
+    stored = write_low_bit(folder, tmp_path / "stored", tmp_path / "exact", FP8)
+    edit_json(stored / "config.json", dtype=None, torch_dtype=None)
+    assert ModelFolder.open(stored).config.dtype == "bf16"
