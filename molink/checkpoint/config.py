@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from molink.checkpoint.families import ARCHITECTURES, DEFAULTS, Family, parse_traits
 from molink.checkpoint.fields import Fields, read_json
+from molink.checkpoint.low_bit import LowBit
+from molink.checkpoint.low_bit_config import parse_low_bit
 from molink.checkpoint.multimodal import TEXT_MODELS, text_config
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_CONTEXT
@@ -31,8 +33,9 @@ class ModelConfig(Traits):
     """A decoder: the traits of its family, its size, and what belongs to no layer.
 
     ``context`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an answer;
-    those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored.
-    ``sees``: it is the text model of one that takes images too.
+    those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is stored
+    where a stage keeps it so, ``low_bit`` where it unpacks it. ``sees``: it is the text model of
+    one that takes images too. ``notes`` are for people: what of the model can't be had here.
     """
 
     family: Family
@@ -46,6 +49,8 @@ class ModelConfig(Traits):
     eos_ids: tuple[int, ...]
     quantized: Quantize = "none"
     sees: bool = False
+    low_bit: LowBit | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
@@ -84,6 +89,7 @@ def _parse(
     if eps < 0:
         raise BrokenModel(f"{where}: rms_norm_eps {eps} has to be positive")
     traits = parse_traits(family, fields, layers)
+    context, notes = _context(fields, max(positions, traits.rope.reach))
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCABULARY),
@@ -91,12 +97,33 @@ def _parse(
         layers=layers,
         intermediate_size=fields.integer("intermediate_size", maximum=_MAX_INTERMEDIATE),
         norm_eps=eps,
-        context=max(positions, traits.rope.reach),
+        context=context,
         dtype=_dtype(fields, fallback),
         eos_ids=tuple(dict.fromkeys(fields.integers("eos_token_id") + stops)),
         quantized=parse_quantized(raw, where),
         sees=inner is not None,
+        low_bit=parse_low_bit(raw, where),
+        notes=notes,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
+    )
+
+
+def _context(fields: Fields, context: int) -> tuple[int, tuple[str, ...]]:
+    """What of the context can be served, and what is to be said of that.
+
+    Dual chunk attention (arXiv 2402.17463; Qwen2.5-1M) is full attention up to the length that the
+    model was trained with, and reads what is beyond in chunks of that.
+    """
+    dual = fields.object("dual_chunk_attention_config")
+    if not dual:
+        return context, ()
+    inner = Fields(dual, f"{fields.where}: dual_chunk_attention_config")
+    trained = inner.integer("original_max_position_embeddings", maximum=MAX_CONTEXT)
+    if trained >= context:
+        return context, ()
+    return trained, (
+        f"{inner.where} is not supported: the context is {trained} tokens, without it, instead of "
+        f"{context}",
     )
 
 

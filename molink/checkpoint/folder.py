@@ -10,9 +10,11 @@ from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.lookalikes import refuse_lookalike, refuse_other_tensors
+from molink.checkpoint.low_bit_contents import check_contents
 from molink.checkpoint.multimodal import text_tensors
 from molink.checkpoint.placement_facts import model_facts
-from molink.checkpoint.prequantized import Stored, stored_tensors
+from molink.checkpoint.prequantized import stored_tensors
+from molink.checkpoint.stored import Stored
 from molink.checkpoint.strays import refuse_strays
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
@@ -69,14 +71,17 @@ class ModelFolder:
         if not 0 <= first < last <= config.layers:
             raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
         shapes = stage_tensors(config, first, last)
-        _check_tensors(path, tensors, stored_tensors(shapes, config.quantized, tensors))
+        wanted = stored_tensors(shapes, config.quantized, tensors, config.low_bit)
+        _check_tensors(path, tensors, wanted)
         refuse_strays(path, config, tensors)
+        check_contents(path, config.low_bit, shapes, tensors)
         return cls(path, config, tensors)
 
     def stage_tensors(self, first: int, last: int) -> list[str]:
         """Names of the tensors that a stage of layers ``first:last`` loads."""
         shapes = stage_tensors(self.config, first, last)
-        return list(stored_tensors(shapes, self.config.quantized, self.tensors))
+        config = self.config
+        return list(stored_tensors(shapes, config.quantized, self.tensors, config.low_bit))
 
     def facts(self, name: str) -> ModelFacts:
         """What placement has to know; sizes are those of the stored weights."""
@@ -122,8 +127,9 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def _stored_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
-    for span in tensors.values():
-        if span.dtype in _WEIGHT_DTYPES:
+    for name, span in tensors.items():
+        # Scales are often of another type.
+        if span.dtype in _WEIGHT_DTYPES and name.endswith(".weight"):
             return _WEIGHT_DTYPES[span.dtype]
     return "f32"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.low_bit_config import parse_low_bit
 from molink.errors import BrokenModel, UnsupportedModel
 
 #: What a file begins with whose content git-lfs has not fetched, and how long such a file is.
@@ -45,25 +46,33 @@ def refuse_lookalike(folder: Path) -> None:
                 'write one, python -c "from transformers import AutoTokenizer as T; '
                 f"T.from_pretrained(r'{folder}').save_pretrained(r'{folder}')\""
             )
-    if "quantize_config.json" in names:
-        raise UnsupportedModel(
-            f"{folder / 'quantize_config.json'} is AutoGPTQ's, whose weights are not supported: "
-            f"{ORIGINALS}"
-        )
+    if "quantize_config.json" in names and "config.json" in names:
+        config = read_json(folder / "config.json")
+        if not config.get("quantization_config"):
+            raise UnsupportedModel(
+                f"{folder / 'quantize_config.json'} is of AutoGPTQ's old layout: put its content "
+                'into config.json as "quantization_config", with "quant_method": "gptq", or '
+                f"{ORIGINALS}"
+            )
 
 
 def refuse_other_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
-    """Refuse tensors that are known to be no model's, or of weights that molink doesn't read.
+    """Refuse tensors that are known to be no model's, or of weights that the config doesn't name.
 
     Raises:
-        UnsupportedModel: there are such tensors; the first is named.
+        UnsupportedModel: there are such tensors, the first is named; or the config names a variant
+            that isn't implemented.
     """
+    config = path / "config.json"
+    named = parse_low_bit(read_json(config), str(config)) is not None
     for name in sorted(tensors):
-        made = next((made for end, made in _QUANTIZED.items() if name.endswith(end)), None)
+        ends = () if named else _QUANTIZED.items()
+        made = next((made for end, made in ends if name.endswith(end)), None)
         where = f"{path / tensors[name].file}: tensor {name}"
         if made is not None:
             raise UnsupportedModel(
-                f"{where} belongs to {made}, which are not supported: {ORIGINALS}"
+                f"{where} belongs to {made}, but config.json has no quantization_config that "
+                f"molink reads: {ORIGINALS}"
             )
         if name.startswith(_VALUE_HEADS):
             raise UnsupportedModel(

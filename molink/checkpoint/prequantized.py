@@ -6,49 +6,33 @@ packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized a
 values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object as bytes. Projections that the
 checkpoint's author left out are stored as in any other model.
 
-Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`), experts
-perhaps in stacks, and in MXFP4 (:mod:`molink.checkpoint.stacked`). Such a checkpoint counts as not
-quantized: the blocks become what a stage computes with as they are read.
+Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.blocks`), those of
+GPTQ, AWQ and FP8 as :mod:`molink.checkpoint.low_bit` says, experts perhaps in stacks, and in MXFP4
+(:mod:`molink.checkpoint.stacked`). Such a checkpoint counts as not quantized: its weights become
+what a stage computes with as they are read.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from molink.checkpoint.fields import Fields
 from molink.checkpoint.header import TensorKind
+from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.checkpoint.low_bit_config import LOW_BIT_METHODS
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
 from molink.checkpoint.stacked import StackPlace, find_stack
+from molink.checkpoint.stored import FLOATS, MAX_STATE_BYTES, Stored
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, packed_shape
 
-#: Element types of tensors that aren't quantized.
-FLOATS = ("F32", "BF16", "F16")
 #: Scales that share one of the second quantization.
 NESTED_BLOCK = 256
-#: Bytes of the JSON object beside an nf4 weight; those seen have about 150.
-MAX_STATE_BYTES = 4096
 #: Suffix of its name.
 STATE = "quant_state.bitsandbytes__nf4"
 _METHOD = "bitsandbytes"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What a tensor has to be in a file; an extent of -1 may be anything up to MAX_STATE_BYTES."""
-
-    dtypes: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether ``shape`` is as demanded."""
-        return len(shape) == len(self.shape) and all(
-            found == wanted if wanted >= 0 else 0 < found <= MAX_STATE_BYTES
-            for found, wanted in zip(shape, self.shape, strict=True)
-        )
 
 
 def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
@@ -64,12 +48,13 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
     fields = Fields(section, f"{where}: quantization_config")
     eight, four = (fields.boolean(f"load_in_{bits}bit", False) for bits in (8, 4))
     method = fields.text("quant_method", _METHOD if eight or four else "unnamed").lower()
-    if method == "mxfp4":
+    if method == "mxfp4" or method in LOW_BIT_METHODS:
         return "none"
     if method != _METHOD:
+        known = ", ".join((_METHOD, *LOW_BIT_METHODS))
         raise UnsupportedModel(
-            f"{fields.where}: weights quantized by {method!r} are not supported (only by "
-            "bitsandbytes); take the model's bf16 or fp16 files and --quantize"
+            f"{fields.where}: weights quantized by {method!r} are not supported (only by {known}); "
+            "take the model's bf16 or fp16 files and --quantize"
         )
     if eight == four:
         raise BrokenModel(f"{fields.where}: either load_in_8bit or load_in_4bit has to be true")
@@ -84,11 +69,15 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
 
 
 def stored_tensors(
-    shapes: Mapping[str, tuple[int, ...]], quantized: Quantize, found: Mapping[str, TensorKind]
+    shapes: Mapping[str, tuple[int, ...]],
+    quantized: Quantize,
+    found: Mapping[str, TensorKind],
+    low_bit: LowBit | None = None,
 ) -> dict[str, Stored]:
     """What has to be stored for tensors of these shapes, if the checkpoint is ``quantized`` so.
 
-    ``found`` decides which of the projections are quantized, and whether scales are too.
+    ``found`` decides which of the projections are quantized (or ``low_bit``), and whether scales
+    are too.
 
     Raises:
         UnsupportedModel: an nf4 weight that doesn't consist of whole blocks; named.
@@ -104,6 +93,9 @@ def stored_tensors(
         if place is not None:
             # That of the last expert is that of all.
             wanted |= _stack(name, shape, place)
+            continue
+        if low_bit is not None and can_be_low_bit(name, shape) and low_bit.holds(name, found):
+            wanted |= low_bit.stored(name, (shape[0], shape[1]), found)
             continue
         span = found.get(name)
         left_out = span is None or span.dtype in FLOATS

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.header import TensorSpan
-from molink.checkpoint.layout import OUTPUT_HEAD, stage_tensors
-from molink.checkpoint.prequantized import companions
+from molink.checkpoint.layout import OUTPUT_HEAD, Shapes, stage_tensors
+from molink.checkpoint.low_bit import can_be_low_bit
+from molink.checkpoint.prequantized import companions, stored_tensors
 from molink.checkpoint.quantization import is_quantizable
 from molink.checkpoint.stacked import find_stack
 from molink.errors import BrokenModel
@@ -31,16 +32,7 @@ def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorS
     Raises:
         BrokenModel: there are such tensors; the first is named.
     """
-    shapes = stage_tensors(config, 0, config.layers)
-    known = {*shapes, OUTPUT_HEAD} if config.tied else {*shapes}
-    if config.quantized == "none":
-        for name in (*known,):
-            place = find_stack(name, tensors)
-            known.update(packed_names(name) if place is None else place.names)
-    else:
-        for name, shape in shapes.items():
-            if is_quantizable(name, shape):
-                known.update(companions(name))
+    known = _known(config, stage_tensors(config, 0, config.layers), tensors)
     files = {span.file for name, span in tensors.items() if name in known}
     strays = [
         name
@@ -56,3 +48,22 @@ def refuse_strays(path: Path, config: ModelConfig, tensors: Mapping[str, TensorS
             f"{path / tensors[first].file}: tensor {first}{more} has no place in a model of this "
             "config.json: it belongs to another model, or a feature of it is switched off there"
         )
+
+
+def _known(config: ModelConfig, shapes: Shapes, tensors: Mapping[str, TensorSpan]) -> set[str]:
+    known = {*shapes, OUTPUT_HEAD} if config.tied else {*shapes}
+    scheme = config.low_bit
+    if scheme is not None:
+        held = [n for n, s in shapes.items() if can_be_low_bit(n, s) and scheme.holds(n, tensors)]
+        known -= {*held}
+        known.update(stored_tensors(shapes, "none", tensors, scheme))
+        known.update(unused for name in held for unused in scheme.unused(name))
+    elif config.quantized == "none":
+        for name in (*known,):
+            place = find_stack(name, tensors)
+            known.update(packed_names(name) if place is None else place.names)
+    else:
+        for name, shape in shapes.items():
+            if is_quantizable(name, shape):
+                known.update(companions(name))
+    return known

@@ -105,6 +105,21 @@ class Traits:
         """
         return any(rope.kind == "dynamic" for rope in self.ropes)
 
+    @property
+    def short_context(self) -> int:
+        """Up to how many tokens a request's keys are rotated in another way than in longer ones.
+
+        So with LongRoPE, whose two lists of divisors differ; 0 where there is no such bound.
+        """
+        return min(
+            (
+                rope.original_context
+                for rope in self.ropes
+                if rope.kind == "longrope" and rope.short_factor != rope.long_factor
+            ),
+            default=0,
+        )
+
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a layer; ``None`` where it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense else self.experts

@@ -246,7 +246,7 @@ class Batcher:
     def _admission(self, job: Job) -> list[HeadControl]:
         request = job.request
         job.last = self._ledger.issue()
-        admit = Admit(job.last, job.id, request.sampling, request.prompt_tokens)
+        admit = Admit(job.last, job.id, request.sampling, request.prompt_tokens, job.kv_end)
         control = [HeadControl(admit)]
         if request.sampling.needs_history:
             for first, ids in _parts(job.tokens):

@@ -8,7 +8,7 @@ from molink.errors import InvariantError
 from molink.head.blocks import BlockAllocator
 from molink.head.job import Job
 from molink.head.limits import HeadLimits
-from molink.head.prefix import Match, PrefixTree
+from molink.head.prefix import OTHER_ROOT, ROOT, Match, PrefixTree
 from molink.head.roster import Leaving
 
 
@@ -22,6 +22,9 @@ class BlockCache:
     Whoever holds a block of the tree holds all blocks above it. So everything below a cached block
     is cached, too, and all cached blocks can be forgotten, the longest unused first and each one
     after what follows it.
+
+    Where the keys of requests that may become long differ (LongRoPE), these have a root of their
+    own.
     """
 
     def __init__(self, limits: HeadLimits) -> None:
@@ -29,6 +32,7 @@ class BlockCache:
         self._tree = PrefixTree(limits.block_size)
         self._size = limits.block_size
         self._enabled = limits.prefix_cache
+        self._short = limits.short_context
         #: What was last looked for, under which version of the tree, and what was found.
         self._last: tuple[Job, int, Match] | None = None
         self.hit_tokens = 0
@@ -54,7 +58,8 @@ class BlockCache:
             return Match()
         if self._last is not None and self._last[:2] == (job, tree.version):
             return self._last[2]
-        found = tree.match(job.tokens[:-1])
+        long = 0 < self._short < job.kv_end
+        found = tree.match(job.tokens[:-1], OTHER_ROOT if long else ROOT)
         self._last = job, tree.version, found
         return found
 

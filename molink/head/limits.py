@@ -19,7 +19,8 @@ class HeadLimits:
     volume (0: as :mod:`molink.head.chunk` decides by the stages' ``profiles``);
     ``max_running`` requests that hold blocks and ``max_waiting`` that queue; ``max_context`` tokens
     of a request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests
-    that are over are kept for others that begin with the same tokens.
+    that are over are kept for others that begin with the same tokens. Requests that may come to
+    more than ``short_context`` tokens (0: no such bound) share them among themselves only.
     """
 
     blocks: int
@@ -30,6 +31,7 @@ class HeadLimits:
     max_waiting: int = 256
     max_context: int = 1 << 20
     prefix_cache: bool = True
+    short_context: int = 0
     profiles: tuple[Profile, ...] = ()
     stages: int = 1
     row_bytes: int = 0
@@ -45,6 +47,7 @@ class HeadLimits:
             "max_running": (1, 1 << 16),
             "max_waiting": (0, 1 << 20),
             "max_context": (1, 1 << 24),
+            "short_context": (0, 1 << 24),
         }
         for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)

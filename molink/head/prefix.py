@@ -8,8 +8,9 @@ from molink.errors import InvariantError
 
 #: The token ids that a block holds the keys and values of.
 Key = tuple[int, ...]
-#: Stands for the parent of the blocks that sequences begin with.
-ROOT = -1
+#: Stands for the parent of the blocks that sequences begin with; and for that of sequences whose
+#: KV is another although their tokens may be the same. Blocks have numbers from 0 on.
+ROOT, OTHER_ROOT = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class PrefixTree:
     def __iter__(self) -> Iterator[int]:
         return iter(self._places)
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest cached beginning of ``tokens``, token by token."""
-        size, end, blocks = self._size, ROOT, list[int]()
+    def match(self, tokens: Sequence[int], root: int = ROOT) -> Match:
+        """The longest cached beginning of ``tokens`` below ``root``, token by token."""
+        size, end, blocks = self._size, root, list[int]()
         for last in range(size, len(tokens) + 1, size):
             block = self._children.get((end, tuple(tokens[last - size : last])))
             if block is None:
@@ -69,7 +70,7 @@ class PrefixTree:
         return Match(end, tuple(blocks), source, first + extra)
 
     def parent(self, block: int) -> int:
-        """The block above ``block``, or :data:`ROOT`."""
+        """The block above ``block``, or its root."""
         return self._places[block][0]
 
     def child(self, parent: int, key: Key) -> int | None:
@@ -82,7 +83,7 @@ class PrefixTree:
         Raises:
             InvariantError: it is in the tree, or these tokens are, or can't be.
         """
-        full = parent == ROOT or len(self._places[parent][1]) == self._size
+        full = parent < 0 or len(self._places[parent][1]) == self._size
         if not full or not 0 < len(key) <= self._size or (parent, key) in self._children:
             raise InvariantError(f"block {block} of {len(key)} tokens can't follow {parent}")
         if block in self._places:
@@ -124,7 +125,7 @@ class PrefixTree:
 
     def path(self, block: int) -> Iterator[int]:
         """From ``block`` up to the one that its sequence begins with."""
-        while block != ROOT:
+        while block >= 0:
             yield block
             block = self._places[block][0]
 
@@ -146,12 +147,13 @@ class PrefixTree:
         keys: dict[int, list[Key]] = {}
         for parent, key in self._children:
             keys.setdefault(parent, []).append(key)
-            if parent != ROOT and len(self._places[parent][1]) != self._size:
+            if parent >= 0 and len(self._places[parent][1]) != self._size:
                 raise InvariantError(f"block {parent} is not full but others follow it")
         if {parent: sorted(found) for parent, found in keys.items()} != self._keys:
             raise InvariantError("the keys below a block are not in order")
-        if set(self.below(ROOT)) != {ROOT, *self._places}:
-            raise InvariantError("a block does not lead to the root")
+        led = {*self.below(ROOT), *self.below(OTHER_ROOT)}
+        if led != {ROOT, OTHER_ROOT, *self._places}:
+            raise InvariantError("a block does not lead to a root")
 
     def _nearest(self, parent: int, tokens: Key) -> tuple[int, int]:
         """The block below ``parent`` with most leading ``tokens``, and how many; -1 if none."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.layout import EMBEDDING, Shapes, layer_tensors, stage_tensors
+from molink.checkpoint.low_bit import LowBit
 from molink.checkpoint.manifest import CHUNK_BYTES, Part
-from molink.checkpoint.prequantized import Stored, stored_tensors
+from molink.checkpoint.prequantized import stored_tensors
+from molink.checkpoint.stored import Stored
 from molink.errors import BrokenModel
 from molink.facts.model import Quantize
 
@@ -88,14 +90,15 @@ def plan_group(
     shapes: Shapes,
     tensors: Mapping[str, Part],
     quantized: Quantize = "none",
+    low_bit: LowBit | None = None,
 ) -> GroupPlan:
-    """Lay out the file of a group; ``quantized`` is how the config says that it is stored.
+    """Lay out the file of a group, stored as the config says: ``quantized``, or ``low_bit``.
 
     Raises:
         BrokenModel: the model lacks one of the tensors, or it isn't what the config says.
         UnsupportedModel: weights quantized in a way that isn't implemented.
     """
-    wanted = stored_tensors(shapes, quantized, tensors)
+    wanted = stored_tensors(shapes, quantized, tensors, low_bit)
     entries: dict[str, object] = {}
     end = 0
     for name, stored in wanted.items():

@@ -39,6 +39,7 @@ def instruction(
             root=desired.facts.root,
             parts=part_holders(desired.facts, registry),
             hub=desired.facts.hub,
+            context=desired.facts.context,
         )
     if formation.state == "linking" and stage not in formation.ready:
         return Form(

@@ -359,6 +359,7 @@ def _held(assign: Assign) -> tuple[object, ...]:
         assign.dtype,
         assign.quantize,
         assign.block_size,
+        assign.context,
     )
 
 

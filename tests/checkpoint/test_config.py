@@ -106,7 +106,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> Non
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM.*Mistral"),
         ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True}, "sliding_attention"),
         ({"rope_scaling": {"rope_type": "axial"}}, "'axial'.*longrope"),
@@ -189,3 +189,18 @@ def test_a_config_that_is_longer_than_it_says(
     (tmp_path / "config.json").write_text(" " * 200, encoding="utf-8")
     with pytest.raises(BrokenModel, match="longer than 100 bytes"):
         ModelConfig.load(tmp_path)
+
+
+def test_dual_chunk_attention_is_done_without(tmp_path: Path) -> None:
+    dual = {"chunk_size": 128, "local_size": 8, "original_max_position_embeddings": 128}
+    fields = {"max_position_embeddings": 1010, "dual_chunk_attention_config": dual}
+    found = load(tmp_path, **fields)
+    assert found.context == 128
+    assert (
+        "dual_chunk_attention_config is not supported: the context is 128 tokens"
+        in (found.notes[0])
+    )
+    found = load(tmp_path, **{**fields, "max_position_embeddings": 100})
+    assert (found.context, found.notes) == (100, ())
+    with pytest.raises(BrokenModel, match=r"dual_chunk.*original_max_position_embeddings"):
+        load(tmp_path, **{**fields, "dual_chunk_attention_config": {"chunk_size": 128}})

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.prequantized import (
-    FLOATS,
-    MAX_STATE_BYTES,
     STATE,
-    Stored,
     companions,
     parse_quantized,
     parse_state,
     stored_tensors,
 )
+from molink.checkpoint.stored import FLOATS, MAX_STATE_BYTES, Stored
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -43,7 +41,7 @@ def test_configs() -> None:
     assert parse(**FOUR, bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["x"]) == "nf4"
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "torchao"])
+@pytest.mark.parametrize("method", ["hqq", "modelopt", "torchao"])
 def test_other_methods_are_named(method: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{method}.*bf16 or fp16"):
         parse(quant_method=method, bits=4)

@@ -26,6 +26,7 @@ from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.data import Beat, Cancel
 from molink.wire.messages.joining import JoinRequest
 from molink.wire.messages.requests import StatusRequest
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.home import Home
 from molinkd.peer.membership import Membership
@@ -308,7 +309,11 @@ def member(swarm: Swarm) -> KeyPair:
     with RawClient(port, invitation.secret, invitation.public, token.coordinator_key) as wire:
         wire.handshake()
         request = JoinRequest(
-            ref=1, public_key=keys.public, name="hostile", version=molink.__version__
+            ref=1,
+            public_key=keys.public,
+            name="hostile",
+            version=molink.__version__,
+            protocol=PROTOCOL,
         )
         wire.send(wire.message(*map(bytes, control_codec().encode(request))))
         assert b"joined" in wire.receive()[0]

@@ -115,7 +115,7 @@ def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied() -> None:
     player.submit("b", (*PROMPT[:37], 7, 8, 9), 1)
     batch = player.next()
     admit, head = batch.control
-    assert admit.body == Admit(4, 1, PLAIN, 40)
+    assert admit.body == Admit(4, 1, PLAIN, 40, 40)
     assert head.body == Table(5, 1, Payload("i32", (2,)))
     assert head.ids == (0, 1)
     assert group(batch) == Rows(1, 37, 3, after=5, blocks=(3,), sample=True, source=2)
@@ -351,6 +351,17 @@ def test_the_same_prompt_computed_twice_is_kept_once() -> None:
     # 59 tokens of both: 4 blocks.
     assert player.gauge("blocks_cached") == 4
     assert player.gauge("blocks_used") == 0
+
+
+def test_requests_that_may_become_long_share_among_themselves() -> None:
+    player = Player.of(short_context=50)
+    for key, answer in (("short", 11), ("long", 12), ("long too", 30), ("short too", 1)):
+        player.serve(key, PROMPT, answer)
+    first = {
+        key: next(t.cached for t in player.told if t.key == key)
+        for key in ("short", "long", "long too", "short too")
+    }
+    assert first == {"short": 0, "long": 0, "long too": 39, "short too": 39}
 
 
 def test_a_held_block_below_a_cached_one_is_found() -> None:

@@ -94,7 +94,7 @@ def test_prompt_in_chunks_that_do_not_wait_for_each_other() -> None:
     head = Head(limits(), 1)
     submit(head, request("a", 10))
     first, second = head.next(0.0), head.next(0.0)
-    assert controls(first) == [Admit(1, 0, PLAIN, 10)]
+    assert controls(first) == [Admit(1, 0, PLAIN, 10, 109)]
     assert volumes(first)[0].rows == (Rows(0, 0, 8, after=1, blocks=(0, 1)),)
     assert first.volumes[0].tokens == list(range(8))
     assert volumes(first)[0].prefill
@@ -130,7 +130,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     head = Head(limits(chunk_tokens=64), 1)
     submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
     batch = head.next(0.0)
-    assert controls(batch)[0] == Admit(1, 0, PENALTY, 6)
+    assert controls(batch)[0] == Admit(1, 0, PENALTY, 6, 10)
     assert batch.control[1].ids == tuple(range(9))
     assert volumes(batch)[0].rows == (Rows(0, 0, 9, after=2, blocks=(0, 1, 2), sample=True),)
     (emission,) = back(head, volumes(batch)[0])
@@ -169,7 +169,7 @@ def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
     back(head, volumes(batch)[0])
     assert [emission.message.finish for emission in step(head)] == ["length"]
     batch = head.next(0.0)
-    assert controls(batch) == [Release(4, 0, after=3), Admit(5, 1, PLAIN, 31)]
+    assert controls(batch) == [Release(4, 0, after=3), Admit(5, 1, PLAIN, 31, 32)]
     head.released(4, 0.0)
     assert [body.request for body in controls(head.next(0.0))] == [2]
 
@@ -271,7 +271,7 @@ def test_blocks_are_used_again_only_when_their_release_has_gone_round() -> None:
     assert head.next(0.0) is None
     head.released(3, 0.0)
     batch = head.next(0.0)
-    assert controls(batch) == [Admit(4, 1, PLAIN, 5)]
+    assert controls(batch) == [Admit(4, 1, PLAIN, 5, 5)]
     assert volumes(batch)[0].rows == (Rows(1, 0, 5, after=4, blocks=(0, 1), sample=True),)
 
 

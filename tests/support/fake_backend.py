@@ -62,6 +62,7 @@ class FakeBackend:
     gate: asyncio.Semaphore | None = None
     is_ready: bool = True
     context: int = CONTEXT
+    short_context: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
     closed: int = 0
@@ -73,7 +74,7 @@ class FakeBackend:
         self.tokenizer = Tokenizer.open(self.folder)
 
     def models(self) -> Sequence[ServedModel]:
-        return [ServedModel("tiny", self.folder, self.context, 1700000000)]
+        return [ServedModel("tiny", self.folder, self.context, 1700000000, self.short_context)]
 
     def ready(self, model: str | None = None) -> bool:
         return self.is_ready

@@ -15,11 +15,14 @@ import openai
 import psutil
 
 import molink
+import molinkd
 from molink.errors import Unavailable
 from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
 
 ROOT = Path(molink.__file__).parents[1]
+#: Where both packages are, installed or not.
+ROOTS = (ROOT, Path(molinkd.__file__).parents[1])
 START_S = 100.0
 
 
@@ -112,7 +115,7 @@ def environment(home: Path) -> dict[str, str]:
         "MOLINK_HOME": str(home),
         # Each would import torch beside what is tested.
         "MOLINK_SPARE_WORKER": "false",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in ROOTS),
         "PYTHONIOENCODING": "utf-8",
     }
 

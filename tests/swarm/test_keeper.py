@@ -156,6 +156,12 @@ def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
     assert order.message.profiles == ()
 
 
+def test_another_context_keeps_the_worker_but_not_what_it_was_told() -> None:
+    keeper = running()
+    other = msgspec.structs.replace(assign(epoch=2), context=4096)
+    assert keeper.assign(other) == [PING, Fetch(1, other)]
+
+
 def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
     keeper = running()
     other = assign(epoch=2, layers=(0, 6))

@@ -57,6 +57,7 @@ def assign(
         model="toy",
         sources=("a",),
         dtype="auto",
+        context=4096,
     )
 
 

@@ -49,7 +49,8 @@ def test_steps_follow_what_the_file_says_at_that_moment(tmp_path: Path) -> None:
     )
 
     class Config:
-        hidden_size, vocab_size, context, keys_depend_on_length = 64, 100, 4096, False
+        hidden_size, vocab_size, context = 64, 100, 4096
+        keys_depend_on_length, short_context = False, 0
 
     stage = EveningStage(computer, Config(), roofline, is_first=False, is_last=True)
     computer.set_pace(1.0)

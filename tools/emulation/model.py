@@ -76,6 +76,7 @@ class EmulatedConfig:
     vocab_size: int
     context: int = CONTEXT
     keys_depend_on_length: bool = False
+    short_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

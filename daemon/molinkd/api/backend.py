@@ -13,13 +13,15 @@ class ServedModel:
     """A model that a pipeline serves.
 
     ``folder`` is a local folder with at least config, tokenizer and chat template (never weights
-    that only other peers have). ``context`` is in tokens.
+    that only other peers have). ``context`` is in tokens. Requests of up to ``short_context`` are
+    computed as the model was trained at first (LongRoPE); 0: there is no such bound.
     """
 
     name: str
     folder: Path
     context: int
     created: int
+    short_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

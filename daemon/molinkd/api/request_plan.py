@@ -190,6 +190,9 @@ def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
         default = offer.tokenizer.defaults.max_new_tokens
         if isinstance(body, CompletionBody):
             default = COMPLETION_MAX_TOKENS
+        if prompt <= offer.model.short_context // 2:
+            # Nobody asked for so long an answer that all of it had to be computed in another way.
+            context = min(context, offer.model.short_context)
         return min(default or context, context - prompt)
     if prompt + asked > context:
         raise ContextTooLong(

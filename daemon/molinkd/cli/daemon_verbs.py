@@ -105,6 +105,10 @@ def up(
         DTypeChoice | None, typer.Option(help="Compute in.  \\[default: auto]")
     ] = None,
     quantize: QuantizeOption = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of prompt and answer.  \\[default: what the model has]"),
+    ] = None,
     min_peers: Annotated[
         int | None, typer.Option(help="Peers with a stage to wait for at first.  \\[default: 1]")
     ] = None,

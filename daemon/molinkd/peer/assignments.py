@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import FilesMissing, MolinkError, UsageError
 from molink.facts.footprint import Load, StageSetup
@@ -317,7 +319,7 @@ class Assignments:
             ports=(first, last + 1),
             kv_bytes=plan.kv,
             block_size=assign.block_size,
-            max_context=opened.config.context,
+            max_context=_context(opened, assign),
             settings=settings.pipeline,
             profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
@@ -378,6 +380,11 @@ class Assignments:
         self._carry_out(self._keeper.failed(generation, reason))
 
 
+def _context(folder: ModelFolder, assign: Assign) -> int:
+    """Most tokens of a request."""
+    return min(folder.config.context, assign.context or folder.config.context)
+
+
 def plan_stage(
     folder: ModelFolder,
     assign: Assign,
@@ -399,7 +406,7 @@ def plan_stage(
         load=Load(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
     )
     return plan_memory(
-        folder.facts(assign.model),
+        msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),
         assign.layers,
         target,
         max(0, measured.device.memory - taken),

@@ -89,9 +89,14 @@ class Founder:
         folder = await asyncio.to_thread(ModelFolder.open, source.path)
         check = check_files if self._settings.stage == "none" else check_quantize
         check(self._settings.quantize, folder.config)
-        self._facts = msgspec.structs.replace(folder.facts(source.name), hub=source.hub)
+        facts = folder.facts(source.name)
+        context = min(facts.context, self._settings.context or facts.context)
+        self._facts = msgspec.structs.replace(facts, hub=source.hub, context=context)
         self._source = source
         self._announce(Serving(model=source.name, path=str(source.path), sees=folder.config.sees))
+        for note in folder.config.notes:
+            log.warning("%s", note)
+            self._announce(Trouble(text=note))
 
     @property
     def facts(self) -> ModelFacts | None:

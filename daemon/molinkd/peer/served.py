@@ -103,4 +103,4 @@ class ServedModels:
         )
         config = await asyncio.to_thread(ModelConfig.load, folder)
         context = self._context(route.model) or config.context  # as known by now
-        return ServedModel(route.model, folder, context, int(time.time()))
+        return ServedModel(route.model, folder, context, int(time.time()), config.short_context)

@@ -96,6 +96,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: DTypeChoice = "auto"
     #: How layers' weights are kept; of a model that is quantized already, as its files have them.
     quantize: Quantize = "none"
+    #: Most tokens of a request, prompt and answer together; 0 = as many as the model has.
+    context: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     #: What stages are placed for: one stream's time per token, or the tokens/s of many.
     objective: Objective = "latency"

@@ -142,7 +142,7 @@ def holding_of(model: str, folder: Path, manifest: Manifest, plans: Iterable[Gro
 def _plans(config: ModelConfig, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
     groups = group_tensors(config, *layers)
     return [
-        plan_group(group, shapes, manifest.tensors, config.quantized)
+        plan_group(group, shapes, manifest.tensors, config.quantized, config.low_bit)
         for group, shapes in groups.items()
     ]
 

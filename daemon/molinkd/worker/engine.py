@@ -33,6 +33,10 @@ class StageConfig(Protocol):
     def keys_depend_on_length(self) -> bool:
         """Whether what is computed of a token depends on how long its request may become."""
 
+    @property
+    def short_context(self) -> int:
+        """See :attr:`molink.checkpoint.traits.Traits.short_context`."""
+
 
 class LoadedStage(Protocol):
     """Layers that are ready to run; :class:`molink.stage.stage.Stage` is one."""

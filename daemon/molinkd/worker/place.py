@@ -203,6 +203,7 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         max_context=start.max_context,
         # Requests can share only what does not depend on whose it is.
         prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
+        short_context=config.short_context,
         profiles=order.profiles,
         unpaired=start.settings.unpaired_prefill,
     )

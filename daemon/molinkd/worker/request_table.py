@@ -21,13 +21,15 @@ def _no_tokens() -> "TokenHistory":
 class RequestState:
     """One request at one stage.
 
-    ``blocks`` is its block table so far. ``history`` is filled at the tail only, and only if its
-    penalties are recomputed from it. ``failed`` is set once a step of it failed here or at an
-    earlier stage: its KV can't be trusted from then on.
+    ``reach`` is how many tokens' keys it may come to have, ``blocks`` its block table so far.
+    ``history`` is filled at the tail only, and only if its penalties are recomputed from it.
+    ``failed`` is set once a step of it failed here or at an earlier stage: its KV can't be trusted
+    from then on.
     """
 
     sampling: Sampling
     prompt_tokens: int
+    reach: int = 0
     blocks: list[int] = field(default_factory=list)
     history: "TokenHistory" = field(default_factory=_no_tokens)
     failed: bool = False
@@ -46,7 +48,9 @@ class RequestTable:
 
     def admit(self, message: Admit) -> None:
         """A request begins."""
-        self._states[message.request] = RequestState(message.sampling, message.prompt_tokens)
+        self._states[message.request] = RequestState(
+            message.sampling, message.prompt_tokens, message.reach
+        )
 
     def history(self, request: int, first: int, ids: memoryview) -> None:
         """Learn tokens (``i32``) from position ``first`` on; parts come in order."""

@@ -41,10 +41,8 @@ def run_step(
         tokens=tokens,
         hidden=hidden,
         sequences=tuple(
-            SequenceRows(
-                rows.start, rows.count, requests[rows.request].blocks, stage.config.context
-            )
-            for rows in groups
+            SequenceRows(rows.start, rows.count, state.blocks, state.reach)
+            for rows, state in ((rows, requests[rows.request]) for rows in groups)
         ),
         logit_rows=_sampling_rows(groups),
     )

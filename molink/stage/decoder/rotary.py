@@ -14,8 +14,8 @@ position of a forward plus one. Here that is taken per request; others in the ba
 ``longrope`` has one set of frequencies for sequences that fit the original context and another for
 longer ones, too different for one cache. transformers decides anew in each forward and, when a
 sequence outgrows the original context, computes all its keys again. Here a request that may reach
-beyond it (``SequenceRows.reach``) uses the second set from its first row on. A worker takes what
-the model can serve for this reach, since requests share blocks of the prefix cache.
+beyond it (``SequenceRows.reach``) uses the second set from its first row on. Its head says so, and
+has requests of one set share no blocks with those of the other.
 
 All other kinds depend on the position alone.
 """

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.layout import Shapes, layer_tensors
-from molink.checkpoint.prequantized import FLOATS, companions
+from molink.checkpoint.low_bit import LowBit
+from molink.checkpoint.prequantized import companions
 from molink.checkpoint.quantization import can_hold, is_quantizable
 from molink.checkpoint.stacked import StackPlace, find_stack
+from molink.checkpoint.stored import FLOATS
 from molink.errors import BrokenModel, UsageError
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, unpack
@@ -21,6 +23,7 @@ from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
+from molink.stage.loading.low_bit import unpack_low_bit
 from molink.stage.loading.stacks import expert_parts
 
 
@@ -91,6 +94,8 @@ class WeightReader:
     def _full_shape(self, name: str) -> tuple[int, ...]:
         if self._place(name) is not None:
             return self._layer_shape(name)
+        if self._low_bit(name) is not None:
+            return self._shape(name)
         kind = self._packed(name)
         if kind is None:
             return self._folder.tensors[name].shape
@@ -99,9 +104,13 @@ class WeightReader:
 
     def _parts(self, name: str, step: int) -> Iterator[tuple[int, Tensor]]:
         """Rows of a tensor as numbers, about ``step`` at a time, each with where it begins."""
-        place = self._place(name)
+        place, scheme = self._place(name), self._low_bit(name)
         if place is not None:
             yield from expert_parts(place, self._mapped, step)
+            return
+        if scheme is not None:
+            scales = scheme.scales(name, self._folder.tensors)
+            yield from unpack_low_bit(scheme, name, scales, self._shape(name), self._mapped)
             return
         kind = self._packed(name)
         stored = self._mapped(name if kind is None else packed_name(name, kind))
@@ -114,6 +123,13 @@ class WeightReader:
     def _place(self, name: str) -> StackPlace | None:
         """Where an expert's tensor lies in one of all experts, if it does."""
         return find_stack(name, self._folder.tensors)
+
+    def _low_bit(self, name: str) -> LowBit | None:
+        """How a weight is stored in few bits (GPTQ, AWQ, FP8 …), if it is."""
+        scheme = self._folder.config.low_bit
+        if scheme is None or not name.startswith("model.layers."):
+            return None
+        return scheme if scheme.holds(name, self._folder.tensors) else None
 
     def _packed(self, name: str) -> Kind | None:
         """The blocks of GGUF that a tensor is stored in, if it is."""
@@ -139,9 +155,12 @@ class WeightReader:
     def _kept(self, names: Sequence[str]) -> torch.dtype:
         """The type in which they are kept: bf16 stays as it is where rows of more bits take it.
 
-        Weights in blocks are less exact than bf16.
+        Weights of few bits are less exact than bf16.
         """
-        narrow = all(self._packed(name) or self._stored(name) in ("BF16", "U8") for name in names)
+        narrow = all(
+            self._low_bit(name) or self._packed(name) or self._stored(name) in ("BF16", "U8")
+            for name in names
+        )
         return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
 
     def _stored(self, name: str) -> str:
@@ -160,9 +179,10 @@ class WeightReader:
         return fine and can_hold(self._mode, shapes)
 
     def _is_stored_quantized(self, name: str) -> bool:
-        if self._packed(name) is not None or self._place(name) is not None:
+        if self._place(name) is not None:
             return False
-        return self._folder.tensors[name].dtype not in FLOATS
+        full = self._packed(name) is None and self._low_bit(name) is None
+        return full and self._folder.tensors[name].dtype not in FLOATS
 
     def _quantized(self, names: Sequence[str]) -> QuantizedWeight:
         shapes = [self._shape(name) for name in names]
@@ -204,9 +224,10 @@ class WeightReader:
         # A sum takes a twentieth of the time, but may overflow where no element is infinite.
         if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
             return
-        kind, place = self._packed(name), self._place(name)
+        kind, place, scheme = self._packed(name), self._place(name), self._low_bit(name)
         stored = name if kind is None else packed_name(name, kind)
         stored = stored if place is None else place.names[0]
+        stored = stored if scheme is None else scheme.numbers(name)
         file = self._folder.path / self._folder.tensors[stored].file
         raise BrokenModel(
             f"{file}: tensor {name} holds NaN or infinity (as {tensor.dtype}); fetch the file "

@@ -88,6 +88,8 @@ class Admit(LeanMessage, frozen=True, tag="admit"):
     sampling: Sampling
     #: Tokens that were given, not sampled by this request: its prompt as the client sent it.
     prompt_tokens: Count
+    #: How many tokens' keys it may come to have: LongRoPE rotates all of them by that.
+    reach: Count = 0
 
 
 class History(LeanMessage, frozen=True, tag="history"):

@@ -85,7 +85,8 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
 
     ``sources`` are peers that hold the model's files, and ``parts`` such as hold some of them;
     ``hub`` is where else they are. Only those of ``root`` are to be believed. A worker of the same
-    pipeline with the same layers keeps its weights and only changes epoch.
+    pipeline with the same layers keeps its weights and only changes epoch. A request has at most
+    ``context`` tokens (0: as the model says).
     """
 
     pipeline: Text
@@ -101,6 +102,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     root: Root = ""
     parts: Holders = ()
     hub: HubPlace = ""
+    context: Count = 0
 
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):

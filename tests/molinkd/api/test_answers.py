@@ -117,6 +117,24 @@ async def test_chat_defaults_to_what_the_context_leaves(
     assert request.max_tokens == backend.models()[0].context - len(request.prompt)
 
 
+async def test_a_short_chat_defaults_to_what_longrope_was_trained_with_at_first(
+    client: TestClient, backend: FakeBackend
+) -> None:
+    prompts = []
+    for short in (200, 0, 10, 10**6):
+        backend.short_context = short
+        await chat(client)
+        prompts.append(len(backend.requests[-1].prompt))
+    prompt, context = prompts[0], backend.context
+    assert 10 < 2 * prompt <= 200
+    left = [context - prompt] * 3
+    assert [request.max_tokens for request in backend.requests] == [200 - prompt, *left]
+    # Who says how long an answer may be, gets that.
+    backend.short_context = 200
+    await chat(client, max_tokens=300)
+    assert backend.requests[-1].max_tokens == 300
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_answers_have_seeds_of_their_own(
     client: TestClient, backend: FakeBackend, stream: bool

@@ -65,10 +65,11 @@ def test_quantize_and_memory_reach_the_daemon(
     monkeypatch.setattr(
         "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
     )
-    assert run(["up", "--quantize", "nf4", "--memory", "80%"]) == 0
+    assert run(["up", "--quantize", "nf4", "--memory", "80%", "--context", "4096"]) == 0
     (launch,) = launches
     assert launch.settings.quantize == "nf4"
     assert launch.settings.memory == Share(80.0)
+    assert launch.settings.context == 4096
     assert run(["up", "--quantize", "int4"]) == 2
 
 

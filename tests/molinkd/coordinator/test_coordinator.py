@@ -272,7 +272,9 @@ class Scene:
 
 
 def wish(keys: KeyPair) -> JoinRequest:
-    return JoinRequest(ref=0, public_key=keys.public, name="guest\x1b", version="1")
+    return JoinRequest(
+        ref=0, public_key=keys.public, name="guest\x1b", version="1", protocol=PROTOCOL
+    )
 
 
 @pytest.fixture
@@ -457,7 +459,8 @@ async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
         for key in (token.coordinator_key, KeyPair.from_secret(token.secret_key).public, "#" * 40):
             with pytest.raises(RequestError):
                 await guest.request(
-                    JoinRequest(ref=0, public_key=key, name="x", version="1"), timeout=30
+                    JoinRequest(ref=0, public_key=key, name="x", version="1", protocol=PROTOCOL),
+                    timeout=30,
                 )
     finally:
         await guest.close()
@@ -1097,7 +1100,10 @@ async def test_who_speaks_otherwise_takes_no_part(
     (shown,) = [p for p in (await scene.status(owner))["peers"] if p["id"] == newer.id]
     assert (shown["state"], shown["version"]) == ("refused", "2.0")
     ours = f"molink {__version__} (protocol {PROTOCOL})"
-    assert shown["reason"] == f"refused: it runs molink 2.0 (protocol 2), and the swarm {ours}"
+    assert (
+        shown["reason"]
+        == f"refused: it runs molink 2.0 (protocol {PROTOCOL + 1}), and the swarm {ours}"
+    )
     # The coordinator's PC is updated: now it is the other way round, until the rest is.
     await scene.stop()
     monkeypatch.setattr("molink.swarm.versions.PROTOCOL", PROTOCOL + 1)

@@ -17,6 +17,7 @@ from molink.swarm.token import JoinToken
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.joining import Joined, JoinRequest
 from molink.wire.messages.requests import Invite, InviteRequest, StatusReply, StatusRequest
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.curve import KeyPair
 
@@ -107,7 +108,9 @@ async def test_a_life(launch: Launch, context: Context) -> None:
 
     with pytest.raises(NotAuthorized):
         await ask(context, joiner, *where, StatusRequest(ref=0))
-    request = JoinRequest(ref=0, public_key=joiner.public, name="joiner", version="1")
+    request = JoinRequest(
+        ref=0, public_key=joiner.public, name="joiner", version="1", protocol=PROTOCOL
+    )
     invited = KeyPair.from_secret(token.secret_key)
     joined, _ = await ask(context, invited, *where, request)
     assert isinstance(joined, Joined)

@@ -143,6 +143,12 @@ async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
     assert start.settings == PIPELINE
 
 
+async def test_a_lower_context_takes_less_kv(bench: Bench) -> None:
+    start = await bench.assign(1 << 30, context=64)
+    assert isinstance(start, Start)
+    assert (start.max_context, start.kv_bytes) == (64, 4 * 64 * 3 * 2 * 2 * 16 * 2)
+
+
 async def test_a_worker_avoids_what_failed_the_doctor(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """What the PC that brings a model asks of the coordinator, and what it refuses before."""
 
 import asyncio
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -64,6 +65,30 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
     assert (order.objective, order.min_stages) == ("latency", 3)
     assert order.model.root == Library().add("m", model).manifest.root
     assert 0 < order.model.nf4_bytes < order.model.int8_bytes < order.model.projection_bytes
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(0, 512), (64, 64), (1000, 512)])
+async def test_the_context_can_be_lowered(
+    model: Path, tmp_path: Path, wanted: int, found: int
+) -> None:
+    made = founder(tmp_path, model, context=wanted)
+    await made.find_model()
+    assert made.facts is not None
+    assert made.facts.context == found
+
+
+async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(model, tmp_path / "m")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    dual = {"chunk_size": 64, "original_max_position_embeddings": 64}
+    text = json.dumps({**config, "dual_chunk_attention_config": dual})
+    (model / "config.json").write_text(text, encoding="utf-8")
+    said: list[Any] = []
+    made = founder(tmp_path, model, announce=said.append)
+    await made.find_model()
+    assert made.facts is not None
+    assert made.facts.context == 64
+    assert any("the context is 64 tokens" in getattr(event, "text", "") for event in said)
 
 
 async def test_without_bitsandbytes_nothing_is_started(

@@ -28,6 +28,7 @@ from molink.wire.messages.leading import Noted
 from molink.wire.messages.pipe import MemberBlocked
 from molink.wire.messages.reports import PeerReport
 from molink.wire.messages.requests import RevokeRequest, StatusReply, StatusRequest
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Sender, Server
 from molinkd.peer import readiness
@@ -91,7 +92,7 @@ class Scene:
         match message:
             case PeerReport() if sender.identity != self.identity:
                 self.identity = sender.identity
-                send(sender.identity, Noted(term=0, leader="first"))
+                send(sender.identity, Noted(term=0, leader="first", protocol=PROTOCOL))
                 send(sender.identity, Welcome(swarm="s", peer=sender.user_id))
             case StatusRequest():
                 text = json.dumps(STATUS).encode()

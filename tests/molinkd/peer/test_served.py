@@ -30,7 +30,8 @@ def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
-    monkeypatch.setattr(module.ModelConfig, "load", lambda _: SimpleNamespace(context=999))
+    config = SimpleNamespace(context=999, short_context=0)
+    monkeypatch.setattr(module.ModelConfig, "load", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
     def changed(models: Sequence[ServedModel]) -> None:

@@ -35,6 +35,7 @@ from molink.wire.messages.requests import (
     StopServing,
     UnrevokeRequest,
 )
+from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.server import Server
 from molinkd.peer.library import Holding, Library
@@ -275,7 +276,7 @@ async def test_a_guest_is_told_where_the_coordinator_is_and_nothing_else(
     keys = KeyPair.generate()
     net.gatekeeper.allow(keys.public, "invite:1")
     guest = net.client(control_codec(), keys, server.port)
-    wish = JoinRequest(ref=0, public_key=keys.public, name="x", version="1")
+    wish = JoinRequest(ref=0, public_key=keys.public, name="x", version="1", protocol=PROTOCOL)
     reply, _ = await guest.request(wish)
     assert (reply.coordinator_key, reply.addresses) == ("k" * 40, ("h:1",))
     assert server._permits("invite:1", wish)

@@ -104,9 +104,14 @@ async def test_a_coordinator_that_speaks_otherwise_is_heard_but_not_obeyed(net: 
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
     await net.until(lambda: heard)
-    for part in (f"molink {__version__} (protocol 1)", "the swarm molink 2 (protocol 2)"):
+    for part in (
+        f"molink {__version__} (protocol {PROTOCOL})",
+        f"the swarm molink 2 (protocol {PROTOCOL + 1})",
+    ):
         assert part in heard[0]
-    coordinator.server.send(coordinator.identity, Noted(term=0, leader="first", protocol=2))
+    coordinator.server.send(
+        coordinator.identity, Noted(term=0, leader="first", protocol=PROTOCOL + 1)
+    )
     await net.until(lambda: "of an unknown version" in session.failure)
     assert not session.welcome
     assert "welcome" not in heard
@@ -171,7 +176,7 @@ async def test_who_was_not_obeyed_and_then_leads_in_a_higher_term_begins_anew(
     await net.until(lambda: len(coordinator.got) >= 3)
     assert not session.welcome
     first, coordinator.term = coordinator.identity, 2
-    coordinator.server.send(first, Noted(term=2, leader="first"))
+    coordinator.server.send(first, Noted(term=2, leader="first", protocol=PROTOCOL))
     await net.until(lambda: session.welcome)
     assert coordinator.identity != first
     await session.close()

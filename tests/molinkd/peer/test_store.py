@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.low_bit import LowBit
 from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Part, manifest_bytes
 from molink.errors import BrokenModel, MolinkError, Unavailable
 from molink.swarm import pacing
@@ -592,6 +594,23 @@ def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
     del parts[f"{name}.absmax"]
     with pytest.raises(MolinkError, match=r"has no tensor .*absmax"):
         plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
+
+
+def test_a_low_bit_weight_is_fetched_with_what_is_read_of_it() -> None:
+    module, scheme = "model.layers.0.mlp.up_proj", LowBit("gptq", 4, (1, 32))
+    wanted = {"qweight": ("I32", (8, 64)), "scales": ("F16", (2, 64)), "qzeros": ("I32", (2, 8))}
+    shapes = {**wanted, "g_idx": ("I32", (64,)), "bias": ("F16", (64,))}
+    parts = {
+        f"{module}.{end}": Part(f"{module}.{end}", 0, b"", dtype, shape)
+        for end, (dtype, shape) in shapes.items()
+    }
+    asked = {f"{module}.weight": (64, 64)}
+    plan = plan_group("layer-0000", asked, parts, low_bit=scheme)
+    assert [part.name for part in plan.parts] == [f"{module}.{end}" for end in wanted]
+    with pytest.raises(MolinkError, match=r"has no tensor .*up_proj\.weight"):
+        plan_group("layer-0000", asked, parts)
+    with pytest.raises(MolinkError, match=r"qweight is I32 \[8, 64\], not \[16, 64\]"):
+        plan_group("layer-0000", asked, parts, low_bit=replace(scheme, bits=8))
 
 
 def test_what_a_quantized_weight_takes_is_bounded() -> None:

@@ -123,6 +123,17 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
         await own.close()
 
 
+async def test_a_head_knows_from_where_on_keys_are_others() -> None:
+    lists = {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4}
+    for given, bound in ((lists, 32), (dict.fromkeys(lists, (2.0,) * 4), 0)):
+        own = place(RopeConfig(kind="longrope", factor=2.0, original_context=32, **given))
+        try:
+            assert own._seat.head is not None
+            assert own._seat.head.limits.short_context == bound
+        finally:
+            await own.close()
+
+
 async def test_what_others_are_told() -> None:
     own = place(RopeConfig())
     try:

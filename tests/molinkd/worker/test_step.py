@@ -29,10 +29,10 @@ def load(folder: ModelFolder, first: int, last: int) -> Stage:
     return stage
 
 
-def table(*requests: int, sampling: Sampling = GREEDY) -> RequestTable:
+def table(*requests: int, sampling: Sampling = GREEDY, reach: int = 0) -> RequestTable:
     made = RequestTable()
     for request in requests:
-        made.admit(Admit(request + 1, request, sampling, 2))
+        made.admit(Admit(request + 1, request, sampling, 2, reach))
     return made
 
 
@@ -154,7 +154,7 @@ def test_a_prompts_first_chunk_is_rotated_like_its_last(make_model: Any, tmp_pat
     folder = ModelFolder.open(make_model(tmp_path, "phi3", 0, **fields))
 
     def rows(*counts: int) -> torch.Tensor:
-        stage, requests, start, found = load(folder, 0, 2), table(0), 0, []
+        stage, requests, start, found = load(folder, 0, 2), table(0, reach=12), 0, []
         for count in counts:
             blocks = () if start else (0, 1, 2)
             header = volume(start + 1, Rows(0, start, count, start, blocks))

@@ -59,7 +59,9 @@ class FakeStage:
     """The second of two stages."""
 
     is_first, is_last = False, True
-    config = SimpleNamespace(hidden_size=8, context=64, vocab_size=10, keys_depend_on_length=False)
+    config = SimpleNamespace(
+        hidden_size=8, context=64, vocab_size=10, keys_depend_on_length=False, short_context=0
+    )
     travel_dtype = "f32"
     weight_bytes = 3 << 20
 

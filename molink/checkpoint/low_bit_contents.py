@@ -1,0 +1,68 @@
+"""Looks into the few tensors of a low-bit checkpoint that could mislead, before anything starts."""
+
+import sys
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+
+from molink.checkpoint.header import TensorSpan
+from molink.checkpoint.layout import Shapes
+from molink.checkpoint.low_bit import LowBit, can_be_low_bit
+from molink.errors import BrokenModel, UnsupportedModel
+
+
+def check_contents(
+    path: Path, scheme: LowBit | None, shapes: Shapes, tensors: Mapping[str, TensorSpan]
+) -> None:
+    """Check the order of columns of the weights among ``shapes``, and biases that aren't there.
+
+    The tensors are of the shapes and types that the config demands.
+
+    Raises:
+        BrokenModel: a column's group is none of those that there are; the tensor is named.
+        UnsupportedModel: such a bias isn't zero; named.
+    """
+    if scheme is None:
+        return
+    for name, shape in shapes.items():
+        if can_be_low_bit(name, shape) and scheme.holds(name, tensors):
+            _check_order(path, scheme, name, shape[1], tensors)
+            bias = f"{name.removesuffix('weight')}bias"
+            if bias in tensors and bias not in shapes:
+                _check_zero(path, tensors[bias], bias)
+
+
+def _check_order(
+    path: Path, scheme: LowBit, name: str, width: int, tensors: Mapping[str, TensorSpan]
+) -> None:
+    order, groups = scheme.order(name), scheme.groups(width)
+    if not scheme.ordered or groups == 1:
+        return
+    span = tensors[order]
+    found = array("i", _bytes(path, span, order))
+    if sys.byteorder == "big":
+        found.byteswap()
+    if not 0 <= min(found) <= max(found) < groups:
+        raise BrokenModel(
+            f"{path / span.file}: tensor {order} has groups {min(found)} to {max(found)}, but "
+            f"there are scales of {groups} (0 to {groups - 1}): fetch the file again"
+        )
+
+
+def _check_zero(path: Path, span: TensorSpan, name: str) -> None:
+    if any(_bytes(path, span, name)):
+        raise UnsupportedModel(
+            f"{path / span.file}: tensor {name} is a bias that a model of this config.json hasn't"
+        )
+
+
+def _bytes(path: Path, span: TensorSpan, name: str) -> bytes:
+    try:
+        with (path / span.file).open("rb") as file:
+            file.seek(span.offset)
+            found = file.read(span.nbytes)
+    except OSError as error:
+        raise BrokenModel(f"{path / span.file}: tensor {name} can't be read: {error}") from error
+    if len(found) != span.nbytes:
+        raise BrokenModel(f"{path / span.file}: tensor {name} is truncated; fetch the file again")
+    return found

@@ -1,0 +1,156 @@
+"""LongRoPE as workers run it: what transformers gives for short prompts and for long ones."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.head.head import Head
+from molink.head.limits import HeadLimits
+from molink.head.request import HeadRequest
+from molink.ring.work import Segment
+from molink.stage.stage import Stage
+from molink.wire.messages.data import Admit, Release, Sampling, Table, Token
+from molinkd.worker.request_table import RequestTable
+from molinkd.worker.step import run_step
+from tests.support.models import MakeModel
+from tests.support.stage import Reference
+
+GREEDY = Sampling(temperature=0.0, logprobs=0)
+#: As Phi-3-mini-128k has it, with a smaller context.
+PHI3 = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0],
+        "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0, 30.0, 40.0],
+    },
+    "original_max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
+    "sliding_window": None,
+}
+#: Log-probabilities of float32 products in another order.
+CLOSE = 2e-4
+
+
+class Workers:
+    """A head and two stages, that hand each other what workers do."""
+
+    def __init__(self, folder: Path) -> None:
+        opened = ModelFolder.open(folder)
+        config = opened.config
+        limits = HeadLimits(
+            700,
+            16,
+            2,
+            chunk_tokens=512,
+            max_context=config.context,
+            short_context=config.short_context,
+        )
+        self.head = Head(limits, 1)
+        bounds = (0, 1), (1, config.layers)
+        self._stages = [Stage.load(opened, layers, "cpu", "f32") for layers in bounds]
+        self._tables = [RequestTable() for _ in self._stages]
+        for stage in self._stages:
+            stage.allocate(limits.blocks, limits.block_size)
+
+    def serve(self, *asked: tuple[Sequence[int], int]) -> list[list[Token]]:
+        """The answers to prompts that come at once, each of so many tokens: the first 32 of them.
+
+        Then their client takes no more, and goes away.
+        """
+        for number, (tokens, count) in enumerate(asked):
+            prompt = tuple(tokens)
+            request = HeadRequest("d", str(number), prompt, len(prompt), count, GREEDY, window=32)
+            self.head.submit(request, 0.0)
+        told = self._run()
+        self.head.cancel_owner("d", 0.0)
+        told += self._run()
+        return [[one for one in told if one.key == str(key)] for key in range(len(asked))]
+
+    def _run(self) -> list[Token]:
+        told: list[Token] = []
+        while (batch := self.head.next(0.0)) is not None:
+            for control in batch.control:
+                for table in self._tables:
+                    match control.body:
+                        case Admit() as admit:
+                            table.admit(admit)
+                        case Table(request=one):
+                            table.table(one, control.ids or ())
+                        case Release(request=one):
+                            table.release(one)
+            for volume in batch.volumes:
+                segments = [Segment(volume.header, volume.tokens)]
+                for stage, table in zip(self._stages, self._tables, strict=True):
+                    results = run_step(stage, table, segments)
+                    segments = [Segment(result.volume, result.rows) for result in results]
+                assert results[0].sampled is not None
+                emissions = self.head.sampled(results[0].sampled, {}, 0.0)
+                told += [each.message for each in emissions if isinstance(each.message, Token)]
+            for control in batch.control:
+                if isinstance(control.body, Release):
+                    self.head.released(control.body.tick, 0.0)
+            self.head.validate()
+        return told
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    made = make_model(tmp_path_factory.mktemp("phi3"), "phi3", 5, **PHI3)
+    assert json.loads((made / "config.json").read_text())["max_position_embeddings"] == 8192
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def prompt(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randint(0, 256, (count,), generator=generator).tolist()
+
+
+def check(reference: Reference, tokens: Sequence[int], answer: Sequence[Token]) -> None:
+    """The greedy tokens, and how likely each is, are those of one forward over all of them."""
+    found = [one.token for one in answer]
+    logits = reference.logits([*tokens, *found[:-1]])[len(tokens) - 1 :]
+    assert logits.argmax(-1).tolist() == found
+    expected = logits.log_softmax(-1).max(-1).values
+    likely = torch.tensor([one.logprob for one in answer])
+    torch.testing.assert_close(likely, expected, atol=CLOSE, rtol=0)
+
+
+def test_short_and_long_prompts(folder: Path, reference: Reference) -> None:
+    workers = Workers(folder)
+    short, long = prompt(40), prompt(4200)
+    # At once, in one batch: rows of both are rotated each in their way.
+    answers = workers.serve((short, 20), (long, 4))
+    check(reference, short, answers[0])
+    check(reference, long, answers[1])
+    # One after the other: what one has left in the cache is of no use to the other.
+    (again,) = workers.serve((prompt(60), 4))
+    check(reference, prompt(60), again)
+    assert again[0].cached == 40  # and not the 60 that the long prompt begins with
+    (again,) = workers.serve(([*long, 5], 4))
+    check(reference, [*long, 5], again)
+    assert again[0].cached == 4200
+
+
+def test_a_prompt_whose_answer_may_be_long_is_rotated_for_that(
+    folder: Path, reference: Reference
+) -> None:
+    workers = Workers(folder)
+    tokens = prompt(40)
+    short = workers.serve((tokens, 2))[0][0]
+    # Up to 4096 tokens have keys, the last sampled one hasn't: as long as may be.
+    fits = workers.serve((tokens, 4096 + 1 - 40))[0][0]
+    long = workers.serve((tokens, 4096 + 2 - 40))[0][0]
+    assert fits.logprob == pytest.approx(short.logprob, abs=CLOSE)
+    assert abs(long.logprob - short.logprob) > 0.01
+    check(reference, tokens, [short])

@@ -1,0 +1,115 @@
+"""GPTQ, AWQ, FP8 and compressed-tensors give what transformers gives with the values they hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from molink.stage.batch import SequenceRows
+from tests.support.low_bit_models import write_low_bit
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
+
+BLOCKS = tuple(range(16))
+LENGTH = 60
+#: Weights are kept as f32, so that only the order of sums differs from transformers.
+EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
+
+
+def gptq(bits: int = 4, size: int = 32, **fields: Any) -> dict[str, Any]:
+    usual = {"desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    return {"quant_method": "gptq", "bits": bits, "group_size": size, **usual, **fields}
+
+
+def awq(size: int = 32) -> dict[str, Any]:
+    usual = {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+    return {"quant_method": "awq", **usual}
+
+
+def compressed(layout: str, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    usual = {"type": kind, "num_bits": 8, "symmetric": True, **weights}
+    group = {"targets": ["Linear"], "weights": usual, "input_activations": None}
+    method = {"quant_method": "compressed-tensors", "format": layout}
+    return {**method, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+def grouped(**weights: Any) -> dict[str, Any]:
+    usual = {"num_bits": 4, "strategy": "group", "group_size": 32, **weights}
+    return compressed("pack-quantized", **usual)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptq": ("llama", gptq()),
+    "gptq, ordered": ("llama", gptq(desc_act=True)),
+    "gptq, asymmetric": ("qwen2", gptq(sym=False)),
+    "gptq, asymmetric and ordered": ("mistral", gptq(sym=False, desc_act=True)),
+    "gptq, a row": ("qwen3", gptq(size=-1)),
+    "gptq, a row, ordered": ("llama", gptq(size=-1, desc_act=True, sym=False)),
+    "gptq of 8 bits": ("qwen2", gptq(8, sym=False, desc_act=True)),
+    "gptq of 8 bits, a row": ("phi3", gptq(8, size=-1)),
+    "gptq of 2 bits": ("llama", gptq(2, size=16, sym=False)),
+    "gptq_v2": ("llama", gptq(sym=False, checkpoint_format="gptq_v2")),
+    "gptq_v2 of 8 bits": ("qwen3_moe", gptq(8, sym=False, checkpoint_format="gptq_v2")),
+    "awq": ("qwen2", awq()),
+    "awq, a row": ("llama", awq(-1)),
+    "awq of experts": ("mixtral", awq(16)),
+    "fp8": ("qwen2", {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 in blocks": ("qwen3", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "fp8 in blocks that don't divide": (
+        "llama",
+        {"quant_method": "fp8", "weight_block_size": [40, 24]},
+    ),
+    "packed": ("llama", grouped()),
+    "packed, asymmetric": ("qwen2", grouped(symmetric=False)),
+    "packed, ordered": ("llama", grouped(actorder="group", symmetric=False)),
+    "packed by row": ("llama", grouped(strategy="channel", group_size=None, num_bits=8)),
+    "compressed fp8 by row": ("qwen3", compressed("float-quantized", "float", strategy="channel")),
+    "compressed fp8": ("llama", compressed("float-quantized", "float", strategy="tensor")),
+    "compressed fp8 in blocks": (
+        "llama",
+        compressed("naive-quantized", "float", strategy="block", block_structure=[32, 32]),
+    ),
+    "compressed int8": ("gemma3_text", compressed("int-quantized", strategy="channel")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_text(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    family, section = CASES[name]
+    folder = make_model(tmp_path / "model", family, 3)
+    stored = write_low_bit(folder, tmp_path / "stored", tmp_path / "exact", section)
+    tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
+    expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
+    for splits in ((), (1,)):
+        ring = make_ring(stored, splits, **EXACT)
+        logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert ring.generate(tokens, 24, BLOCKS) == greedy
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@pytest.mark.parametrize("name", ["gptq, asymmetric and ordered", "awq", "fp8 in blocks"])
+def test_weights_are_quantized_anew_if_asked(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    mode: str,
+    name: str,
+) -> None:
+    family, section = CASES[name]
+    folder = make_model(tmp_path / "model", family, 3)
+    stored = write_low_bit(folder, tmp_path / "stored", tmp_path / "exact", section)
+    tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
+    expected = make_ring(tmp_path / "exact", (), quantize=mode, **EXACT).run(tokens, rows)
+    logits = make_ring(stored, (1,), quantize=mode, **EXACT).run(tokens, rows)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
