@@ -68,15 +68,13 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
     index = device.index or 0
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
     else:
         memory = psutil.virtual_memory()
         free, total = memory.available, memory.total
-        name = cpu_name()
     return {
         "kind": kind,
         "index": index,
-        "name": name,
+        "name": device_name(device),
         "total": int(total),
         "free": int(free),
         "read_rate": measure(device, min(nbytes, int(free) // 4)),
@@ -86,6 +84,25 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called by who made it."""
+    return cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
+
+
+def driver_version() -> str:
+    """That of NVIDIA's driver; empty where it can't be asked."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return ""
 
 
 def cpu_name() -> str:
