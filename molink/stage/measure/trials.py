@@ -197,7 +197,8 @@ def _packed(weight: Tensor, bias: Tensor) -> Projection:
 
 
 def _compiled(dtype: torch.dtype, threads: int, weight: Tensor, bias: Tensor) -> Projection:
-    product = create_matmul(dtype, threads, checked=False)
+    # One that fails its own check is compiled once more, to tell by how much it is off.
+    product = create_matmul(dtype, threads) or create_matmul(dtype, threads, checked=False)
     if product is None:
         raise _Absent("there is no code for this CPU")
     return Projections(dtype, product).create(weight, bias)
@@ -235,7 +236,8 @@ def _compiled_rows(shapes: Shapes, threads: int) -> float:
         raise _Absent("there is no code for rows of this size")
 
     def create(activation: Activation) -> _RowKernels:
-        made = create_rowwise(shapes.eps, activation, threads, checked=False)
+        made = create_rowwise(shapes.eps, activation, threads)
+        made = made or create_rowwise(shapes.eps, activation, threads, checked=False)
         if made is None:
             raise _Absent("there is no code for this CPU")
         return _RowKernels(made.norm, made.gate, made.rotate)
