@@ -147,8 +147,10 @@ def _load_mlp(
             gate_up=reader.projection([prefix + name for name in names], biased),
             down=reader.projection([prefix + down], biased),
             gate=gate,
+            scaled=scales and not biased,
         )
 
+    scales = reader.dtype == torch.float16 and config.dtype != "f16"
     experts = config.experts_of(layer)
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
