@@ -20,9 +20,11 @@ from molink.stage.pool import KVPool
 class _PlainLayers:
     inner: LayerAttention
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return self.inner(layer, heads, pool)
+            return self.inner(layer, heads, pool, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,11 @@ class _FixedPlain:
     def load(self, sequences: Sequence[SequenceRows]) -> None:
         self.inner.load(sequences)
 
-    def __call__(self, layer: int, heads: Tensor, pool: KVPool) -> Tensor:
+    def __call__(
+        self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
+    ) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return self.inner(layer, heads, pool)
+            return self.inner(layer, heads, pool, sinks)
 
 
 class PlainAttention:

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _tell(about=about())
     device = pick_device(options.device)
     _tell(device=str(device), name=device_name(device))
-    shapes = USUAL if options.model is None else _shapes_of(options.model, device)
+    shapes = _shapes(options.model, device)
     for trial in trials(device, options.skip.split(","), shapes):
         _tell(begin={"kernel": trial.kernel, "dtype": trial.dtype})
         _tell(result=trial.result())
 
 
-def _shapes_of(model: Path, device: torch.device) -> Shapes:
-    """Those of a model; the usual ones if its config can't be read."""
+def _shapes(model: Path | None, device: torch.device) -> Shapes:
+    """Those of a model; the usual ones without, or if its config can't be read."""
+    paged = device.type == "cuda" and find_kernel() is not None
+    usual = replace(USUAL, block_size=PAGE) if paged else USUAL
+    if model is None:
+        return usual
     try:
         config = ModelConfig.load(model)
     except MolinkError as error:
         print(f"not tried with the shapes of {model}: {error}", file=sys.stderr)
-        return USUAL
-    paged = device.type == "cuda" and find_kernel() is not None
-    return Shapes.of(config, PAGE if paged else USUAL.block_size, device)
+        return usual
+    return Shapes.of(config, usual.block_size, device)
 
 
 def _tell(**told: Any) -> None:

@@ -76,6 +76,8 @@ class Trial:
                 error = self.run()
         except _Absent as absent:
             return told | {"state": "absent", "reason": str(absent)}
+        except NotImplementedError as missing:  # an operator that this build of torch lacks
+            return told | {"state": "absent", "reason": str(missing)[:300]}
         except Exception as error_of_kernel:  # whatever a kernel's build may raise
             reason = f"{type(error_of_kernel).__name__}: {error_of_kernel}"[:300]
             if is_out_of_memory(error_of_kernel):
