@@ -273,3 +273,12 @@ def test_a_gpus_chains_end_in_what_works_everywhere(monkeypatch: pytest.MonkeyPa
         ["torch-rows"],
         ["flash-attention", "gather-attention", "plain-attention"],
     ]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral"])
+def test_models_of_all_kinds_prove_themselves(
+    make_model: MakeModel, tmp_path: Path, family: str
+) -> None:
+    folder = make_model(tmp_path, family, 4, dtype="bfloat16")
+    for dtype in ("f32", "bf16"):
+        assert looked_at(folder, tmp_path / "proofs.json", dtype=dtype) == ()
