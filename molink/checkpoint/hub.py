@@ -205,12 +205,22 @@ def check_disk(found: Repository, files: tuple[HubFile, ...]) -> None:
         ModelError: there isn't; says how much there is, how much it takes, and what to do.
     """
     missing = sum(file.nbytes - found.here(file) for file in files)
-    free = shutil.disk_usage(_existing(found.cache)).free
-    if free < missing + RESERVE_BYTES:
+    hint = ", or set HF_HOME to a folder on another disk"
+    check_room(found.cache.parent, missing, found.id, hint)
+
+
+def check_room(folder: Path, nbytes: int, name: str, hint: str = "") -> None:
+    """Whether there is room in a folder, which need not be there yet, for so many bytes more.
+
+    Raises:
+        ModelError: there isn't; says how much there is, how much it takes, and what to do.
+    """
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < nbytes + RESERVE_BYTES:
         raise ModelError(
-            f"{found.id} needs {missing / 1e9:.1f} GB more on the disk of {found.cache.parent}, "
+            f"{name} needs {nbytes / 1e9:.1f} GB more on the disk of {folder}, "
             f"which has {free / 1e9:.1f} GB free. Free some space (`molink list` shows the models "
-            "here, `molink rm` deletes one), or set HF_HOME to a folder on another disk"
+            f"here, `molink rm` deletes one){hint}"
         )
 
 

@@ -23,13 +23,14 @@ from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.files import patiently, plain_name
 from molink.gguf.architecture import config_of, vocabulary_of
 from molink.gguf.header import GgufFile, GgufTensor, read_gguf
+from molink.gguf.sampling import sampling_of
 from molink.gguf.tensors import TensorPiece, pieces
 from molink.gguf.tokens import TokenizerFiles, tokenizer_files
 
 #: How such files' names end.
 SUFFIX = ".gguf"
 #: Changes with what is made of a file, so that an older molink's folder isn't taken.
-_LAYOUT = 1
+_LAYOUT = 2
 #: Bytes that are written at once.
 _STEP = 1 << 22
 #: Disk space that is left free.
@@ -97,10 +98,11 @@ def _write(path: Path, draft: Path, counter: Counter, stop: threading.Event) -> 
     _refuse_split(file)
     tokens = tokenizer_files(file.metadata, vocabulary_of(file))
     config = config_of(file, lambda tensor: _numbers(file, tensor), tokens.ends)
+    sampling = sampling_of(file.metadata)
     found = _checked(file, config)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    _write_metadata(draft, config, tokens)
+    _write_metadata(draft, config, tokens, sampling)
     total = sum(piece.nbytes for piece in found)
     free = shutil.disk_usage(draft).free
     if total + _RESERVE_BYTES > free:
@@ -159,11 +161,13 @@ def _numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
         return [number for (number,) in struct.iter_unpack("<f", source.read(tensor.nbytes))]
 
 
-def _write_metadata(draft: Path, config: dict[str, Any], tokens: TokenizerFiles) -> None:
+def _write_metadata(
+    draft: Path, config: dict[str, Any], tokens: TokenizerFiles, sampling: dict[str, float]
+) -> None:
     (draft / "tokenizer.json").write_text(tokens.tokenizer, encoding="utf-8")
     contents = {
         "config.json": config,
-        "generation_config.json": {"eos_token_id": list(tokens.ends)},
+        "generation_config.json": {"eos_token_id": list(tokens.ends), **sampling},
         "tokenizer_config.json": tokens.config,
     }
     for name, content in contents.items():

@@ -9,9 +9,14 @@ KernelName = Literal[
     "compiled-attention",
     "flash-attention",
     "gather-attention",
+    "plain-attention",
     "int8",
     "nf4",
+    "unpacked",
+    "graphs",
+    "pinned-copies",
     "torch",
+    "torch-rows",
 ]
 
 #: What computes in the place of one that is avoided. The others have no substitute.
@@ -21,6 +26,15 @@ INSTEAD: dict[str, str] = {
     "compiled-rows": "torch's own norms, gates and rotations",
     "compiled-attention": "gather-attention",
     "flash-attention": "gather-attention",
+    "gather-attention": "attention without fused kernels",
     "int8": "weights that are unpacked in each step",
     "nf4": "weights that are unpacked in each step",
+    "graphs": "kernels that are launched one by one",
+    "pinned-copies": "copies that are waited for",
+}
+
+#: Kernels that are only needed where one of these is wrong.
+SPARE: dict[str, tuple[str, ...]] = {
+    "plain-attention": ("gather-attention",),
+    "unpacked": ("int8", "nf4"),
 }

@@ -96,7 +96,7 @@ class Stage:
             BrokenModel: a tensor can't be read, or holds NaN or infinity.
             UnsupportedModel: a kind of quantized weights that isn't implemented.
         """
-        place, config = _device(device), folder.config
+        place, config = find_device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
         operators = create_operators(config, TORCH_DTYPES[computed], place, avoid)
         with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, avoid) as reader:
@@ -201,7 +201,8 @@ class Stage:
 
     @property
     def _may_have_graphs(self) -> bool:
-        return self.device.type == "cuda" and self._decoder.capturable
+        allowed = self._decoder.capturable and "graphs" not in self.avoid
+        return self.device.type == "cuda" and allowed
 
     @torch.inference_mode()
     def _make_graphs(self, pool: KVPool) -> DecodeGraphs | None:
@@ -218,7 +219,8 @@ class Stage:
         )
         row = SequenceRows(0, 1, (pool.spare,))
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
-        rows = position.new_zeros(1, self.config.hidden_size, dtype=self._residual)
+        random = torch.randn(1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        rows = random.to(self.device, self._residual)
         angles = tuple(rope.angles(position, [row]) for rope in self._ropes)
         slots = position + pool.spare * pool.block_size
         return graphs if graphs.try_one(DecodeRows(rows, slots, angles, (row,))) else None
@@ -270,7 +272,12 @@ class Stage:
         return self._decoder.run(rows, ForwardContext(pool, both[count:], angles, prepared))
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device called ``cpu`` or ``cuda:N``.
+
+    Raises:
+        UsageError: there is none.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:

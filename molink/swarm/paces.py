@@ -24,6 +24,8 @@ REMEMBERED = 900.0
 _SAME = 0.1
 #: A rate is news if it differs from what the last placement saw by this part of it.
 _NEWS = 0.25
+#: How many times as fast a device may have been than it was measured to be, on a busy PC.
+_NOISE = 4.0
 
 
 def measured_rate(
@@ -97,9 +99,11 @@ class Paces:
         """Candidates with what was measured in place of what their devices say.
 
         A stage reads less than its device could; those of which nothing is known count as their
-        kind does, or any newcomer would look faster than who serves.
+        kind does, or any newcomer would look faster than who serves. Devices of one name count as
+        the one of them that reads fastest, until a stage there has measured itself: each is
+        measured once, and whatever else its PC does then only takes away from it.
         """
-        candidates = tuple(candidates)
+        candidates = _levelled(candidates)
         shares: dict[bool, list[float]] = defaultdict(list)
         for one in candidates:
             rate = self.rate(one.peer)
@@ -125,3 +129,22 @@ class Paces:
         seen, rate = self._seen.get(peer), self.rate(peer)
         if seen is not None and rate is not None:
             self.news |= abs(rate - seen) > _NEWS * max(rate, seen)
+
+
+def _levelled(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """With devices of one name, of whatever PC, as fast as the fastest of them.
+
+    One that is slower by more than :data:`_NOISE` is used otherwise: on fewer threads, say.
+    """
+    candidates = tuple(candidates)
+    best: dict[tuple[str, bool], float] = {}
+    for one in candidates:
+        if one.device and one.read_rate > 0:
+            kind = one.device, one.cuda
+            best[kind] = max(one.read_rate, best.get(kind, 0.0))
+    return tuple(
+        replace(one, read_rate=fastest)
+        if (fastest := best.get((one.device, one.cuda), one.read_rate)) <= _NOISE * one.read_rate
+        else one
+        for one in candidates
+    )

@@ -54,7 +54,7 @@ class Candidate:
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
     four bytes per weight with the dtype ``auto``. ``blocked`` are those to whom it can't connect.
     ``step`` is what its steps take beside reading weights, in seconds. ``pc`` is the PC's own peer,
-    where this one is a further device of it.
+    where this one is a further device of it. ``device`` is the device's product name.
     """
 
     peer: str
@@ -67,6 +67,7 @@ class Candidate:
     blocked: frozenset[str] = frozenset()
     step: float = STEP_S
     pc: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,6 +324,7 @@ def offer_of(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
         bf16=device.bf16,
         cuda=device.kind == "cuda",
         pc=report.pc,
+        device=device.name,
     )
 
 

@@ -48,6 +48,24 @@ def test_a_folder_as_large_as_the_file(folder: Path, whole: Path, tmp_path: Path
     assert not any(".layers.0." in one for one in wanted)
 
 
+def test_how_to_sample_is_what_the_file_says(folder: Path, tmp_path: Path) -> None:
+    said = {"temp": 0.7, "top_k": 20, "top_p": 0.8, "min_p": -1.0, "penalty_repeat": 1.05}
+    metadata = {f"general.sampling.{name}": value for name, value in said.items()}
+    path = write_gguf(folder, tmp_path / "said.gguf", metadata=metadata)
+    defaults = Tokenizer.open(unpack(path, tmp_path)).defaults
+    assert (defaults.top_k, defaults.min_p) == (20, 0.0)
+    found = (defaults.temperature, defaults.top_p, defaults.repetition_penalty)
+    assert found == pytest.approx((0.7, 0.8, 1.05))
+    for value in (float("nan"), "warm"):
+        metadata["general.sampling.temp"] = value
+        with pytest.raises(BrokenModel, match=r"general\.sampling\.temp"):
+            unpack(write_gguf(folder, tmp_path / f"{value}.gguf", metadata=metadata), tmp_path)
+
+
+def test_nothing_is_said_of_sampling(whole: Path, tmp_path: Path) -> None:
+    assert Tokenizer.open(unpack(whole, tmp_path)).defaults.temperature is None
+
+
 def test_the_tokenizer_and_the_template_are_those_of_the_file(
     folder: Path, whole: Path, tmp_path: Path
 ) -> None:

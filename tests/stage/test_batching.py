@@ -179,7 +179,7 @@ def test_rows_from_a_stage_of_another_dtype_are_taken(folder: Path) -> None:
 
 def test_cuda_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = [stages._device(name) for name in ("cuda", "cuda:1", "cpu")]
+    found = [stages.find_device(name) for name in ("cuda", "cuda:1", "cpu")]
     assert found == [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")]
 
 

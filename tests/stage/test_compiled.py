@@ -9,7 +9,7 @@ import torch
 
 from molink.facts.kernels import INSTEAD
 from molink.stage.attention.compiled import CompiledAttention
-from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.plain import PlainAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledNorm
 from molink.stage.kernels.create import create_matmul
@@ -87,7 +87,7 @@ def test_kernels_that_are_avoided(
     block = ring.stages[0]._decoder.blocks[0]
     assert isinstance(block.qkv, Linear)
     assert not isinstance(block.input_norm, CompiledNorm)
-    assert isinstance(ring.stages[0]._attention(16), GatherAttention)
+    assert isinstance(ring.stages[0]._attention(16), PlainAttention)
     assert (ring.run(tokens, rows) - usual).abs().mean() < 0.05 * usual.std()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.batch import SequenceRows, StageInput
@@ -57,3 +58,32 @@ def test_rows_beyond_the_range_of_float16_pass(
         results.append(rows.cpu())
     assert results[1].isfinite().all()
     torch.testing.assert_close(results[1], results[0], atol=0.02, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("factor", [1.0, 1e3])
+def test_products_beyond_the_range_of_float16_pass(
+    make_model: MakeModel, tmp_path: Path, device: str, family: str, factor: float
+) -> None:
+    """As they come in the MLP of models that were trained in bf16, on a GPU that has none."""
+    folder = make_model(tmp_path, family, 4, dtype="bfloat16")
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight", ".w1.weight", ".w3.weight")):
+            weights[name] = weight * factor
+    path.write_bytes(save(weights, {"format": "pt"}))
+    opened = ModelFolder.open(folder)
+    hidden = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).mul(5)
+    results = []
+    for dtype, place in (("f32", "cpu"), ("f16", device)):
+        stage = Stage.load(opened, (1, 2), place, dtype)
+        stage.travel_dtype, stage._travel = "f32", torch.float32
+        stage.allocate(4, 8)
+        rows = stage.forward(StageInput(None, hidden, (SequenceRows(0, 6, (2,)),)))
+        results.append(rows.cpu())
+    assert results[1].isfinite().all()
+    # What is added to all rows before it has far more than float16 holds, or as usual.
+    largest = float(results[0].abs().max())
+    assert (largest > 1e5) == (factor > 1 and family != "gemma2")
+    assert float((results[1] - results[0]).abs().max()) < 2e-3 * largest

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from molink.stage.to_device import download, refill, take_rows, upload, upload_integers
+from molink.stage import to_device
+from molink.stage.to_device import (
+    download,
+    has_pinned,
+    pinned_error,
+    refill,
+    take_rows,
+    upload,
+    upload_integers,
+)
 
 CPU = torch.device("cpu")
 
@@ -75,6 +84,7 @@ class LateCopies:
             assert pin_memory
             return empty(shape, dtype=dtype).fill_(7.0).as_subclass(Pinned)
 
+        monkeypatch.setattr(to_device, "has_pinned", lambda _: True)
         monkeypatch.setattr(torch, "empty", pinned)
         stream = SimpleNamespace(synchronize=self._wait)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -106,6 +116,64 @@ def test_rows_that_never_come_are_no_rows_of_others(monkeypatch: pytest.MonkeyPa
     first, second = (torch.frombuffer(part, dtype=rows.dtype).view(-1, 4) for part in parts)
     assert torch.equal(first, rows[:1])
     assert second[:, 0].isnan().all()
+
+
+@pytest.fixture
+def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a pretend GPU go from host memory to host memory."""
+    empty = torch.empty
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    monkeypatch.setattr(
+        torch, "empty", lambda *given, pin_memory=False, **more: empty(*given, **more)
+    )
+
+
+@pytest.mark.usefixtures("host_memory")
+def test_copies_that_are_right_are_not_waited_for() -> None:
+    assert pinned_error(CPU) == 0
+    assert has_pinned.__wrapped__(CPU)
+
+
+@pytest.mark.usefixtures("host_memory")
+def test_memory_that_is_handed_out_too_early(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared: dict[int, torch.Tensor] = {}
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        return shared.setdefault(tensor.numel(), tensor.clone()).copy_(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    assert pinned_error(CPU) > 0
+    assert not has_pinned.__wrapped__(CPU)
+    assert "pinned copies are wrong on cpu: copies are waited for instead" in caplog.text
+
+
+@pytest.mark.usefixtures("host_memory")
+def test_rows_that_come_late_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        to_device, "_staged", lambda parts: [torch.full_like(part, torch.nan) for part in parts]
+    )
+    assert pinned_error(CPU) == float("inf")
+
+
+def test_without_pinned_memory_copies_are_plain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: OS call failed")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    assert not has_pinned.__wrapped__(CPU)
+    assert "pinned copies fail on cpu (CUDA error: OS call failed)" in caplog.text
+    monkeypatch.setattr(to_device, "has_pinned", lambda _: False)
+    meta = torch.device("meta")
+    assert upload(torch.arange(3), meta).device == meta
+    refill(torch.zeros(2, device=meta), torch.ones(2))
+    rows = torch.randn(3, 4)
+    card: Any = on_a_card(rows)
+    card.cpu = lambda: rows
+    assert download([card])[0] == download([rows])[0]
 
 
 @pytest.mark.gpu

@@ -267,7 +267,7 @@ def test_all_is_placed_anew_on_demand(kit: Kit) -> None:
     (at,) = peers_of(paper, "x")
     other = "b" if at == "a" else "a"
     report = paper.fleet.registry.sessions[other].report
-    device = msgspec.structs.replace(report.device, read_rate=10.5e9)
+    device = msgspec.structs.replace(report.device, name="a faster one", read_rate=10.5e9)
     paper.do(Reported(other, msgspec.structs.replace(report, device=device)))
     paper.wait(70.0, *"ab")
     assert peers_of(paper, "x") == at

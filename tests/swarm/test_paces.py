@@ -1,11 +1,14 @@
 """Which read rates a placement goes by."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from molink.facts.footprint import StageSetup
 from molink.facts.model import ModelFacts
 from molink.swarm.paces import REMEMBERED, STAYS, Paces, measured_rate
-from molink.swarm.placement import STEP_S, Candidate
+from molink.swarm.placement import STEP_S, Aim, Candidate, Placement, place
 
 GB = 10**9
 FACTS = ModelFacts(
@@ -41,6 +44,37 @@ def test_what_was_measured_counts_and_newcomers_are_as_their_kind() -> None:
     assert rates(paces, pc("a"), pc("b", 200e9), pc("c", 10e9, cuda=False)) == [60e9, 120e9, 10e9]
     paces.forget("a")
     assert rates(paces, pc("a"), pc("b", 200e9)) == [100e9, 200e9]
+
+
+def test_devices_of_one_name_are_alike_until_a_stage_has_measured_itself() -> None:
+    paces = Paces()
+    slow, fast = (
+        replace(pc("a", 30e9), device="RTX 3060"),
+        replace(pc("b", 90e9), device="RTX 3060"),
+    )
+    other, few = (
+        replace(pc("c", 40e9), device="RTX 2060"),
+        replace(pc("d", 20e9), device="RTX 3060"),
+    )
+    cpu, unknown = replace(pc("e", 30e9, cuda=False), device="RTX 3060"), pc("f", 30e9)
+    found = rates(paces, slow, fast, other, few, cpu, unknown)
+    assert found == [90e9, 90e9, 40e9, 20e9, 30e9, 30e9]
+    paces.loaded("a", "profile", 30e9)
+    paces.loaded("b", "profile", 90e9)
+    assert rates(paces, slow, fast) == [30e9, 90e9]
+
+
+def test_one_noisy_measurement_decides_no_placement() -> None:
+    noisy = [
+        replace(pc(name, rate), device="x")
+        for name, rate in (("a", 30e9), ("b", 11e9), ("c", 28e9))
+    ]
+    found = place(
+        msgspec.structs.replace(FACTS, layers=30), Paces().applied(noisy), aim=Aim(stages=3)
+    )
+    assert isinstance(found, Placement)
+    shares = sorted(last - first for first, last in (one.layers for one in found.stages))
+    assert max(shares) - min(shares) <= 4, shares  # the ends of the model are worth three layers
 
 
 def ready(paces: Paces) -> None:

@@ -189,13 +189,24 @@ def demo(
     quantize: Annotated[
         Quantize, typer.Option(help="Keep the layers' weights in 8 or 4 bits.")
     ] = "none",
-    model: Annotated[str | None, typer.Option(help="\\[default: the bundled demo model]")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="smollm2 (a small real one, fetched once), or as of `up`.  "
+            "\\[default: the bundled demo model]"
+        ),
+    ] = None,
     home: HomeOption = None,
 ) -> None:
     """Run a whole swarm on this PC with the bundled model, until Ctrl-C."""
+    from molink.checkpoint.source import local_model
     from molinkd.cli.demonstration import run_demo
+    from molinkd.cli.small_model import fetch_small_model
     from molinkd.peer.home import Home
+    from molinkd.peer.smollm2 import NAME as SMOLLM2
 
+    if model == SMOLLM2 and local_model(model) is None:
+        model = fetch_small_model()
     raise typer.Exit(run_demo(Home.find(home), peers, dtype, model, ask, quantize))
 
 

@@ -67,7 +67,7 @@ def pull(
             return hub.pull(model, progress, stop, part)
         return find_model(model, progress, stop, unpack_into=Home.find().unpacked).path
 
-    path = _watched(get, model, progress, stop)
+    path = watched(get, model, progress, stop)
     ModelFolder.open(path, part)
     if as_json:
         print(json.dumps({"model": model, "path": str(path), "bytes": progress.total}))
@@ -203,7 +203,7 @@ def _as_json(model: ModelHere, served: list[str]) -> dict[str, Any]:
 # --- waiting ---------------------------------------------------------------------------------
 
 
-def _watched(get: Callable[[], T], model: str, progress: Progress, stop: threading.Event) -> T:
+def watched(get: Callable[[], T], model: str, progress: Progress, stop: threading.Event) -> T:
     """``get()`` in a thread, and how far ``progress`` is in one line meanwhile."""
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     speed = Throughput(time.monotonic())

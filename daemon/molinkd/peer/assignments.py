@@ -326,6 +326,7 @@ class Assignments:
             memory=0 if measured.name == "cpu" else plan.budget,
             hurry=self.recovery.under_way,
             avoid=self._avoided(measured),
+            proofs=str(self._home.proofs),
         )
 
     def _avoided(self, measured: Measured) -> tuple[str, ...]:

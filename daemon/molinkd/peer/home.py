@@ -135,6 +135,11 @@ class Home:
         """Kernels that this PC's device computes wrongly with, as ``molink doctor`` has found."""
         return self.root / "avoid.json"
 
+    @property
+    def proofs(self) -> Path:
+        """How kernels were found to compute when stages were loaded."""
+        return self.root / "proofs.json"
+
 
 class HomeLock:
     """Held while a process uses a home; the operating system lets go of it when that dies."""

@@ -100,12 +100,22 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
     avoid: tuple[_Short, ...]
 
 
-def self_test(device: str, threads: int, command: Sequence[str] = PARITY_COMMAND) -> SelfTest:
-    """Try all kernels of ``device`` (``auto``, ``cpu`` or ``cuda:N``); takes some seconds."""
+def self_test(
+    device: str,
+    threads: int,
+    command: Sequence[str] = PARITY_COMMAND,
+    model: Path | None = None,
+) -> SelfTest:
+    """Try all kernels of ``device`` (``auto``, ``cpu`` or ``cuda:N``); takes some seconds.
+
+    With the shapes of ``model`` if one is named: a folder that has a ``config.json``.
+    """
     failed: list[KernelResult] = []
     while True:
         skip = ",".join(one.kernel for one in failed)
-        arguments = ["--device", device, "--threads", str(threads), "--skip", skip]
+        arguments = ["--device", device, "--threads", str(threads)]
+        arguments += [] if model is None else ["--model", str(model)]
+        arguments += ["--skip", skip]
         try:
             ending, output, errors = _run([*command, *arguments])
             read = [msgspec.json.decode(line, type=_Line) for line in output.splitlines()]

@@ -5,13 +5,15 @@ import time
 from functools import partial
 from pathlib import Path
 
+from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.profile import Profile
 from molink.stage.decoder.decoder import HeldWeights
+from molink.stage.measure.proof import prove
 from molink.stage.measure.stage_profile import profile_stage
 from molink.stage.out_of_memory import limit_memory, release_cached
-from molink.stage.stage import Stage
+from molink.stage.stage import Stage, find_device
 from molink.wire.messages.pipe import Start
 from molinkd.worker.engine import Engine
 from molinkd.worker.executor import Executor
@@ -63,6 +65,7 @@ def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
             f" {folder.config.context}"
         )
     limit_memory(start.device, start.memory)
+    avoid = _prove(start, folder.config) if start.proofs else start.avoid
     return Stage.load(
         folder,
         start.layers,
@@ -70,8 +73,24 @@ def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
         start.dtype,
         quantize=start.quantize,
         held=held,
-        avoid=start.avoid,
+        avoid=avoid,
     )
+
+
+def _prove(start: Start, config: ModelConfig) -> tuple[str, ...]:
+    """Kernels to avoid, now that those which the stage would use were tried."""
+    began = time.perf_counter()
+    avoid = prove(
+        Path(start.proofs),
+        config,
+        find_device(start.device),
+        start.dtype,
+        start.quantize,
+        start.block_size,
+        start.avoid,
+    )
+    log.info("kernels were looked at in %.2f s", time.perf_counter() - began)
+    return avoid
 
 
 def _profile(stage: Stage, start: Start) -> Profile:

@@ -11,7 +11,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.stage.batch import SequenceRows
 from molink.stage.pool import KVPool
 
-BackendName = Literal["auto", "flash", "compiled", "gather"]
+BackendName = Literal["auto", "flash", "compiled", "gather", "plain"]
 
 
 @dataclass(frozen=True, slots=True)

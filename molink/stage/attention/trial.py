@@ -131,12 +131,12 @@ def _make_rows(
     shape: AttentionShape, page: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVPool, Tensor]:
     """A pool of one layer and the rows of :func:`_tried`, whose keys and values are in it."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     pool = KVPool(shape, 1, _BLOCKS, page, dtype, device)
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=dtype, device=device)
+        return torch.randn(size, generator=generator).to(device, dtype)
 
     every = torch.arange(_BLOCKS * page, device=device)
     pool.write(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))

@@ -16,6 +16,7 @@ from molink.stage.decoder.rotary import Rotate
 from molink.stage.linear import Linear, Projection
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool
+from molink.stage.torch_dtypes import residual_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,9 @@ def load_block(
     """Load the model's layer ``layer``, which is the stage's ``index``-th."""
     prefix = f"model.layers.{layer}."
 
-    def norm(name: str | None) -> Norm:
+    def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
         if name is None:
-            return NoNorm(reader.dtype)
+            return NoNorm(otherwise)
         return operators.norm(reader.read(f"{prefix}{name}.weight"))
 
     return DecoderBlock(
@@ -121,7 +122,7 @@ def load_block(
         attended_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
         mlp=_load_mlp(reader, config, operators.gate, layer, prefix),
-        result_norm=norm(config.norms.after_mlp),
+        result_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
         rotate=operators.rotate,
     )
 
@@ -147,8 +148,10 @@ def _load_mlp(
             gate_up=reader.projection([prefix + name for name in names], biased),
             down=reader.projection([prefix + down], biased),
             gate=gate,
+            scaled=scales and not biased,
         )
 
+    scales = reader.dtype == torch.float16 and config.dtype != "f16"
     experts = config.experts_of(layer)
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)

@@ -11,6 +11,8 @@ from torch.nn.functional import gelu, silu
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.linear import Projection
 
+#: What ``down`` may be given in float16: a thousand weights of about 1 don't add up to infinity.
+_LARGEST = 64.0
 #: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or as the activation has them.
 Gate = Callable[[Tensor], Tensor]
 
@@ -59,17 +61,27 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """``down(act(gate) * up)``; gate and up are one projection."""
+    """``down(act(gate) * up)``; gate and up are one projection.
+
+    Where it is ``scaled``, rows of float16 come out in float32: products of a model that was
+    trained in bf16 need not fit float16, so each row is brought down to what does before ``down``,
+    and what comes out is brought up again. Not with a bias in ``down``.
+    """
 
     capturable: ClassVar[bool] = True
 
     gate_up: Projection
     down: Projection
     gate: Gate
+    scaled: bool = False
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`Mlp`."""
-        return self.down(self.gate(self.gate_up(rows)))
+        if not self.scaled:
+            return self.down(self.gate(self.gate_up(rows)))
+        gated = self.gate(self.gate_up(rows).float())
+        factors = gated.abs().amax(-1, keepdim=True).div_(_LARGEST).clamp_min_(1.0)
+        return self.down(gated.div_(factors).to(rows.dtype)).float().mul_(factors)
 
     @property
     def nbytes(self) -> int:

@@ -49,14 +49,14 @@ class ExpertMlp:
     def _grouped(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         order = experts.argsort()  # [T * chosen]: pairs of a row and an expert, by expert
         counts = experts.bincount(minlength=len(self.experts)).tolist()
-        results = rows.new_empty(len(order), rows.shape[1])
+        results: list[Tensor] = []
         first = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 pairs = order[first : first + count]
-                results[pairs] = expert(rows[pairs // self.chosen])
+                results.append(expert(rows[pairs // self.chosen]))
                 first += count
-        shaped = results.view(len(rows), self.chosen, -1)
+        shaped = torch.cat(results)[order.argsort()].view(len(rows), self.chosen, -1)
         return shaped.mul_(weights.unsqueeze(-1)).sum(1)
 
     @property

@@ -7,7 +7,6 @@ graph: embedding, output head and sampling are few kernels, of shapes that vary.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +20,11 @@ from molink.stage.graphs.capture import Captures, Work
 from molink.stage.pool import KVPool
 
 log = logging.getLogger(__name__)
+
+#: By how much a graph's rows may differ, as a part of what the layers add to them: they are padded,
+#: so products may add up in another order, and in 16 bits.
+TOLERANCE = 0.05
+_LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class DecodeGraphs:
     """Runs decode steps on one KV pool, which has a spare block for padding rows.
 
     A bucket gets a graph only if that is faster than running its step eagerly, which is measured
-    with the first step that it is made for.
+    with the first step that it is made for, and gives the same rows then.
     """
 
     def __init__(
@@ -116,10 +120,20 @@ class DecodeGraphs:
                 self._plan.captured(bucket, 0, False)
                 return False
             graph = replace(graph, replay=replay)
-            eager = self._captures.seconds(partial(self._run_eagerly, step))
-            replayed = self._captures.seconds(partial(self._replay, graph, step))
+            plain: list[Tensor] = []
+            given: list[Tensor] = []
+            eager = self._captures.seconds(lambda: plain.append(self._run_eagerly(step)))
+            replayed = self._captures.seconds(lambda: given.append(self._replay(graph, step)))
+            error = _error(given[-1].float(), plain[-1].float(), step.rows)
         except Exception:
             log.exception("no CUDA graphs: one could not be made")
+            self._stop()
+            return False
+        # Written so that NaN is no.
+        if not error <= TOLERANCE:
+            log.warning(
+                "CUDA graphs are off by %g here: kernels are launched one by one instead", error
+            )
             self._stop()
             return False
         faster = replayed < eager
@@ -140,11 +154,12 @@ class DecodeGraphs:
         self._slower.clear()
         self._given = self._output = None
 
-    def _run_eagerly(self, step: DecodeRows) -> None:
+    def _run_eagerly(self, step: DecodeRows) -> Tensor:
         pool = self._pool
         device = step.rows.device
         attention = self._attention.prepare(step.sequences, pool.block_size, self._dtype, device)
-        self._decoder.run(step.rows, ForwardContext(pool, step.slots, step.angles, attention))
+        context = ForwardContext(pool, step.slots, step.angles, attention)
+        return self._decoder.run(step.rows, context)
 
     def _prepare(self, bucket: Bucket, step: DecodeRows) -> _Graph:
         """A graph whose ``replay`` is still the work itself."""
@@ -175,6 +190,18 @@ class DecodeGraphs:
             room[:count].copy_(angles)
         padding = [SequenceRows(0, 1, (spare,))] * (len(given.rows) - count)
         graph.attention.load([*step.sequences, *padding])
+
+
+def _error(found: Tensor, plain: Tensor, before: Tensor) -> float:
+    """Greatest difference of rows to those without a graph, by the largest change of the latter.
+
+    NaN if only the former have any; rows that are NaN without a graph too tell nothing.
+    """
+    usable = plain.isfinite().all(dim=-1)
+    if not bool(usable.any()):
+        return 0.0
+    change = (plain - before.float())[usable].abs().max()
+    return float((found - plain)[usable].abs().max() / change.clamp_min(_LEAST))
 
 
 def _room(step: DecodeRows) -> DecodeRows:

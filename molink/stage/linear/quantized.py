@@ -4,13 +4,14 @@ Nothing but one part is ever in full precision.
 """
 
 import logging
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from molink.checkpoint.quantization import NF4_BLOCK
+from molink.checkpoint.quantization import NF4_BLOCK, can_hold
 from molink.facts.model import Quantize
 from molink.stage.linear.base import Projection
 from molink.stage.linear.bnb import load_library, quantize_nf4
@@ -29,13 +30,16 @@ from molink.stage.linear.nf4 import (
     fits_kernel,
     has_nf4_kernel,
 )
-from molink.stage.linear.unpacked import UnpackedLinear
+from molink.stage.linear.random_weight import random_weight
+from molink.stage.linear.unpacked import UnpackedLinear, part_rows
 
 log = logging.getLogger(__name__)
 
 #: By how much a product may differ from that of the weights as they are stored, as a part of the
 #: largest result: half of what bf16 rounds to, and what sums of fewer bits add.
 TOLERANCE = 0.015
+#: Output rows that are compared at a time, and in about how many places.
+_COMPARED, _PARTS = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,34 +131,64 @@ class QuantizedKernels:
 
 
 def relative_error(
-    kernels: QuantizedKernels, mode: Quantize, dtype: torch.dtype, device: torch.device
+    kernels: QuantizedKernels,
+    mode: Quantize,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: Sequence[tuple[int, int]] = ((96, 256),),
 ) -> float:
     """Greatest difference of a product of random weights to that of what was stored of them.
 
-    As a part of the largest result; NaN if the product has any. The comparison is plain torch, in
-    float64, on the CPU.
+    As a part of the largest result; NaN if a product has any. The comparison is plain torch, in
+    float64, on the CPU, with some of the outputs of weights ``[out, in]``.
     """
+    held = [shape for shape in shapes if can_hold(mode, [shape])]
+    errors = [_error(kernels, mode, dtype, device, shape) for shape in held]
+    return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
+def _error(
+    kernels: QuantizedKernels,
+    mode: Quantize,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int],
+) -> float:
     generator = torch.Generator().manual_seed(0)
-    shape = (96, 256)
     weight = QuantizedWeight.empty(mode, shape, device)
-    weight.put(0, torch.randn(shape, generator=generator).to(device))
-    stored, bias = _stored(weight), torch.randn(shape[0], generator=generator).to(dtype)
+    random = random_weight(*shape, generator)
+    step = part_rows(shape[1])
+    for first in range(0, shape[0], step):
+        weight.put(first, random[first : first + step].to(device))
+    some, stored = _stored(weight)
+    bias = torch.randn(shape[0], generator=generator).to(dtype)
     rows = torch.randn(21, shape[1], generator=generator).to(dtype)
     projection = kernels.create(weight, bias.to(device))
-    exact = rows.double() @ stored.t() + bias.double()
-    found = torch.cat([projection(rows[:count].to(device)) for count in (1, 5, 21)])
+    exact = rows.double() @ stored.t() + bias[some].double()
+    found = torch.cat([projection(rows[:count].to(device)).cpu()[:, some] for count in (1, 5, 21)])
     whole = torch.cat([exact[:count] for count in (1, 5, 21)])
-    return float((found.double().cpu() - whole).abs().max() / whole.abs().max())
+    return float((found.double() - whole).abs().max() / whole.abs().max())
 
 
-def _stored(weight: QuantizedWeight) -> Tensor:
-    """The weights (float64) that a quantized one stands for."""
-    data, scales = weight.data.cpu(), weight.scales.cpu().double()
-    if weight.mode == "int8":
-        return data.double() * scales[:, None] / 127
-    codes = torch.stack((data >> 4, data & 15), -1).view(-1, NF4_BLOCK).long()
-    values = torch.tensor(NF4_VALUES, dtype=torch.float64)[codes]
-    return (values * scales[:, None]).view(weight.shape)
+def _stored(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Some of a weight's rows, and the numbers (float64) that they stand for."""
+    indices, parts = [], []
+    for first in range(0, weight.shape[0], _spread(weight.shape[0])):
+        last = min(weight.shape[0], first + _COMPARED)
+        data, scales = (part.cpu() for part in weight.rows(first, last))
+        if weight.mode == "int8":
+            parts.append(data.double() * scales.double()[:, None] / 127)
+        else:
+            codes = torch.stack((data >> 4, data & 15), -1).view(-1, NF4_BLOCK).long()
+            values = torch.tensor(NF4_VALUES, dtype=torch.float64)[codes]
+            parts.append((values * scales.double()[:, None]).view(-1, weight.shape[1]))
+        indices.append(torch.arange(first, last))
+    return torch.cat(indices), torch.cat(parts)
+
+
+def _spread(out: int) -> int:
+    """How far the rows that are compared begin from each other: with a block of nf4."""
+    return -(-max(out // _PARTS, _COMPARED) // NF4_BLOCK) * NF4_BLOCK
 
 
 @torch.inference_mode()

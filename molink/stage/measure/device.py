@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +26,8 @@ from molink.stage.linear import Projections
 from molink.stage.torch_dtypes import has_bf16
 
 _ROWS = 4096
-_REPEATS = 5
+#: A row is multiplied so often at least, and for about so many seconds.
+_REPEATS, _MOST, _MEASURING_S = 5, 100, 0.5
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -41,7 +41,10 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def measure(device: torch.device, nbytes: int) -> float:
-    """Bytes/s at which a stage's projection of ``nbytes`` takes one row (median of five)."""
+    """Bytes/s at which a stage's projection of ``nbytes`` takes one row.
+
+    By the quickest of some runs over :data:`_MEASURING_S`: other programs only add to a time.
+    """
     narrow = torch.float16 if device.type == "cuda" else torch.float32
     dtype = torch.bfloat16 if has_bf16(device) else narrow
     itemsize = torch.empty((), dtype=dtype).element_size()
@@ -50,15 +53,15 @@ def measure(device: torch.device, nbytes: int) -> float:
     projection = Projections.probe(dtype, device).create(weight, None)
     row = torch.ones(1, columns, dtype=dtype, device=device)
     synchronize = _synchronizer(device)
-    times = []
+    times: list[float] = []
     with torch.inference_mode():
-        for _ in range(_REPEATS + 1):
+        while len(times) <= _REPEATS or (sum(times) < _MEASURING_S and len(times) < _MOST):
             synchronize()
             begin = time.perf_counter()
             projection(row)
             synchronize()
             times.append(time.perf_counter() - begin)
-    return weight.numel() * itemsize / max(1e-9, statistics.median(times[1:]))
+    return weight.numel() * itemsize / max(1e-9, min(times[1:]))
 
 
 def probe(wanted: str, nbytes: int) -> dict[str, object]:
@@ -68,15 +71,13 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
     index = device.index or 0
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
     else:
         memory = psutil.virtual_memory()
         free, total = memory.available, memory.total
-        name = cpu_name()
     return {
         "kind": kind,
         "index": index,
-        "name": name,
+        "name": device_name(device),
         "total": int(total),
         "free": int(free),
         "read_rate": measure(device, min(nbytes, int(free) // 4)),
@@ -86,6 +87,25 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called by who made it."""
+    return cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
+
+
+def driver_version() -> str:
+    """That of NVIDIA's driver; empty where it can't be asked."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return ""
 
 
 def cpu_name() -> str:

@@ -8,7 +8,7 @@ import torch
 
 import molink
 from molink.facts.profile import Profile
-from molink.stage.measure.device import cpu_name
+from molink.stage.measure.device import device_name
 from molink.stage.measure.passes import StagePasses
 from molink.stage.measure.profile_cache import ProfileCache
 from molink.stage.measure.timing import measure_profile
@@ -82,13 +82,12 @@ def profile_key(stage: Stage, block_size: int) -> str:
 def _kin(stage: Stage, block_size: int) -> str:
     """All of a key that other layers of the same model have in common, on the same device."""
     on_cpu = stage.device.type == "cpu"
-    name = cpu_name() if on_cpu else torch.cuda.get_device_name(stage.device)
     threads = torch.get_num_threads() if on_cpu else 0
     parts = (
         f"format {_FORMAT}",
         f"molink {molink.__version__}",
         f"torch {torch.__version__}",
-        f"{stage.device.type} {name}, {threads} threads",
+        f"{stage.device.type} {device_name(stage.device)}, {threads} threads",
         f"{stage.dtype}, travels as {stage.travel_dtype}, {stage.layer_bytes} bytes a layer",
         f"blocks of {block_size}",
         repr(stage.config),

@@ -83,6 +83,8 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     hurry: bool = False
     #: Kernels that compute wrongly here, by :mod:`molink.facts.kernels`.
     avoid: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    #: File in which is kept how kernels were found to compute; empty: none is tried beforehand.
+    proofs: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
 class MemberKey(Message, frozen=True, kw_only=True):

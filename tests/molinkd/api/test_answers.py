@@ -1,6 +1,9 @@
 """What the OpenAI routes answer, whole and streamed."""
 
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +230,26 @@ async def test_every_parameter_reaches_the_backend(
     )
     assert request.stop_ids == (*backend.tokenizer.eos_ids, 9)
     assert request.max_tokens == 12
+
+
+async def test_what_a_client_leaves_out_is_as_the_models_authors_want_it(
+    model_folder: Path, tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tiny")
+    path = folder / "generation_config.json"
+    wanted = json.loads(path.read_bytes()) if path.is_file() else {}
+    wanted |= {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    wanted |= {"min_p": 0.05, "repetition_penalty": 1.1}
+    path.write_text(json.dumps(wanted), encoding="utf-8")
+    backend = FakeBackend(folder)
+    async with serve(backend) as client:
+        await chat(client)
+        await chat(client, temperature=1.2, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+    found = [
+        (one.temperature, one.top_p, one.top_k, one.min_p, one.repetition_penalty)
+        for one in (request.sampling for request in backend.requests)
+    ]
+    assert found == [(0.6, 0.95, 20, 0.05, 1.1), (1.2, 1.0, 0, 0.0, 1.0)]
 
 
 async def test_nulls_and_neutral_values_mean_nothing(

@@ -158,6 +158,7 @@ async def test_a_worker_avoids_what_failed_the_doctor(
     start = await bench.assign(1 << 30)
     assert isinstance(start, Start)
     assert start.avoid == ("compiled-rows",)
+    assert start.proofs == str(folder / "proofs.json")
     (folder / "avoid.json").unlink()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,29 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
         ("cuda:1", 8 << 30),
         ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "avoid": ("int8",)}),
     ]
+
+
+def test_kernels_are_tried_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = molinkd.worker.loading
+    done: list[Any] = []
+    folder = SimpleNamespace(config=SimpleNamespace(context=64))
+    monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
+
+    def prove(*given: Any) -> tuple[str, ...]:
+        done.append(given)
+        return ("int8", "compiled-rows")
+
+    monkeypatch.setattr(module, "prove", prove)
+    monkeypatch.setattr(module.Stage, "load", lambda *_, **more: done.append(more["avoid"]))
+    path = tmp_path / "proofs.json"
+    order = msgspec.structs.replace(
+        start(), quantize="int8", avoid=("compiled-rows",), proofs=str(path)
+    )
+    module._load_stage(order)
+    given = (path, folder.config, torch.device("cpu"), "f32", "int8", 4, ("compiled-rows",))
+    assert done == [given, ("int8", "compiled-rows")]
 
 
 async def test_running_out_of_memory_for_blocks_is_reported(

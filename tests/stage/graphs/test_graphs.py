@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from molink.checkpoint.folder import ModelFolder
 from molink.stage import stage as stages
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.flash import FlashAttention
 from molink.stage.batch import SequenceRows
+from molink.stage.graphs import decode_graphs as graphs
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
@@ -38,9 +40,10 @@ class WorkItself:
         replayed: float = 1.0,
         fails_after: int = 99,
         fit: int = 99,
+        stale_after: int = 99,
     ) -> None:
         self.seconds_by_turn = [eager, replayed]
-        self.fails_after, self.fit = fails_after, fit
+        self.fails_after, self.fit, self.stale_after = fails_after, fit, stale_after
         self.captured = 0
         self.replayed = 0
         #: What was captured, as long as it lives.
@@ -49,6 +52,7 @@ class WorkItself:
     def capture(self, work: Callable[..., Any], max_bytes: int) -> Callable[..., Any] | None:
         assert max_bytes >= 1 << 20
         self.captured += 1
+        stale = self.captured > self.stale_after
         if self.captured > self.fails_after:
             raise RuntimeError("operation not permitted when stream is capturing")
         if self.captured > self.fit:
@@ -56,7 +60,8 @@ class WorkItself:
 
         def replay() -> None:
             self.replayed += 1
-            work()
+            if not stale:  # such a one leaves what an earlier step has left
+                work()
 
         self.graphs.add(replay)
         return replay
@@ -223,6 +228,49 @@ def test_a_capture_that_fails_later_leaves_the_step_whole(
     torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
     assert [each.captured for each in made[0]] == [2, 2]
     assert "no CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_graphs_that_give_other_rows_are_not_used(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    right: int,
+) -> None:
+    folder = make_model(tmp_path, "qwen2", 3)
+    made = []
+    plain, other, ring = run_both(
+        make_ring,
+        folder,
+        random_tokens,
+        [9, 4],
+        lambda: made.append(captures(stale_after=right)),
+    )
+    torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
+    assert [each.captured for each in made[0]] == [1 + right] * 2
+    assert [stage.graph_bytes for stage in ring.stages] == [0, 0]
+    warnings = [one for one in caplog.messages if "launched one by one instead" in one]
+    assert len(warnings) == len(ring.stages)
+
+
+def test_a_row_without_numbers_is_no_fault_of_a_graph() -> None:
+    before, plain = torch.zeros(2, 3), torch.ones(2, 3)
+    plain[0] = torch.nan
+    assert graphs._error(plain, plain, before) == 0
+    assert graphs._error(torch.full((2, 3), torch.nan), plain, before) != 0
+    assert graphs._error(plain + 0.5, plain, before) == 0.5
+    assert graphs._error(before, plain[:1], before[:1]) == 0
+
+
+def test_graphs_are_avoided(make_model: MakeModel, tmp_path: Path) -> None:
+    opened = ModelFolder.open(make_model(tmp_path, "qwen2", 2))
+    for avoid, may in (((), True), (("graphs",), False)):
+        stage = Stage.load(opened, (0, 2), "cpu", "f32", avoid=avoid)
+        stage.device = torch.device("cuda", 0)
+        assert stage._may_have_graphs is may
 
 
 def test_a_graph_that_would_take_too_much_stops_no_other(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from molink.stage.linear import quantized
 from molink.stage.linear.plain import Linear
 from molink.stage.linear.quantized import QuantizedKernels
 from molink.stage.linear.unpacked import UnpackedLinear
-from molink.stage.measure import parity
+from molink.stage.measure import parity, trials
 from molink.stage.measure.dense import dense
+from molink.stage.measure.shapes import USUAL
+from tests.support.models import MakeModel
 
 CPU = torch.device("cpu")
 
@@ -125,9 +128,9 @@ def test_a_gpus_products_are_tried_once_their_library_is_loaded(
         asked.append("product")
         return 0.0
 
-    monkeypatch.setattr(parity, "has_bf16", lambda _: True)
-    monkeypatch.setattr(parity, "load_library", lambda: asked.append("library"))
-    monkeypatch.setattr(parity, "relative_error", error)
+    monkeypatch.setattr(trials, "has_bf16", lambda _: True)
+    monkeypatch.setattr(trials, "load_library", lambda: asked.append("library"))
+    monkeypatch.setattr(trials, "relative_error", error)
     every = [one for one in parity.trials(torch.device("cuda", 0)) if one.kernel == "int8"]
     assert [one.result()["state"] for one in every] == ["ok", "ok"]
     assert asked == ["library", "product"] * 2
@@ -142,3 +145,16 @@ def test_compiled_rows_that_are_wrong_are_not_used(
     wrong = {"gate": lambda _, rows: rows[:, ::2], "rotate": lambda *_: None}
     monkeypatch.setattr(Rowwise, part, wrong[part])
     assert create_rowwise.__wrapped__(1e-5, "silu", 1) is None
+
+
+def test_the_shapes_of_a_model(
+    make_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    for folder in (make_model(tmp_path, "qwen2", 2), tmp_path / "none"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parity, "trials", lambda *given: asked.append(given[2]) or ())
+            parity.main(["--device", "cpu", "--model", str(folder)])
+    assert asked[0].hidden == 64
+    assert asked[1] is USUAL
+    assert "config.json" in capsys.readouterr().err

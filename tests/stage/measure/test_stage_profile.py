@@ -76,6 +76,7 @@ def test_no_graph_is_made_while_a_pass_is_timed(
             return work
 
         def seconds(self, work: Work) -> float:
+            work()
             self.turn += 1
             return 2.0 if self.turn % 2 else 1.0
 
@@ -161,9 +162,9 @@ def test_a_key_tells_apart_what_takes_another_time(
         Stage.load(folder, (1, 3), "cpu", "f32"),
     ]
     keys = [profile_key(stage, 16) for stage in stages] + [profile_key(stages[0], 8)]
-    for name, value in (("cpu_name", "another"), ("_FORMAT", 99)):
+    for name, value in (("device_name", "another"), ("_FORMAT", 99)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, (lambda: "another") if name == "cpu_name" else value)
+            patch.setattr(module, name, (lambda _: "another") if name == "device_name" else value)
             keys.append(profile_key(stages[0], 16))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)

@@ -2,7 +2,7 @@
 
 import re
 
-from molink.facts.kernels import INSTEAD
+from molink.facts.kernels import INSTEAD, SPARE
 from molinkd.cli.doctor.facts import DeviceFacts, Finding
 from molinkd.peer.self_test import AboutTorch, Gpu, KernelResult
 
@@ -144,7 +144,9 @@ def _major(version: str | None) -> int:
 
 def _kernels(facts: DeviceFacts) -> Finding:
     test = facts.test
-    wrong = [one for one in test.results if one.state == "wrong"]
+    failed = {one.kernel for one in test.results if one.state == "wrong"}
+    idle = {name for name, of in SPARE.items() if failed.isdisjoint(of)}
+    wrong = [one for one in test.results if one.state == "wrong" and one.kernel not in idle]
     right = len({one.kernel for one in test.results if one.state == "ok"})
     if not wrong and test.failure:
         text = f"the self-test of {test.device or 'the device'} failed: {test.failure}"

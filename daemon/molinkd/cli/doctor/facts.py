@@ -76,7 +76,8 @@ class SwarmFacts:
 
     ``clock`` is how many seconds this PC's clock is ahead of the one that leads, give or take
     ``unsure``; ``None`` if that isn't known. ``closed`` are pairs of ids: who can't reach whom;
-    ``relayed`` says who reaches whom by way of whom.
+    ``relayed`` says who reaches whom by way of whom; ``model`` is
+    what is served.
     """
 
     id: str
@@ -87,6 +88,7 @@ class SwarmFacts:
     peers: tuple[PeerFact, ...] = ()
     closed: tuple[tuple[str, str], ...] = ()
     relayed: tuple[tuple[str, str, str], ...] = ()
+    model: str = ""
     clock: float | None = None
     unsure: float = 0.0
 

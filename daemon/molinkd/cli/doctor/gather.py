@@ -29,6 +29,7 @@ from molinkd.cli.doctor.gather_network import network_facts
 from molinkd.cli.local_daemon import Found
 from molinkd.peer.device_probe import worker_threads
 from molinkd.peer.home import Home
+from molinkd.peer.models_here import models_here
 from molinkd.peer.platform import child_options
 from molinkd.peer.remembered import read_options
 from molinkd.peer.self_test import SelfTest, remember, self_test
@@ -51,7 +52,7 @@ def gather(home: Home, say: Say) -> Facts:
     swarm, trouble = (None, "") if found is None else _swarm(found)
     network = network_facts(settings, found is not None)
     say("Trying the kernels of its device …")
-    test = _tested(home, settings)
+    test = _tested(home, settings, "" if swarm is None else swarm.model)
     device = DeviceFacts(
         system=sys.platform,
         test=test,
@@ -78,12 +79,21 @@ def _settings(home: Home) -> tuple[Settings, str]:
     return load_settings(home, {}, os.environ, options), damaged
 
 
-def _tested(home: Home, settings: Settings) -> SelfTest:
-    test = self_test(settings.devices[0], worker_threads(settings))
+def _tested(home: Home, settings: Settings, served: str) -> SelfTest:
+    model = _model(home, served) if served else None
+    test = self_test(settings.devices[0], worker_threads(settings), model=model)
     if test.results and home.root.is_dir():
         with contextlib.suppress(OSError, MolinkError):
             remember(home.avoid, test)
+            # Workers try again what they have found before.
+            home.proofs.unlink(missing_ok=True)
     return test
+
+
+def _model(home: Home, name: str) -> Path | None:
+    """The folder of the model called ``name``, as far as it is on this PC."""
+    called = (one.path for one in models_here(home) if one.is_called(name))
+    return next((path for path in called if (path / "config.json").is_file()), None)
 
 
 # --- the swarm --------------------------------------------------------------------------------
@@ -118,6 +128,7 @@ def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> 
         me=str(me),
         leader=str(status.get("leader", "")),
         porch=int(status.get("porch") or 0),
+        model=str(status.get("model") or ""),
         trouble=str(status.get("trouble") or ""),
         peers=tuple(peers),
         closed=tuple((str(by), str(to)) for by, to in status.get("unreachable", ())),

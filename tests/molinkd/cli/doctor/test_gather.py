@@ -4,14 +4,16 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from molink.checkpoint.source import demo_model
 from molinkd.cli.doctor import gather, gather_network
 from molinkd.cli.doctor.facts import Card
 from molinkd.cli.doctor.gather import read_card, read_swarm
 from molinkd.peer.home import Home
-from molinkd.peer.self_test import SelfTest
+from molinkd.peer.self_test import KernelResult, SelfTest
 from molinkd.peer.settings import Settings
 
 LINUX = """\
@@ -79,8 +81,9 @@ def test_a_port_that_is_taken() -> None:
 def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def tested(device: str, threads: int) -> SelfTest:
+    def tested(device: str, threads: int, **more: Any) -> SelfTest:
         asked.append(device)
+        assert more == {"model": None}
         return SelfTest(failure="not tried")
 
     monkeypatch.setattr(gather, "self_test", tested)
@@ -95,6 +98,24 @@ def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(facts.network.ports) == 15
     assert not (tmp_path / "new").exists()
     assert len(said) == 2
+
+
+def test_kernels_are_tried_with_the_shapes_of_what_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, asked = Home(tmp_path), list[Any]()
+    home.proofs.write_text("{}", encoding="utf-8")
+
+    def tested(*_: Any, model: Path | None) -> SelfTest:
+        asked.append(model)
+        right = KernelResult(kernel="torch", dtype="f32", state="ok")
+        return SelfTest(results=(right,))
+
+    monkeypatch.setattr(gather, "self_test", tested)
+    for name in ("molink-demo", "another"):
+        gather._tested(home, Settings(name="pc"), name)
+    assert asked == [demo_model().path, None]
+    assert not home.proofs.exists()  # workers are to try again
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

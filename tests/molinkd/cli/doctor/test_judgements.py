@@ -189,9 +189,15 @@ def test_kernels(facts: Any, level: str, text: str, command: str | None) -> None
 
 
 def test_a_gpu_that_computes_wrongly_leaves_the_cpu() -> None:
-    facts = device(WORKING, results=(failed("gather-attention"),), where="cuda:0")
+    results = failed("gather-attention"), failed("plain-attention")
+    facts = device(WORKING, results=results, where="cuda:0")
     found = of(judge_device(facts), "kernels")
-    expect(found, "problem", "nothing can take the place of gather-attention", "--device cpu")
+    expect(found, "problem", "nothing can take the place of plain-attention", "--device cpu")
+
+
+def test_what_is_wrong_but_not_needed_is_no_problem() -> None:
+    facts = device(WORKING, results=(failed("plain-attention"), failed("unpacked")), where="cuda:0")
+    expect(of(judge_device(facts), "kernels"), "ok", "compute what plain torch does")
 
 
 # --- the network ------------------------------------------------------------------------------

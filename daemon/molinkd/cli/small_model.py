@@ -1,0 +1,41 @@
+"""Has the small real model that ``molink demo --model smollm2`` serves on this PC."""
+
+import threading
+
+from rich.console import Console
+
+from molink.errors import MolinkError, Unavailable
+from molink.plaintext import printable
+from molinkd.cli.model_verbs import watched
+from molinkd.peer.progress import Progress
+from molinkd.peer.smollm2 import NAME, Source, sources
+
+
+def fetch_small_model() -> str:
+    """What to serve; fetched if it isn't here, with its size said before and progress.
+
+    Raises:
+        Unavailable: it can't be had anywhere; says why.
+    """
+    asked = sources()
+    for source in asked:
+        found = source.here()
+        if found is not None:
+            return found
+    reasons: list[str] = []
+    for source in asked:
+        try:
+            return _fetch(source)
+        except MolinkError as error:
+            reasons.append(f"{source.name}: {error}")
+    raise Unavailable(
+        f"{NAME} can't be fetched ({'; '.join(reasons)}). `molink demo` without --model serves the "
+        "bundled model; --model takes a folder or a GGUF file too"
+    )
+
+
+def _fetch(source: Source) -> str:
+    stop, progress = threading.Event(), Progress()
+    text = f"SmolLM2-135M-Instruct (Apache-2.0): {source.size() / 1e6:.0f} MB from {source.name}"
+    Console(stderr=True, highlight=False, soft_wrap=True).print(printable(text), markup=False)
+    return watched(lambda: source.fetch(progress, stop), NAME, progress, stop)

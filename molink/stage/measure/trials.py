@@ -1,0 +1,356 @@
+"""Trials of a device's kernels: each beside a plain computation, with the shapes of a model.
+
+Inputs are random, with a fixed seed; what they are compared with is computed on the CPU in float64.
+An error is the greatest difference, as a part of the largest result; attention's are means of
+values of about 1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from molink.checkpoint.traits import Activation
+from molink.facts.dtypes import WeightDType
+from molink.facts.kernels import KernelName
+from molink.facts.model import Quantize
+from molink.stage.attention.base import Attention, AttentionShape
+from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
+from molink.stage.attention.gather import GatherAttention
+from molink.stage.attention.plain import PlainAttention
+from molink.stage.decoder.mlp import create_gate
+from molink.stage.decoder.rotary import rotate
+from molink.stage.graphs.capture import CudaCaptures
+from molink.stage.kernels.create import create_attend, create_matmul, create_rowwise
+from molink.stage.kernels.shape import AttendShape, fits_rowwise
+from molink.stage.linear import Linear, PackedLinear, Projection, Projections
+from molink.stage.linear.bnb import load_library
+from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_error
+from molink.stage.linear.random_weight import random_weight
+from molink.stage.measure.dense import attention_error
+from molink.stage.measure.shapes import Shapes
+from molink.stage.out_of_memory import is_out_of_memory, release_cached
+from molink.stage.to_device import pinned_error
+from molink.stage.torch_dtypes import TORCH_DTYPES, has_bf16
+
+#: Greatest error of a product or of a row's norm: what the type rounds to, and some sums.
+_ROUNDING: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
+#: The same of attention, whose weights are rounded too.
+_ATTENTION: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
+#: What nothing can take the place of is refused only if it is off by a multiple of that.
+_LENIENT = 4.0
+_ROWS = (1, 7, 33)
+#: Outputs of a product that are compared, spread over all.
+_COMPARED = 64
+_GRAPH_BYTES = 1 << 28
+
+#: Makes a projection of a weight (bf16 ``[out, in]``) and a bias of the rows' type.
+_Create = Callable[[Tensor, Tensor], Projection]
+
+
+class _Absent(Exception):
+    """There is no such kernel on this device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One kernel, in one type. ``run`` gives its error, NaN if it gives any."""
+
+    kernel: KernelName
+    dtype: WeightDType
+    tolerance: float
+    run: Callable[[], float]
+
+    def result(self) -> dict[str, Any]:
+        """How it went: ``state`` is ``ok``, ``absent`` or ``wrong``."""
+        told: dict[str, Any] = {"kernel": self.kernel, "dtype": self.dtype, "error": None}
+        told |= {"tolerance": self.tolerance, "state": "wrong", "reason": ""}
+        try:
+            with torch.inference_mode():
+                error = self.run()
+        except _Absent as absent:
+            return told | {"state": "absent", "reason": str(absent)}
+        except NotImplementedError as missing:  # an operator that this build of torch lacks
+            return told | {"state": "absent", "reason": str(missing)[:300]}
+        except Exception as error_of_kernel:  # whatever a kernel's build may raise
+            reason = f"{type(error_of_kernel).__name__}: {error_of_kernel}"[:300]
+            if is_out_of_memory(error_of_kernel):
+                release_cached()
+                return told | {"state": "absent", "reason": f"no memory to try it: {reason}"}
+            return told | {"reason": reason}
+        if math.isnan(error):
+            return told | {"reason": "it gives NaN"}
+        # Written so that infinity is wrong.
+        return told | {"error": error, "state": "ok" if error <= self.tolerance else "wrong"}
+
+
+#: Kernels for one purpose: each takes the place of the one before it, if that is wrong.
+Chain = tuple[Trial, ...]
+
+
+def types_of(device: torch.device) -> tuple[WeightDType, ...]:
+    """What a device computes in."""
+    wide: tuple[WeightDType, ...] = ("f16",) if device.type == "cuda" else ("f32",)
+    return (*wide, "bf16") if has_bf16(device) else wide
+
+
+def chains(
+    shapes: Shapes, dtype: WeightDType, quantize: Quantize, device: torch.device
+) -> tuple[Chain, ...]:
+    """What a stage of such shapes may use on ``device``, the best of each purpose first."""
+    rounding, place = _ROUNDING[dtype], TORCH_DTYPES[dtype]
+
+    def product(create: _Create) -> Callable[[], float]:
+        return partial(_linear, create, shapes.products, place, device)
+
+    last = _LENIENT * rounding
+    made: list[Chain] = []
+    if quantize != "none":
+        fast = partial(_quantized, quantize, shapes, place, device)
+        slow = partial(_unpacked, quantize, shapes, place, device)
+        loose = _LENIENT * TOLERANCE
+        made.append(
+            (Trial(quantize, dtype, TOLERANCE, fast), Trial("unpacked", dtype, loose, slow))
+        )
+    torch_rows = Trial("torch-rows", dtype, last, partial(_torch_rows, shapes, place, device))
+    plain = Trial("torch", dtype, last, product(_plain))
+    if device.type == "cuda":
+        return (*made, (plain,), (torch_rows,), _attention_chain(shapes, dtype, device))
+    threads = torch.get_num_threads()
+    packed = (Trial("packed-linear", dtype, rounding, product(_packed)),)
+    rows = (Trial("compiled-rows", dtype, rounding, partial(_compiled_rows, shapes, threads)),)
+    narrow = dtype == "bf16"
+    return (
+        *made,
+        (
+            Trial("compiled-linear", dtype, rounding, product(partial(_compiled, place, threads))),
+            *(packed if narrow else ()),
+            plain,
+        ),
+        (*(rows if narrow else ()), torch_rows),
+        _attention_chain(shapes, dtype, device),
+    )
+
+
+def extras(dtype: WeightDType, device: torch.device) -> tuple[Trial, ...]:
+    """What depends on no model's shapes."""
+    if device.type != "cuda":
+        return ()
+    place = TORCH_DTYPES[dtype]
+    return (
+        Trial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
+        Trial("graphs", dtype, 0.0, partial(_graphs, place, device)),
+    )
+
+
+def _attention_chain(shapes: Shapes, dtype: WeightDType, device: torch.device) -> Chain:
+    place, tolerance = TORCH_DTYPES[dtype], _ATTENTION[dtype]
+    error = partial(attention_error, page=shapes.block_size, dtype=place, device=device)
+    gather = partial(error, GatherAttention, shapes.attention)
+    plain = partial(error, PlainAttention, shapes.attention)
+    common = (
+        Trial("gather-attention", dtype, tolerance, gather),
+        Trial("plain-attention", dtype, _LENIENT * tolerance, plain),
+    )
+    if device.type == "cuda":
+        run = partial(_flash, shapes, place, device)
+        return (Trial("flash-attention", dtype, tolerance, run), *common)
+    if dtype == "bf16":
+        run = partial(_compiled_attention, shapes, torch.get_num_threads())
+        return (Trial("compiled-attention", dtype, tolerance, run), *common)
+    return common
+
+
+# --- products ---------------------------------------------------------------------------------
+
+
+def _linear(
+    create: _Create, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+    for out, width in shapes:
+        weight = random_weight(out, width, generator).bfloat16()
+        bias = torch.randn(out, generator=generator).bfloat16()
+        projection = create(weight.to(device), bias.to(device, dtype))
+        some = slice(0, out, max(1, out // _COMPARED))
+        few, added = weight[some].double().t(), bias[some].double()
+        for count in _ROWS:
+            rows = torch.randn(count, width, generator=generator).to(dtype)
+            found = projection(rows.to(device))[:, some]
+            worst.append(_difference(found, rows.double() @ few + added))
+    return _greatest(worst)
+
+
+def _plain(weight: Tensor, bias: Tensor) -> Projection:
+    return Linear(weight.to(bias.dtype), bias)
+
+
+def _packed(weight: Tensor, bias: Tensor) -> Projection:
+    try:
+        return PackedLinear.pack(weight, bias)
+    except (AttributeError, RuntimeError) as error:
+        raise _Absent(f"this torch can't pack weights: {error}") from None
+
+
+def _compiled(dtype: torch.dtype, threads: int, weight: Tensor, bias: Tensor) -> Projection:
+    # One that fails its own check is compiled once more, to tell by how much it is off.
+    product = create_matmul(dtype, threads) or create_matmul(dtype, threads, checked=False)
+    if product is None:
+        raise _Absent("there is no code for this CPU")
+    return Projections(dtype, product).create(weight, bias)
+
+
+def _quantized(mode: Quantize, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
+    if device.type == "cuda":
+        load_library()  # which registers its operators
+        return relative_error(QuantizedKernels(True, True), mode, dtype, device, shapes.products)
+    kernels = QuantizedKernels.probe(mode, dtype, device)
+    if not (kernels.int8 or kernels.nf4):
+        raise _Absent("this CPU has no instructions for it")
+    return relative_error(kernels, mode, dtype, device, shapes.products)
+
+
+def _unpacked(mode: Quantize, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
+    kernels = QuantizedKernels(False, False)
+    return relative_error(kernels, mode, dtype, device, shapes.products)
+
+
+# --- rows and attention -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _RowKernels:
+    """What is tried of rows; each gives new ones, but for ``rotate``."""
+
+    norm: Callable[[Tensor, Tensor], Tensor]
+    gate: Callable[[Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor], object]
+
+
+def _compiled_rows(shapes: Shapes, threads: int) -> float:
+    if not fits_rowwise((shapes.hidden, *shapes.inner), shapes.rotary):
+        raise _Absent("there is no code for rows of this size")
+
+    def create(activation: Activation) -> _RowKernels:
+        made = create_rowwise(shapes.eps, activation, threads)
+        made = made or create_rowwise(shapes.eps, activation, threads, checked=False)
+        if made is None:
+            raise _Absent("there is no code for this CPU")
+        return _RowKernels(made.norm, made.gate, made.rotate)
+
+    return _rows_error(create, shapes, torch.bfloat16, torch.device("cpu"))
+
+
+def _torch_rows(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
+    def norm(rows: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rows.float(), weight.shape, weight, shapes.eps).to(dtype)
+
+    def create(activation: Activation) -> _RowKernels:
+        return _RowKernels(norm, create_gate(activation), rotate)
+
+    return _rows_error(create, shapes, dtype, device)
+
+
+def _rows_error(
+    create: Callable[[Activation], _RowKernels],
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).mul(3).to(dtype)
+
+    for activation in shapes.activations:
+        made = create(activation)
+        for count in _ROWS:
+            rows, weight = noise(count, shapes.hidden), noise(shapes.hidden).float()
+            normed = rms_norm(rows.double(), weight.shape, weight.double(), shapes.eps)
+            worst.append(_difference(made.norm(rows.to(device), weight.to(device)), normed))
+            for inner in shapes.inner:
+                rows = noise(count, 2 * inner)
+                gated = create_gate(activation)(rows.double())
+                worst.append(_difference(made.gate(rows.to(device)), gated))
+            for turned in shapes.rotary:
+                heads = noise(count, 5, max(turned, shapes.attention.head_dim))
+                angles = noise(count, 1, 2, turned).div_(3)
+                exact, found = heads.double(), heads.to(device, copy=True)
+                rotate(exact, angles.double())
+                made.rotate(found, angles.to(device))
+                worst.append(_difference(found, exact))
+    return _greatest(worst)
+
+
+def _compiled_attention(shapes: Shapes, threads: int) -> float:
+    shape = shapes.attention
+    if shape.softcap:
+        raise _Absent("it has no softcap")
+    numbers = AttendShape(
+        shape.kv_heads, shape.groups, shape.head_dim, shape.scale, shapes.block_size
+    )
+    attend = create_attend(numbers, threads)
+    if attend is None:
+        raise _Absent("there is no code for this CPU")
+
+    def create(layer: AttentionShape) -> Attention:
+        return CompiledAttention(layer, attend)
+
+    cpu = torch.device("cpu")
+    return attention_error(create, shape, shapes.block_size, torch.bfloat16, cpu)
+
+
+def _flash(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
+    kernel = find_kernel()
+    if kernel is None:
+        raise _Absent(f"torch {torch.__version__} has no varlen_attn with a block table")
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        raise _Absent("it needs an Ampere GPU (RTX 30) or a newer one")
+    if shapes.attention.softcap:
+        raise _Absent("it has no softcap")
+    if shapes.block_size % PAGE:
+        raise _Absent(f"KV blocks of {shapes.block_size} positions are no multiple of {PAGE}")
+
+    def create(layer: AttentionShape) -> Attention:
+        return FlashAttention(layer, kernel)
+
+    return attention_error(create, shapes.attention, shapes.block_size, dtype, device)
+
+
+# --- a GPU's own ------------------------------------------------------------------------------
+
+
+def _graphs(dtype: torch.dtype, device: torch.device) -> float:
+    """A captured product with other rows than those it was captured with."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 128, generator=generator).to(device, dtype)
+    rows = torch.zeros(8, 128, dtype=dtype, device=device)
+    output = torch.zeros(8, 256, dtype=dtype, device=device)
+    replay = CudaCaptures(device).capture(lambda: _into(output, rows, weight), _GRAPH_BYTES)
+    if replay is None:
+        raise _Absent("no memory for a graph")
+    worst = []
+    for _ in range(4):
+        rows.copy_(torch.randn(8, 128, generator=generator))
+        replay()
+        # The very same work, so the very same result.
+        worst.append(_difference(output, (rows @ weight.t()).relu_().double().cpu()))
+    return _greatest(worst)
+
+
+def _into(output: Tensor, rows: Tensor, weight: Tensor) -> None:
+    output.copy_((rows @ weight.t()).relu_())
+
+
+def _difference(found: Tensor, exact: Tensor) -> float:
+    return float((found.double().cpu() - exact).abs().max() / exact.abs().max())
+
+
+def _greatest(errors: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(one) for one in errors) else max(errors)

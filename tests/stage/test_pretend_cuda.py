@@ -1,0 +1,40 @@
+"""What runs on a card, on a pretend one: no mixed devices, no waits, the same rows as on a CPU."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from molink.checkpoint.source import demo_model
+from tests.support import pretend_cuda
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="it is built with g++ on Linux"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="it is built with g++"),
+]
+
+
+def test_stages_and_trials_on_a_pretend_card(tmp_path: Path) -> None:
+    library = pretend_cuda.build(tmp_path)
+    command = [sys.executable, "-m", "tests.support.pretend_cuda", str(library)]
+    done = subprocess.run(
+        [*command, str(demo_model().path)], check=True, capture_output=True, text=True
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    trials = [line["trial"] for line in lines if "trial" in line]
+    assert {one["kernel"] for one in trials} >= {"flash-attention", "int8", "nf4", "pinned-copies"}
+    # As on an RTX 20, float16 has no flash kernel.
+    wrong = [one for one in trials if one["state"] == "wrong"]
+    absent = {(one["kernel"], one["dtype"]) for one in trials if one["state"] == "absent"}
+    assert (wrong, absent) == ([], {("flash-attention", "f16")})
+    cases = [line for line in lines if "case" in line]
+    assert len(cases) == 2 * 3 * 3
+    for case in cases:
+        assert case["error"] < (0.03 if case["case"][0] == "bf16" else 0.01), case
+        assert case["graphs"], case
+        assert case["waits"][-2:] == [0, 0], case  # the one before was made a graph
+        assert case["flash"] == (len(case["case"]) == 2), case
