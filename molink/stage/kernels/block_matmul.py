@@ -1,0 +1,300 @@
+"""Rows times a weight that stays in the blocks of a GGUF file, unpacked in registers.
+
+The weight ``[columns, depth]`` lies as one stream, in the order in which the product reads it: of
+``C`` columns after each other the first block of each, then the second; and in such a piece::
+
+    f16 scale [C], f16 added [C]?, whole scale of groups [G, C]?, whole added [G, C]?, planes
+
+(see :mod:`molink.gguf.formats` and :mod:`molink.stage.kernels.codes`). Codes are whole numbers that
+bf16 holds exactly; their products with a row are added up in float32 over a group, then multiplied
+by its scale. What is added to each weight of a group is multiplied by the sum of the row's values.
+
+As in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside it, nor
+on how columns are spread over threads.
+"""
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from molink.gguf.formats import BlockFormat
+from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
+from molink.stage.kernels.codes import I8, TableDecoder, WideningDecoder, emit_pairs, planes
+from molink.stage.kernels.compiler import CompiledLibrary
+from molink.stage.kernels.dots import emit_few_tiles, emit_places
+from molink.stage.kernels.emit import (
+    FLOAT,
+    I32,
+    I64,
+    Values,
+    begin_function,
+    declare,
+    emit_loop,
+    emit_nth,
+    emit_offset,
+    emit_spread,
+)
+from molink.stage.kernels.openmp import OpenMp, emit_shares
+from molink.stage.kernels.vectors import FLOATS, INTEGERS, emit_reduced
+
+_F16 = 2
+#: Rows that are multiplied at once, beside whole tiles.
+_SMALLER = (4, 2, 1)
+#: Values whose sums are needed: all kinds that add something have groups of so many.
+SUMMED = 32
+
+
+class BlockMatMul:
+    """A compiled product, for all weights of one format."""
+
+    __slots__ = ("_library", "_multiply", "_sum", "_threads", "columns", "dtype", "form")
+
+    def __init__(
+        self,
+        form: BlockFormat,
+        arithmetic: Arithmetic,
+        openmp: OpenMp | None = None,
+        threads: int = 1,
+        features: str | None = None,
+    ) -> None:
+        """Compile it, to run on ``threads`` threads of ``openmp`` if there is one.
+
+        Raises:
+            RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
+        """
+        self.form, self._threads = form, threads
+        #: How many columns lie side by side.
+        self.columns = arithmetic.vectors * arithmetic.lanes
+        module = ir.Module("block_matmul")
+        multiply = emit_shares(module, _Product(module, form, arithmetic).function, openmp)
+        sums = _emit_sums(module, arithmetic.element)
+        self._library = CompiledLibrary(module, features)
+        self._multiply = self._library.function(multiply.name, pointers=5, integers=4)
+        self._sum = self._library.function(sums.name, pointers=2, integers=1)
+        #: The type of rows and results.
+        self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of f16 numbers with which each piece of a weight begins."""
+        return _F16 * self.columns * (1 + self.form.adds)
+
+    def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+        """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
+
+        ``weight`` is uint8 ``[columns / C, blocks, bytes]``, ``bias`` float32 ``[columns]``.
+        """
+        parts, blocks, _ = weight.shape
+        rows = rows.contiguous()
+        count = rows.shape[0]
+        result = rows.new_empty(count, parts * self.columns)
+        sums = bias
+        if self.form.adds:
+            sums = bias.new_empty(rows.numel() // SUMMED)
+            self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
+        self._multiply(
+            weight.data_ptr(),
+            rows.data_ptr(),
+            sums.data_ptr(),
+            bias.data_ptr(),
+            result.data_ptr(),
+            parts,
+            blocks,
+            count,
+            self._threads,
+        )
+        return result
+
+
+class _Product:
+    """``product(weight, rows, sums, bias, result, parts, blocks, count, begin, end, thread)``.
+
+    Of the weight's ``parts`` it multiplies ``begin … end - 1``, ``blocks`` deep, by ``count`` rows.
+    """
+
+    def __init__(self, module: ir.Module, form: BlockFormat, arithmetic: Arithmetic) -> None:
+        self._form, self._arithmetic = form, arithmetic
+        lanes, self._columns = arithmetic.lanes, arithmetic.vectors * arithmetic.lanes
+        bf16 = isinstance(arithmetic, DotBf16)
+        self._decoder = TableDecoder(form) if bf16 else WideningDecoder(form, lanes)
+        self._floats = ir.VectorType(FLOAT, lanes)
+        self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
+        self._emit()
+
+    def _emit(self) -> None:
+        builder, element = self._builder, I64(self._arithmetic.element)
+        weight, rows, sums, bias, result, parts, blocks, count, begin, end, _ = self.function.args
+        part_bytes = builder.mul(blocks, I64(self._columns * self._form.nbytes))
+        depth = builder.mul(blocks, I64(self._form.block))
+        row_bytes = builder.mul(depth, element)
+        sum_bytes = builder.mul(builder.udiv(depth, I64(SUMMED)), I64(4))
+        result_bytes = builder.mul(builder.mul(parts, I64(self._columns)), element)
+
+        def emit_rows(given: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> Values:
+            numbers = (builder.add(index, I64(number)) for number in range(size))
+            return [emit_nth(builder, given, each, nbytes) for each in numbers]
+
+        def emit_part(part: ir.Value, _: Values) -> Values:
+            column = builder.mul(part, I64(self._columns))
+            weights = emit_nth(builder, weight, part, part_bytes)
+            below = emit_offset(builder, result, builder.mul(column, element))
+            added = emit_nth(builder, bias, column, 4)
+
+            def emit_tile(first: ir.Value, size: int) -> None:
+                places = emit_places(builder, [added], self._arithmetic, 4)
+                begun = [builder.load(place, typ=self._floats, align=4) for place in places] * size
+                given = emit_rows(rows, first, size, row_bytes)
+                beside = emit_rows(sums, first, size, sum_bytes) if self._form.adds else []
+                totals = self._emit_blocks(weights, given, beside, blocks, begun)
+                taken = emit_rows(below, first, size, result_bytes)
+                found = emit_places(builder, taken, self._arithmetic, self._arithmetic.element)
+                for total, place in zip(totals, found, strict=True):
+                    self._arithmetic.store(builder, total, place)
+
+            emit_few_tiles(builder, count, (self._arithmetic.tile, *_SMALLER), emit_tile)
+            return ()
+
+        emit_loop(builder, begin, end, 1, emit_part)
+        builder.ret_void()
+
+    def _emit_blocks(
+        self, weights: ir.Value, rows: Values, sums: Values, blocks: ir.Value, totals: Values
+    ) -> Values:
+        """``totals`` and the products of ``rows`` with all blocks of a part.
+
+        ``totals`` are those of the first row's vectors, then the second's, and so on.
+        """
+        form, builder = self._form, self._builder
+
+        def emit_block(block: ir.Value, totals: Values) -> Values:
+            here = emit_nth(builder, weights, block, self._columns * form.nbytes)
+            scales = self._load_halves(here, 0)
+            added = self._load_halves(here, 1) if form.adds else []
+            first = builder.mul(block, I64(form.groups))
+
+            def emit_group(group: ir.Value, totals: Values) -> Values:
+                wide, more = scales, added
+                if form.nested:
+                    wide = self._times(scales, self._load_bytes(here, group, 0))
+                    more = self._times(added, self._load_bytes(here, group, 1)) if added else []
+                at = builder.add(first, group)
+                dots = self._emit_dots(here, group, rows, at)
+                beside = [emit_nth(builder, each, at, 4) for each in sums]
+                return self._gather(totals, dots, wide, more, beside)
+
+            if form.groups == 1:
+                return emit_group(I64(0), totals)
+            return emit_loop(builder, I64(0), I64(form.groups), 1, emit_group, totals)[1]
+
+        return emit_loop(builder, I64(0), blocks, 1, emit_block, totals)[1]
+
+    def _emit_dots(self, here: ir.Value, group: ir.Value, rows: Values, at: ir.Value) -> Values:
+        """The products of ``rows`` with the codes of a group, number ``at`` of their depth."""
+        form, builder, arithmetic = self._form, self._builder, self._arithmetic
+        places = []
+        for vector in range(arithmetic.vectors):
+            offset = self._columns * (form.nbytes - form.block * form.bits // 8)
+            begins = []
+            for plane in planes(form):
+                place = emit_offset(builder, here, I64(offset + vector * self._lane_bytes(plane.word)))
+                words = form.group // plane.depth * self._columns * plane.word
+                begins.append(emit_nth(builder, place, group, words))
+                offset += form.block // plane.depth * self._columns * plane.word
+            places.append(begins)
+        begun = [
+            emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows
+        ]
+        sums: Values = [ir.Constant(self._floats, [0.0] * arithmetic.lanes)] * (
+            len(rows) * arithmetic.vectors
+        )
+        groups = [emit_pairs(builder, form, self._decoder, one, self._columns) for one in places]
+        for index, columns in enumerate(zip(*groups, strict=True)):
+            offset = I64(2 * index * arithmetic.element)
+            given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in begun]
+            before = iter(sums)
+            sums = [
+                arithmetic.add_product(builder, next(before), one, column)
+                for one in given
+                for column in columns
+            ]
+        return sums
+
+    def _gather(
+        self, totals: Values, dots: Values, scales: Values, added: Values, sums: Values
+    ) -> Values:
+        """``totals + dots · scales + sums · added``."""
+        builder, vectors = self._builder, self._arithmetic.vectors
+        found = [
+            self._fma(dot, scales[index % vectors], total)
+            for index, (total, dot) in enumerate(zip(totals, dots, strict=True))
+        ]
+        if not added:
+            return found
+        spread = [
+            emit_spread(builder, builder.load(place, typ=FLOAT, align=4), self._arithmetic.lanes)
+            for place in sums
+        ]
+        return [
+            self._fma(spread[index // vectors], added[index % vectors], total)
+            for index, total in enumerate(found)
+        ]
+
+    def _fma(self, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(self._floats, [self._floats] * 3)
+        name = f"llvm.fma.v{self._arithmetic.lanes}f32"
+        return self._builder.call(declare(self._builder.module, name, kind), [one, other, total])
+
+    def _times(self, scales: Values, whole: Values) -> Values:
+        return [self._builder.fmul(*each) for each in zip(scales, whole, strict=True)]
+
+    def _load_halves(self, here: ir.Value, number: int) -> Values:
+        """The f16 numbers of a block: ``number`` 0 are its scales, 1 what is added."""
+        kind = ir.VectorType(ir.HalfType(), self._arithmetic.lanes)
+        begin = number * self._columns * _F16
+        found = []
+        for vector in range(self._arithmetic.vectors):
+            place = emit_offset(self._builder, here, I64(begin + vector * self._lane_bytes(_F16)))
+            loaded = self._builder.load(place, typ=kind, align=_F16)
+            found.append(self._builder.fpext(loaded, self._floats))
+        return found
+
+    def _load_bytes(self, here: ir.Value, group: ir.Value, number: int) -> Values:
+        """The whole numbers of a group: ``number`` 0 are its scales, 1 what is added."""
+        builder, lanes = self._builder, self._arithmetic.lanes
+        begin = self._columns * (_F16 * (1 + self._form.adds) + number * self._form.groups)
+        whole, found = ir.VectorType(I32, lanes), []
+        for vector in range(self._arithmetic.vectors):
+            place = emit_offset(builder, here, I64(begin + vector * lanes))
+            place = emit_nth(builder, place, group, self._columns)
+            loaded = builder.load(place, typ=ir.VectorType(I8, lanes), align=1)
+            wide = builder.zext(loaded, whole) if self._form.adds else builder.sext(loaded, whole)
+            found.append(builder.sitofp(wide, self._floats))
+        return found
+
+    def _lane_bytes(self, each: int) -> int:
+        return self._arithmetic.lanes * each
+
+
+def _emit_sums(module: ir.Module, element: int) -> ir.Function:
+    """``sums(rows, sums, count)``: of each 32 values of the rows, ``count`` times."""
+    sums, builder = begin_function(module, "sums", pointers=2, numbers=1)
+    rows, found, count = sums.args
+
+    def emit_sum(index: ir.Value, _: Values) -> Values:
+        here = emit_nth(builder, rows, index, SUMMED * element)
+        if element == 2:  # a bf16 is the upper half of a float32
+            pairs = builder.load(here, typ=INTEGERS, align=2)
+            sixteen = ir.Constant(INTEGERS, [16] * INTEGERS.count)
+            upper = ir.Constant(INTEGERS, [0xFFFF0000] * INTEGERS.count)
+            parts = [builder.shl(pairs, sixteen), builder.and_(pairs, upper)]
+            first, second = (builder.bitcast(part, FLOATS) for part in parts)
+        else:
+            places = (here, emit_offset(builder, here, I64(SUMMED * element // 2)))
+            first, second = (builder.load(place, typ=FLOATS, align=4) for place in places)
+        total = emit_reduced(builder, "fadd", builder.fadd(first, second))
+        builder.store(total, emit_nth(builder, found, index, 4), align=4)
+        return ()
+
+    emit_loop(builder, I64(0), count, 1, emit_sum)
+    builder.ret_void()
+    return sums

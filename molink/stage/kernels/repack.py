@@ -1,0 +1,173 @@
+"""The blocks of a GGUF file, put into the order in which a CPU multiplies by them, and back.
+
+What the bytes of a block are is llama.cpp's format (``ggml-common.h``); what they become is told in
+:mod:`molink.stage.kernels.block_matmul`. Each value stays what it is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.gguf.blocks import PACKED
+from molink.gguf.formats import FORMATS, BlockFormat
+
+_LOW_BITS, _LOW, _SIX = 4, 15, 63
+_F16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Of rows ``[R, in]``, in ``B`` blocks each: their codes (uint8 ``[R, B, block]``) and numbers.
+
+    ``halves`` are f16 ``[R, B]``: scales, and what is added if anything is. ``whole`` are bytes
+    ``[R, B, groups]`` by which these are multiplied, of formats that have them.
+    """
+
+    codes: Tensor
+    halves: tuple[Tensor, ...]
+    whole: tuple[Tensor, ...] = ()
+
+
+def parse(name: str, rows: Tensor) -> Blocks:
+    """The blocks of kind ``name`` in ``rows``: bytes ``[R, bytes of a row]``."""
+    form = FORMATS[name]
+    blocks = rows.unflatten(1, (-1, PACKED[name].nbytes))
+    if not form.nested:
+        return _parse_simple(form, blocks)
+    return _parse_added(form, blocks) if form.adds else _parse_sixteens(blocks)
+
+
+def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
+    """Bytes ``[R / columns, B, columns · bytes of a block]``; ``R`` is a multiple of ``columns``."""
+    halves = [each.unsqueeze(2).contiguous().view(torch.uint8) for each in blocks.halves]
+    parts = [each.unsqueeze(2) for each in halves]
+    parts += [each.unsqueeze(3) for each in blocks.whole]
+    parts += _planes(form, blocks.codes)
+    # Each [R, B, n, bytes] becomes [R / columns, B, n, columns, bytes].
+    turned = [
+        part.unflatten(0, (-1, columns)).permute(0, 2, 3, 1, 4).flatten(2) for part in parts
+    ]
+    return torch.cat(turned, 2)
+
+
+def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
+    """The weights (float32 ``[T, in]``) of ``rows`` (int64 ``[T]``) that :func:`arrange` put away."""
+    part, lane = rows // columns, rows % columns
+    found, begin = [], 0
+    for count, nbytes in _sections(form):
+        end = begin + count * nbytes * columns
+        section = packed[:, :, begin:end].unflatten(2, (count, columns, nbytes))
+        found.append(section[part, :, :, lane])  # [T, B, count, nbytes]
+        begin = end
+    numbers = 1 + form.adds
+    halves = [each.view(torch.float16).float().squeeze(3) for each in found[:numbers]]
+    if form.nested:
+        kind = torch.uint8 if form.adds else torch.int8
+        whole = [each.squeeze(3).view(kind) for each in found[numbers : 2 * numbers]]
+        halves = [half * each for half, each in zip(halves, whole, strict=True)]
+    codes = _codes(form, found[numbers * (1 + form.nested) :]).unflatten(2, (form.groups, -1))
+    weights = halves[0].unsqueeze(3) * (codes - form.offset)
+    return (weights + halves[1].unsqueeze(3) if form.adds else weights).flatten(1)
+
+
+def _sections(form: BlockFormat) -> Iterator[tuple[int, int]]:
+    """What lies one after the other: how many things a block has of it, of how many bytes each."""
+    for _ in range(1 + form.adds):
+        yield 1, _F16
+    if form.nested:
+        for _ in range(1 + form.adds):
+            yield form.groups, 1
+    if form.bits == 8:
+        yield form.block // 2, 2
+        return
+    for bits in _plane_bits(form):
+        yield form.block * bits // 32, 4
+
+
+def _plane_bits(form: BlockFormat) -> tuple[int, ...]:
+    return (_LOW_BITS, form.bits - _LOW_BITS) if form.bits > _LOW_BITS else (_LOW_BITS,)
+
+
+# --- planes -----------------------------------------------------------------------------------
+
+
+def _planes(form: BlockFormat, codes: Tensor) -> list[Tensor]:
+    """Bytes ``[R, B, words, bytes of a word]`` of each plane."""
+    if form.bits == 8:
+        return [codes.unflatten(2, (-1, 2))]
+    low = _plane(_LOW_BITS, codes & _LOW)
+    return [low, *(_plane(bits, codes >> _LOW_BITS) for bits in _plane_bits(form)[1:])]
+
+
+def _plane(bits: int, codes: Tensor) -> Tensor:
+    """In a word's lower half the codes at even depths, in its upper half the others."""
+    fields = codes.unflatten(2, (-1, 2, 8 // bits, 2))  # [R, B, words, byte, field, parity]
+    packed = fields[..., 0, :].clone()
+    for field in range(1, 8 // bits):
+        packed |= fields[..., field, :] << (bits * field)
+    return packed.transpose(3, 4).flatten(3)
+
+
+def _codes(form: BlockFormat, planes: list[Tensor]) -> Tensor:
+    """Whole numbers (float32 ``[T, B, block]``) of planes ``[T, B, words, bytes of a word]``."""
+    if form.bits == 8:
+        return planes[0].contiguous().view(torch.int8).flatten(2).float()
+    codes = None
+    for bits, shift, plane in zip(_plane_bits(form), (0, _LOW_BITS), planes, strict=False):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        halves = plane.unflatten(3, (2, 2)).transpose(3, 4)  # [T, B, words, byte, parity]
+        fields = (halves.unsqueeze(4) >> shifts.unsqueeze(1)) & ((1 << bits) - 1)
+        part = fields.flatten(2) << shift
+        codes = part if codes is None else codes | part
+    assert codes is not None
+    return codes.float()
+
+
+# --- formats ----------------------------------------------------------------------------------
+
+
+def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
+    return blocks.contiguous().view(torch.float16).unbind(2)
+
+
+def _parse_simple(form: BlockFormat, blocks: Tensor) -> Blocks:
+    """Scale, what is added, fifth bits, and 32 codes; the lower halves of bytes come first."""
+    begin = _F16 * (1 + form.adds)
+    halves = _halves(blocks[..., :begin])
+    if form.bits == 8:
+        return Blocks(blocks[..., begin:], halves)
+    bytes_ = blocks[..., -form.block // 2 :]
+    codes = torch.cat((bytes_ & _LOW, bytes_ >> _LOW_BITS), 2)
+    if form.bits > _LOW_BITS:
+        fifth = blocks[..., begin : begin + form.block // 8].unsqueeze(3)
+        bits = (fifth >> torch.arange(8, dtype=torch.uint8)) & 1
+        codes |= bits.flatten(2) << _LOW_BITS
+    return Blocks(codes, halves)
+
+
+def _parse_added(form: BlockFormat, blocks: Tensor) -> Blocks:
+    """``q4_k``, ``q5_k``: what is taken off is stored here as what is added."""
+    scale, less = _halves(blocks[..., : 2 * _F16])
+    six, last = blocks[..., 4:12], blocks[..., 12:16]
+    upper = (six >> 6) << _LOW_BITS
+    scales = torch.cat((six[..., :4] & _SIX, (last & _LOW) | upper[..., :4]), 2)
+    added = torch.cat((six[..., 4:] & _SIX, (last >> _LOW_BITS) | upper[..., 4:]), 2)
+    bytes_ = blocks[..., -form.block // 2 :].unflatten(2, (-1, form.group))
+    codes = torch.stack((bytes_ & _LOW, bytes_ >> _LOW_BITS), 3).flatten(2)
+    if form.bits > _LOW_BITS:
+        fifth = blocks[..., 16 : 16 + form.group].unsqueeze(2)
+        bits = (fifth >> torch.arange(8, dtype=torch.uint8).unsqueeze(1)) & 1
+        codes |= bits.flatten(2) << _LOW_BITS
+    return Blocks(codes, (scale, -less), (scales, added))
+
+
+def _parse_sixteens(blocks: Tensor) -> Blocks:
+    """``q6_k``: two halves of 128 codes; a byte's parts belong to weights 64 and 32 apart."""
+    low = blocks[..., :128].unflatten(2, (2, 64))
+    high = blocks[..., 128:192].unflatten(2, (2, 1, 32))
+    codes = torch.cat((low & _LOW, low >> _LOW_BITS), 3).flatten(2)
+    pairs = (high >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)) & 3
+    codes |= pairs.flatten(2) << _LOW_BITS
+    return Blocks(codes, _halves(blocks[..., 208:]), (blocks[..., 192:208],))
