@@ -3,11 +3,13 @@
 The weight ``[columns, depth]`` lies as one stream, in the order in which the product reads it: of
 ``C`` columns after each other the first block of each, then the second; and in such a piece::
 
-    f16 scale [C], f16 added [C]?, whole scale of groups [G, C]?, whole added [G, C]?, planes
+    f16 scale [C], f16 added [C]?, whole scale of groups [G, C]?, whole added [G, C]?,
+    and of each group: words of the first plane [C] each, words of the second [C] each
 
 (see :mod:`molink.gguf.formats` and :mod:`molink.stage.kernels.codes`). Codes are whole numbers that
 bf16 holds exactly; their products with a row are added up in float32 over a group, then multiplied
-by its scale. What is added to each weight of a group is multiplied by the sum of the row's values.
+by its scale. What is added to each weight of a group is multiplied by the sum of the row's values,
+which takes away a decoder's excess too.
 
 As in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside it, nor
 on how columns are spread over threads.
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.codes import I8, TableDecoder, WideningDecoder, emit_pairs, planes
+from molink.stage.kernels.codes import I8, Bf16Decoder, WideningDecoder, emit_pairs, planes
 from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.dots import emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
@@ -35,19 +37,16 @@ from molink.stage.kernels.emit import (
     emit_spread,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
-from molink.stage.kernels.vectors import FLOATS, INTEGERS, emit_reduced
 
 _F16 = 2
 #: Rows that are multiplied at once, beside whole tiles.
 _SMALLER = (4, 2, 1)
-#: Values whose sums are needed: all kinds that add something have groups of so many.
-SUMMED = 32
 
 
 class BlockMatMul:
     """A compiled product, for all weights of one format."""
 
-    __slots__ = ("_library", "_multiply", "_sum", "_threads", "columns", "dtype", "form")
+    __slots__ = ("_library", "_multiply", "_sum", "_summed", "_threads", "columns", "dtype", "form")
 
     def __init__(
         self,
@@ -66,8 +65,10 @@ class BlockMatMul:
         #: How many columns lie side by side.
         self.columns = arithmetic.vectors * arithmetic.lanes
         module = ir.Module("block_matmul")
-        multiply = emit_shares(module, _Product(module, form, arithmetic).function, openmp)
-        sums = _emit_sums(module, arithmetic.element)
+        product = _Product(module, form, arithmetic)
+        multiply = emit_shares(module, product.function, openmp)
+        self._summed = product.summed
+        sums = _emit_sums(module, arithmetic.element, form.group)
         self._library = CompiledLibrary(module, features)
         self._multiply = self._library.function(multiply.name, pointers=5, integers=4)
         self._sum = self._library.function(sums.name, pointers=2, integers=1)
@@ -89,8 +90,8 @@ class BlockMatMul:
         count = rows.shape[0]
         result = rows.new_empty(count, parts * self.columns)
         sums = bias
-        if self.form.adds:
-            sums = bias.new_empty(rows.numel() // SUMMED)
+        if self._summed:
+            sums = bias.new_empty(rows.numel() // self.form.group)
             self._sum(rows.data_ptr(), sums.data_ptr(), len(sums))
         self._multiply(
             weight.data_ptr(),
@@ -116,7 +117,9 @@ class _Product:
         self._form, self._arithmetic = form, arithmetic
         lanes, self._columns = arithmetic.lanes, arithmetic.vectors * arithmetic.lanes
         bf16 = isinstance(arithmetic, DotBf16)
-        self._decoder = TableDecoder(form) if bf16 else WideningDecoder(form, lanes)
+        self._decoder = Bf16Decoder(form) if bf16 else WideningDecoder(form, lanes)
+        #: Whether the sums of the rows' groups are needed.
+        self.summed = form.adds or bool(self._decoder.excess)
         self._floats = ir.VectorType(FLOAT, lanes)
         self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
         self._emit()
@@ -127,7 +130,7 @@ class _Product:
         part_bytes = builder.mul(blocks, I64(self._columns * self._form.nbytes))
         depth = builder.mul(blocks, I64(self._form.block))
         row_bytes = builder.mul(depth, element)
-        sum_bytes = builder.mul(builder.udiv(depth, I64(SUMMED)), I64(4))
+        sum_bytes = builder.mul(builder.udiv(depth, I64(self._form.group)), I64(4))
         result_bytes = builder.mul(builder.mul(parts, I64(self._columns)), element)
 
         def emit_rows(given: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> Values:
@@ -144,7 +147,7 @@ class _Product:
                 places = emit_places(builder, [added], self._arithmetic, 4)
                 begun = [builder.load(place, typ=self._floats, align=4) for place in places] * size
                 given = emit_rows(rows, first, size, row_bytes)
-                beside = emit_rows(sums, first, size, sum_bytes) if self._form.adds else []
+                beside = emit_rows(sums, first, size, sum_bytes) if self.summed else []
                 totals = self._emit_blocks(weights, given, beside, blocks, begun)
                 taken = emit_rows(below, first, size, result_bytes)
                 found = emit_places(builder, taken, self._arithmetic, self._arithmetic.element)
@@ -178,8 +181,8 @@ class _Product:
                     wide = self._times(scales, self._load_bytes(here, group, 0))
                     more = self._times(added, self._load_bytes(here, group, 1)) if added else []
                 at = builder.add(first, group)
-                dots = self._emit_dots(here, group, rows, at)
-                beside = [emit_nth(builder, each, at, 4) for each in sums]
+                beside = [self._spread(emit_nth(builder, each, at, 4)) for each in sums]
+                dots = self._emit_dots(here, group, rows, at, beside)
                 return self._gather(totals, dots, wide, more, beside)
 
             if form.groups == 1:
@@ -188,25 +191,34 @@ class _Product:
 
         return emit_loop(builder, I64(0), blocks, 1, emit_block, totals)[1]
 
-    def _emit_dots(self, here: ir.Value, group: ir.Value, rows: Values, at: ir.Value) -> Values:
-        """The products of ``rows`` with the codes of a group, number ``at`` of their depth."""
+    def _emit_dots(
+        self, here: ir.Value, group: ir.Value, rows: Values, at: ir.Value, beside: Values
+    ) -> Values:
+        """The products of ``rows`` with the codes of a group, number ``at`` of their depth.
+
+        ``beside`` are the sums of the rows' values there, if they are needed.
+        """
         form, builder, arithmetic = self._form, self._builder, self._arithmetic
+        group_bytes = self._columns * form.group * form.bits // 8
+        numbers = self._columns * form.nbytes - form.groups * group_bytes
+        codes = emit_nth(builder, emit_offset(builder, here, I64(numbers)), group, group_bytes)
         places = []
         for vector in range(arithmetic.vectors):
-            offset = self._columns * (form.nbytes - form.block * form.bits // 8)
-            begins = []
+            offset, begins = 0, []
             for plane in planes(form):
-                place = emit_offset(builder, here, I64(offset + vector * self._lane_bytes(plane.word)))
-                words = form.group // plane.depth * self._columns * plane.word
-                begins.append(emit_nth(builder, place, group, words))
-                offset += form.block // plane.depth * self._columns * plane.word
+                place = offset + vector * arithmetic.lanes * plane.word
+                begins.append(emit_offset(builder, codes, I64(place)))
+                offset += form.group // plane.depth * self._columns * plane.word
             places.append(begins)
         begun = [
             emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows
         ]
-        sums: Values = [ir.Constant(self._floats, [0.0] * arithmetic.lanes)] * (
-            len(rows) * arithmetic.vectors
-        )
+        zeros = ir.Constant(self._floats, [0.0] * arithmetic.lanes)
+        sums: Values = [zeros] * (len(rows) * arithmetic.vectors)
+        if self._decoder.excess:
+            less = ir.Constant(self._floats, [-float(self._decoder.excess)] * arithmetic.lanes)
+            taken = [builder.fmul(each, less) for each in beside]
+            sums = [each for each in taken for _ in range(arithmetic.vectors)]
         groups = [emit_pairs(builder, form, self._decoder, one, self._columns) for one in places]
         for index, columns in enumerate(zip(*groups, strict=True)):
             offset = I64(2 * index * arithmetic.element)
@@ -223,21 +235,21 @@ class _Product:
         self, totals: Values, dots: Values, scales: Values, added: Values, sums: Values
     ) -> Values:
         """``totals + dots · scales + sums · added``."""
-        builder, vectors = self._builder, self._arithmetic.vectors
+        vectors = self._arithmetic.vectors
         found = [
             self._fma(dot, scales[index % vectors], total)
             for index, (total, dot) in enumerate(zip(totals, dots, strict=True))
         ]
         if not added:
             return found
-        spread = [
-            emit_spread(builder, builder.load(place, typ=FLOAT, align=4), self._arithmetic.lanes)
-            for place in sums
-        ]
         return [
-            self._fma(spread[index // vectors], added[index % vectors], total)
+            self._fma(sums[index // vectors], added[index % vectors], total)
             for index, total in enumerate(found)
         ]
+
+    def _spread(self, place: ir.Value) -> ir.Value:
+        value = self._builder.load(place, typ=FLOAT, align=4)
+        return emit_spread(self._builder, value, self._arithmetic.lanes)
 
     def _fma(self, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
         kind = ir.FunctionType(self._floats, [self._floats] * 3)
@@ -253,7 +265,7 @@ class _Product:
         begin = number * self._columns * _F16
         found = []
         for vector in range(self._arithmetic.vectors):
-            place = emit_offset(self._builder, here, I64(begin + vector * self._lane_bytes(_F16)))
+            place = emit_offset(self._builder, here, I64(begin + vector * kind.count * _F16))
             loaded = self._builder.load(place, typ=kind, align=_F16)
             found.append(self._builder.fpext(loaded, self._floats))
         return found
@@ -271,27 +283,28 @@ class _Product:
             found.append(builder.sitofp(wide, self._floats))
         return found
 
-    def _lane_bytes(self, each: int) -> int:
-        return self._arithmetic.lanes * each
 
-
-def _emit_sums(module: ir.Module, element: int) -> ir.Function:
-    """``sums(rows, sums, count)``: of each 32 values of the rows, ``count`` times."""
+def _emit_sums(module: ir.Module, element: int, group: int) -> ir.Function:
+    """``sums(rows, sums, count)``: of each ``group`` values of the rows, ``count`` times."""
     sums, builder = begin_function(module, "sums", pointers=2, numbers=1)
     rows, found, count = sums.args
+    half = group // 2
+    floats, whole = ir.VectorType(FLOAT, half), ir.VectorType(I32, half)
+    kind = ir.FunctionType(FLOAT, [FLOAT, floats])
+    reduce = declare(module, f"llvm.vector.reduce.fadd.v{half}f32", kind)
 
     def emit_sum(index: ir.Value, _: Values) -> Values:
-        here = emit_nth(builder, rows, index, SUMMED * element)
+        here = emit_nth(builder, rows, index, group * element)
         if element == 2:  # a bf16 is the upper half of a float32
-            pairs = builder.load(here, typ=INTEGERS, align=2)
-            sixteen = ir.Constant(INTEGERS, [16] * INTEGERS.count)
-            upper = ir.Constant(INTEGERS, [0xFFFF0000] * INTEGERS.count)
-            parts = [builder.shl(pairs, sixteen), builder.and_(pairs, upper)]
-            first, second = (builder.bitcast(part, FLOATS) for part in parts)
+            pairs = builder.load(here, typ=whole, align=2)
+            upper = builder.and_(pairs, ir.Constant(whole, [0xFFFF0000] * half))
+            parts = [builder.shl(pairs, ir.Constant(whole, [16] * half)), upper]
+            first, second = (builder.bitcast(part, floats) for part in parts)
         else:
-            places = (here, emit_offset(builder, here, I64(SUMMED * element // 2)))
-            first, second = (builder.load(place, typ=FLOATS, align=4) for place in places)
-        total = emit_reduced(builder, "fadd", builder.fadd(first, second))
+            places = (here, emit_offset(builder, here, I64(half * element)))
+            first, second = (builder.load(place, typ=floats, align=4) for place in places)
+        both = builder.fadd(first, second)
+        total = builder.call(reduce, [FLOAT(-0.0), both], fastmath=("reassoc",))
         builder.store(total, emit_nth(builder, found, index, 4), align=4)
         return ()
 

@@ -19,6 +19,8 @@ from molink.stage.kernels.emit import FLOAT, I32, I64, BFloat, Values, declare, 
 I8, I16 = ir.IntType(8), ir.IntType(16)
 _HALF = 16
 _LOW_BITS, _LOW = 4, 15
+#: A power of two, and its bits as a bf16.
+_BASE, _BASE_BITS = 64, 0x4280
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,36 @@ def planes(form: BlockFormat) -> tuple[Plane, ...]:
 class Decoder(Protocol):
     """Makes pairs of weights, as an arithmetic multiplies by them, of the words of all planes."""
 
+    @property
+    def lanes(self) -> int:
+        """Columns of a register."""
+        ...
+
+    @property
+    def excess(self) -> int:
+        """By how much more the weights are than ``code - offset``."""
+        ...
+
     def pair(self, builder: ir.IRBuilder, words: Values, index: int) -> Values:
         """Pair ``index`` of its group; ``words`` are those that hold it, a vector a plane."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class TableDecoder:
-    """bf16 weights, looked up in registers: for products of bf16 pairs (AVX512)."""
+class Bf16Decoder:
+    """bf16 weights, for products of bf16 pairs (AVX512).
+
+    Those of 4 and 5 bits are looked up in a register. Those of 6 bits are put into the mantissa of
+    a number that is 64 without them: a table in two registers takes three times as long.
+    """
 
     form: BlockFormat
     lanes: int = 16
+
+    @property
+    def excess(self) -> int:
+        """See :class:`Decoder`."""
+        return _BASE + self.form.offset if self.form.bits == 6 else 0
 
     def pair(self, builder: ir.IRBuilder, words: Values, index: int) -> Values:
         """See :class:`Decoder`."""
@@ -63,32 +84,33 @@ class TableDecoder:
         halves, weights = ir.VectorType(I16, count), ir.VectorType(BFloat(), count)
         if self.form.bits == 8:
             return (self._narrowed(builder, builder.bitcast(words[0], ir.VectorType(I8, count))),)
-        shift = _LOW_BITS * (index % 4)
-        codes = _shifted(builder, builder.bitcast(words[0], halves), shift)
-        if len(words) > 1:
-            high = self.form.bits - _LOW_BITS
-            place = high * (index % (_HALF // high)) - _LOW_BITS
-            upper = _shifted(builder, builder.bitcast(words[1], halves), place)
-            mask = ((1 << high) - 1) << _LOW_BITS
-            codes = builder.or_(
-                builder.and_(codes, ir.Constant(halves, [_LOW] * count)),
-                builder.and_(upper, ir.Constant(halves, [mask] * count)),
-            )
-        # A look-up takes as many bits of an index as the table has entries for.
-        tables = self._tables(halves, count)
-        name, given = "permvar", [tables[0], codes]
-        if len(tables) > 1:
-            name, given = "vpermi2var", [tables[0], codes, tables[1]]
-        kind = ir.FunctionType(halves, [halves] * len(given))
-        found = builder.call(declare(builder.module, f"llvm.x86.avx512.{name}.hi.512", kind), given)
+        given = [builder.bitcast(word, halves) for word in words]
+        if self.form.bits == 6:
+            found = self._in_mantissa(builder, given, index)
+        else:
+            found = self._looked_up(builder, given, index)
         return (builder.bitcast(found, weights),)
 
-    def _tables(self, halves: ir.VectorType, count: int) -> list[ir.Constant]:
-        """The weights of all codes, ``count`` in a register; those of 4 bits are there twice."""
-        codes = max(count, 1 << self.form.bits)
-        weights = torch.arange(codes).remainder(1 << self.form.bits).sub(self.form.offset)
-        entries = weights.bfloat16().view(torch.int16).tolist()
-        return [ir.Constant(halves, entries[at : at + count]) for at in range(0, codes, count)]
+    def _in_mantissa(self, builder: ir.IRBuilder, words: Values, index: int) -> ir.Value:
+        # From 64 to 128 a bf16 has steps of a half: its lowest bit stays 0.
+        halves = words[0].type
+        base = ir.Constant(halves, [_BASE_BITS] * halves.count)
+        upper = builder.or_(_field(builder, words[1], 2, index, _LOW_BITS + 1), base)
+        return builder.or_(_field(builder, words[0], _LOW_BITS, index, 1), upper)
+
+    def _looked_up(self, builder: ir.IRBuilder, words: Values, index: int) -> ir.Value:
+        halves = words[0].type
+        codes = _shifted(builder, words[0], _LOW_BITS * (index % 4))
+        if len(words) > 1:
+            low = ir.Constant(halves, [_LOW] * halves.count)
+            fifth = _field(builder, words[1], 1, index, _LOW_BITS)
+            codes = builder.or_(builder.and_(codes, low), fifth)
+        # Only five bits of an index count: with four bits every weight is there twice.
+        weights = torch.arange(halves.count).remainder(1 << self.form.bits).sub(self.form.offset)
+        table = ir.Constant(halves, weights.bfloat16().view(torch.int16).tolist())
+        kind = ir.FunctionType(halves, [halves, halves])
+        look_up = declare(builder.module, "llvm.x86.avx512.permvar.hi.512", kind)
+        return builder.call(look_up, [table, codes])
 
     def _narrowed(self, builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
         """Whole numbers of 8 bits, which bf16 holds exactly."""
@@ -111,6 +133,11 @@ class WideningDecoder:
 
     form: BlockFormat
     lanes: int
+
+    @property
+    def excess(self) -> int:
+        """See :class:`Decoder`."""
+        return 0
 
     def pair(self, builder: ir.IRBuilder, words: Values, index: int) -> Values:
         """See :class:`Decoder`."""
@@ -142,6 +169,15 @@ class WideningDecoder:
         if self.form.offset:
             found = builder.sub(found, ir.Constant(whole, [self.form.offset] * self.lanes))
         return found
+
+
+def _field(
+    builder: ir.IRBuilder, halves: ir.Value, bits: int, index: int, place: int
+) -> ir.Value:
+    """The ``bits`` bits of pair ``index``, at ``place`` of each half, and nothing beside."""
+    shifted = _shifted(builder, halves, bits * (index % (_HALF // bits)) - place)
+    mask = ((1 << bits) - 1) << place
+    return builder.and_(shifted, ir.Constant(halves.type, [mask] * halves.type.count))
 
 
 def _shifted(builder: ir.IRBuilder, words: ir.Value, place: int) -> ir.Value:

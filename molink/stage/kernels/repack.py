@@ -44,7 +44,7 @@ def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
     halves = [each.unsqueeze(2).contiguous().view(torch.uint8) for each in blocks.halves]
     parts = [each.unsqueeze(2) for each in halves]
     parts += [each.unsqueeze(3) for each in blocks.whole]
-    parts += _planes(form, blocks.codes)
+    parts.append(_words(form, blocks.codes))
     # Each [R, B, n, bytes] becomes [R / columns, B, n, columns, bytes].
     turned = [
         part.unflatten(0, (-1, columns)).permute(0, 2, 3, 1, 4).flatten(2) for part in parts
@@ -67,7 +67,7 @@ def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tenso
         kind = torch.uint8 if form.adds else torch.int8
         whole = [each.squeeze(3).view(kind) for each in found[numbers : 2 * numbers]]
         halves = [half * each for half, each in zip(halves, whole, strict=True)]
-    codes = _codes(form, found[numbers * (1 + form.nested) :]).unflatten(2, (form.groups, -1))
+    codes = _codes(form, found[-1])
     weights = halves[0].unsqueeze(3) * (codes - form.offset)
     return (weights + halves[1].unsqueeze(3) if form.adds else weights).flatten(1)
 
@@ -79,11 +79,8 @@ def _sections(form: BlockFormat) -> Iterator[tuple[int, int]]:
     if form.nested:
         for _ in range(1 + form.adds):
             yield form.groups, 1
-    if form.bits == 8:
-        yield form.block // 2, 2
-        return
-    for bits in _plane_bits(form):
-        yield form.block * bits // 32, 4
+    word = 2 if form.bits == 8 else 4
+    yield form.block * form.bits // (8 * word), word
 
 
 def _plane_bits(form: BlockFormat) -> tuple[int, ...]:
@@ -93,35 +90,37 @@ def _plane_bits(form: BlockFormat) -> tuple[int, ...]:
 # --- planes -----------------------------------------------------------------------------------
 
 
-def _planes(form: BlockFormat, codes: Tensor) -> list[Tensor]:
-    """Bytes ``[R, B, words, bytes of a word]`` of each plane."""
+def _words(form: BlockFormat, codes: Tensor) -> Tensor:
+    """Bytes ``[R, B, words, bytes of a word]``: of each group those of all planes."""
     if form.bits == 8:
-        return [codes.unflatten(2, (-1, 2))]
-    low = _plane(_LOW_BITS, codes & _LOW)
-    return [low, *(_plane(bits, codes >> _LOW_BITS) for bits in _plane_bits(form)[1:])]
+        return codes.unflatten(2, (-1, 2))
+    groups = codes.unflatten(2, (form.groups, -1))
+    low = _plane(_LOW_BITS, groups & _LOW)
+    above = [_plane(bits, groups >> _LOW_BITS) for bits in _plane_bits(form)[1:]]
+    return torch.cat((low, *above), 3).flatten(2, 3)
 
 
 def _plane(bits: int, codes: Tensor) -> Tensor:
     """In a word's lower half the codes at even depths, in its upper half the others."""
-    fields = codes.unflatten(2, (-1, 2, 8 // bits, 2))  # [R, B, words, byte, field, parity]
+    fields = codes.unflatten(3, (-1, 2, 8 // bits, 2))  # [R, B, groups, words, byte, field, parity]
     packed = fields[..., 0, :].clone()
     for field in range(1, 8 // bits):
         packed |= fields[..., field, :] << (bits * field)
-    return packed.transpose(3, 4).flatten(3)
+    return packed.transpose(4, 5).flatten(4)
 
 
-def _codes(form: BlockFormat, planes: list[Tensor]) -> Tensor:
-    """Whole numbers (float32 ``[T, B, block]``) of planes ``[T, B, words, bytes of a word]``."""
+def _codes(form: BlockFormat, words: Tensor) -> Tensor:
+    """Whole numbers (float32 ``[T, B, groups, group]``) of words ``[T, B, words, bytes]``."""
     if form.bits == 8:
-        return planes[0].contiguous().view(torch.int8).flatten(2).float()
-    codes = None
+        return words.contiguous().view(torch.int8).flatten(2).unflatten(2, (form.groups, -1))
+    counts = [form.group * bits // 32 for bits in _plane_bits(form)]
+    planes = words.unflatten(2, (form.groups, -1)).split(counts, 3)
+    codes = torch.zeros((), dtype=torch.uint8)
     for bits, shift, plane in zip(_plane_bits(form), (0, _LOW_BITS), planes, strict=False):
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        halves = plane.unflatten(3, (2, 2)).transpose(3, 4)  # [T, B, words, byte, parity]
-        fields = (halves.unsqueeze(4) >> shifts.unsqueeze(1)) & ((1 << bits) - 1)
-        part = fields.flatten(2) << shift
-        codes = part if codes is None else codes | part
-    assert codes is not None
+        halves = plane.unflatten(4, (2, 2)).transpose(4, 5)  # [T, B, groups, words, byte, parity]
+        fields = (halves.unsqueeze(5) >> shifts.unsqueeze(1)) & ((1 << bits) - 1)
+        codes = codes | (fields.flatten(3) << shift)
     return codes.float()
 
 
