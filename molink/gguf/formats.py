@@ -10,12 +10,16 @@ number of the group with 6 to 8 bits.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from molink.gguf.blocks import Kind
 
 #: Rows of a weight that lie together where a CPU multiplies by blocks: their number has to be a
 #: multiple of it. CPUs with shorter registers take half as many.
 ROWS = 32
+#: Bits of half a word.
+HALF = 16
 _F16 = 2
 
 
@@ -33,6 +37,16 @@ class BlockFormat:
     block: int
     adds: bool = False
     nested: bool = False
+
+    @property
+    def word(self) -> int:
+        """Bytes of a word of codes."""
+        return 2 if self.bits == 8 else 4
+
+    @property
+    def words(self) -> int:
+        """Words of a group."""
+        return self.group * self.bits // (8 * self.word)
 
     @property
     def groups(self) -> int:
@@ -57,6 +71,34 @@ FORMATS = {
     "q5_k": BlockFormat(5, 0, 32, 256, adds=True, nested=True),
     "q6_k": BlockFormat(6, 32, 16, 256, nested=True),
 }
+
+
+class Piece(NamedTuple):
+    """``bits`` bits of a code from ``to`` on: bits ``at`` on of half of a group's ``word``."""
+
+    word: int
+    at: int
+    bits: int
+    to: int
+
+
+@cache
+def pieces(bits: int, index: int) -> tuple[Piece, ...]:
+    """Where pair ``index`` of a group's codes lies.
+
+    A *word* of 32 bits has in its lower half codes at even depths, in its upper half the others, so
+    that a shift brings a pair of neighbours forth. As many codes as possible lie in one piece:
+    four of 4 bits, to whose groups those of 5 bits add a word, or two of 6 bits. What these leave
+    of three words are two more of them. Codes of 8 bits have words of 16 bits of their own.
+    """
+    if bits == 8:
+        return (Piece(index, 0, bits, 0),)
+    if bits < 6:
+        low = Piece(index // 4, 4 * (index % 4), 4, 0)
+        return (low,) if bits == 4 else (low, Piece(4, index, 1, 4))
+    if index < 6:
+        return (Piece(index // 2, bits * (index % 2), bits, 0),)
+    return Piece(index - 6, 12, 4, 0), Piece(2, 2 * index, 2, 4)
 
 
 def stays(kind: Kind, rows: int) -> bool:

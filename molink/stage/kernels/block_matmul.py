@@ -4,7 +4,7 @@ The weight ``[columns, depth]`` lies as one stream, in the order in which the pr
 ``C`` columns after each other the first block of each, then the second; and in such a piece::
 
     f16 scale [C], f16 added [C]?, whole scale of groups [G, C]?, whole added [G, C]?,
-    and of each group: words of the first plane [C] each, words of the second [C] each
+    words of codes [G, words of a group, C]
 
 (see :mod:`molink.gguf.formats` and :mod:`molink.stage.kernels.codes`). Codes are whole numbers that
 bf16 holds exactly; their products with a row are added up in float32 over a group, then multiplied
@@ -15,15 +15,17 @@ As in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the 
 on how columns are spread over threads.
 """
 
+from functools import cache
+
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.codes import I8, Bf16Decoder, WideningDecoder, emit_pairs, planes
+from molink.stage.kernels.codes import I8, Bf16Decoder, WideningDecoder, Words
 from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import emit_few_tiles, emit_places
+from molink.stage.kernels.dots import emit_few_tiles, emit_places, emit_prefetch
 from molink.stage.kernels.emit import (
     FLOAT,
     I32,
@@ -39,8 +41,11 @@ from molink.stage.kernels.emit import (
 from molink.stage.kernels.openmp import OpenMp, emit_shares
 
 _F16 = 2
-#: Rows that are multiplied at once, beside whole tiles.
-_SMALLER = (4, 2, 1)
+#: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
+_TILES = (6, 4, 2, 1)
+import os
+#: How far ahead of a group the memory is asked for what comes, and by how much at once, in bytes.
+_AHEAD, _LINE = 2048, 64
 
 
 class BlockMatMul:
@@ -133,6 +138,8 @@ class _Product:
         sum_bytes = builder.mul(builder.udiv(depth, I64(self._form.group)), I64(4))
         result_bytes = builder.mul(builder.mul(parts, I64(self._columns)), element)
 
+        tiles = [size for size in _TILES if size <= self._arithmetic.tile]
+
         def emit_rows(given: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> Values:
             numbers = (builder.add(index, I64(number)) for number in range(size))
             return [emit_nth(builder, given, each, nbytes) for each in numbers]
@@ -154,7 +161,7 @@ class _Product:
                 for total, place in zip(totals, found, strict=True):
                     self._arithmetic.store(builder, total, place)
 
-            emit_few_tiles(builder, count, (self._arithmetic.tile, *_SMALLER), emit_tile)
+            emit_few_tiles(builder, count, tiles, emit_tile)
             return ()
 
         emit_loop(builder, begin, end, 1, emit_part)
@@ -199,17 +206,12 @@ class _Product:
         ``beside`` are the sums of the rows' values there, if they are needed.
         """
         form, builder, arithmetic = self._form, self._builder, self._arithmetic
-        group_bytes = self._columns * form.group * form.bits // 8
+        group_bytes = self._columns * form.words * form.word
         numbers = self._columns * form.nbytes - form.groups * group_bytes
         codes = emit_nth(builder, emit_offset(builder, here, I64(numbers)), group, group_bytes)
-        places = []
-        for vector in range(arithmetic.vectors):
-            offset, begins = 0, []
-            for plane in planes(form):
-                place = offset + vector * arithmetic.lanes * plane.word
-                begins.append(emit_offset(builder, codes, I64(place)))
-                offset += form.group // plane.depth * self._columns * plane.word
-            places.append(begins)
+        for line in range(0, group_bytes, _LINE):
+            emit_prefetch(builder, emit_offset(builder, codes, I64(_AHEAD + line)))
+        words = [self._words_of(codes, vector) for vector in range(arithmetic.vectors)]
         begun = [
             emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows
         ]
@@ -219,8 +221,8 @@ class _Product:
             less = ir.Constant(self._floats, [-float(self._decoder.excess)] * arithmetic.lanes)
             taken = [builder.fmul(each, less) for each in beside]
             sums = [each for each in taken for _ in range(arithmetic.vectors)]
-        groups = [emit_pairs(builder, form, self._decoder, one, self._columns) for one in places]
-        for index, columns in enumerate(zip(*groups, strict=True)):
+        for index in range(form.group // 2):
+            columns = [self._decoder.pair(builder, each, index) for each in words]
             offset = I64(2 * index * arithmetic.element)
             given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in begun]
             before = iter(sums)
@@ -230,6 +232,19 @@ class _Product:
                 for column in columns
             ]
         return sums
+
+    def _words_of(self, codes: ir.Value, vector: int) -> Words:
+        """The words of a group's ``codes``, of the columns of a vector; each is loaded once."""
+        form, lanes = self._form, self._arithmetic.lanes
+        kind = ir.VectorType(ir.IntType(8 * form.word), lanes)
+
+        @cache
+        def load(number: int) -> ir.Value:
+            offset = (number * self._columns + vector * lanes) * form.word
+            place = emit_offset(self._builder, codes, I64(offset))
+            return self._builder.load(place, typ=kind, align=form.word)
+
+        return load
 
     def _gather(
         self, totals: Values, dots: Values, scales: Values, added: Values, sums: Values

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from molink.gguf.blocks import PACKED
-from molink.gguf.formats import FORMATS, BlockFormat
+from molink.gguf.formats import FORMATS, BlockFormat, pieces
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
 _F16 = 2
@@ -79,49 +79,39 @@ def _sections(form: BlockFormat) -> Iterator[tuple[int, int]]:
     if form.nested:
         for _ in range(1 + form.adds):
             yield form.groups, 1
-    word = 2 if form.bits == 8 else 4
-    yield form.block * form.bits // (8 * word), word
+    yield form.groups * form.words, form.word
 
 
-def _plane_bits(form: BlockFormat) -> tuple[int, ...]:
-    return (_LOW_BITS, form.bits - _LOW_BITS) if form.bits > _LOW_BITS else (_LOW_BITS,)
-
-
-# --- planes -----------------------------------------------------------------------------------
+# --- codes ------------------------------------------------------------------------------------
 
 
 def _words(form: BlockFormat, codes: Tensor) -> Tensor:
-    """Bytes ``[R, B, words, bytes of a word]``: of each group those of all planes."""
+    """Bytes ``[R, B, words, bytes of a word]``."""
     if form.bits == 8:
         return codes.unflatten(2, (-1, 2))
-    groups = codes.unflatten(2, (form.groups, -1))
-    low = _plane(_LOW_BITS, groups & _LOW)
-    above = [_plane(bits, groups >> _LOW_BITS) for bits in _plane_bits(form)[1:]]
-    return torch.cat((low, *above), 3).flatten(2, 3)
-
-
-def _plane(bits: int, codes: Tensor) -> Tensor:
-    """In a word's lower half the codes at even depths, in its upper half the others."""
-    fields = codes.unflatten(3, (-1, 2, 8 // bits, 2))  # [R, B, groups, words, byte, field, parity]
-    packed = fields[..., 0, :].clone()
-    for field in range(1, 8 // bits):
-        packed |= fields[..., field, :] << (bits * field)
-    return packed.transpose(4, 5).flatten(4)
+    pairs = codes.unflatten(2, (form.groups, form.group // 2, 2))
+    words: list[Tensor | None] = [None] * form.words
+    for index in range(form.group // 2):
+        for piece in pieces(form.bits, index):
+            part = (pairs[..., index, :] >> piece.to) & ((1 << piece.bits) - 1)
+            part = part.to(torch.int16) << piece.at
+            before = words[piece.word]
+            words[piece.word] = part if before is None else before.bitwise_or_(part)
+    whole = torch.stack([word for word in words if word is not None], 3)  # [R, B, groups, words, 2]
+    return whole.flatten(2, 3).view(torch.uint8)
 
 
 def _codes(form: BlockFormat, words: Tensor) -> Tensor:
-    """Whole numbers (float32 ``[T, B, groups, group]``) of words ``[T, B, words, bytes]``."""
+    """Whole numbers (float32 ``[T, B, groups, group]``) of bytes ``[T, B, words, bytes]``."""
     if form.bits == 8:
         return words.contiguous().view(torch.int8).flatten(2).unflatten(2, (form.groups, -1))
-    counts = [form.group * bits // 32 for bits in _plane_bits(form)]
-    planes = words.unflatten(2, (form.groups, -1)).split(counts, 3)
-    codes = torch.zeros((), dtype=torch.uint8)
-    for bits, shift, plane in zip(_plane_bits(form), (0, _LOW_BITS), planes, strict=False):
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        halves = plane.unflatten(4, (2, 2)).transpose(4, 5)  # [T, B, groups, words, byte, parity]
-        fields = (halves.unsqueeze(5) >> shifts.unsqueeze(1)) & ((1 << bits) - 1)
-        codes = codes | (fields.flatten(3) << shift)
-    return codes.float()
+    halves = words.contiguous().view(torch.int16).unflatten(2, (form.groups, form.words))
+    found = torch.zeros(*halves.shape[:3], form.group // 2, 2, dtype=torch.int16)
+    for index in range(form.group // 2):
+        for piece in pieces(form.bits, index):
+            part = (halves[..., piece.word, :] >> piece.at) & ((1 << piece.bits) - 1)
+            found[..., index, :] |= part << piece.to
+    return found.flatten(3).float()
 
 
 # --- formats ----------------------------------------------------------------------------------
