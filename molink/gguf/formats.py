@@ -54,10 +54,24 @@ class BlockFormat:
         return self.block // self.group
 
     @property
+    def number_bytes(self) -> int:
+        """Bytes of a group's own numbers: f16, or whole ones."""
+        return (1 if self.nested else _F16) * (1 + self.adds)
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group in memory."""
+        return self.number_bytes + self.words * self.word
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's f16 numbers, where groups have whole ones."""
+        return _F16 * (1 + self.adds) * self.nested
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a block in memory."""
-        numbers = _F16 + self.groups * self.nested
-        return self.block * self.bits // 8 + numbers * (1 + self.adds)
+        return self.block_bytes + self.groups * self.group_bytes
 
 
 #: By the name of the kind. All others become numbers as they are loaded.

@@ -1,11 +1,13 @@
 """Rows times a weight that stays in the blocks of a GGUF file, unpacked in registers.
 
-The weight ``[columns, depth]`` lies as one stream, in the order in which the product reads it: of
-``C`` columns after each other the first block of each, then the second; and in such a piece::
+The weight ``[columns, depth]`` lies in the order in which the product reads it. Of ``C`` columns::
 
-    f16 scale [C], f16 added [C]?, whole scale of groups [G, C]?, whole added [G, C]?,
-    words of codes [G, words of a group, C]
+    of each block of a kind K, f16:  scale [C], added [C]?
+    of each group:                   scale [C], added [C]?, words of codes [words, C]
 
+where the numbers of a group are whole ones of a byte in kinds ``K``, else f16. So memory is read in
+one stream, or two, with steps of one size each, which a CPU's prefetcher follows: with the numbers
+of each block before its groups, kinds ``K`` came from memory at half the rate.
 (see :mod:`molink.gguf.formats` and :mod:`molink.stage.kernels.codes`). Codes are whole numbers that
 bf16 holds exactly; their products with a row are added up in float32 over a group, then multiplied
 by its scale. What is added to each weight of a group is multiplied by the sum of the row's values,
@@ -15,6 +17,7 @@ As in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the 
 on how columns are spread over threads.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -25,7 +28,7 @@ from molink.gguf.formats import BlockFormat
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.kernels.codes import I8, Bf16Decoder, WideningDecoder, Words
 from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import emit_few_tiles, emit_places, emit_prefetch
+from molink.stage.kernels.dots import emit_few_tiles, emit_places
 from molink.stage.kernels.emit import (
     FLOAT,
     I32,
@@ -44,8 +47,6 @@ _F16 = 2
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
 import os
-#: How far ahead of a group the memory is asked for what comes, and by how much at once, in bytes.
-_AHEAD, _LINE = 2048, 64
 
 
 class BlockMatMul:
@@ -80,17 +81,13 @@ class BlockMatMul:
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of f16 numbers with which each piece of a weight begins."""
-        return _F16 * self.columns * (1 + self.form.adds)
-
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
 
-        ``weight`` is uint8 ``[columns / C, blocks, bytes]``, ``bias`` float32 ``[columns]``.
+        ``weight`` is uint8 ``[columns / C, bytes]``, ``bias`` float32 ``[columns]``.
         """
-        parts, blocks, _ = weight.shape
+        parts = len(weight)
+        blocks = weight.shape[1] // (self.columns * self.form.nbytes)
         rows = rows.contiguous()
         count = rows.shape[0]
         result = rows.new_empty(count, parts * self.columns)
@@ -176,21 +173,24 @@ class _Product:
         """
         form, builder = self._form, self._builder
 
+        block_bytes = self._columns * form.block_bytes
+        records = emit_offset(builder, weights, builder.mul(blocks, I64(block_bytes)))
+
         def emit_block(block: ir.Value, totals: Values) -> Values:
-            here = emit_nth(builder, weights, block, self._columns * form.nbytes)
-            scales = self._load_halves(here, 0)
-            added = self._load_halves(here, 1) if form.adds else []
+            here = emit_nth(builder, weights, block, block_bytes)
+            numbers = self._load_numbers(here, self._load_half) if form.nested else []
             first = builder.mul(block, I64(form.groups))
 
             def emit_group(group: ir.Value, totals: Values) -> Values:
-                wide, more = scales, added
-                if form.nested:
-                    wide = self._times(scales, self._load_bytes(here, group, 0))
-                    more = self._times(added, self._load_bytes(here, group, 1)) if added else []
                 at = builder.add(first, group)
+                record = emit_nth(builder, records, at, self._columns * form.group_bytes)
+                load = self._load_byte if form.nested else self._load_half
+                own = self._load_numbers(record, load)
+                if form.nested:
+                    own = [builder.fmul(*each) for each in zip(numbers, own, strict=True)]
                 beside = [self._spread(emit_nth(builder, each, at, 4)) for each in sums]
-                dots = self._emit_dots(here, group, rows, at, beside)
-                return self._gather(totals, dots, wide, more, beside)
+                dots = self._emit_dots(record, rows, at, beside)
+                return self._gather(totals, dots, own, beside)
 
             if form.groups == 1:
                 return emit_group(I64(0), totals)
@@ -199,18 +199,14 @@ class _Product:
         return emit_loop(builder, I64(0), blocks, 1, emit_block, totals)[1]
 
     def _emit_dots(
-        self, here: ir.Value, group: ir.Value, rows: Values, at: ir.Value, beside: Values
+        self, record: ir.Value, rows: Values, at: ir.Value, beside: Values
     ) -> Values:
         """The products of ``rows`` with the codes of a group, number ``at`` of their depth.
 
         ``beside`` are the sums of the rows' values there, if they are needed.
         """
         form, builder, arithmetic = self._form, self._builder, self._arithmetic
-        group_bytes = self._columns * form.words * form.word
-        numbers = self._columns * form.nbytes - form.groups * group_bytes
-        codes = emit_nth(builder, emit_offset(builder, here, I64(numbers)), group, group_bytes)
-        for line in range(0, group_bytes, _LINE):
-            emit_prefetch(builder, emit_offset(builder, codes, I64(_AHEAD + line)))
+        codes = emit_offset(builder, record, I64(self._columns * form.number_bytes))
         words = [self._words_of(codes, vector) for vector in range(arithmetic.vectors)]
         begun = [
             emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows
@@ -247,10 +243,11 @@ class _Product:
         return load
 
     def _gather(
-        self, totals: Values, dots: Values, scales: Values, added: Values, sums: Values
+        self, totals: Values, dots: Values, numbers: Values, sums: Values
     ) -> Values:
-        """``totals + dots · scales + sums · added``."""
+        """``totals + dots · scales + sums · added``; ``numbers`` are scales, then what is added."""
         vectors = self._arithmetic.vectors
+        scales, added = numbers[:vectors], numbers[vectors:]
         found = [
             self._fma(dot, scales[index % vectors], total)
             for index, (total, dot) in enumerate(zip(totals, dots, strict=True))
@@ -271,32 +268,22 @@ class _Product:
         name = f"llvm.fma.v{self._arithmetic.lanes}f32"
         return self._builder.call(declare(self._builder.module, name, kind), [one, other, total])
 
-    def _times(self, scales: Values, whole: Values) -> Values:
-        return [self._builder.fmul(*each) for each in zip(scales, whole, strict=True)]
+    def _load_numbers(self, here: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
+        """Scales of all vectors' columns, then what is added to theirs, if anything is."""
+        count = self._arithmetic.vectors * (1 + self._form.adds)
+        return [load(here, number * self._arithmetic.lanes) for number in range(count)]
 
-    def _load_halves(self, here: ir.Value, number: int) -> Values:
-        """The f16 numbers of a block: ``number`` 0 are its scales, 1 what is added."""
+    def _load_half(self, here: ir.Value, index: int) -> ir.Value:
         kind = ir.VectorType(ir.HalfType(), self._arithmetic.lanes)
-        begin = number * self._columns * _F16
-        found = []
-        for vector in range(self._arithmetic.vectors):
-            place = emit_offset(self._builder, here, I64(begin + vector * kind.count * _F16))
-            loaded = self._builder.load(place, typ=kind, align=_F16)
-            found.append(self._builder.fpext(loaded, self._floats))
-        return found
+        place = emit_offset(self._builder, here, I64(_F16 * index))
+        return self._builder.fpext(self._builder.load(place, typ=kind, align=_F16), self._floats)
 
-    def _load_bytes(self, here: ir.Value, group: ir.Value, number: int) -> Values:
-        """The whole numbers of a group: ``number`` 0 are its scales, 1 what is added."""
+    def _load_byte(self, here: ir.Value, index: int) -> ir.Value:
         builder, lanes = self._builder, self._arithmetic.lanes
-        begin = self._columns * (_F16 * (1 + self._form.adds) + number * self._form.groups)
-        whole, found = ir.VectorType(I32, lanes), []
-        for vector in range(self._arithmetic.vectors):
-            place = emit_offset(builder, here, I64(begin + vector * lanes))
-            place = emit_nth(builder, place, group, self._columns)
-            loaded = builder.load(place, typ=ir.VectorType(I8, lanes), align=1)
-            wide = builder.zext(loaded, whole) if self._form.adds else builder.sext(loaded, whole)
-            found.append(builder.sitofp(wide, self._floats))
-        return found
+        place = emit_offset(builder, here, I64(index))
+        loaded = builder.load(place, typ=ir.VectorType(I8, lanes), align=1)
+        widen = builder.zext if self._form.adds else builder.sext
+        return builder.sitofp(widen(loaded, ir.VectorType(I32, lanes)), self._floats)
 
 
 def _emit_sums(module: ir.Module, element: int, group: int) -> ir.Function:

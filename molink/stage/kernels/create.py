@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 from molink.checkpoint.traits import Activation
 from molink.gguf.blocks import PACKED
 from molink.gguf.formats import FORMATS
-from molink.stage.kernels.repack import arrange, parse, take
+from molink.stage.kernels.repack import arrange, parse, scales, take
 from molink.stage.kernels.shape import AttendShape
 
 if TYPE_CHECKING:
@@ -166,8 +166,8 @@ def _unpacks_right(product: "BlockMatMul", name: str) -> bool:
     stored = torch.arange(2 * product.columns * 2 * kind.nbytes).mul(37).remainder(251)
     stored = stored.to(torch.uint8).view(2 * product.columns, -1)
     packed = arrange(form, parse(name, stored), product.columns)
-    scales = packed[:, :, : product.scale_bytes].view(torch.float16)
-    scales.copy_(torch.linspace(-1, 2, scales.numel()).view(scales.shape))
+    numbers = scales(form, packed, product.columns)
+    numbers.copy_(torch.linspace(-1, 2, numbers.numel()).view(numbers.shape))
     places = torch.arange(0, 2 * kind.weights, 7)
     rows = torch.zeros(len(places), 2 * kind.weights, dtype=product.dtype)
     rows[torch.arange(len(places)), places] = 1

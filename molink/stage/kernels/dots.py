@@ -84,7 +84,7 @@ def emit_dots(
             place = emit_offset(builder, here, I64(vector * vector_bytes))
             columns.append(arithmetic.load_weights(builder, place))
             if len(rows) >= _PREFETCH_ROWS:
-                emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
+                _emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
         offset = builder.mul(pair, I64(2 * arithmetic.element))
         given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
         sums = iter(totals)
@@ -109,8 +109,7 @@ def emit_places(
     ]
 
 
-def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
-    """Ask for what will be read there."""
+def _emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
     builder.call(declare(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])

@@ -4,7 +4,6 @@ What the bytes of a block are is llama.cpp's format (``ggml-common.h``); what th
 :mod:`molink.stage.kernels.block_matmul`. Each value stays what it is.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,55 +39,65 @@ def parse(name: str, rows: Tensor) -> Blocks:
 
 
 def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
-    """Bytes ``[R / columns, B, columns · bytes of a block]``; ``R`` is a multiple of ``columns``."""
-    halves = [each.unsqueeze(2).contiguous().view(torch.uint8) for each in blocks.halves]
-    parts = [each.unsqueeze(2) for each in halves]
-    parts += [each.unsqueeze(3) for each in blocks.whole]
-    parts.append(_words(form, blocks.codes))
-    # Each [R, B, n, bytes] becomes [R / columns, B, n, columns, bytes].
-    turned = [
-        part.unflatten(0, (-1, columns)).permute(0, 2, 3, 1, 4).flatten(2) for part in parts
-    ]
-    return torch.cat(turned, 2)
+    """Bytes ``[R / columns, bytes of so many rows]``; ``R`` is a multiple of ``columns``."""
+    halves = [each[..., None, None].view(torch.uint8) for each in blocks.halves]  # [R, B, 1, 2]
+    whole = [each.unsqueeze(3) for each in blocks.whole]  # [R, B, groups, 1]
+    words = _words(form, blocks.codes)  # [R, B, groups, words, bytes of a word]
+    own = [_side_by_side(each, columns) for each in (whole if form.nested else halves)]
+    groups = torch.cat((*own, _side_by_side(words, columns).flatten(3)), 3).flatten(1)
+    if not form.nested:
+        return groups
+    above = torch.cat([_side_by_side(each, columns) for each in halves], 2).flatten(1)
+    return torch.cat((above, groups), 1)
+
+
+def _side_by_side(numbers: Tensor, columns: int) -> Tensor:
+    """``[R, B, groups, …, bytes]`` as ``[R / columns, B, groups, …, columns · bytes]``."""
+    return numbers.unflatten(0, (-1, columns)).movedim(1, -2).flatten(-2)
+
+
+def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
+    """The f16 numbers ``[R / columns, B, n, columns]`` of what :func:`arrange` has made: a view."""
+    end = 2 * (1 + form.adds) * columns
+    if form.nested:
+        above, _ = _split(form, packed, columns)
+    else:
+        above = packed.unflatten(1, (-1, columns * form.group_bytes))[..., :end]
+    return above.view(torch.float16).unflatten(2, (-1, columns))
+
+
+def _split(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The numbers of blocks ``[P, B, bytes]``, and groups ``[P, B, groups, bytes]``."""
+    blocks = packed.shape[1] // (columns * form.nbytes)
+    above = packed[:, : blocks * columns * form.block_bytes].unflatten(1, (blocks, -1))
+    below = packed[:, blocks * columns * form.block_bytes :]
+    return above, below.unflatten(1, (blocks, form.groups, -1))
 
 
 def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
-    """The weights (float32 ``[T, in]``) of ``rows`` (int64 ``[T]``) that :func:`arrange` put away."""
+    """The weights (float32 ``[T, in]``) of ``rows`` (int64 ``[T]``) of what was arranged."""
     part, lane = rows // columns, rows % columns
-    found, begin = [], 0
-    for count, nbytes in _sections(form):
-        end = begin + count * nbytes * columns
-        section = packed[:, :, begin:end].unflatten(2, (count, columns, nbytes))
-        found.append(section[part, :, :, lane])  # [T, B, count, nbytes]
-        begin = end
-    numbers = 1 + form.adds
-    halves = [each.view(torch.float16).float().squeeze(3) for each in found[:numbers]]
+    halves = scales(form, packed, columns)[part, :, :, lane].float()
+    numbers = [each.unsqueeze(2) for each in halves.unbind(2)]  # [T, B, 1]
+    _, groups = _split(form, packed, columns)
+    begin = columns * form.number_bytes
     if form.nested:
         kind = torch.uint8 if form.adds else torch.int8
-        whole = [each.squeeze(3).view(kind) for each in found[numbers : 2 * numbers]]
-        halves = [half * each for half, each in zip(halves, whole, strict=True)]
-    codes = _codes(form, found[-1])
-    weights = halves[0].unsqueeze(3) * (codes - form.offset)
-    return (weights + halves[1].unsqueeze(3) if form.adds else weights).flatten(1)
-
-
-def _sections(form: BlockFormat) -> Iterator[tuple[int, int]]:
-    """What lies one after the other: how many things a block has of it, of how many bytes each."""
-    for _ in range(1 + form.adds):
-        yield 1, _F16
-    if form.nested:
-        for _ in range(1 + form.adds):
-            yield form.groups, 1
-    yield form.groups * form.words, form.word
+        found = groups[..., :begin].view(kind).unflatten(3, (-1, columns))[part, ..., lane]
+        numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
+    words = groups[..., begin:].unflatten(3, (-1, columns, form.word))
+    codes = _codes(form, words[part, :, :, :, lane])
+    weights = numbers[0].unsqueeze(3) * (codes - form.offset)
+    return (weights + numbers[1].unsqueeze(3) if form.adds else weights).flatten(1)
 
 
 # --- codes ------------------------------------------------------------------------------------
 
 
 def _words(form: BlockFormat, codes: Tensor) -> Tensor:
-    """Bytes ``[R, B, words, bytes of a word]``."""
+    """Bytes ``[R, B, groups, words, bytes of a word]``."""
     if form.bits == 8:
-        return codes.unflatten(2, (-1, 2))
+        return codes.unflatten(2, (form.groups, -1, 2))
     pairs = codes.unflatten(2, (form.groups, form.group // 2, 2))
     words: list[Tensor | None] = [None] * form.words
     for index in range(form.group // 2):
@@ -97,15 +106,14 @@ def _words(form: BlockFormat, codes: Tensor) -> Tensor:
             part = part.to(torch.int16) << piece.at
             before = words[piece.word]
             words[piece.word] = part if before is None else before.bitwise_or_(part)
-    whole = torch.stack([word for word in words if word is not None], 3)  # [R, B, groups, words, 2]
-    return whole.flatten(2, 3).view(torch.uint8)
+    return torch.stack([word for word in words if word is not None], 3).view(torch.uint8)
 
 
 def _codes(form: BlockFormat, words: Tensor) -> Tensor:
-    """Whole numbers (float32 ``[T, B, groups, group]``) of bytes ``[T, B, words, bytes]``."""
+    """Whole numbers (float32 ``[T, B, groups, group]``) of ``[T, B, groups, words, bytes]``."""
     if form.bits == 8:
-        return words.contiguous().view(torch.int8).flatten(2).unflatten(2, (form.groups, -1))
-    halves = words.contiguous().view(torch.int16).unflatten(2, (form.groups, form.words))
+        return words.contiguous().view(torch.int8).flatten(3).float()
+    halves = words.contiguous().view(torch.int16)
     found = torch.zeros(*halves.shape[:3], form.group // 2, 2, dtype=torch.int16)
     for index in range(form.group // 2):
         for piece in pieces(form.bits, index):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molink.gguf.formats import FORMATS
-from molink.stage.kernels.repack import arrange, parse, take
+from molink.stage.kernels.repack import arrange, parse, scales, take
 from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _PART = 2**20
 class BlockLinear:
     """A projection in blocks; see :mod:`molink.stage.kernels.block_matmul`.
 
-    ``weight`` is uint8 ``[out / C, blocks, bytes]``; ``bias`` float32, zeros where there is none.
+    ``weight`` is uint8 ``[out / C, bytes]``; ``bias`` float32, zeros where there is none.
     """
 
     product: "BlockMatMul"
@@ -71,8 +71,8 @@ class BlockLinear:
     def is_finite(self, first: int, last: int) -> bool:
         """Whether all scales of rows ``first … last - 1`` are finite, so that all weights are."""
         columns = self.product.columns
-        numbers = self.weight[first // columns : last // columns, :, : self.product.scale_bytes]
-        return bool(numbers.view(torch.float16).isfinite().all())
+        part = self.weight[first // columns : last // columns]
+        return bool(scales(self.product.form, part, columns).isfinite().all())
 
     @property
     def nbytes(self) -> int:
