@@ -5,9 +5,10 @@
     python -m tools.bench_engine FILE.gguf --llama-bench PATH/TO/llama-bench --no-transformers
 
 Decode at batch 1 and prefill of one prompt, against ``llama-bench`` with the f16 GGUF of the same
-weights, or with the same FILE; then greedy generation at batch 8 against ``transformers.generate`` in the same dtype. Both
-sides have the same number of threads and take turns; figures are medians, ratios medians of the
-rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is what there is.
+weights, or with the same FILE; then greedy generation at batch 8 against ``transformers.generate``
+in the same dtype. Both sides have the same number of threads and take turns; figures are medians,
+ratios medians of the rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is
+what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16.
 """
 
 import argparse

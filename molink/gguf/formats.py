@@ -9,8 +9,10 @@ Both are f16 numbers of the group, or (kinds ``K``) such numbers of a block of 2
 number of the group with 6 to 8 bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 from molink.gguf.blocks import Kind
@@ -120,6 +122,6 @@ def stays(kind: Kind, rows: int) -> bool:
     return kind.name in FORMATS and rows % ROWS == 0
 
 
-def resident_bytes(kind: Kind, rows: int, row_bytes: int) -> int:
-    """What a weight that stays takes there, of whose rows each has ``row_bytes`` in the file."""
-    return rows * (row_bytes // kind.nbytes) * FORMATS[kind.name].nbytes
+def resident_bytes(kind: Kind, shape: Sequence[int]) -> int:
+    """What a weight ``[out, in]`` that stays takes there, in bytes."""
+    return prod(shape) // kind.weights * FORMATS[kind.name].nbytes

@@ -46,7 +46,6 @@ from molink.stage.kernels.openmp import OpenMp, emit_shares
 _F16 = 2
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)
-import os
 
 
 class BlockMatMul:
@@ -198,9 +197,7 @@ class _Product:
 
         return emit_loop(builder, I64(0), blocks, 1, emit_block, totals)[1]
 
-    def _emit_dots(
-        self, record: ir.Value, rows: Values, at: ir.Value, beside: Values
-    ) -> Values:
+    def _emit_dots(self, record: ir.Value, rows: Values, at: ir.Value, beside: Values) -> Values:
         """The products of ``rows`` with the codes of a group, number ``at`` of their depth.
 
         ``beside`` are the sums of the rows' values there, if they are needed.
@@ -208,9 +205,7 @@ class _Product:
         form, builder, arithmetic = self._form, self._builder, self._arithmetic
         codes = emit_offset(builder, record, I64(self._columns * form.number_bytes))
         words = [self._words_of(codes, vector) for vector in range(arithmetic.vectors)]
-        begun = [
-            emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows
-        ]
+        begun = [emit_nth(builder, row, at, form.group * arithmetic.element) for row in rows]
         zeros = ir.Constant(self._floats, [0.0] * arithmetic.lanes)
         sums: Values = [zeros] * (len(rows) * arithmetic.vectors)
         if self._decoder.excess:
@@ -220,7 +215,9 @@ class _Product:
         for index in range(form.group // 2):
             columns = [self._decoder.pair(builder, each, index) for each in words]
             offset = I64(2 * index * arithmetic.element)
-            given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in begun]
+            given = [
+                arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in begun
+            ]
             before = iter(sums)
             sums = [
                 arithmetic.add_product(builder, next(before), one, column)
@@ -242,9 +239,7 @@ class _Product:
 
         return load
 
-    def _gather(
-        self, totals: Values, dots: Values, numbers: Values, sums: Values
-    ) -> Values:
+    def _gather(self, totals: Values, dots: Values, numbers: Values, sums: Values) -> Values:
         """``totals + dots · scales + sums · added``; ``numbers`` are scales, then what is added."""
         vectors = self._arithmetic.vectors
         scales, added = numbers[:vectors], numbers[vectors:]

@@ -50,9 +50,7 @@ def create_block_matmul(
 ) -> "BlockMatMul | None":
     """A product of weights in blocks of kind ``name``, for rows of ``dtype`` or of float32."""
 
-    def compile_it(
-        features: Mapping[str, bool], openmp: "OpenMp | None"
-    ) -> "BlockMatMul | None":
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
         from molink.stage.kernels.block_matmul import BlockMatMul
 
         arithmetic = _choose(dtype, features) or _choose(torch.float32, features)

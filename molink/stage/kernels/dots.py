@@ -23,7 +23,10 @@ _PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
 
 
 def emit_few_tiles(
-    builder: ir.IRBuilder, count: ir.Value, sizes: Sequence[int], emit: Callable[[ir.Value, int], None]
+    builder: ir.IRBuilder,
+    count: ir.Value,
+    sizes: Sequence[int],
+    emit: Callable[[ir.Value, int], None],
 ) -> None:
     """``emit(first, size)`` for ``count`` rows: in tiles of the ``sizes``, the largest first.
 

@@ -7,7 +7,7 @@ What the bytes of a block are is llama.cpp's format (``ggml-common.h``); what th
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, unflatten
 
 from molink.gguf.blocks import PACKED
 from molink.gguf.formats import FORMATS, BlockFormat, pieces
@@ -32,7 +32,7 @@ class Blocks:
 def parse(name: str, rows: Tensor) -> Blocks:
     """The blocks of kind ``name`` in ``rows``: bytes ``[R, bytes of a row]``."""
     form = FORMATS[name]
-    blocks = rows.unflatten(1, (-1, PACKED[name].nbytes))
+    blocks = unflatten(rows, 1, (-1, PACKED[name].nbytes))
     if not form.nested:
         return _parse_simple(form, blocks)
     return _parse_added(form, blocks) if form.adds else _parse_sixteens(blocks)
@@ -53,7 +53,7 @@ def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
 
 def _side_by_side(numbers: Tensor, columns: int) -> Tensor:
     """``[R, B, groups, …, bytes]`` as ``[R / columns, B, groups, …, columns · bytes]``."""
-    return numbers.unflatten(0, (-1, columns)).movedim(1, -2).flatten(-2)
+    return unflatten(numbers, 0, (-1, columns)).movedim(1, -2).flatten(-2)
 
 
 def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
@@ -62,16 +62,16 @@ def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
     if form.nested:
         above, _ = _split(form, packed, columns)
     else:
-        above = packed.unflatten(1, (-1, columns * form.group_bytes))[..., :end]
-    return above.view(torch.float16).unflatten(2, (-1, columns))
+        above = unflatten(packed, 1, (-1, columns * form.group_bytes))[..., :end]
+    return unflatten(above.view(torch.float16), 2, (-1, columns))
 
 
 def _split(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The numbers of blocks ``[P, B, bytes]``, and groups ``[P, B, groups, bytes]``."""
     blocks = packed.shape[1] // (columns * form.nbytes)
-    above = packed[:, : blocks * columns * form.block_bytes].unflatten(1, (blocks, -1))
+    above = unflatten(packed[:, : blocks * columns * form.block_bytes], 1, (blocks, -1))
     below = packed[:, blocks * columns * form.block_bytes :]
-    return above, below.unflatten(1, (blocks, form.groups, -1))
+    return above, unflatten(below, 1, (blocks, form.groups, -1))
 
 
 def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tenso
     begin = columns * form.number_bytes
     if form.nested:
         kind = torch.uint8 if form.adds else torch.int8
-        found = groups[..., :begin].view(kind).unflatten(3, (-1, columns))[part, ..., lane]
+        found = unflatten(groups[..., :begin].view(kind), 3, (-1, columns))[part, ..., lane]
         numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
-    words = groups[..., begin:].unflatten(3, (-1, columns, form.word))
+    words = unflatten(groups[..., begin:], 3, (-1, columns, form.word))
     codes = _codes(form, words[part, :, :, :, lane])
     weights = numbers[0].unsqueeze(3) * (codes - form.offset)
     return (weights + numbers[1].unsqueeze(3) if form.adds else weights).flatten(1)
@@ -97,8 +97,8 @@ def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tenso
 def _words(form: BlockFormat, codes: Tensor) -> Tensor:
     """Bytes ``[R, B, groups, words, bytes of a word]``."""
     if form.bits == 8:
-        return codes.unflatten(2, (form.groups, -1, 2))
-    pairs = codes.unflatten(2, (form.groups, form.group // 2, 2))
+        return unflatten(codes, 2, (form.groups, -1, 2))
+    pairs = unflatten(codes, 2, (form.groups, form.group // 2, 2))
     words: list[Tensor | None] = [None] * form.words
     for index in range(form.group // 2):
         for piece in pieces(form.bits, index):
@@ -151,7 +151,7 @@ def _parse_added(form: BlockFormat, blocks: Tensor) -> Blocks:
     upper = (six >> 6) << _LOW_BITS
     scales = torch.cat((six[..., :4] & _SIX, (last & _LOW) | upper[..., :4]), 2)
     added = torch.cat((six[..., 4:] & _SIX, (last >> _LOW_BITS) | upper[..., 4:]), 2)
-    bytes_ = blocks[..., -form.block // 2 :].unflatten(2, (-1, form.group))
+    bytes_ = unflatten(blocks[..., -form.block // 2 :], 2, (-1, form.group))
     codes = torch.stack((bytes_ & _LOW, bytes_ >> _LOW_BITS), 3).flatten(2)
     if form.bits > _LOW_BITS:
         fifth = blocks[..., 16 : 16 + form.group].unsqueeze(2)
@@ -162,8 +162,8 @@ def _parse_added(form: BlockFormat, blocks: Tensor) -> Blocks:
 
 def _parse_sixteens(blocks: Tensor) -> Blocks:
     """``q6_k``: two halves of 128 codes; a byte's parts belong to weights 64 and 32 apart."""
-    low = blocks[..., :128].unflatten(2, (2, 64))
-    high = blocks[..., 128:192].unflatten(2, (2, 1, 32))
+    low = unflatten(blocks[..., :128], 2, (2, 64))
+    high = unflatten(blocks[..., 128:192], 2, (2, 1, 32))
     codes = torch.cat((low & _LOW, low >> _LOW_BITS), 3).flatten(2)
     pairs = (high >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)) & 3
     codes |= pairs.flatten(2) << _LOW_BITS

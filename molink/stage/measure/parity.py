@@ -24,13 +24,21 @@ from torch.nn.functional import rms_norm
 from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import KernelName
 from molink.facts.model import Quantize
+from molink.gguf.blocks import PACKED
+from molink.gguf.formats import FORMATS
 from molink.stage.attention.base import Attention, AttentionShape
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
-from molink.stage.kernels.create import create_attend, create_matmul, create_rowwise
+from molink.stage.kernels.create import (
+    create_attend,
+    create_block_matmul,
+    create_matmul,
+    create_rowwise,
+)
+from molink.stage.kernels.repack import arrange, parse, scales, take
 from molink.stage.kernels.shape import AttendShape
 from molink.stage.linear import CompiledLinear, Linear, PackedLinear, Projection
 from molink.stage.linear.bnb import load_library
@@ -45,6 +53,8 @@ _ROUNDING: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
 _ATTENTION: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
 _SHAPES = ((96, 64), (256, 704), (1024, 128))
 _ROWS = (1, 7, 33)
+#: Of blocks: codes of all sizes, with everything that they may have beside.
+_KINDS = ("q4_k", "q5_k", "q6_k", "q8_0")
 _EPS = 1e-5
 
 
@@ -93,6 +103,7 @@ def _on_cpu() -> Iterator[Trial]:
         yield Trial("gather-attention", name, _ATTENTION[name], partial(_gather, dtype, cpu))
         compiled = partial(_compiled, dtype, threads)
         yield Trial("compiled-linear", name, rounding, partial(_linear, compiled, dtype, cpu))
+        yield Trial("gguf-blocks", name, rounding, partial(_blocks, dtype, threads))
         for mode in ("int8", "nf4"):
             yield Trial(mode, name, TOLERANCE, partial(_quantized, mode, dtype, cpu))
     yield Trial("packed-linear", "bf16", 2**-7, partial(_linear, _packed, torch.bfloat16, cpu))
@@ -146,6 +157,26 @@ def _compiled(dtype: torch.dtype, threads: int, weight: Tensor, bias: Tensor) ->
     if product is None:
         raise _Absent("there is no code for this CPU")
     return CompiledLinear.pack(product, weight, bias)
+
+
+def _blocks(dtype: torch.dtype, threads: int) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+    for name in _KINDS:
+        form, kind = FORMATS[name], PACKED[name]
+        product = create_block_matmul(name, dtype, threads, checked=False)
+        if product is None:
+            raise _Absent("there is no code for this CPU")
+        stored = torch.randint(256, (96, 3 * kind.nbytes), generator=generator, dtype=torch.uint8)
+        packed = arrange(form, parse(name, stored), product.columns)
+        numbers = scales(form, packed, product.columns)
+        numbers.copy_(torch.rand(numbers.shape, generator=generator))
+        weight = take(form, packed, product.columns, torch.arange(len(stored)))
+        bias = torch.randn(len(stored), generator=generator)
+        for count in _ROWS:
+            rows = torch.randn(count, weight.shape[1], generator=generator).to(product.dtype)
+            exact = rows.double() @ weight.double().t() + bias.double()
+            worst.append(_difference(product(packed, rows, bias), exact))
+    return _greatest(worst)
 
 
 def _quantized(mode: Quantize, dtype: torch.dtype, device: torch.device) -> float:
