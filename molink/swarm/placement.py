@@ -64,11 +64,11 @@ class Candidate:
     read_rate: float
     stage: str = "auto"
     bf16: bool = True
-    blocks: bool = False
     cuda: bool = False
     blocked: frozenset[str] = frozenset()
     step: float = STEP_S
     pc: str = ""
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

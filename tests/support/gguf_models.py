@@ -143,7 +143,9 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Any:
     rows = np.random.default_rng(seed)
     blocks = rows.integers(0, 256, (shape[0], shape[1] // weights, nbytes), dtype=np.uint8)
     at, count = _RANDOM[kind]
-    scales = rows.uniform(1e-4, 3e-4, (*blocks.shape[:2], count)).astype(np.float16)
+    # The whole numbers beside them go up to 127 in Q6_K, codes to 32: to 63 and 15 in Q4_K.
+    size = 0.25 if kind is Kind.Q6_K else 1.0
+    scales = rows.uniform(size * 1e-4, size * 3e-4, (*blocks.shape[:2], count)).astype(np.float16)
     blocks[..., at : at + 2 * count] = scales.view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
