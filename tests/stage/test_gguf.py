@@ -75,7 +75,7 @@ def test_logits_and_greedy_text(
     for splits, avoid in (((), ()), ((1,), ()), *([((), ("gguf-blocks",))] if stays else [])):
         ring = make_ring(opened, splits, avoid=(*avoid, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
 
 
