@@ -2,11 +2,13 @@
 
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --json
+    python -m tools.bench_engine FILE.gguf --llama-bench PATH/TO/llama-bench --no-transformers
 
 Decode at batch 1 and prefill of one prompt, against ``llama-bench`` with the f16 GGUF of the same
-weights; then greedy generation at batch 8 against ``transformers.generate`` in the same dtype. Both
-sides have the same number of threads and take turns; figures are medians, ratios medians of the
-rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is what there is.
+weights, or with the same FILE; then greedy generation at batch 8 against ``transformers.generate``
+in the same dtype. Both sides have the same number of threads and take turns; figures are medians,
+ratios medians of the rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is
+what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +27,8 @@ from typing import Any
 import torch
 
 from molink.checkpoint.folder import ModelFolder
-from molink.checkpoint.layout import EMBEDDING
+from molink.checkpoint.source import Uncounted
+from molink.checkpoint.unpacking import SUFFIX, unpacked
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.measure.peaks import peak_read_rate
 from molink.stage.stage import Stage
@@ -46,43 +51,56 @@ def main() -> int:
         environment = huge_pages({**os.environ, _MEASURES: "1"})
         return subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment).returncode
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", type=Path, help="a folder, or a GGUF file")
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--avoid", default="", help="kernels, as molink doctor names them")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    folder = ModelFolder.open(options.folder)
-    stage = Stage.load(folder, (0, folder.config.layers))
-    stage.allocate(BATCH * 128, BLOCK)
-    _decode(stage, 1, 0, 8)  # warm
-    result: dict[str, Any] = {"model": options.folder.name, "threads": options.threads}
-    result["dtype"] = stage.dtype
-    result |= _against_llama(stage, folder, options)
-    if options.transformers:
-        result |= _against_transformers(stage, options)
+    with tempfile.TemporaryDirectory() as made:
+        result = _measured(options, Path(made))
     print(json.dumps(result, indent=2) if options.json else _table(result))
     return 0
 
 
-def _against_llama(
-    stage: Stage, folder: ModelFolder, options: argparse.Namespace
-) -> dict[str, Any]:
+def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
+    """All figures; ``made`` is a folder in which a GGUF file may be laid out."""
+    model: Path = options.model
+    is_file = model.suffix == SUFFIX
+    folder = ModelFolder.open(
+        unpacked(model, made, Uncounted(), threading.Event()) if is_file else model
+    )
+    avoid = tuple(filter(None, options.avoid.split(",")))
+    stage = Stage.load(folder, (0, folder.config.layers), avoid=avoid)
+    stage.allocate(BATCH * 128, BLOCK)
+    _decode(stage, 1, 0, 8)  # warm
+    result: dict[str, Any] = {"model": model.name, "threads": options.threads}
+    result |= {"dtype": stage.dtype, "weight_bytes": stage.weight_bytes}
+    result |= _against_llama(stage, options)
+    if options.transformers:
+        result |= _against_transformers(stage, options)
+    return result
+
+
+def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     """Batch-1 decode and prefill, tokens/s."""
     ours: dict[str, list[float]] = {"decode": [], "prefill": []}
     theirs: dict[str, list[float]] = {"decode": [], "prefill": []}
+    model: Path = options.model
+    rival = model if model.is_file() else next(model.glob("*.gguf"), model)
     bandwidth = []
     for _ in range(options.rounds):
         ours["decode"].append(DECODE / _decode(stage, 1, 0, DECODE))
         ours["prefill"].append(PROMPT / _prefill(stage, PROMPT))
         bandwidth.append(peak_read_rate(stage.device))
         if options.llama_bench:
-            rates = _llama(options.llama_bench, options.folder, options.threads)
+            rates = _llama(options.llama_bench, rival, options.threads)
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
-    streamed = _streamed_bytes(folder)
+    streamed = stage.step_bytes
     share = [
         rate * streamed / maximum for rate, maximum in zip(ours["decode"], bandwidth, strict=True)
     ]
@@ -96,7 +114,7 @@ def _against_llama(
 
 def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     """Greedy generation of a batch, output tokens/s, prefill included."""
-    generate = _transformers(options.folder, stage)
+    generate = _transformers(options.model, stage)
     ours, theirs = [], []
     for _ in range(options.rounds):
         ours.append(BATCH * BATCH_NEW / _decode(stage, BATCH, BATCH_PROMPT, BATCH_NEW))
@@ -136,15 +154,8 @@ def _prefill(stage: Stage, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _streamed_bytes(folder: ModelFolder) -> int:
-    """Weights that a decode step reads: all but the embedding table, which is looked up."""
-    spans = folder.tensors.items()
-    return sum(span.nbytes for name, span in spans if name != EMBEDDING)
-
-
-def _llama(binary: Path, folder: Path, threads: int) -> dict[str, float]:
+def _llama(binary: Path, model: Path, threads: int) -> dict[str, float]:
     """Tokens/s of llama-bench: prefill and decode."""
-    model = next(folder.glob("*.gguf"))
     command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
     command += ["-p", str(PROMPT), "-n", str(DECODE)]
     done = subprocess.run(command, capture_output=True, check=True)

@@ -85,7 +85,7 @@ class ModelFolder:
 
     def facts(self, name: str) -> ModelFacts:
         """What placement has to know; sizes are those of the stored weights."""
-        return model_facts(self.config, name)
+        return model_facts(self.config, name, self.tensors)
 
 
 def scan_tensors(path: Path) -> dict[str, TensorSpan]:

@@ -1,16 +1,32 @@
 """What placement and memory plans have to know of a model, counted from its tensors' shapes."""
 
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.layout import Shapes, first_tensors, last_tensors, layer_tensors
+from molink.checkpoint.header import TensorKind
+from molink.checkpoint.layout import (
+    EMBEDDING,
+    OUTPUT_HEAD,
+    Shapes,
+    first_tensors,
+    last_tensors,
+    layer_tensors,
+)
 from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.model import ModelFacts, Quantize
+from molink.facts.model import KeptBlocks, ModelFacts, Quantize
+from molink.gguf.blocks import find_packed
+from molink.gguf.formats import resident_bytes, stays
 
 
-def model_facts(config: ModelConfig, name: str) -> ModelFacts:
-    """The facts of a model called ``name``; of layers that differ, those of the largest."""
+def model_facts(
+    config: ModelConfig, name: str, tensors: Mapping[str, TensorKind] | None = None
+) -> ModelFacts:
+    """The facts of a model called ``name``; of layers that differ, those of the largest.
+
+    ``tensors`` are what its files hold, or some of it.
+    """
     size = DTYPE_SIZES[config.dtype]
     layers = [layer_tensors(config, layer) for layer in range(config.layers)]
     projections = [_projections(shapes) for shapes in layers]
@@ -26,6 +42,7 @@ def model_facts(config: ModelConfig, name: str) -> ModelFacts:
         context=config.context,
         element_bytes=size,
         projection_bytes=max(_elements(shapes) for shapes in projections) * size,
+        blocks=_kept_blocks(config, layers, tensors or {}),
         int8_bytes=max(_quantized(shapes, "int8") for shapes in projections),
         nf4_bytes=max(_quantized(shapes, "nf4") for shapes in projections),
         widest=config.hidden_size * max(2 * inner, queries + 2 * keys),
@@ -36,6 +53,33 @@ def model_facts(config: ModelConfig, name: str) -> ModelFacts:
         tied=config.tied,
         quantized=config.quantized,
     )
+
+
+def _kept_blocks(
+    config: ModelConfig, layers: Sequence[Shapes], tensors: Mapping[str, TensorKind]
+) -> KeptBlocks | None:
+    found = [
+        _kept(shapes, config, tensors)
+        for shapes in (*layers, first_tensors(config), last_tensors(config))
+    ]
+    if not any(kept for kept, _ in found):
+        return None
+    return KeptBlocks(layer=max(found[:-2], key=sum), first=found[-2], last=found[-1])
+
+
+def _kept(
+    shapes: Shapes, config: ModelConfig, tensors: Mapping[str, TensorKind]
+) -> tuple[int, int]:
+    """Bytes of what stays in blocks, and of the rest: also of tensors that aren't there."""
+    kept = rest = 0
+    for name, shape in shapes.items():
+        kind = find_packed(name, tensors)
+        table = name in (EMBEDDING, OUTPUT_HEAD)
+        if kind and stays(kind, shape[0]) and (table or is_quantizable(name, shape)):
+            kept += resident_bytes(kind, shape)
+        else:
+            rest += prod(shape) * DTYPE_SIZES[config.dtype]
+    return kept, rest
 
 
 def _projections(shapes: Shapes) -> Shapes:

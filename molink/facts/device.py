@@ -21,5 +21,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     read_rate: float = 0.0
     #: Whether it computes in bf16; if not, 16-bit models take four bytes per weight on a CPU.
     bf16: bool = True
+    #: Whether it multiplies by the blocks of a GGUF file: these take no more room than there.
+    blocks: bool = False
     #: What its attention wants the positions of a KV block to be a multiple of.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1

@@ -44,6 +44,8 @@ class StageSetup:
     dtype: str = "auto"
     quantize: Quantize = "none"
     load: Load = Load()
+    #: Whether it multiplies by the blocks of a GGUF file.
+    blocks: bool = False
 
     def element_bytes(self, facts: ModelFacts) -> int:
         """Size of an element that it computes with; a CPU without bf16 widens 16-bit models."""
@@ -93,6 +95,12 @@ class Footprint:
             return -(-stored * element // facts.element_bytes)
 
         layer, unpacked = scaled(facts.layer_bytes), 0
+        first, last = scaled(facts.first_bytes), scaled(facts.last_bytes)
+        kept = facts.blocks if target.blocks and target.kind == "cpu" else None
+        if kept is not None:
+            layer, first, last = (
+                whole + scaled(rest) for whole, rest in (kept.layer, kept.first, kept.last)
+            )
         if mode != "none":
             packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
@@ -105,9 +113,9 @@ class Footprint:
         cuda, token = target.kind == "cuda", scaled(facts.kv_bytes)
         return cls(
             layer=layer,
-            first=scaled(facts.first_bytes),
-            last=scaled(facts.last_bytes),
-            shared=scaled(facts.first_bytes) if facts.tied else 0,
+            first=first,
+            last=last,
+            shared=first if facts.tied else 0,
             token=token,
             context=facts.context,
             step=(load.chunk + load.decodes) * row + unpacked,

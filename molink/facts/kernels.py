@@ -5,6 +5,7 @@ from typing import Literal
 KernelName = Literal[
     "compiled-linear",
     "packed-linear",
+    "gguf-blocks",
     "compiled-rows",
     "compiled-attention",
     "flash-attention",
@@ -23,6 +24,7 @@ KernelName = Literal[
 INSTEAD: dict[str, str] = {
     "compiled-linear": "torch's own product",
     "packed-linear": "torch's own product",
+    "gguf-blocks": "weights that become bf16 as they are loaded",
     "compiled-rows": "torch's own norms, gates and rotations",
     "compiled-attention": "gather-attention",
     "flash-attention": "gather-attention",

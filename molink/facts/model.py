@@ -25,6 +25,18 @@ Objective = Literal["latency", "throughput"]
 BLOCK_SIZE = 16
 
 
+class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What weights from a GGUF file take on a CPU that multiplies by its blocks, in bytes.
+
+    Of each part, what stays in blocks, and then what doesn't (in the model's own dtype): of the
+    largest layer, and of the ends of the model.
+    """
+
+    layer: tuple[Count, Count]
+    first: tuple[Count, Count]
+    last: tuple[Count, Count]
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What placement has to know of a model, in bytes (in its own dtype) and tokens.
 
@@ -46,6 +58,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     projection_bytes: Count = 0
     int8_bytes: Count = 0
     nf4_bytes: Count = 0
+    #: Where there are such weights.
+    blocks: KeptBlocks | None = None
     #: Elements of the largest merged projection of a layer.
     widest: Count = 0
     #: Elements that one row of a step takes in a layer, at most; and its own.

@@ -52,7 +52,8 @@ class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
-    four bytes per weight with the dtype ``auto``. ``blocked`` are those to whom it can't connect.
+    four bytes per weight with the dtype ``auto``; one with ``blocks`` multiplies by those of a GGUF
+    file. ``blocked`` are those to whom it can't connect.
     ``step`` is what its steps take beside reading weights, in seconds. ``pc`` is the PC's own peer,
     where this one is a further device of it. ``device`` is the device's product name.
     """
@@ -68,6 +69,7 @@ class Candidate:
     step: float = STEP_S
     pc: str = ""
     device: str = ""
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def place(
 def setup_of(candidate: Candidate, common: StageSetup) -> StageSetup:
     """How a peer would run a stage; ``common`` has what is the same at every peer."""
     kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
-    return replace(common, kind=kind, bf16=candidate.bf16)
+    return replace(common, kind=kind, bf16=candidate.bf16, blocks=candidate.blocks)
 
 
 def row_bytes(facts: ModelFacts, dtype: str) -> int:

@@ -322,6 +322,7 @@ def offer_of(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
         device.read_rate,
         report.stage if pin in ("", "auto") else pin,
         bf16=device.bf16,
+        blocks=device.blocks,
         cuda=device.kind == "cuda",
         pc=report.pc,
         device=device.name,

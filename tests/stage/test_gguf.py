@@ -8,17 +8,24 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 
+from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import Uncounted
 from molink.checkpoint.unpacking import unpacked
+from molink.errors import BrokenModel
+from molink.facts.footprint import Footprint, StageSetup
+from molink.gguf.formats import FORMATS
 from molink.stage.batch import SequenceRows
+from molink.stage.kernels.create import keeps_blocks
+from molink.stage.stage import Stage
 from tests.support.gguf_models import write_gguf
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
 BLOCKS = tuple(range(16))
 LENGTH = 60
-#: Weights are kept as f32, so that only the order of sums differs from transformers.
+#: Weights that become numbers do as f32, so that only the order of sums differs.
 EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
@@ -63,11 +70,62 @@ def test_logits_and_greedy_text(
     opened = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
-    for splits in ((), (1,)):
-        ring = make_ring(opened, splits, **EXACT)
+    stays = kind.name.lower() in FORMATS
+    # In blocks, whole and split; then as numbers.
+    for splits, avoid in (((), ()), ((1,), ()), *([((), ("gguf-blocks",))] if stays else [])):
+        ring = make_ring(opened, splits, avoid=(*avoid, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
+
+
+def test_a_mixture_takes_the_room_of_its_blocks(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+) -> None:
+    if not keeps_blocks():
+        pytest.skip("this CPU doesn't multiply by blocks")
+    made = make_model(tmp_path / "model", "llama", 3, **WIDE)
+    exact, others = tmp_path / "exact", {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q8_0}
+    path = write_gguf(made, tmp_path / "model.gguf", Kind.Q4_K, exact=exact, others=others)
+    folder = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    tokens = random_tokens(LENGTH)
+    expected = make_reference(exact).logits(tokens)
+    logits = make_ring(folder, ()).run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+    opened = ModelFolder.open(folder)
+    facts = opened.facts("m")
+    for first, last in ((0, 2), (0, 1), (1, 2)):
+        ends = {"opens": first == 0, "closes": last == 2}
+        as_blocks, as_numbers = (
+            Footprint.of(facts, StageSetup(dtype="f32", blocks=blocks)).weights(
+                last - first, **ends
+            )
+            for blocks in (True, False)
+        )
+        found = Stage.load(opened, (first, last), "cpu", "f32").weight_bytes
+        assert 0.95 * as_blocks <= found <= 1.05 * as_blocks
+        assert as_blocks < as_numbers / 5
+    on_gpu = StageSetup("cuda", dtype="f32", blocks=True)
+    assert Footprint.of(facts, on_gpu).layer == Footprint.of(facts, StageSetup(dtype="f32")).layer
+
+
+def test_scales_that_are_no_numbers_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    if not keeps_blocks():
+        pytest.skip("this CPU doesn't multiply by blocks")
+    made = make_model(tmp_path / "model", "llama", 3)
+    path = write_gguf(made, tmp_path / "model.gguf", Kind.Q8_0)
+    folder = unpacked(path, tmp_path / "unpacked", Uncounted(), threading.Event())
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight.q8_0"
+    tensors[name][5, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
+    save_file(tensors, file)
+    with pytest.raises(BrokenModel, match=r"layers\.1\.self_attn\.k_proj\.weight holds NaN"):
+        Stage.load(ModelFolder.open(folder), (0, 3), "cpu", "f32")
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])

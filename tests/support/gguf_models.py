@@ -39,12 +39,14 @@ def write_gguf(
     kind: Kind = Kind.F32,
     *,
     exact: Path | None = None,
+    others: Mapping[str, Kind] | None = None,
     metadata: Mapping[str, Any] | None = None,
     divisors: Sequence[float] = (),
 ) -> Path:
     """The model of ``folder`` (as ``write_model`` makes them) as a GGUF file at ``path``.
 
-    Weights become ``kind``. ``exact`` becomes a copy of the folder with the values that these
+    Weights become ``kind``, those of whose GGUF names a part is among the ``others`` that kind.
+    ``exact`` becomes a copy of the folder with the values that these
     hold. ``metadata`` are set beside, or instead of, what the config says; ``divisors`` are those
     of the frequencies of rope, as Llama 3 has them.
     """
@@ -64,10 +66,12 @@ def write_gguf(
     exact_values = dict(values)
     for theirs, ours in _grouped(values, name, config["num_hidden_layers"]).items():
         parts = [values[one] for one in ours]
-        packed = _packed(theirs, parts, kind)
+        mixed = [other for part, other in (others or {}).items() if part in theirs]
+        found = mixed[0] if mixed else kind
+        packed = _packed(theirs, parts, found)
         for one, rows in zip(ours, packed, strict=True):
             kept = rows.dtype == np.float32
-            exact_values[one] = rows if kept else dequantize(rows, kind)
+            exact_values[one] = rows if kept else dequantize(rows, found)
         turned = [_turned(rows, theirs, config, name) for rows in packed]
         data = np.stack(turned) if "_exps" in theirs else turned[0]
         if name.startswith("gemma") and theirs.endswith("norm.weight"):
@@ -75,7 +79,7 @@ def write_gguf(
         if data.dtype == np.float32:
             writer.add_tensor(theirs, data)
         else:
-            writer.add_tensor(theirs, data, raw_dtype=kind)
+            writer.add_tensor(theirs, data, raw_dtype=found)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -126,13 +130,22 @@ def _packed(theirs: str, parts: list[Any], kind: Kind) -> list[Any]:
     return [random_blocks(kind, part.shape, seed=len(theirs)) for part in parts]
 
 
+def random_rows(kind: Kind, shape: tuple[int, int]) -> Any:
+    """Bytes ``[rows, bytes of a row]`` of random weights ``shape``."""
+    if kind in _RANDOM:
+        return random_blocks(kind, shape)
+    return quantize(np.random.default_rng(0).standard_normal(shape).astype(np.float32), kind)
+
+
 def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Any:
     """Random blocks ``[rows, bytes of a row]`` with scales that make weights of usual size."""
     weights, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(seed)
     blocks = rows.integers(0, 256, (shape[0], shape[1] // weights, nbytes), dtype=np.uint8)
     at, count = _RANDOM[kind]
-    scales = rows.uniform(1e-4, 3e-4, (*blocks.shape[:2], count)).astype(np.float16)
+    # The whole numbers beside them go up to 127 in Q6_K, codes to 32: to 63 and 15 in Q4_K.
+    size = 0.25 if kind is Kind.Q6_K else 1.0
+    scales = rows.uniform(size * 1e-4, size * 3e-4, (*blocks.shape[:2], count)).astype(np.float16)
     blocks[..., at : at + 2 * count] = scales.view(np.uint8)
     return blocks.reshape(shape[0], -1)
 

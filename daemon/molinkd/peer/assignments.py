@@ -402,6 +402,7 @@ def plan_stage(
     target = StageSetup(
         kind=measured.device.kind,
         bf16=measured.bf16,
+        blocks=measured.device.blocks,
         dtype=assign.dtype,
         quantize=assign.quantize,
         load=Load(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),

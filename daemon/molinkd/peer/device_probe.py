@@ -43,6 +43,7 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     free: int
     read_rate: float
     bf16: bool
+    blocks: bool = False
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
     torch: str
@@ -85,7 +86,7 @@ async def measure_device(
     """
     threads = worker_threads(settings)
     mbytes = 256 if settings.stages_here == 1 else 32
-    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()}"
+    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} blocks"
     probe = _read_cache(cache, key)
     if probe is None or probe.kind == "cuda":  # what is free there changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
@@ -100,6 +101,7 @@ async def measure_device(
         memory=budget(settings, probe),
         read_rate=probe.read_rate,
         bf16=probe.bf16,
+        blocks=probe.blocks,
         block_size=probe.block_size,
     )
     return Measured(device, probe.bf16, probe.gpus)

@@ -12,7 +12,7 @@ from molink.errors import InvariantError
 from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
-from molink.stage.linear import CompiledLinear, EmbeddingTable, Linear, Projection
+from molink.stage.linear import EmbeddingTable, Projection
 from molink.stage.loading.weights import WeightReader
 from molink.stage.to_device import upload_integers
 
@@ -40,9 +40,10 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of memory; a head that is the embedding itself is counted once."""
-        shared = isinstance(self.head, Linear | CompiledLinear) and self.head is self.embedding
-        ends = (self.embedding, self.norm, None if shared else self.head)
-        return sum(part.nbytes for part in (*ends, *self.blocks) if part is not None)
+        ends: dict[int, Norm | EmbeddingTable | Projection | None] = {
+            id(part): part for part in (self.embedding, self.norm, self.head)
+        }
+        return sum(part.nbytes for part in (*ends.values(), *self.blocks) if part is not None)
 
     @property
     def step_bytes(self) -> int:
@@ -141,7 +142,7 @@ def load_decoder(
         both = reader.tied(EMBEDDING)
         return Decoder(config, both, blocks, norm, both, scale)
     if opens and embedding is None:
-        embedding = Linear(reader.read(EMBEDDING))
+        embedding = reader.table(EMBEDDING)
     if closes and head is None:
         name = EMBEDDING if config.tied else OUTPUT_HEAD
         head = reader.projection([name.removesuffix(".weight")], False)

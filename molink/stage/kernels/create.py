@@ -9,11 +9,15 @@ import torch
 from torch.nn.functional import gelu, rms_norm, silu
 
 from molink.checkpoint.traits import Activation
+from molink.gguf.blocks import PACKED
+from molink.gguf.formats import FORMATS
+from molink.stage.kernels.repack import arrange, parse, scales, take
 from molink.stage.kernels.shape import AttendShape
 
 if TYPE_CHECKING:
     from molink.stage.kernels.arithmetic import Arithmetic
     from molink.stage.kernels.attend import Attend
+    from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
     from molink.stage.kernels.openmp import OpenMp
     from molink.stage.kernels.rowwise import Rowwise
@@ -38,6 +42,36 @@ def create_matmul(dtype: torch.dtype, threads: int, checked: bool = True) -> "Ma
         return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
 
     return _try(compile_it, threads, _multiplies_right if checked else _unknown)
+
+
+@cache
+def create_block_matmul(
+    name: str, dtype: torch.dtype, threads: int, checked: bool = True
+) -> "BlockMatMul | None":
+    """A product of weights in blocks of kind ``name``, for rows of ``dtype`` or of float32."""
+
+    def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
+        from molink.stage.kernels.block_matmul import BlockMatMul
+
+        arithmetic = _choose(dtype, features) or _choose(torch.float32, features)
+        if arithmetic is None or not features.get("f16c"):
+            return None
+        return BlockMatMul(FORMATS[name], arithmetic, openmp, threads)
+
+    def is_right(made: "BlockMatMul") -> bool:
+        return _unpacks_right(made, name)
+
+    return _try(compile_it, threads, is_right if checked else _unknown)
+
+
+def keeps_blocks() -> bool:
+    """Whether this CPU multiplies by weights in blocks, as far as its features tell."""
+    try:
+        from molink.stage.kernels.compiler import host_features
+    except (ImportError, OSError, RuntimeError):
+        return False
+    features = host_features()
+    return all(features.get(name) for name in ("avx2", "fma", "f16c"))
 
 
 @cache
@@ -119,6 +153,26 @@ def _multiplies_right(product: "MatMul") -> bool:
     given = product(product.pack(weight.bfloat16()), rows.to(product.dtype), bias)
     exact = (rows @ weight.T + bias).to(product.dtype)
     return torch.equal(given, exact)
+
+
+def _unpacks_right(product: "BlockMatMul", name: str) -> bool:
+    """Whether rows of which one value is 1 give the weights that are there, a few of each block.
+
+    The bytes of the blocks are arbitrary, but for scales of a fair size.
+    """
+    kind, form = PACKED[name], FORMATS[name]
+    stored = torch.arange(2 * product.columns * 2 * kind.nbytes).mul(37).remainder(251)
+    stored = stored.to(torch.uint8).view(2 * product.columns, -1)
+    packed = arrange(form, parse(name, stored), product.columns)
+    numbers = scales(form, packed, product.columns)
+    numbers.copy_(torch.linspace(-1, 2, numbers.numel()).view(numbers.shape))
+    places = torch.arange(0, 2 * kind.weights, 7)
+    rows = torch.zeros(len(places), 2 * kind.weights, dtype=product.dtype)
+    rows[torch.arange(len(places)), places] = 1
+    given = product(packed, rows, torch.zeros(len(stored)))
+    exact = take(form, packed, product.columns, torch.arange(len(stored)))[:, places].T
+    within = 2**-7 if product.dtype is torch.bfloat16 else 1e-5
+    return torch.allclose(given.float(), exact, rtol=within, atol=within * float(exact.abs().max()))
 
 
 def _norms_right(rowwise: "Rowwise", eps: float) -> bool:

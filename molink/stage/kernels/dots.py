@@ -22,6 +22,26 @@ PAIR_BYTES = 4
 _PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
 
 
+def emit_few_tiles(
+    builder: ir.IRBuilder,
+    count: ir.Value,
+    sizes: Sequence[int],
+    emit: Callable[[ir.Value, int], None],
+) -> None:
+    """``emit(first, size)`` for ``count`` rows: in tiles of the ``sizes``, the largest first.
+
+    The last size is 1. Code for a few sizes only takes a part of the time to compile.
+    """
+    first: ir.Value = I64(0)
+    for size in sizes:
+
+        def emit_whole(index: ir.Value, _: Values, size: int = size) -> Values:
+            emit(index, size)
+            return ()
+
+        first, _ = emit_loop(builder, first, count, size, emit_whole)
+
+
 def emit_tiles(
     builder: ir.IRBuilder, count: ir.Value, tile: int, emit: Callable[[ir.Value, int], None]
 ) -> None:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molink.stage.kernels.create import create_matmul
+from molink.gguf.formats import FORMATS
+from molink.stage.kernels.create import create_block_matmul, create_matmul, keeps_blocks
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import CompiledLinear
 from molink.stage.linear.packed import PackedLinear, can_pack
 from molink.stage.linear.plain import Linear
 
 if TYPE_CHECKING:
+    from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
 
 #: How much slower than torch's a compiled product may be for many rows (CPUs with AMX have more).
@@ -31,6 +33,8 @@ class Projections:
     dtype: torch.dtype
     product: "MatMul | None" = None
     packs: bool = False
+    #: Whether it can multiply by weights that stay in the blocks of a GGUF file.
+    keeps: bool = False
 
     @classmethod
     def probe(
@@ -43,12 +47,19 @@ class Projections:
         if device.type != "cpu":
             return cls(dtype)
         packs, compiles = "packed-linear" not in avoid, "compiled-linear" not in avoid
-        return _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
+        probed = _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
+        return replace(probed, keeps="gguf-blocks" not in avoid and keeps_blocks())
 
     @property
     def narrow(self) -> bool:
         """Whether :meth:`create` keeps weights in bf16, whatever the rows are."""
         return self.product is not None
+
+    def product_of(self, name: str) -> "BlockMatMul | None":
+        """What multiplies by weights in blocks of kind ``name``, if anything does."""
+        if not self.keeps or name not in FORMATS:
+            return None
+        return create_block_matmul(name, self.dtype, torch.get_num_threads())
 
     def create_tied(self, weight: Tensor) -> Linear | CompiledLinear:
         """What is an output head and the embedding too, of ``weight`` ``[vocabulary, hidden]``."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,16 @@ from molink.checkpoint.stored import FLOATS
 from molink.errors import BrokenModel, UsageError
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, unpack
-from molink.stage.linear import CompiledLinear, Linear, Projection, Projections
+from molink.gguf.formats import stays
+from molink.stage.linear import (
+    BlockLinear,
+    CompiledLinear,
+    EmbeddingTable,
+    Linear,
+    Projection,
+    Projections,
+    SideBySide,
+)
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
@@ -146,11 +156,49 @@ class WeightReader:
         bias = self.read(*(f"{name}.bias" for name in names)) if biased else None
         if self._becomes_quantized(weights):
             return self._kernels.create(self._quantized(weights), bias)
-        return self._projections.create(self._merge(weights, self._kept(weights)), bias)
+        parts, first = [], 0
+        for kind, found in groupby(weights, self._stays):
+            names = list(found)
+            last = first + sum(self._full_shape(name)[0] for name in names)
+            added = None if bias is None else bias[first:last]
+            if kind is None:
+                merged = self._merge(names, self._kept(names))
+                parts.append(self._projections.create(merged, added))
+            else:
+                parts.append(self._in_blocks(kind, names, added))
+            first = last
+        return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
 
-    def tied(self, name: str) -> Linear | CompiledLinear:
+    def tied(self, name: str) -> Linear | CompiledLinear | BlockLinear:
         """The weight ``name``, as embedding and output head at once; raises as :meth:`read`."""
+        kind = self._stays(name)
+        if kind is not None:
+            return self._in_blocks(kind, [name], None)
         return self._projections.create_tied(self._merge([name], self._kept([name])))
+
+    def table(self, name: str) -> EmbeddingTable:
+        """The weight ``name``, as an embedding; raises as :meth:`read`."""
+        kind = self._stays(name)
+        return Linear(self.read(name)) if kind is None else self._in_blocks(kind, [name], None)
+
+    def _stays(self, name: str) -> Kind | None:
+        """The blocks in which a weight stays on the device, if it does."""
+        kind = self._packed(name)
+        if kind is None or not stays(kind, self._full_shape(name)[0]):
+            return None
+        return kind if self._projections.product_of(kind.name) else None
+
+    def _in_blocks(self, kind: Kind, names: Sequence[str], bias: Tensor | None) -> BlockLinear:
+        product = self._projections.product_of(kind.name)
+        assert product is not None  # nothing else stays
+        stored = [self._mapped(packed_name(name, kind)) for name in names]
+        made = BlockLinear.pack(product, kind.name, stored, bias, self.dtype)
+        first = 0
+        for name, part in zip(names, stored, strict=True):
+            if not made.is_finite(first, first + len(part)):
+                raise self._not_finite(name, "f16")
+            first += len(part)
+        return made
 
     def _kept(self, names: Sequence[str]) -> torch.dtype:
         """The type in which they are kept: bf16 stays as it is where rows of more bits take it.
@@ -224,13 +272,16 @@ class WeightReader:
         # A sum takes a twentieth of the time, but may overflow where no element is infinite.
         if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
             return
+        raise self._not_finite(name, str(tensor.dtype))
+
+    def _not_finite(self, name: str, dtype: str) -> BrokenModel:
         kind, place, scheme = self._packed(name), self._place(name), self._low_bit(name)
         stored = name if kind is None else packed_name(name, kind)
         stored = stored if place is None else place.names[0]
         stored = stored if scheme is None else scheme.numbers(name)
         file = self._folder.path / self._folder.tensors[stored].file
-        raise BrokenModel(
-            f"{file}: tensor {name} holds NaN or infinity (as {tensor.dtype}); fetch the file "
+        return BrokenModel(
+            f"{file}: tensor {name} holds NaN or infinity (as {dtype}); fetch the file "
             "again, or compute in another dtype"
         )
 

@@ -4,9 +4,10 @@ Run as ``python -m molink.stage.measure.device``.
 
 Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
 memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
-a decode step streams weights), ``bf16`` (whether it computes in it natively), ``block_size`` (what
-its attention backend wants the positions of a KV block to be a multiple of), ``threads``, ``torch``
-(version), ``gpus`` (how many CUDA devices there are).
+a decode step streams weights), ``bf16`` (whether it computes in it natively), ``blocks`` (whether
+it multiplies by those of a GGUF file), ``block_size`` (what its attention backend wants the
+positions of a KV block to be a multiple of), ``threads``, ``torch`` (version), ``gpus`` (how many
+CUDA devices there are).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import psutil
 import torch
 
 from molink.stage.attention.trial import wanted_block_size
+from molink.stage.kernels.create import keeps_blocks
 from molink.stage.linear import Projections
 from molink.stage.torch_dtypes import has_bf16
 
@@ -82,6 +84,7 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
         "free": int(free),
         "read_rate": measure(device, min(nbytes, int(free) // 4)),
         "bf16": has_bf16(device),
+        "blocks": kind == "cpu" and keeps_blocks(),
         "block_size": wanted_block_size(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

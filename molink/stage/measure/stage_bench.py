@@ -20,6 +20,7 @@ from molink.errors import MolinkError
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
+from molink.stage.kernels.create import keeps_blocks
 from molink.stage.measure.device import cpu_name, pick_device
 from molink.stage.measure.peaks import peak_matmul_rate, peak_read_rate
 from molink.stage.measure.stage_profile import profile_stage
@@ -36,7 +37,9 @@ def bench(options: argparse.Namespace) -> dict[str, object]:
     device = pick_device(options.device)
     on_cpu = device.type == "cpu"
     kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
-    target = StageSetup(kind, cpu_has_bf16(), options.dtype, options.quantize)
+    target = StageSetup(
+        kind, cpu_has_bf16(), options.dtype, options.quantize, blocks=keeps_blocks()
+    )
     facts, free = folder.facts(options.model_dir), _free_bytes(device)
     stage = Stage.load(folder, layers, str(device), options.dtype, quantize=options.quantize)
     profile = profile_stage(

@@ -19,6 +19,8 @@ from molink.checkpoint.traits import Activation
 from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import KernelName
 from molink.facts.model import Quantize
+from molink.gguf.blocks import PACKED
+from molink.gguf.formats import FORMATS
 from molink.stage.attention.base import Attention, AttentionShape
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
@@ -27,7 +29,13 @@ from molink.stage.attention.plain import PlainAttention
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
 from molink.stage.graphs.capture import CudaCaptures
-from molink.stage.kernels.create import create_attend, create_matmul, create_rowwise
+from molink.stage.kernels.create import (
+    create_attend,
+    create_block_matmul,
+    create_matmul,
+    create_rowwise,
+)
+from molink.stage.kernels.repack import arrange, parse, scales, take
 from molink.stage.kernels.shape import AttendShape, fits_rowwise
 from molink.stage.linear import Linear, PackedLinear, Projection, Projections
 from molink.stage.linear.bnb import load_library
@@ -46,6 +54,8 @@ _ATTENTION: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
 #: What nothing can take the place of is refused only if it is off by a multiple of that.
 _LENIENT = 4.0
 _ROWS = (1, 7, 33)
+#: Kinds of blocks that are tried: codes of all sizes, with everything that they may have beside.
+_KINDS = ("q4_k", "q5_k", "q6_k", "q8_0")
 #: Outputs of a product that are compared, spread over all.
 _COMPARED = 64
 _GRAPH_BYTES = 1 << 28
@@ -140,9 +150,10 @@ def chains(
 
 def extras(dtype: WeightDType, device: torch.device) -> tuple[Trial, ...]:
     """What depends on no model's shapes."""
-    if device.type != "cuda":
-        return ()
     place = TORCH_DTYPES[dtype]
+    if device.type != "cuda":
+        run = partial(_blocks, place, torch.get_num_threads())
+        return (Trial("gguf-blocks", dtype, _ROUNDING[dtype], run),)
     return (
         Trial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
         Trial("graphs", dtype, 0.0, partial(_graphs, place, device)),
@@ -204,6 +215,26 @@ def _compiled(dtype: torch.dtype, threads: int, weight: Tensor, bias: Tensor) ->
     if product is None:
         raise _Absent("there is no code for this CPU")
     return Projections(dtype, product).create(weight, bias)
+
+
+def _blocks(dtype: torch.dtype, threads: int) -> float:
+    generator, worst = torch.Generator().manual_seed(0), []
+    for name in _KINDS:
+        form, kind = FORMATS[name], PACKED[name]
+        product = create_block_matmul(name, dtype, threads, checked=False)
+        if product is None:
+            raise _Absent("there is no code for this CPU")
+        stored = torch.randint(256, (96, 3 * kind.nbytes), generator=generator, dtype=torch.uint8)
+        packed = arrange(form, parse(name, stored), product.columns)
+        numbers = scales(form, packed, product.columns)
+        numbers.copy_(torch.rand(numbers.shape, generator=generator))
+        weight = take(form, packed, product.columns, torch.arange(len(stored)))
+        bias = torch.randn(len(stored), generator=generator)
+        for count in _ROWS:
+            rows = torch.randn(count, weight.shape[1], generator=generator).to(product.dtype)
+            exact = rows.double() @ weight.double().t() + bias.double()
+            worst.append(_difference(product(packed, rows, bias), exact))
+    return _greatest(worst)
 
 
 def _quantized(mode: Quantize, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:

@@ -1,0 +1,127 @@
+"""What the weights of a kind of blocks are as numbers, and what they take where they stay so.
+
+A weight is a *code* of 4 to 8 bits. Groups of 16 or 32 codes share a scale, and some kinds add
+something to each weight of a group::
+
+    weight = scale · (code - offset) + added
+
+Both are f16 numbers of the group, or (kinds ``K``) such numbers of a block of 256, times a whole
+number of the group with 6 to 8 bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+from molink.gguf.blocks import Kind
+
+#: Rows of a weight that lie together where a CPU multiplies by blocks: their number has to be a
+#: multiple of it. CPUs with shorter registers take half as many.
+ROWS = 32
+#: Bits of half a word.
+HALF = 16
+_F16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Of a kind: ``bits`` of a code, weights of a ``group`` and of a ``block``.
+
+    Codes of 8 bits are signed. ``adds``: something is added. ``nested``: groups have whole numbers
+    of one byte, signed where nothing is added.
+    """
+
+    bits: int
+    offset: int
+    group: int
+    block: int
+    adds: bool = False
+    nested: bool = False
+
+    @property
+    def word(self) -> int:
+        """Bytes of a word of codes."""
+        return 2 if self.bits == 8 else 4
+
+    @property
+    def words(self) -> int:
+        """Words of a group."""
+        return self.group * self.bits // (8 * self.word)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a block."""
+        return self.block // self.group
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a group's own numbers: f16, or whole ones."""
+        return (1 if self.nested else _F16) * (1 + self.adds)
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group in memory."""
+        return self.number_bytes + self.words * self.word
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's f16 numbers, where groups have whole ones."""
+        return _F16 * (1 + self.adds) * self.nested
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block in memory."""
+        return self.block_bytes + self.groups * self.group_bytes
+
+
+#: By the name of the kind. All others become numbers as they are loaded.
+FORMATS = {
+    "q4_0": BlockFormat(4, 8, 32, 32),
+    "q4_1": BlockFormat(4, 0, 32, 32, adds=True),
+    "q5_0": BlockFormat(5, 16, 32, 32),
+    "q5_1": BlockFormat(5, 0, 32, 32, adds=True),
+    "q8_0": BlockFormat(8, 0, 32, 32),
+    "q4_k": BlockFormat(4, 0, 32, 256, adds=True, nested=True),
+    "q5_k": BlockFormat(5, 0, 32, 256, adds=True, nested=True),
+    "q6_k": BlockFormat(6, 32, 16, 256, nested=True),
+}
+
+
+class Piece(NamedTuple):
+    """``bits`` bits of a code from ``to`` on: bits ``at`` on of half of a group's ``word``."""
+
+    word: int
+    at: int
+    bits: int
+    to: int
+
+
+@cache
+def pieces(bits: int, index: int) -> tuple[Piece, ...]:
+    """Where pair ``index`` of a group's codes lies.
+
+    A *word* of 32 bits has in its lower half codes at even depths, in its upper half the others, so
+    that a shift brings a pair of neighbours forth. As many codes as possible lie in one piece:
+    four of 4 bits, to whose groups those of 5 bits add a word, or two of 6 bits. What these leave
+    of three words are two more of them. Codes of 8 bits have words of 16 bits of their own.
+    """
+    if bits == 8:
+        return (Piece(index, 0, bits, 0),)
+    if bits < 6:
+        low = Piece(index // 4, 4 * (index % 4), 4, 0)
+        return (low,) if bits == 4 else (low, Piece(4, index, 1, 4))
+    if index < 6:
+        return (Piece(index // 2, bits * (index % 2), bits, 0),)
+    return Piece(index - 6, 12, 4, 0), Piece(2, 2 * index, 2, 4)
+
+
+def stays(kind: Kind, rows: int) -> bool:
+    """Whether a weight of ``rows`` rows stays in its blocks on a CPU; others become numbers."""
+    return kind.name in FORMATS and rows % ROWS == 0
+
+
+def resident_bytes(kind: Kind, shape: Sequence[int]) -> int:
+    """What a weight ``[out, in]`` that stays takes there, in bytes."""
+    return prod(shape) // kind.weights * FORMATS[kind.name].nbytes

@@ -1,0 +1,170 @@
+"""The blocks of a GGUF file, put into the order in which a CPU multiplies by them, and back.
+
+What the bytes of a block are is llama.cpp's format (``ggml-common.h``); what they become is told in
+:mod:`molink.stage.kernels.block_matmul`. Each value stays what it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, unflatten
+
+from molink.gguf.blocks import PACKED
+from molink.gguf.formats import FORMATS, BlockFormat, pieces
+
+_LOW_BITS, _LOW, _SIX = 4, 15, 63
+_F16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Of rows ``[R, in]``, in ``B`` blocks each: their codes (uint8 ``[R, B, block]``) and numbers.
+
+    ``halves`` are f16 ``[R, B]``: scales, and what is added if anything is. ``whole`` are bytes
+    ``[R, B, groups]`` by which these are multiplied, of formats that have them.
+    """
+
+    codes: Tensor
+    halves: tuple[Tensor, ...]
+    whole: tuple[Tensor, ...] = ()
+
+
+def parse(name: str, rows: Tensor) -> Blocks:
+    """The blocks of kind ``name`` in ``rows``: bytes ``[R, bytes of a row]``."""
+    form = FORMATS[name]
+    blocks = unflatten(rows, 1, (-1, PACKED[name].nbytes))
+    if not form.nested:
+        return _parse_simple(form, blocks)
+    return _parse_added(form, blocks) if form.adds else _parse_sixteens(blocks)
+
+
+def arrange(form: BlockFormat, blocks: Blocks, columns: int) -> Tensor:
+    """Bytes ``[R / columns, bytes of so many rows]``; ``R`` is a multiple of ``columns``."""
+    halves = [each[..., None, None].view(torch.uint8) for each in blocks.halves]  # [R, B, 1, 2]
+    whole = [each.unsqueeze(3) for each in blocks.whole]  # [R, B, groups, 1]
+    words = _words(form, blocks.codes)  # [R, B, groups, words, bytes of a word]
+    own = [_side_by_side(each, columns) for each in (whole if form.nested else halves)]
+    groups = torch.cat((*own, _side_by_side(words, columns).flatten(3)), 3).flatten(1)
+    if not form.nested:
+        return groups
+    above = torch.cat([_side_by_side(each, columns) for each in halves], 2).flatten(1)
+    return torch.cat((above, groups), 1)
+
+
+def _side_by_side(numbers: Tensor, columns: int) -> Tensor:
+    """``[R, B, groups, …, bytes]`` as ``[R / columns, B, groups, …, columns · bytes]``."""
+    return unflatten(numbers, 0, (-1, columns)).movedim(1, -2).flatten(-2)
+
+
+def scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
+    """The f16 numbers ``[R / columns, B, n, columns]`` of what :func:`arrange` has made: a view."""
+    end = 2 * (1 + form.adds) * columns
+    if form.nested:
+        above, _ = _split(form, packed, columns)
+    else:
+        above = unflatten(packed, 1, (-1, columns * form.group_bytes))[..., :end]
+    return unflatten(above.view(torch.float16), 2, (-1, columns))
+
+
+def _split(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The numbers of blocks ``[P, B, bytes]``, and groups ``[P, B, groups, bytes]``."""
+    blocks = packed.shape[1] // (columns * form.nbytes)
+    above = unflatten(packed[:, : blocks * columns * form.block_bytes], 1, (blocks, -1))
+    below = packed[:, blocks * columns * form.block_bytes :]
+    return above, unflatten(below, 1, (blocks, form.groups, -1))
+
+
+def take(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
+    """The weights (float32 ``[T, in]``) of ``rows`` (int64 ``[T]``) of what was arranged."""
+    part, lane = rows // columns, rows % columns
+    halves = scales(form, packed, columns)[part, :, :, lane].float()
+    numbers = [each.unsqueeze(2) for each in halves.unbind(2)]  # [T, B, 1]
+    _, groups = _split(form, packed, columns)
+    begin = columns * form.number_bytes
+    if form.nested:
+        kind = torch.uint8 if form.adds else torch.int8
+        found = unflatten(groups[..., :begin].view(kind), 3, (-1, columns))[part, ..., lane]
+        numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
+    words = unflatten(groups[..., begin:], 3, (-1, columns, form.word))
+    codes = _codes(form, words[part, :, :, :, lane])
+    weights = numbers[0].unsqueeze(3) * (codes - form.offset)
+    return (weights + numbers[1].unsqueeze(3) if form.adds else weights).flatten(1)
+
+
+# --- codes ------------------------------------------------------------------------------------
+
+
+def _words(form: BlockFormat, codes: Tensor) -> Tensor:
+    """Bytes ``[R, B, groups, words, bytes of a word]``."""
+    if form.bits == 8:
+        return unflatten(codes, 2, (form.groups, -1, 2))
+    pairs = unflatten(codes, 2, (form.groups, form.group // 2, 2))
+    words: list[Tensor | None] = [None] * form.words
+    for index in range(form.group // 2):
+        for piece in pieces(form.bits, index):
+            part = (pairs[..., index, :] >> piece.to) & ((1 << piece.bits) - 1)
+            part = part.to(torch.int16) << piece.at
+            before = words[piece.word]
+            words[piece.word] = part if before is None else before.bitwise_or_(part)
+    return torch.stack([word for word in words if word is not None], 3).view(torch.uint8)
+
+
+def _codes(form: BlockFormat, words: Tensor) -> Tensor:
+    """Whole numbers (float32 ``[T, B, groups, group]``) of ``[T, B, groups, words, bytes]``."""
+    if form.bits == 8:
+        return words.contiguous().view(torch.int8).flatten(3).float()
+    halves = words.contiguous().view(torch.int16)
+    found = torch.zeros(*halves.shape[:3], form.group // 2, 2, dtype=torch.int16)
+    for index in range(form.group // 2):
+        for piece in pieces(form.bits, index):
+            part = (halves[..., piece.word, :] >> piece.at) & ((1 << piece.bits) - 1)
+            found[..., index, :] |= part << piece.to
+    return found.flatten(3).float()
+
+
+# --- formats ----------------------------------------------------------------------------------
+
+
+def _halves(blocks: Tensor) -> tuple[Tensor, ...]:
+    return blocks.contiguous().view(torch.float16).unbind(2)
+
+
+def _parse_simple(form: BlockFormat, blocks: Tensor) -> Blocks:
+    """Scale, what is added, fifth bits, and 32 codes; the lower halves of bytes come first."""
+    begin = _F16 * (1 + form.adds)
+    halves = _halves(blocks[..., :begin])
+    if form.bits == 8:
+        return Blocks(blocks[..., begin:], halves)
+    bytes_ = blocks[..., -form.block // 2 :]
+    codes = torch.cat((bytes_ & _LOW, bytes_ >> _LOW_BITS), 2)
+    if form.bits > _LOW_BITS:
+        fifth = blocks[..., begin : begin + form.block // 8].unsqueeze(3)
+        bits = (fifth >> torch.arange(8, dtype=torch.uint8)) & 1
+        codes |= bits.flatten(2) << _LOW_BITS
+    return Blocks(codes, halves)
+
+
+def _parse_added(form: BlockFormat, blocks: Tensor) -> Blocks:
+    """``q4_k``, ``q5_k``: what is taken off is stored here as what is added."""
+    scale, less = _halves(blocks[..., : 2 * _F16])
+    six, last = blocks[..., 4:12], blocks[..., 12:16]
+    upper = (six >> 6) << _LOW_BITS
+    scales = torch.cat((six[..., :4] & _SIX, (last & _LOW) | upper[..., :4]), 2)
+    added = torch.cat((six[..., 4:] & _SIX, (last >> _LOW_BITS) | upper[..., 4:]), 2)
+    bytes_ = unflatten(blocks[..., -form.block // 2 :], 2, (-1, form.group))
+    codes = torch.stack((bytes_ & _LOW, bytes_ >> _LOW_BITS), 3).flatten(2)
+    if form.bits > _LOW_BITS:
+        fifth = blocks[..., 16 : 16 + form.group].unsqueeze(2)
+        bits = (fifth >> torch.arange(8, dtype=torch.uint8).unsqueeze(1)) & 1
+        codes |= bits.flatten(2) << _LOW_BITS
+    return Blocks(codes, (scale, -less), (scales, added))
+
+
+def _parse_sixteens(blocks: Tensor) -> Blocks:
+    """``q6_k``: two halves of 128 codes; a byte's parts belong to weights 64 and 32 apart."""
+    low = unflatten(blocks[..., :128], 2, (2, 64))
+    high = unflatten(blocks[..., 128:192], 2, (2, 1, 32))
+    codes = torch.cat((low & _LOW, low >> _LOW_BITS), 3).flatten(2)
+    pairs = (high >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)) & 3
+    codes |= pairs.flatten(2) << _LOW_BITS
+    return Blocks(codes, _halves(blocks[..., 208:]), (blocks[..., 192:208],))

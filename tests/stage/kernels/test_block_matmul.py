@@ -1,0 +1,139 @@
+"""Products of weights in a GGUF file's blocks: what they give, on every kind of arithmetic."""
+
+from functools import cache
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+from torch import Tensor
+
+from molink.gguf.blocks import PACKED
+from molink.gguf.formats import FORMATS, HALF, pieces, resident_bytes
+from molink.stage.kernels import compiler, create
+from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
+from molink.stage.kernels.block_matmul import BlockMatMul
+from molink.stage.kernels.compiler import host_features
+from molink.stage.kernels.create import create_block_matmul, keeps_blocks
+from molink.stage.kernels.openmp import OpenMp
+from molink.stage.kernels.repack import arrange, parse, scales, take
+from tests.support.gguf_models import random_rows
+
+_CPUS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
+    "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None),
+    "AVX512": (WidenedBf16(lanes=16, tile=10), ("avx512f", "f16c"), None),
+    "AVX2": (WidenedBf16(), ("avx2", "fma", "f16c"), "+avx,+avx2,+fma,+f16c"),
+}
+_ROWS = 96
+
+cpus = pytest.mark.parametrize("cpu", _CPUS)
+names = pytest.mark.parametrize("name", FORMATS)
+
+
+@cache
+def product(cpu: str, name: str, threads: int = 1) -> BlockMatMul:
+    arithmetic, wanted, features = _CPUS[cpu]
+    missing = [one for one in wanted if not host_features().get(one)]
+    if missing:
+        pytest.skip(f"this CPU has no {', '.join(missing)}")
+    openmp = OpenMp.find() if threads > 1 else None
+    if threads > 1 and openmp is None:
+        pytest.skip("torch has loaded no OpenMP library that is known")
+    return BlockMatMul(FORMATS[name], arithmetic, openmp, threads, features)
+
+
+def stored(name: str, blocks: int) -> tuple[Tensor, Tensor]:
+    """Bytes of 96 rows, and the weights that they hold."""
+    kind = Kind[name.upper()]
+    rows = random_rows(kind, (_ROWS, blocks * PACKED[name].weights))
+    return torch.from_numpy(rows), torch.from_numpy(dequantize(rows, kind))
+
+
+@names
+@pytest.mark.parametrize("columns", [16, 32])
+def test_weights_are_what_they_were(name: str, columns: int) -> None:
+    rows, exact = stored(name, 3)
+    packed = arrange(FORMATS[name], parse(name, rows), columns)
+    assert packed.numel() == resident_bytes(PACKED[name], exact.shape)
+    assert packed.numel() <= 1.03 * rows.numel()
+    wanted = torch.tensor([0, 95, 7, 7, 64])
+    assert torch.equal(take(FORMATS[name], packed, columns, wanted), exact[wanted])
+    numbers = scales(FORMATS[name], packed, columns)
+    assert numbers.numel() == _ROWS * 3 * (1 + FORMATS[name].adds)
+    assert numbers[:, :, 0].abs().max() <= exact.abs().max()
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_no_bit_of_a_word_belongs_to_two_codes(bits: int) -> None:
+    form = next(one for one in FORMATS.values() if one.bits == bits)
+    found = [
+        (piece.word, bit)
+        for index in range(form.group // 2)
+        for piece in pieces(bits, index)
+        for bit in range(piece.at, piece.at + piece.bits)
+    ]
+    assert sorted(found) == [(word, bit) for word in range(form.words) for bit in range(HALF)]
+
+
+@cpus
+@names
+def test_it_gives_what_a_wide_product_gives(cpu: str, name: str) -> None:
+    multiply, generator = product(cpu, name), torch.Generator().manual_seed(0)
+    for blocks in (1, 3):
+        rows, exact = stored(name, blocks)
+        weight = arrange(multiply.form, parse(name, rows), multiply.columns)
+        bias = torch.randn(_ROWS, generator=generator)
+        # The rows' sums are far from 0: what is added to weights has to be right too.
+        given = torch.randn(31, exact.shape[1], generator=generator).add(0.5).to(multiply.dtype)
+        wide = given.double() @ exact.double().T + bias
+        peak = float(wide.abs().max())
+        within = 2**-8 if multiply.dtype is torch.bfloat16 else 1e-6
+        for count in (0, 1, 2, 3, 5, 11, 31):
+            result = multiply(weight, given[:count], bias)
+            assert result.dtype is multiply.dtype
+            torch.testing.assert_close(
+                result.double(), wide[:count], rtol=within, atol=within * peak
+            )
+
+
+@cpus
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str) -> None:
+    alone, shared = product(cpu, name), product(cpu, name, 3)
+    weight = arrange(alone.form, parse(name, stored(name, 2)[0]), alone.columns)
+    rows, bias = torch.randn(30, 512).to(alone.dtype), torch.randn(_ROWS)
+    together = alone(weight, rows, bias)
+    assert torch.equal(shared(weight, rows, bias), together)
+    for count in (1, 2, 5, 7, 13):
+        assert torch.equal(alone(weight, rows[:count], bias), together[:count])
+    assert torch.equal(alone(weight, rows[29:], bias), together[29:])
+
+
+@cpus
+def test_rows_of_a_larger_tensor(cpu: str) -> None:
+    multiply = product(cpu, "q8_0")
+    rows, exact = stored("q8_0", 1)
+    weight = arrange(multiply.form, parse("q8_0", rows), multiply.columns)
+    strided = torch.ones(3, 40, dtype=multiply.dtype)[:, 4:36]
+    expected = exact.sum(1).expand(3, -1)
+    torch.testing.assert_close(
+        multiply(weight, strided, torch.zeros(_ROWS)).float(), expected, rtol=2**-7, atol=0.05
+    )
+
+
+def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "host_features", lambda: {"avx2": True, "fma": True})
+    assert not keeps_blocks()
+    assert create_block_matmul.__wrapped__("q4_0", torch.float32, 1) is None
+
+
+def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not keeps_blocks():
+        pytest.skip("this CPU has no product that could be wrong")
+    assert create_block_matmul.__wrapped__("q6_k", torch.float32, 1) is not None
+
+    def off(form: object, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
+        return take(FORMATS["q6_k"], packed, columns, rows) * 1.001
+
+    monkeypatch.setattr(create, "take", off)
+    assert create_block_matmul.__wrapped__("q6_k", torch.float32, 1) is None
