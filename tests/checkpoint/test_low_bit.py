@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
@@ -127,7 +127,7 @@ def stored(make_model: MakeModel, tmp_path: Path) -> Callable[[dict[str, Any]], 
 
 def change(folder: Path, tensors: Wrong) -> None:
     path = folder / "model.safetensors"
-    changed: Wrong = {**load_file(path), **tensors}
+    changed: Wrong = {**load(path.read_bytes()), **tensors}
     save_file({name: t for name, t in changed.items() if t is not None}, path)
 
 

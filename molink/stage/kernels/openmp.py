@@ -61,9 +61,9 @@ class OpenMp:
             return
         # Who calls: `{reserved, flags, reserved, reserved, source}`; 2 is a compiler's usual flag.
         place = ir.LiteralStructType([I32, I32, I32, I32, POINTER])
-        caller = ir.GlobalVariable(module, place, "caller")
+        caller = ir.GlobalVariable(module, place, module.get_unique_name("caller"))
         text = ir.Constant(ir.ArrayType(ir.IntType(8), 3), bytearray(b";;\0"))
-        source = ir.GlobalVariable(module, text.type, "source")
+        source = ir.GlobalVariable(module, text.type, module.get_unique_name("source"))
         source.initializer, caller.initializer = (
             text,
             place([I32(0), I32(2), I32(0), I32(0), source]),

@@ -1,0 +1,19 @@
+"""Code that shares work among an OpenMP library's threads, of either make: it is valid."""
+
+import llvmlite.binding as llvm
+import pytest
+from llvmlite import ir
+
+from molink.stage.kernels.emit import I64, POINTER, VOID
+from molink.stage.kernels.openmp import Entry, OpenMp, emit_shares
+
+
+@pytest.mark.parametrize("entry", ["gnu", "llvm"])
+def test_several_functions_of_one_module(entry: Entry) -> None:
+    module = ir.Module()
+    for name in ("one", "another"):
+        kind = ir.FunctionType(VOID, [POINTER, I64, I64, I64, I64])
+        part = ir.Function(module, kind, name)
+        ir.IRBuilder(part.append_basic_block()).ret_void()
+        emit_shares(module, part, OpenMp(entry))
+    llvm.parse_assembly(str(module)).verify()
