@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
@@ -35,7 +35,7 @@ def folders(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> 
     packed = make_model(tmp_path_factory.mktemp("packed"), "gpt_oss", dtype="bfloat16")
     plain = Path(shutil.copytree(packed, tmp_path_factory.mktemp("plain"), dirs_exist_ok=True))
     generator = torch.Generator().manual_seed(0)
-    stored = load_file(packed / "model.safetensors")
+    stored = load((packed / "model.safetensors").read_bytes())
     unpacked = dict(stored)
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, width, rows = stored.pop(name).shape
@@ -58,7 +58,7 @@ def damaged(folders: tuple[Path, Path], tmp_path: Path) -> Callable[..., Path]:
 
     def damage(tensors: dict[str, Tensor | None]) -> Path:
         folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
-        changed = load_file(folder / "model.safetensors") | tensors
+        changed = load((folder / "model.safetensors").read_bytes()) | tensors
         kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
         save_file(kept, folder / "model.safetensors")
         return folder

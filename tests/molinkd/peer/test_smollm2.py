@@ -116,6 +116,7 @@ def test_from_the_package(tmp_path: Path, wheel: Path) -> None:
 
 
 def test_its_options_are_those_of_pip(tmp_path: Path, wheel: Path) -> None:
+    pytest.importorskip("pip")
     script = "import sys; from pip._internal.cli.main_parser import parse_command as parse; "
     script += "from pip._internal.commands import create_command as make; "
     script += "name, args = parse(sys.argv[1:]); options, given = make(name).parse_args(args); "
