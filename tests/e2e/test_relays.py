@@ -143,6 +143,7 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         assert couch.run("chat", "What is molink?").strip(), couch.output
 
 
+@pytest.mark.slow
 def test_one_pc_can_dial_the_other(tmp_path: Path, make_model: MakeModel) -> None:
     """What goes the other way goes over a connection that it has opened, model files too."""
     model = make_model(tmp_path / "tiny", "qwen2", num_hidden_layers=8)
