@@ -89,7 +89,7 @@ FORMATS = {
 }
 
 
-class Piece(NamedTuple):
+class BitRange(NamedTuple):
     """``bits`` bits of a code from ``to`` on: bits ``at`` on of half of a group's ``word``."""
 
     word: int
@@ -99,7 +99,7 @@ class Piece(NamedTuple):
 
 
 @cache
-def pieces(bits: int, index: int) -> tuple[Piece, ...]:
+def pieces(bits: int, index: int) -> tuple[BitRange, ...]:
     """Where pair ``index`` of a group's codes lies.
 
     A *word* of 32 bits has in its lower half codes at even depths, in its upper half the others, so
@@ -108,13 +108,13 @@ def pieces(bits: int, index: int) -> tuple[Piece, ...]:
     of three words are two more of them. Codes of 8 bits have words of 16 bits of their own.
     """
     if bits == 8:
-        return (Piece(index, 0, bits, 0),)
+        return (BitRange(index, 0, bits, 0),)
     if bits < 6:
-        low = Piece(index // 4, 4 * (index % 4), 4, 0)
-        return (low,) if bits == 4 else (low, Piece(4, index, 1, 4))
+        low = BitRange(index // 4, 4 * (index % 4), 4, 0)
+        return (low,) if bits == 4 else (low, BitRange(4, index, 1, 4))
     if index < 6:
-        return (Piece(index // 2, bits * (index % 2), bits, 0),)
-    return Piece(index - 6, 12, 4, 0), Piece(2, 2 * index, 2, 4)
+        return (BitRange(index // 2, bits * (index % 2), bits, 0),)
+    return BitRange(index - 6, 12, 4, 0), BitRange(2, 2 * index, 2, 4)
 
 
 def stays(kind: Kind, rows: int) -> bool:

