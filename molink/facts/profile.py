@@ -78,8 +78,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
         0 for no rows, or if unknown.
         """
-        longer = max(0.0, context - self.context) * self.decode_token_s
-        return _at(self.decode, rows) + longer * rows
+        seconds = _at(self.decode, rows)
+        if context > self.context:
+            seconds += (context - self.context) * self.decode_token_s * rows
+        return seconds
 
     def prefill_s(self, rows: int, before: float = 0) -> float:
         """``T_p``: seconds of a chunk of ``rows`` rows, ``before`` tokens of whose prompt are done.

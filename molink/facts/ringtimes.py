@@ -37,11 +37,11 @@ class RingTimes:
 
     def compute_s(self, tokens: int, context: float = 0) -> float:
         """``T_o`` of the MoLink paper (§4): all stages' steps of ``tokens`` decode rows."""
-        return sum(profile.decode_s(tokens, context) for profile in self.profiles)
+        return sum([profile.decode_s(tokens, context) for profile in self.profiles])
 
     def transfer_s(self, tokens: int) -> float:
         """``T_m`` of the MoLink paper (§4): all links' latencies and transfers."""
-        return sum(self.link_s(index, tokens) for index in range(len(self.links)))
+        return sum([self.link_s(index, tokens) for index in range(len(self.links))])
 
     def link_s(self, index: int, tokens: int) -> float:
         """Seconds until a decode volume of ``tokens`` rows has arrived over link ``index``."""

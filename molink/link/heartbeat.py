@@ -119,11 +119,12 @@ class RoundTrip:
 
         ``rate`` is the link's in bytes/s, ``None`` if unknown.
         """
-        if all(left != sent_at for left, _, _ in self._away):
+        away = self._away
+        if not away or (away[0][0] != sent_at and all(left != sent_at for left, _, _ in away)):
             return False
-        while self._away[0][0] != sent_at:
-            self._away.popleft()
-        _, ahead, wait = self._away.popleft()
+        while away[0][0] != sent_at:
+            away.popleft()
+        _, ahead, wait = away.popleft()
         seconds = now - sent_at
         if not 0 < seconds < _MAX_ROUND_TRIP:
             return False
@@ -258,6 +259,8 @@ class Liveness:
             self._progress_at += pause
             self._anew_at += pause
         silent = now - self._beat_at
+        if silent < PATIENCE and not self._queued:
+            return None
         if silent >= max(PATIENCE if busy else IDLE_SILENCE, self.patience):
             return f"no sign of life for {silent:.1f} s"
         # Nothing is known of its progress since it was last heard of.

@@ -87,10 +87,12 @@ class OutLink:
         }
         #: Lanes on whose connections the next stage has answered our hello.
         self._welcome: tuple[Lane, ...] = ()
+        self._all_welcome = False
         now = timers.time()
         self._beats = BeatClock(now)
-        #: Whether requests lived when that was last asked.
+        #: Whether requests lived when a beat was last due, and when that was.
         self._lively = False
+        self._asked_at = now
         self.liveness = Liveness(now)
         self._probe = probe
         self._warmth = Warmth() if keep_warm else None
@@ -161,7 +163,7 @@ class OutLink:
             return
         now = self._timers.time()
         self._greet(now)
-        more = self._send_batch(now)
+        more = self._sender.due(now) and self._send_batch(now)
         self._beat(now)
         self._look(now)
         if more and self._pumping is None:
@@ -196,13 +198,14 @@ class OutLink:
             self._sender.disconnected(lane, self._timers.time())
 
     def _set_timer(self, now: float) -> None:
-        wake = self.liveness.next_look(now)
+        wakes = [self.liveness.next_look(now)]
         if Lane.DECODE in self._welcome:
-            wake = min(wake, self._next_beat(now))
+            wakes.append(self._next_beat(now))
         if self._sender.wake_at is not None:
-            wake = min(wake, self._sender.wake_at)
+            wakes.append(self._sender.wake_at)
         for _, each in self._unwelcome():
-            wake = min(wake, each.hello_at + HELLO_INTERVAL)
+            wakes.append(each.hello_at + HELLO_INTERVAL)
+        wake = min(wakes)
         at = wake if wake > now else now + _OVERDUE_PAUSE
         # One that is set for earlier looks again then.
         if self._timer is None or at < self._timer_at:
@@ -241,10 +244,11 @@ class OutLink:
     def _set_welcome(self, lane: Lane, welcome: bool) -> None:
         lanes = {*self._welcome, lane} if welcome else {*self._welcome} - {lane}
         self._welcome = tuple(each for each in BOTH_LANES if each in lanes)
+        self._all_welcome = len(lanes) == len(BOTH_LANES)
 
     def _unwelcome(self) -> list[tuple[Lane, _LaneConnection]]:
         """Connections on which the next stage doesn't know yet which link this is."""
-        if len(self._welcome) == len(BOTH_LANES):
+        if self._all_welcome:
             return []
         others = [lane for lane in BOTH_LANES if lane not in self._welcome]
         every = [(lane, self._connections[lane]) for lane in others]
@@ -264,7 +268,7 @@ class OutLink:
         elif isinstance(message, Beat) and message.epoch == self._sender.epoch:
             self.liveness.beat(message.completed, message.queued, message.predicted, now)
             if self._sender.beat_back(message.echo, now):
-                self._report(now)
+                self._tell(now, anyway=True)
         self._go_on()
 
     def _acknowledged(self, lane: Lane, ack: Ack, now: float) -> None:
@@ -315,29 +319,30 @@ class OutLink:
             self._send_noise(nbytes)
             self._send_batch(now)
 
-    def _tell(self, now: float) -> None:
-        """The policy hears of what has changed noticeably."""
+    def _tell(self, now: float, anyway: bool = False) -> None:
+        """The policy hears of what has changed noticeably; the stage too, or ``anyway``."""
         news = self._sender.estimator.news(now)
         if news is not None:
             self._sender.handle(news, now)
-            self._report(now)
-
-    def _report(self, now: float) -> None:
-        self._events.on_estimate(self._sender.estimator.facts(now))
+        if news is not None or anyway:
+            self._events.on_estimate(self._sender.estimator.facts(now))
 
     # --- signs of life -----------------------------------------------------------------------
 
     def _next_beat(self, now: float) -> float:
         """When to beat, if that was not now: no request lives where it could have been."""
         soonest = self._beats.next_at(busy=True)
-        may_live = now < soonest and (self._lively or self._events.progress().busy)
-        return soonest if may_live else self._beats.next_at(busy=False)
+        if now < soonest and not self._lively and self._asked_at < now:
+            lively = self._events.progress().busy
+        else:
+            lively = self._lively and now < soonest
+        return soonest if lively else self._beats.next_at(busy=False)
 
     def _beat(self, now: float) -> None:
         if now < self._beats.next_at(busy=True) or Lane.DECODE not in self._welcome:
             return
         progress = self._events.progress()  # which is not free
-        self._lively = progress.busy
+        self._lively, self._asked_at = progress.busy, now
         if now < self._beats.next_at(progress.busy):
             return
         self._beats.beat(now)
@@ -349,7 +354,6 @@ class OutLink:
             predicted=progress.predicted,
         )
         self._sender.estimator.beat_left(now)
-        self._tell(now)
         self._say(Lane.DECODE, beat)
         if self._warmth is not None and progress.busy:
             self._keep_warm(self._warmth, now)

@@ -64,6 +64,7 @@ class LinkSender:
         #: Learns from what is sent and acknowledged; whoever sends beats tells it of them.
         self.estimator = estimator or LinkEstimator()
         self._lanes = {lane: SendWindow(epoch, lane) for lane in BOTH_LANES}
+        self._both = self._lanes[Lane.DECODE], self._lanes[Lane.BULK]
         self._queues = LinkQueues()
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
@@ -169,6 +170,10 @@ class LinkSender:
 
     # --- sending -----------------------------------------------------------------------------
 
+    def due(self, now: float) -> bool:
+        """Whether :meth:`poll` may find anything now."""
+        return now >= self._stalled_at or self.waiting
+
     def poll(
         self, now: float, ready: Collection[Lane] = BOTH_LANES, maximum: int = 16
     ) -> list[Packet]:
@@ -246,7 +251,8 @@ class LinkSender:
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes sent, or to be sent again, and not acknowledged."""
-        return self._lanes[Lane.DECODE].nbytes + self._lanes[Lane.BULK].nbytes
+        decode, bulk = self._both
+        return decode.nbytes + bulk.nbytes
 
     @property
     def queued_bytes(self) -> int:
@@ -264,9 +270,12 @@ class LinkSender:
     @property
     def waiting(self) -> bool:
         """Whether anything is to be sent, now or when something allows it."""
-        if self._queues.nbytes > 0:
-            return True
-        return self._lanes[Lane.DECODE].pending or self._lanes[Lane.BULK].pending
+        decode, bulk = self._both
+        return (
+            self._queues.nbytes > 0
+            or (decode.connected and decode.unsent > 0)
+            or (bulk.connected and bulk.unsent > 0)
+        )
 
     @property
     def full(self) -> bool:

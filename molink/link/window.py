@@ -46,8 +46,9 @@ class SendWindow:
         self._epoch = epoch
         #: Frames not acknowledged yet: numbers ``base … next - 1``, without gaps.
         self._kept: deque[tuple[Packet, float]] = deque()
-        #: How many of them, oldest first, have been sent on this connection.
+        #: How many of them, oldest first, have been sent on this connection, and how many not.
         self._sent = 0
+        self.unsent = 0
         #: The number above which a frame has never been sent on any connection.
         self._fresh = 0
         self.base = 0
@@ -65,12 +66,13 @@ class SendWindow:
         packet = Packet(frame, payload, size_of(payload))
         self._kept.append((packet, now))
         self.next += 1
+        self.unsent += 1
         self.nbytes += packet.nbytes
 
     @property
     def pending(self) -> bool:
         """Whether something is to be sent on this connection (again)."""
-        return self.connected and self._sent < len(self._kept)
+        return self.connected and self.unsent > 0
 
     @property
     def unacknowledged(self) -> int:
@@ -84,10 +86,12 @@ class SendWindow:
         packet, _ = self._kept[self._sent]
         self._kept[self._sent] = (packet, now)
         self._sent += 1
+        self.unsent -= 1
         seq = packet.frame.seq
         if seq < self._fresh:
             self.resent += 1
-        self._fresh = max(self._fresh, seq + 1)
+        else:
+            self._fresh = seq + 1
         return packet
 
     def acknowledge(self, ack: Ack, now: float) -> tuple[int, float] | None:
@@ -106,12 +110,13 @@ class SendWindow:
             self.base += 1
             self._sent = max(0, self._sent - 1)
         self.nbytes -= freed
+        self.unsent = len(self._kept) - self._sent
         self.progress_at = now
         return freed, now - sent_at
 
     def rewind(self) -> None:
         """Send everything that was not acknowledged again."""
-        self._sent = 0
+        self._sent, self.unsent = 0, len(self._kept)
 
     def valid(self) -> bool:
         """Whether numbers and sizes agree."""
@@ -120,4 +125,5 @@ class SendWindow:
             numbers == list(range(self.base, self.next))
             and self.nbytes == sum(packet.nbytes for packet, _ in self._kept)
             and 0 <= self._sent <= len(self._kept)
+            and self.unsent == len(self._kept) - self._sent
         )

@@ -23,7 +23,7 @@ class Bubbles:
 
     def note(self, now: float, *, live: bool, computing: bool) -> None:
         """From ``now`` on requests live here, or none do, and a step runs, or none does."""
-        passed = max(0.0, now - self._since)
+        passed = now - self._since if now > self._since else 0.0
         if self._computing:
             self._busy += passed
         if self._live:

@@ -21,6 +21,10 @@ class RingKnowledge:
         self._links = LinkRound(shape.index, shape.stages)
         self._paces = PaceRound(shape.index, shape.stages)
 
+    def is_settled(self, facts: LinkFacts) -> bool:
+        """Whether nothing is to be told of a link that is as ``facts`` say."""
+        return facts == self._links.settled
+
     def link_measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
         """This stage has measured its link: what to tell the next one, if anything now."""
         return self._links.measured(facts, now)

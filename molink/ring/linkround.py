@@ -29,13 +29,13 @@ class LinkRound(Round):
         self._told: LinkReport | None = None
         self._told_at = 0.0
         #: What was measured last, if nothing is to be told of it.
-        self._settled: LinkFacts | None = None
+        self.settled: LinkFacts | None = None
 
     def measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
         """This stage has measured its link: what to tell the next one, if anything now."""
-        if len(self.links) == 1 or facts == self._settled:
+        if len(self.links) == 1 or facts == self.settled:
             return None
-        self._settled = None
+        self.settled = None
         report = LinkReport(self._stage, facts.latency or 0.0, facts.rate or 0.0)
         if not _sensible(report):
             return None
@@ -46,7 +46,7 @@ class LinkRound(Round):
             )
             minimum = HASTE if change > _LARGE else INTERVAL
             if change <= _NOTICEABLE:
-                self._settled = facts
+                self.settled = facts
                 return None
             if now < self._told_at + minimum:
                 return None

@@ -74,12 +74,11 @@ class PaceMeter:
         points = self._profile.prefill if volume.prefill else self._profile.decode
         if others or not _within(points, volume.count):
             return
-        before = sum(group.start * group.count for group in volume.rows) / volume.count
         if volume.prefill:
             rows = _padded(volume.count, self._profile.tile)
-            self._running = self._prefill, self._profile.prefill_s(rows, before)
+            self._running = self._prefill, self._profile.prefill_s(rows, volume.context)
         else:
-            self._running = self._decode, self._profile.decode_s(volume.count, before)
+            self._running = self._decode, self._profile.decode_s(volume.count, volume.context)
 
     def end(self, seconds: float, now: float) -> bool:
         """It has taken so long; whether the pace is another one now."""

@@ -1,8 +1,6 @@
 """One stage's place in the ring during one epoch: receive, order, fuse, run, send."""
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,6 +19,7 @@ from molink.ring.scoreboard import Scoreboard
 from molink.ring.stage import Executing, NextStage, StageRequests, StageShape
 from molink.ring.steps import StepLog, StepTimes
 from molink.ring.turn import TurnClock
+from molink.ring.unbroken import Unbroken
 from molink.ring.work import (
     Control,
     ControlBody,
@@ -46,8 +45,6 @@ from molink.wire.messages.data import (
     Volume,
     VolumePart,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +104,7 @@ class Ring:
         self._strays = 0
         self._known = RingKnowledge(shape, config.profiles)
         self._on_broken = on_broken
+        self._unbroken = Unbroken(self._break)
         self._times = StepTimes(config.profile)
         self._meter = PaceMeter(config.profile)
         self._turns = TurnClock(self._known.times)
@@ -137,23 +135,14 @@ class Ring:
         (``None``). Further rows are announced by a :class:`VolumePart` without data: ``rows`` are
         there then, in all.
         """
-        with self._unbroken():
+        with self._unbroken:
             self._arrive(body, data, rows)
             self._pump()
 
     def pump(self) -> None:
         """Do what can be done: ask the head, forward controls, start a step."""
-        with self._unbroken():
+        with self._unbroken:
             self._pump()
-
-    @contextlib.contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """An error in here would leave a tick undone for ever: the stage ends with it."""
-        try:
-            yield
-        except Exception as error:
-            log.exception("this stage can't go on")
-            self._break(f"{type(error).__name__}: {error}")
 
     def _break(self, reason: str) -> None:
         if not self._closed:
@@ -226,7 +215,9 @@ class Ring:
 
     def link_measured(self, facts: LinkFacts, now: float) -> None:
         """What this stage's link to the next one is like; the others are told."""
-        with self._unbroken():
+        if self._known.is_settled(facts):
+            return  # as with most beats
+        with self._unbroken:
             report = self._known.link_measured(facts, now)
             if report is not None and not self._closed:
                 self._pass_on(report)
@@ -290,7 +281,7 @@ class Ring:
     # --- from the executor -----------------------------------------------------------------------
 
     def _step_done(self, done: StepDone) -> None:
-        with self._unbroken():
+        with self._unbroken:
             self._take_results(done)
             self._pump()
 

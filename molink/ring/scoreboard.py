@@ -53,7 +53,7 @@ are not before it are left out. Misuse by our own shell (completing what was not
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
@@ -142,7 +142,7 @@ class Scoreboard:
         self._story.add(now, "take", *work.ticks)
         return work
 
-    def complete(self, ticks: Iterable[int], now: float) -> list[Control]:
+    def complete(self, ticks: Sequence[int], now: float) -> list[Control]:
         """What was taken of volumes ``ticks`` has run; returns the controls to be forwarded now.
 
         Raises:
@@ -150,7 +150,8 @@ class Scoreboard:
         """
         for tick in ticks:
             self._ran(tick, now)
-        self._settle(now)
+        if ticks:
+            self._settle(now)
         if not self._outbox:
             return []
         outbox, self._outbox = self._outbox, []

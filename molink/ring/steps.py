@@ -57,8 +57,7 @@ class StepTimes:
         Without a measured chunk, each row costs what a pass of a single one does: less, really.
         """
         profile = self._profile
-        rows = volume.count
-        before = sum(group.start * group.count for group in volume.rows) / rows
+        rows, before = volume.count, volume.context
         if not volume.prefill:
             return profile.decode_s(rows, before)
         return profile.prefill_s(rows, before) or rows * profile.decode_s(1, before)

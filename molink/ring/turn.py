@@ -60,9 +60,7 @@ class TurnClock:
         self._learn(requests, now)
         for request in requests:
             self.over(request)
-        rows = volume.count
-        context = sum(group.start * group.count for group in volume.rows) / rows
-        floor = self.times.turn_s(rows, context)
+        floor = self.times.turn_s(volume.count, volume.context)
         if floor > 0 and requests:
             entry = _Expected(now, floor, now + self._pace * floor, requests)
             self._expected[id(entry)] = entry

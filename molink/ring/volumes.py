@@ -24,6 +24,8 @@ class Volumes:
 
     def __iter__(self) -> Iterator[WaitingVolume]:
         """Lowest ticks first; they may be removed meanwhile."""
+        if len(self._volumes) < 2:
+            return iter(tuple(self._volumes.values()))
         return (self._volumes[tick] for tick in sorted(self._volumes))
 
     def __len__(self) -> int:
@@ -63,9 +65,10 @@ class Volumes:
         """Rows of its next piece beside ``riding`` decode rows; 0 if it can't run now."""
         if waiting.running or not self.is_ready(waiting):
             return 0
-        here, coming = waiting.here, waiting.coming
+        here = waiting.here
         if not here:
             return 0
+        coming = waiting.remaining - waiting.taken - here
         if waiting.volume.prefill:
             return self._cutting.rows(here, coming, riding, waiting.pace)
         return 0 if coming else here
@@ -87,6 +90,8 @@ class Volumes:
     @property
     def queued(self) -> int:
         """Those that run, or could."""
+        if not self._volumes:
+            return 0
         return sum(1 for each in self._volumes.values() if each.running or self.piece(each))
 
     @property

@@ -73,11 +73,6 @@ class WaitingVolume:
         )
         return arrived - self.taken
 
-    @property
-    def coming(self) -> int:
-        """Remaining rows that have not arrived."""
-        return self.remaining - self.taken - self.here
-
     def extend(self, arrived: int, now: float) -> None:
         """More rows have arrived: so many have, in all."""
         self.arrived = arrived

@@ -77,7 +77,8 @@ class LinkEstimator:
         return known
 
     def _at(self, now: float) -> float:
-        self._now = max(self._now, now)
+        if now > self._now:
+            self._now = now
         return self._now
 
     # --- what is known -----------------------------------------------------------------------

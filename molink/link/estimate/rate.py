@@ -177,7 +177,7 @@ class RateMeter:
 
         What was sent before that, and has arrived, may have left it a queue: that is not counted.
         """
-        if self.rate is None:
+        if self.rate is None or not self.in_flight:
             return 0.0
         flights = sorted((f for each in self._flights.values() for f in each), key=_sent_at)
         free_at = now

@@ -152,6 +152,14 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
         rows = self.rows
         return rows[0].count if len(rows) == 1 else sum(group.count for group in rows)
 
+    @property
+    def context(self) -> float:
+        """How many tokens come before its row groups, on average of its rows."""
+        rows = self.rows
+        if len(rows) == 1:
+            return rows[0].start
+        return sum(group.start * group.count for group in rows) / self.count
+
 
 class VolumePart(LeanMessage, frozen=True, tag="part"):
     """More rows of the volume ``tick``, beginning with row ``first``."""
