@@ -1,7 +1,7 @@
 """How long a turn of the ring takes, by its stages' profiles and its links."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from molink.facts.profile import Profile
 
@@ -34,6 +34,8 @@ class RingTimes:
     profiles: Sequence[Profile]
     links: Sequence[LinkFacts]
     row_bytes: int
+    #: What :meth:`transfer_s` has said: it is asked after every decode step.
+    _transfers: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def compute_s(self, tokens: int, context: float = 0) -> float:
         """``T_o`` of the MoLink paper (§4): all stages' steps of ``tokens`` decode rows."""
@@ -41,7 +43,11 @@ class RingTimes:
 
     def transfer_s(self, tokens: int) -> float:
         """``T_m`` of the MoLink paper (§4): all links' latencies and transfers."""
-        return sum([self.link_s(index, tokens) for index in range(len(self.links))])
+        known = self._transfers.get(tokens)
+        if known is None:
+            known = sum(self.link_s(index, tokens) for index in range(len(self.links)))
+            self._transfers[tokens] = known
+        return known
 
     def link_s(self, index: int, tokens: int) -> float:
         """Seconds until a decode volume of ``tokens`` rows has arrived over link ``index``."""

@@ -72,13 +72,14 @@ class PaceMeter:
         self._running = None
         volume, *others = volumes
         points = self._profile.prefill if volume.prefill else self._profile.decode
-        if others or not _within(points, volume.count):
+        rows = volume.count
+        if others or not _within(points, rows):
             return
         if volume.prefill:
-            rows = _padded(volume.count, self._profile.tile)
+            rows = _padded(rows, self._profile.tile)
             self._running = self._prefill, self._profile.prefill_s(rows, volume.context)
         else:
-            self._running = self._decode, self._profile.decode_s(volume.count, volume.context)
+            self._running = self._decode, self._profile.decode_s(rows, volume.context)
 
     def end(self, seconds: float, now: float) -> bool:
         """It has taken so long; whether the pace is another one now."""

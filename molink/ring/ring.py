@@ -176,7 +176,8 @@ class Ring:
         if self._front is not None and not self._computing:
             while self._front.feed(self.scoreboard, now):
                 self._forward(self.scoreboard.complete((), now))
-        self._forward(self.scoreboard.complete((), now))
+        if controls := self.scoreboard.complete((), now):
+            self._forward(controls)
         waits = self._computing or (self._next is not None and self._next.full)
         work = None if waits else self._take(now)
         if work is not None:
@@ -189,8 +190,10 @@ class Ring:
         while True:
             work = self.scoreboard.take(now)
             dropped = self.scoreboard.complete((), now)
+            if not dropped:
+                return work
             self._forward(dropped)
-            if work is not None or not dropped:
+            if work is not None:
                 return work
 
     def _start_step(self, work: Work, now: float) -> None:

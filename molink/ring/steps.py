@@ -84,6 +84,8 @@ class StepSize(msgspec.Struct, frozen=True):
 
     def merged(self, other: "StepSize") -> "StepSize":
         """The larger of each."""
+        if not other.exceeds(self):
+            return self
         return StepSize(max(self.rows, other.rows), max(self.positions, other.positions))
 
 
@@ -132,8 +134,8 @@ class StepLog:
         self.steps += 1
         self.seconds += done.seconds
         self.failed += done.error is not None
-        self.rows += sum(result.volume.count for result in done.results)
-        size = StepSize.of(result.volume for result in done.results)
+        size = StepSize.of([result.volume for result in done.results])
+        self.rows += size.rows
         if done.error is None:
             self.patience.worked(size)
         else:

@@ -20,8 +20,10 @@ class WaitingVolume:
 
     #: As it arrived.
     volume: Volume
-    #: Of all of its rows, the first ``arrived`` of which can be used: bytes of rows, or a sequence.
+    #: Of all of its rows, the first ``arrived`` of which can be used: bytes of rows, or a sequence
+    #: (``nbytes`` is then 0).
     data: object
+    nbytes: int
     arrived: int
     #: Indices of its groups that remain.
     kept: list[int]
@@ -46,7 +48,8 @@ class WaitingVolume:
         total = volume.count
         rows = total if arrived is None else arrived
         kept = list(range(len(volume.rows)))
-        return cls(volume, data, rows, kept, volume.rows, total, total, _first=(rows, now))
+        nbytes = len(data) if isinstance(data, bytes | bytearray | memoryview) else 0
+        return cls(volume, data, nbytes, rows, kept, volume.rows, total, total, _first=(rows, now))
 
     @property
     def is_begun(self) -> bool:
@@ -57,11 +60,6 @@ class WaitingVolume:
     def is_over(self) -> bool:
         """Whether all rows were taken."""
         return self.taken >= self.remaining
-
-    @property
-    def nbytes(self) -> int:
-        """What is kept for it."""
-        return len(self.data) if isinstance(self.data, bytes | bytearray | memoryview) else 0
 
     @property
     def here(self) -> int:

@@ -40,7 +40,7 @@ class LinkEstimator:
         self._look_at = 0.0
         self._told: LinkEstimate | None = None
         #: As it was when somebody last asked for news.
-        self._asked: LinkEstimate | None = None
+        self._asked: tuple[float, float, float | None] | None = None
         #: Beats on end that were late.
         self._late_beats = 0
 
@@ -102,10 +102,12 @@ class LinkEstimator:
 
     def news(self, now: float) -> LinkEstimate | None:
         """The estimate, if it is worth telling since it was told last."""
-        estimate, told = self.estimate(now), self._told
-        if estimate == self._asked:
+        self._at(now)
+        rtt, minimum, rate = self._trip.smooth, self._minimum() or 0.0, self._meter.rate
+        if (rtt, minimum, rate) == self._asked:
             return None
-        self._asked = estimate
+        self._asked = rtt, minimum, rate
+        estimate, told = LinkEstimate(rtt, minimum, rate), self._told
         if told is None:
             if estimate.rate is None and not estimate.min_rtt:
                 return None
