@@ -18,7 +18,7 @@ _WINDOW = 1 << 24
 _OWNER = "clients"
 
 
-class Serving(Protocol):
+class ServingRing(Protocol):
     """What takes requests: a ring."""
 
     @property
@@ -30,7 +30,7 @@ class Serving(Protocol):
 
 
 #: Who is to serve a request now; ``None``: nobody is there, somebody will ask again.
-Choose = Callable[[PlannedRequest], Serving | None]
+Choose = Callable[[PlannedRequest], ServingRing | None]
 
 
 class Clients:
@@ -47,7 +47,7 @@ class Clients:
         self._times: dict[str, array[float]] = {key: array("d") for key in self._plan}
         self._errors: dict[str, str] = {}
         #: Who serves those that live; nobody those that wait.
-        self._served: dict[str, Serving | None] = {}
+        self._served: dict[str, ServingRing | None] = {}
         self.left = len(self._plan)
         #: When something last came of a request, or the first one of several was sent.
         self.heard_at = 0.0
@@ -55,7 +55,7 @@ class Clients:
         #: Seconds in which any request was being served.
         self.live_s = 0.0
         #: Told of each request that is over, and who served it.
-        self.on_over: Callable[[Serving | None], None] | None = None
+        self.on_over: Callable[[ServingRing | None], None] | None = None
 
     def start(self) -> None:
         """Have every request sent when it is due."""
@@ -94,7 +94,7 @@ class Clients:
             self.deliver(emissions, now)
             serving.pump()
 
-    def forsake(self, serving: Serving) -> list[str]:
+    def forsake(self, serving: ServingRing) -> list[str]:
         """It is gone: those that it served wait, and can be sent again; returns their keys."""
         lost = [key for key, other in self._served.items() if other is serving]
         for key in lost:

@@ -8,7 +8,7 @@ from molink.bench.report import Report, summarize
 from molink.errors import UsageError
 from molink.head.head import Head
 from molink.sim.agenda import Agenda
-from molink.sim.clients import Clients, Serving
+from molink.sim.clients import Clients, ServingRing
 from molink.sim.pc import Pc
 from molink.sim.router import PipelineLoad, create_router
 from molink.sim.scenario import Scenario
@@ -248,7 +248,7 @@ class _Run:
 
     # --- requests --------------------------------------------------------------------------------
 
-    def _choose(self, request: PlannedRequest) -> Serving | None:
+    def _choose(self, request: PlannedRequest) -> ServingRing | None:
         if not self._up:
             return None
         slot = self.slots[self._router.choose(request, self._up).number]
@@ -256,7 +256,7 @@ class _Run:
         slot.epoch.begun()
         return slot.epoch
 
-    def _over(self, serving: Serving | None) -> None:
+    def _over(self, serving: ServingRing | None) -> None:
         if isinstance(serving, Epoch):
             serving.over()
             self.slots[serving.load.number].rest(serving)

@@ -72,7 +72,7 @@ class Epoch:
         self.load.requests -= count
 
 
-class Surroundings(Protocol):
+class Neighbours(Protocol):
     """What a pipeline asks of those around it, and tells them."""
 
     @property
@@ -100,7 +100,7 @@ class Slot:
     """
 
     def __init__(
-        self, load: PipelineLoad, pcs: Sequence[Pc], blueprints: Blueprints, around: Surroundings
+        self, load: PipelineLoad, pcs: Sequence[Pc], blueprints: Blueprints, around: Neighbours
     ) -> None:
         self.load = load
         #: Rings that there were, and those that were lost.

@@ -50,7 +50,7 @@ class Link(msgspec.Struct, frozen=True):
     bulk: LaneStatus = LaneStatus()
 
 
-class StageLoad(msgspec.Struct, frozen=True):
+class StageUse(msgspec.Struct, frozen=True):
     """How busy a stage is: shares in percent, sizes in bytes."""
 
     busy: Count = 0
@@ -69,7 +69,7 @@ class Worker(msgspec.Struct, frozen=True):
     stage: Count = 0
     state: str = ""
     fetching: Bytes | None = None
-    load: StageLoad | None = None
+    load: StageUse | None = None
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Peer(msgspec.Struct, frozen=True):
     workers: tuple[Worker, ...] = ()
 
 
-class Stage(msgspec.Struct, frozen=True):
+class PlacedStage(msgspec.Struct, frozen=True):
     """A stage as the coordinator has placed it."""
 
     peer: str
@@ -127,7 +127,7 @@ class PipelineStatus(msgspec.Struct, frozen=True):
     epoch: Count = 0
     ready: bool = False
     reason: str = ""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PlacedStage, ...] = ()
     head: HeadStatus | None = None
 
 
