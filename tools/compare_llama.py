@@ -1,12 +1,18 @@
-"""A GGUF file in molink and in llama.cpp: the same tokens, the same likely next ones, perplexity.
+"""A GGUF file in molink and in llama.cpp: tokens, perplexity, likely next tokens, greedy text.
 
     python -m tools.compare_llama FILE.gguf TEXT... --llama PATH/llama-server
-    python -m tools.compare_llama FILE.gguf README.md --llama … --tokens 400 --dtype bf16
+    python -m tools.compare_llama FILE.gguf README.md --llama … --tokens 400 --dtype f32 bf16
 
 Both read the TEXTs (files; each is cut to ``--tokens``) with the same tokens before each place, so
 a difference at one place doesn't change the next ones. llama.cpp rounds what it multiplies with
 weights in blocks to 8 bits, molink doesn't: where the two best tokens are about equally likely, the
-better one may differ. Shown are the places where it does, with how far the two are apart.
+better one may differ. Shown is how far the two are apart there.
+
+Then both continue each part of ``--prompt`` tokens of the texts by ``--answer`` tokens, each by the
+most likely one. Where the two texts part, the gap between both tokens is shown.
+
+With ``--their-file`` llama.cpp reads another file: that of the same values as F32, which
+``llama-quantize --allow-requantize FILE.gguf F32.gguf F32`` makes. There it rounds nothing either.
 """
 
 from __future__ import annotations
@@ -35,9 +41,11 @@ from molink.checkpoint.source import Uncounted
 from molink.checkpoint.unpacking import unpacked
 from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
+from tools.greedy import greedy, whole_model
 from tools.measure_quantization import log_probabilities
 
-_BLOCK = 16
+#: As many likely tokens are asked for at first: all of them are many.
+_LIKELY = 400
 #: Pieces that the texts are tokenized in, beside whole.
 _PIECE = 97
 
@@ -100,53 +108,131 @@ def same_tokens(url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[i
     return same, len(texts) + len(pieces)
 
 
-def places(url: str, ids: list[int], ours: Tensor) -> Iterator[Place]:
-    """What both say of each token but the first; ``ours`` is ``[tokens - 1, vocabulary]``."""
-    for index, mine in enumerate(ours):
-        asked = {"prompt": ids[: index + 1], "n_predict": 1, "n_probs": len(mine)}
-        reply = ask(f"{url}/completion", asked | {"temperature": 0, "cache_prompt": True})
-        if "completion_probabilities" not in reply:
+def places(url: str, ids: list[int], ours: dict[str, Tensor]) -> Iterator[tuple[str, Place]]:
+    """What both say of each token but the first; ours are ``[tokens - 1, vocabulary]``, by dtype."""
+    for index, token in enumerate(ids[1:]):
+        rows = {dtype: found[index] for dtype, found in ours.items()}
+        wanted = {token, *(int(row.argmax()) for row in rows.values())}
+        theirs = their_probabilities(url, ids[: index + 1], wanted)
+        if not theirs:
             continue  # it would end the text here, and says no more
-        theirs = torch.full_like(mine, -math.inf)
-        for entry in reply["completion_probabilities"][0]["top_logprobs"]:
-            theirs[entry["id"]] = entry["logprob"]
-        here, there, token = int(mine.argmax()), int(theirs.argmax()), ids[index + 1]
-        yield Place(
-            float(mine[token]),
-            float(theirs[token]),
-            here == there,
-            float(mine[here] - mine[there]),
-            float(theirs[there] - theirs[here]),
-        )
+        there = max(theirs, key=lambda one: theirs[one])
+        for dtype, row in rows.items():
+            here = int(row.argmax())
+            yield (
+                dtype,
+                Place(
+                    float(row[token]),
+                    theirs[token],
+                    here == there,
+                    float(row[here] - row[there]),
+                    theirs[there] - theirs[here],
+                ),
+            )
+
+
+def their_probabilities(url: str, ids: list[int], wanted: set[int]) -> dict[int, float]:
+    """llama.cpp's logarithms of the likely tokens after ``ids``, and of those that are wanted."""
+    for count in (_LIKELY, 1 << 30):
+        asked = {"prompt": ids, "n_predict": 1, "n_probs": count, "temperature": 0}
+        reply = ask(url + "/completion", asked | {"cache_prompt": True})
+        listed = reply.get("completion_probabilities") or [{"top_logprobs": ()}]
+        found = {entry["id"]: entry["logprob"] for entry in listed[0]["top_logprobs"]}
+        if not found or wanted <= found.keys():
+            break
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Greedy text of both: tokens that are the same, of how many, and the gap where they part.
+
+    The gap is in nats, of our own distribution.
+    """
+
+    same: int
+    count: int
+    gap: float
+
+
+def answers(
+    url: str, stage: Stage, ids: list[int], options: argparse.Namespace, ends: Sequence[int]
+) -> Iterator[Answer]:
+    """Each part of ``ids``, continued by both."""
+    length, count = options.prompt, options.answer
+    for begin in range(0, len(ids) - length + 1, length):
+        prompt = ids[begin : begin + length]
+        ours = greedy(stage, prompt, count, ends)
+        asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "return_tokens": True}
+        theirs = ask(url + "/completion", asked)["tokens"]
+        # The token that ends it is not among theirs.
+        pairs = zip(ours, [*theirs, None], strict=False)
+        same, gap = 0, 0.0
+        for (mine, logits), other in pairs:
+            if mine == other or (other is None and mine in ends):
+                same += 1
+                continue
+            rival = other if other is not None else max(ends, key=lambda one: float(logits[one]))
+            gap = float(logits[mine] - logits[rival])
+            break
+        yield Answer(same, len(ours), gap)
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures."""
     model = ModelFolder.open(unpacked(options.file, folder, Uncounted(), threading.Event()))
     tokenizer = Tokenizer.open(model.path)
-    stage = Stage.load(
-        model, (0, model.config.layers), "cpu", options.dtype, quantize=options.quantize
-    )
-    stage.allocate(-(-options.tokens // _BLOCK), _BLOCK)
+    room = max(options.tokens, options.prompt + options.answer)
+    stages = {
+        dtype: whole_model(model, room, dtype, options.quantize) for dtype in options.dtype
+    }
     texts = [path.read_text(encoding="utf-8") for path in options.texts]
-    found: list[Place] = []
-    with llama_server(options.llama, options.file, options.tokens + 8) as url:
+    read: dict[str, list[Place]] = {dtype: [] for dtype in stages}
+    written: dict[str, list[Answer]] = {dtype: [] for dtype in stages}
+    with llama_server(options.llama, options.their_file or options.file, room + 8) as url:
         same, count = same_tokens(url, tokenizer, texts)
         for text in texts:
             ids = tokenizer.encode(text)[: options.tokens]
-            (ours,) = log_probabilities(stage, [torch.tensor(ids, dtype=torch.int32).numpy()])
-            found += places(url, ids, ours)
+            given = [torch.tensor(ids).numpy()]
+            ours = {
+                dtype: next(log_probabilities(stage, given)) for dtype, stage in stages.items()
+            }
+            for dtype, place in places(url, ids, ours):
+                read[dtype].append(place)
+            for dtype, stage in stages.items():
+                written[dtype] += answers(url, stage, ids, options, tokenizer.eos_ids)
+    figures: dict[str, Any] = {"texts with the same tokens": f"{same} of {count}"}
+    for dtype in stages:
+        figures |= {f"{dtype}: {name}": one for name, one in _read(read[dtype]).items()}
+        figures |= {f"{dtype}: {name}": one for name, one in _written(written[dtype]).items()}
+    return figures
+
+
+def _read(found: Sequence[Place]) -> dict[str, Any]:
     differing = [place for place in found if not place.same]
+    ours, theirs = (
+        math.exp(-sum(values) / len(found))
+        for values in ([one.ours for one in found], [one.theirs for one in found])
+    )
     return {
-        "texts with the same tokens": f"{same} of {count}",
         "places": len(found),
-        "same favourite": round(1 - len(differing) / len(found), 5),
+        "same favourite": f"{1 - len(differing) / len(found):.2%}",
         "largest gap where not (ours, theirs)": (
             round(max((place.our_gap for place in differing), default=0.0), 4),
             round(max((place.their_gap for place in differing), default=0.0), 4),
         ),
-        "perplexity": round(math.exp(-sum(place.ours for place in found) / len(found)), 4),
-        "llama.cpp's": round(math.exp(-sum(place.theirs for place in found) / len(found)), 4),
+        "perplexity": round(ours, 4),
+        "llama.cpp's": round(theirs, 4),
+        "apart by": f"{ours / theirs - 1:+.2%}",
+    }
+
+
+def _written(found: Sequence[Answer]) -> dict[str, Any]:
+    parted = [one for one in found if one.same < one.count]
+    return {
+        "same greedy texts": f"{len(found) - len(parted)} of {len(found)}",
+        "tokens before they part": [one.same for one in parted],
+        "gap there, nats": [round(one.gap, 4) for one in parted],
     }
 
 
@@ -156,14 +242,17 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--llama", type=Path, required=True, help="llama-server")
+    parser.add_argument("--their-file", type=Path, help="that llama.cpp reads  [FILE]")
     parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompt", type=int, default=50, help="tokens that are continued")
+    parser.add_argument("--answer", type=int, default=32, help="tokens of a greedy answer")
+    parser.add_argument("--dtype", nargs="+", default=["auto"])
     parser.add_argument("--quantize", default="none")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for name, figure in compare(options, Path(folder)).items():
-            print(f"{name:38} {figure}")
+            print(f"{name:44} {figure}", flush=True)
 
 
 if __name__ == "__main__":
