@@ -109,7 +109,7 @@ def same_tokens(url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[i
 
 
 def places(url: str, ids: list[int], ours: dict[str, Tensor]) -> Iterator[tuple[str, Place]]:
-    """What both say of each token but the first; ours are ``[tokens - 1, vocabulary]``, by dtype."""
+    """What both say of each token but the first, by dtype; ours are ``[tokens - 1, V]``."""
     for index, token in enumerate(ids[1:]):
         rows = {dtype: found[index] for dtype, found in ours.items()}
         wanted = {token, *(int(row.argmax()) for row in rows.values())}
@@ -183,9 +183,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = ModelFolder.open(unpacked(options.file, folder, Uncounted(), threading.Event()))
     tokenizer = Tokenizer.open(model.path)
     room = max(options.tokens, options.prompt + options.answer)
-    stages = {
-        dtype: whole_model(model, room, dtype, options.quantize) for dtype in options.dtype
-    }
+    stages = {dtype: whole_model(model, room, dtype, options.quantize) for dtype in options.dtype}
     texts = [path.read_text(encoding="utf-8") for path in options.texts]
     read: dict[str, list[Place]] = {dtype: [] for dtype in stages}
     written: dict[str, list[Answer]] = {dtype: [] for dtype in stages}
@@ -194,9 +192,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for text in texts:
             ids = tokenizer.encode(text)[: options.tokens]
             given = [torch.tensor(ids).numpy()]
-            ours = {
-                dtype: next(log_probabilities(stage, given)) for dtype, stage in stages.items()
-            }
+            ours = {dtype: next(log_probabilities(stage, given)) for dtype, stage in stages.items()}
             for dtype, place in places(url, ids, ours):
                 read[dtype].append(place)
             for dtype, stage in stages.items():

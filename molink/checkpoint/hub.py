@@ -9,6 +9,7 @@ takes half a second, and most commands never need it.
 import hashlib
 import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -27,6 +28,7 @@ from molink.errors import (
 )
 from molink.facts.model import LayerRange
 from molink.files import patiently
+from molink.gguf.parts import part_names
 
 #: What is fetched: weights and metadata, no pickles.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -113,12 +115,13 @@ def cached(repository: str) -> Path | None:
     return Path(found) if has_weights(Path(found)) else None
 
 
-def cached_file(repository: str, file: str) -> Path | None:
-    """A file of a repository that lies in the cache."""
+def cached_file(repository: str, files: Sequence[str]) -> Path | None:
+    """The first of some files of a repository, if they all lie in the cache."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, file, cache_dir=constants.HF_HUB_CACHE)
-    return Path(found) if isinstance(found, str) else None
+    cache = constants.HF_HUB_CACHE
+    found = [try_to_load_from_cache(repository, file, cache_dir=cache) for file in files]
+    return Path(str(found[0])) if all(isinstance(one, str) for one in found) else None
 
 
 def has_weights(folder: Path) -> bool:
@@ -158,42 +161,47 @@ def pull(
         return _lay_out(found, small | {file.name for file in weights})
 
 
-def pull_file(repository: str, file: str, counter: Counter, stop: threading.Event) -> Path:
-    """Have one file of a repository in the cache; raises as :func:`pull`."""
+def pull_file(
+    repository: str, files: Sequence[str], counter: Counter, stop: threading.Event
+) -> Path:
+    """Have some files of a repository in the cache; returns the first. Raises as :func:`pull`."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     with in_words(repository):
         disable_progress_bars()
-        found = look_up(repository, file=file)
+        found = look_up(repository, files=files)
         check_disk(found, found.weights)
         counter.total = sum(one.nbytes for one in found.weights)
         for one in found.weights:
             _have(found, one, counter, stop)
-        return _lay_out(found, {file}) / file
+        return _lay_out(found, {*files}) / files[0]
 
 
-def look_up(repository: str, commit: str | None = None, file: str = "") -> Repository:
-    """Ask the hub what a model consists of, or about one ``file``. Raises what its library does."""
+def look_up(repository: str, commit: str | None = None, files: Sequence[str] = ()) -> Repository:
+    """Ask the hub what a model, or some ``files`` of it, are. Raises what its library does."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(
         repository, revision=commit, files_metadata=True
     )
-    files = tuple(
+    found = tuple(
         HubFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs is not None else "")
         for one in info.siblings or ()
-        if (one.rfilename == file if file else _wanted(one.rfilename))
+        if (one.rfilename in files if files else _wanted(one.rfilename))
     )
-    if not any(fnmatch(one.name, file or "*.safetensors") for one in files):
+    wanted = files or ("*.safetensors",)
+    missing = [name for name in wanted if not any(fnmatch(one.name, name) for one in found)]
+    if missing:
         ggufs = [one.rfilename for one in info.siblings or () if fnmatch(one.rfilename, "*.gguf")]
-        raise BrokenModel(_lack(repository, file, ggufs))
+        raise BrokenModel(_lack(repository, missing[0] if files else "", ggufs))
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
-    return Repository(repository, str(info.sha), files, cache)
+    return Repository(repository, str(info.sha), found, cache)
 
 
 def _lack(repository: str, file: str, ggufs: list[str]) -> str:
-    named = ", ".join(f"{repository}/{name}" for name in ggufs[:8])
+    firsts = dict.fromkeys(part_names(name)[0] for name in ggufs)
+    named = ", ".join(f"{repository}/{name}" for name in [*firsts][:8])
     hint = f". Name one of its GGUF files: {named}" if named else ""
     return f"{repository} on the hub has no {file or '*.safetensors, which molink reads'}{hint}"
 

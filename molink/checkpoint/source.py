@@ -9,6 +9,7 @@ from pathlib import Path
 from molink.checkpoint import hub
 from molink.checkpoint.unpacking import SUFFIX, gguf_in, unpacked
 from molink.errors import ModelNotFound
+from molink.gguf.parts import model_name, part_names
 
 #: The model that ships with molink, and the default.
 DEMO_MODEL = "molink-demo"
@@ -82,9 +83,9 @@ def find_model(
         return ModelSource(local_name(found), path)
     match = _HUB_FILE.fullmatch(name_or_path)
     if match is not None:
-        asked = match[1], match[2]
+        asked = match[1], part_names(match[2])
         file = hub.cached_file(*asked) or hub.pull_file(*asked, counter, stop)
-        return ModelSource(file.stem, unpacked(file, unpack_into, counter, stop))
+        return ModelSource(model_name(file.name), unpacked(file, unpack_into, counter, stop))
     if not is_repository(name_or_path):
         raise ModelNotFound(
             f"no model {name_or_path!r}: it is no folder and no GGUF file, not "
@@ -101,13 +102,14 @@ def local_model(name: str) -> Path | None:
     """The folder or GGUF file that ``name`` is on this PC, in full; ``None`` if it is neither."""
     path = Path(name).expanduser()
     if name and (path.is_dir() or (path.suffix.lower() == SUFFIX and path.is_file())):
-        return path.resolve()
+        # A file keeps its name, also where it is a link (in the hub's cache, say).
+        return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     return None
 
 
 def local_name(path: Path) -> str:
     """What the model in a folder or GGUF file is called."""
-    return (path.name if path.is_dir() else path.stem) or str(path)
+    return (path.name if path.is_dir() else model_name(path.name)) or str(path)
 
 
 def is_repository(name: str) -> bool:
@@ -124,11 +126,12 @@ def is_here(name: str) -> bool:
     """Whether nothing has to be fetched to have it."""
     match = _HUB_FILE.fullmatch(name)
     if match is not None:
-        return local_model(name) is not None or hub.cached_file(match[1], match[2]) is not None
+        files = part_names(match[2])
+        return local_model(name) is not None or hub.cached_file(match[1], files) is not None
     return local_model(name) is not None or hub.cached(name) is not None
 
 
 def short_name(repository: str) -> str:
     """What a model of the hub is called here."""
     name = repository.rpartition("/")[2]
-    return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else name
+    return model_name(name) if name.lower().endswith(SUFFIX) else name

@@ -10,7 +10,8 @@ import mmap
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from molink.checkpoint.header import MAX_HEADER_BYTES
 from molink.checkpoint.hub import Counter
 from molink.checkpoint.layout import stage_tensors
 from molink.checkpoint.prequantized import stored_tensors
-from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
+from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import patiently, plain_name
 from molink.gguf.architecture import config_of, vocabulary_of
-from molink.gguf.header import GgufFile, GgufTensor, read_gguf
+from molink.gguf.header import GgufFile, GgufTensor
+from molink.gguf.parts import model_name, part_names, parts_of, read_parts
 from molink.gguf.sampling import sampling_of
 from molink.gguf.tensors import TensorPiece, pieces
 from molink.gguf.tokens import TokenizerFiles, tokenizer_files
@@ -41,21 +43,24 @@ _ALIGNMENT = 8
 def gguf_in(folder: Path) -> Path | None:
     """The one GGUF file of a folder that has no safetensors; ``None`` if it is another folder.
 
+    Of a model in several it is the first.
+
     Raises:
-        ModelError: there are several.
+        ModelError: there are several models.
     """
     if any(folder.glob("*.safetensors")):
         return None
-    found = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
+    here = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
+    found = {part_names(path.name)[0] for path in here}
     if len(found) > 1:
-        names = ", ".join(path.name for path in found[:4])
+        names = ", ".join(sorted(found)[:4])
         raise ModelError(f"{folder} has {len(found)} GGUF files ({names}): name one of them")
-    return found[0] if found else None
+    return here[0] if here else None
 
 
 def gguf_config(path: Path) -> ModelConfig:
     """What the metadata of a GGUF file say of its model; raises as :func:`unpacked`."""
-    file = read_gguf(path)
+    file = read_parts(path)
     config = config_of(file, lambda tensor: _numbers(file, tensor), ())
     return ModelConfig.parse(config, str(path))
 
@@ -63,13 +68,15 @@ def gguf_config(path: Path) -> ModelConfig:
 def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) -> Path:
     """The folder below ``into`` that holds the model of a GGUF file; made if it isn't there.
 
+    Of a model in several files ``path`` is any of them.
+
     Raises:
         BrokenModel: the file is truncated or contradicts itself; says where.
         UnsupportedModel: something in it that isn't implemented; named.
         ModelError: there is no room, or the folder can't be written.
         Unavailable: ``stop`` was set meanwhile.
     """
-    target = into / f"{plain_name(path.stem, 'model')}-{_key(path)}"
+    target = into / f"{plain_name(model_name(path.name), 'model')}-{_key(parts_of(path))}"
     if target.is_dir():
         return target
     draft = into / f".{target.name}.part"
@@ -83,19 +90,20 @@ def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) ->
     return target
 
 
-def _key(path: Path) -> str:
-    """Another one whenever the file is another one."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
-    about = f"{_LAYOUT} {path.resolve()} {found.st_size} {found.st_mtime_ns}"
-    return hashlib.sha256(about.encode()).hexdigest()[:16]
+def _key(parts: Sequence[Path]) -> str:
+    """Another one whenever one of the files is another one."""
+    about = [str(_LAYOUT)]
+    for path in parts:
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise BrokenModel(f"{path}: can't be read: {error.strerror or error}") from error
+        about.append(f"{path.resolve()} {found.st_size} {found.st_mtime_ns}")
+    return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 
 def _write(path: Path, draft: Path, counter: Counter, stop: threading.Event) -> None:
-    file = read_gguf(path)
-    _refuse_split(file)
+    file = read_parts(path)
     tokens = tokenizer_files(file.metadata, vocabulary_of(file))
     config = config_of(file, lambda tensor: _numbers(file, tensor), tokens.ends)
     sampling = sampling_of(file.metadata)
@@ -111,24 +119,21 @@ def _write(path: Path, draft: Path, counter: Counter, stop: threading.Event) -> 
             f"{total / 1e9:.1f} GB there: make room, or put molink's home elsewhere (MOLINK_HOME)"
         )
     counter.total += total
-    with path.open("rb") as source, (draft / "model.safetensors").open("wb") as target:
+    with (draft / "model.safetensors").open("wb") as target, ExitStack() as opened:
+        data = [opened.enter_context(_mapped(part)) for part in file.parts]
         target.write(_header(found))
-        with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for piece in found:
-                for part in _bytes_of(piece, data):
-                    if stop.is_set():
-                        raise Unavailable(f"{path.name} was not unpacked to the end")
-                    target.write(part)
-                    counter.add(len(part))
+        for piece in found:
+            for part in _bytes_of(piece, data[piece.part]):
+                if stop.is_set():
+                    raise Unavailable(f"{path.name} was not unpacked to the end")
+                target.write(part)
+                counter.add(len(part))
 
 
-def _refuse_split(file: GgufFile) -> None:
-    count = file.metadata.index("split.count") or 0
-    if count > 1:
-        raise UnsupportedModel(
-            f"{file.path} is one of {count} parts of a model, which is not supported: join them "
-            "(`llama-gguf-split --merge`) or take a model in one file"
-        )
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
 
 
 def _checked(file: GgufFile, config: dict[str, Any]) -> list[TensorPiece]:
@@ -156,7 +161,7 @@ def _checked(file: GgufFile, config: dict[str, Any]) -> list[TensorPiece]:
 
 
 def _numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
-    with file.path.open("rb") as source:
+    with file.parts[tensor.part].open("rb") as source:
         source.seek(tensor.offset)
         return [number for (number,) in struct.iter_unpack("<f", source.read(tensor.nbytes))]
 

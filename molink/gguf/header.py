@@ -23,7 +23,8 @@ _VERSIONS = (2, 3)
 #: Bytes of metadata and tensor names; those of models with large vocabularies have 20 MB.
 MAX_HEADER_BYTES = 128 << 20
 _MAX_KEYS = 1 << 14
-_MAX_TENSORS = 1 << 18
+#: Tensors of a model.
+MAX_TENSORS = 1 << 18
 #: Entries of a list: of the longest known, the merges of a vocabulary, there are half a million.
 _MAX_LISTED = 1 << 22
 _MAX_NAME = 256
@@ -38,22 +39,27 @@ _STRING, _LIST = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: ``nbytes`` bytes at ``offset`` of the file. ``shape`` has the rows first."""
+    """A tensor: ``nbytes`` bytes at ``offset`` of the file. ``shape`` has the rows first.
+
+    ``part`` says in which one, of a model in several files.
+    """
 
     name: str
     kind: Kind
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file that was looked at."""
+    """A GGUF file that was looked at, or all of a model's; ``path`` is the first of these."""
 
     path: Path
     metadata: Metadata
     tensors: dict[str, GgufTensor]
+    parts: tuple[Path, ...]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -79,7 +85,7 @@ def read_gguf(path: Path) -> GgufFile:
 def _read(path: Path, data: mmap.mmap, size: int) -> GgufFile:
     read = _Reader(path, data, min(size, MAX_HEADER_BYTES), size)
     _check_version(path, read)
-    tensors, keys = read.count("tensors", _MAX_TENSORS), read.count("metadata keys", _MAX_KEYS)
+    tensors, keys = read.count("tensors", MAX_TENSORS), read.count("metadata keys", _MAX_KEYS)
     values: dict[str, Value] = {}
     for _ in range(keys):
         read.where = "its metadata"
@@ -94,7 +100,7 @@ def _read(path: Path, data: mmap.mmap, size: int) -> GgufFile:
     if alignment & (alignment - 1):
         raise BrokenModel(f"{path}: general.alignment {alignment} is no power of two")
     base = -(-read.at // alignment) * alignment
-    return GgufFile(path, metadata, _placed(path, found, base, alignment, size))
+    return GgufFile(path, metadata, _placed(path, found, base, alignment, size), (path,))
 
 
 def _check_version(path: Path, read: "_Reader") -> None:

@@ -27,6 +27,11 @@ class Metadata:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def other_than(self, other: "Metadata", besides: str) -> str | None:
+        """A key that both have with different values; ``besides`` is not looked at."""
+        keys = (self._values.keys() & other._values.keys()) - {besides}
+        return next((k for k in sorted(keys) if self._values[k] != other._values[k]), None)
+
     def integer(self, key: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
         """A positive integer up to ``maximum``."""
         value = self._get(key, default)

@@ -69,7 +69,7 @@ _MIXTRAL_EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of the GGUF file.
+    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of a GGUF file, ``part``.
 
     ``dtype`` is safetensors' own name; of weights in blocks it is ``U8``, and ``name`` tells the
     kind of them. With ``heads`` the rows have to be put into the order of halves, head by head.
@@ -83,6 +83,7 @@ class TensorPiece:
     nbytes: int
     heads: int = 0
     less: float = 0.0
+    part: int = 0
 
 
 def pieces(file: GgufFile, config: dict[str, Any]) -> Iterator[TensorPiece]:
@@ -121,9 +122,8 @@ def _of_layer(
             raise BrokenModel(f"{where} has {count} experts, its metadata another number")
         nbytes = tensor.nbytes // count
         for index in range(count):
-            one = GgufTensor(
-                tensor.name, tensor.kind, tuple(shape), tensor.offset + index * nbytes, nbytes
-            )
+            begin = tensor.offset + index * nbytes
+            one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
             yield _piece(f"{prefix}{experts[module].format(index)}.weight", one, where)
         return
     ours = _modules(family).get(module)
@@ -165,4 +165,4 @@ def _piece(
                 f"{where}: {kind.name} with shape {list(shape)} is not supported"
             )
         name, shape, dtype = packed_name(name, kind), packed, "U8"
-    return TensorPiece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less)
+    return TensorPiece(name, dtype, shape, tensor.offset, tensor.nbytes, heads, less, tensor.part)

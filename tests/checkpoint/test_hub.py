@@ -75,6 +75,26 @@ def test_a_gguf_file_of_a_repository(
     assert find_model(name, unpack_into=tmp_path).path == found.path
 
 
+def test_all_parts_of_a_model_are_fetched(
+    served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"big-{index:05}-of-00003.gguf" for index in (1, 2, 3)]
+    for index, name in enumerate(names):
+        (served.folder / name).write_bytes(b"GGUF" + bytes(100 + index))
+    monkeypatch.setattr(source, "unpacked", lambda file, *_: file)
+    found = find_model(f"{REPOSITORY}/{names[1]}", Count(), unpack_into=tmp_path)
+    assert (found.name, found.path.name) == ("big", names[0])
+    assert [found.path.with_name(name).stat().st_size for name in names] == [104, 105, 106]
+    served.status = 503
+    assert find_model(f"{REPOSITORY}/{names[2]}", unpack_into=tmp_path).path == found.path
+
+
+def test_a_part_that_the_hub_lacks(served: FakeHub, tmp_path: Path) -> None:
+    (served.folder / "big-00001-of-00002.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BrokenModel, match=r"on the hub has no big-00002-of-00002\.gguf"):
+        find_model(f"{REPOSITORY}/big-00001-of-00002.gguf", unpack_into=tmp_path)
+
+
 def test_a_repository_of_gguf_files_alone_has_them_named(served: FakeHub, tmp_path: Path) -> None:
     for path in weights(served):
         path.rename(path.with_suffix(".gguf"))

@@ -125,7 +125,7 @@ def test_found_by_name(whole: Path, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
     "architecture": ({"general.architecture": "mamba"}, UnsupportedModel, "'mamba' is not supp"),
     "adapter": ({"general.type": "adapter"}, UnsupportedModel, "no model but 'adapter'"),
-    "split": ({"split.count": 3}, UnsupportedModel, "one of 3 parts"),
+    "split": ({"split.count": 3}, BrokenModel, "part 1 of 3 of a model, but isn't named so"),
     "layers": ({"llama.block_count": 3}, BrokenModel, r"layers\.2\."),
     "fewer layers": ({"llama.block_count": 1}, BrokenModel, r"no place for model\.layers\.1"),
     "no layers": ({"llama.block_count": 0}, BrokenModel, "llama.block_count"),

@@ -42,18 +42,20 @@ def write_gguf(
     others: Mapping[str, Kind] | None = None,
     metadata: Mapping[str, Any] | None = None,
     divisors: Sequence[float] = (),
+    part: int = 0,
 ) -> Path:
     """The model of ``folder`` (as ``write_model`` makes them) as a GGUF file at ``path``.
 
     Weights become ``kind``, those of whose GGUF names a part is among the ``others`` that kind.
     ``exact`` becomes a copy of the folder with the values that these
     hold. ``metadata`` are set beside, or instead of, what the config says; ``divisors`` are those
-    of the frequencies of rope, as Llama 3 has them.
+    of the frequencies of rope, as Llama 3 has them. With ``part`` the model comes in several
+    files, each with that many tensors at most, and the first of them is returned.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
     name = _NAMES.get(family, family)
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
     for key, value in _metadata(config, name).items():
         _add(writer, key, value)
     _add_tokenizer(writer, folder)
@@ -86,7 +88,7 @@ def write_gguf(
     writer.close()
     if exact is not None:
         _write_exact(folder, exact, exact_values)
-    return path
+    return path if not part else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
