@@ -6,6 +6,7 @@ which has scores instead of merges. The expressions are those of llama.cpp, so t
 same ids there and here.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _MAX_TOKEN = 1024
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
+#: A byte that is a character.
+_ASCII = re.compile(r"<0x([0-7][0-9A-Fa-f])>")
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -61,7 +64,7 @@ _CUTS: dict[str, tuple[str, ...]] = {
 }
 #: A word that is a token as it stands is not cut by merges there.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-#: Control tokens that end an answer whatever the metadata say.
+#: Tokens that end an answer whatever the metadata say.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
     | {"<|eom_id|>", "<EOT>", "<｜end▁of▁sentence｜>"}
@@ -85,7 +88,7 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> TokenizerFiles:
         BrokenModel: it contradicts itself or the embedding; the key is named.
     """
     tokens = _tokens(metadata, vocabulary)
-    kinds = _kinds(metadata, len(tokens))
+    kinds = _kinds(metadata, tokens)
     model = metadata.text("tokenizer.ggml.model")
     try:
         if model == "gpt2":
@@ -103,7 +106,7 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> TokenizerFiles:
         raise
     except Exception as error:  # `tokenizers` raises nothing more exact
         raise BrokenModel(f"{metadata.where}: its tokenizer can't be made: {error}") from error
-    return TokenizerFiles(source, _config(metadata, tokens, model), _ends(metadata, tokens, kinds))
+    return TokenizerFiles(source, _config(metadata, tokens, model), _ends(metadata, tokens))
 
 
 def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
@@ -124,9 +127,13 @@ def _tokens(metadata: Metadata, vocabulary: int) -> list[str]:
     return tokens
 
 
-def _kinds(metadata: Metadata, count: int) -> list[int]:
-    key = "tokenizer.ggml.token_type"
-    return [int(kind) for kind in metadata.numbers(key, count)] if key in metadata else [1] * count
+def _kinds(metadata: Metadata, tokens: Sequence[str]) -> list[int]:
+    """The types of tokens. What usually ends an answer is no text, whatever a file says of it."""
+    key, count = "tokenizer.ggml.token_type", len(tokens)
+    found = metadata.numbers(key, count) if key in metadata else [_NORMAL] * count
+    return [
+        _CONTROL if text in _ENDS else int(kind) for text, kind in zip(tokens, found, strict=True)
+    ]
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> "Tokenizer":
@@ -164,10 +171,11 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[i
     if unknown >= len(tokens):
         raise _no_token(metadata, "unknown", unknown)
     scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
+    texts = _with_bytes_as_characters(tokens, kinds)
     model = models.BPE(
-        {text: index for index, text in enumerate(tokens)},
-        _merges(tokens, kinds, scores),
-        unk_token=tokens[unknown],
+        {text: index for index, text in enumerate(texts)},
+        _merges(texts, kinds, scores),
+        unk_token=texts[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -182,6 +190,18 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[i
     return made
 
 
+def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> list[str]:
+    """``<0x09>`` is the tab, where no other token is: else nothing merges tabs, as in Gemma's."""
+    known = set(tokens)
+    found = list(tokens)
+    for index, (text, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        match = _ASCII.fullmatch(text) if kind == _BYTE else None
+        if match is not None and chr(int(match[1], 16)) not in known:
+            found[index] = chr(int(match[1], 16))
+            known.add(found[index])
+    return found
+
+
 def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
@@ -189,7 +209,7 @@ def _merges(
     pieces = {
         text: score
         for text, kind, score in zip(tokens, kinds, scores, strict=True)
-        if kind in (_NORMAL, _USER_DEFINED)
+        if kind in (_NORMAL, _USER_DEFINED, _BYTE)
     }
     order = {text: index for index, text in enumerate(tokens)}
     found = [
@@ -217,8 +237,7 @@ def _added(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "
             rstrip=strips and text not in plain,
         )
         for text, kind in zip(tokens, kinds, strict=True)
-        # Runs of spaces are no texts of their own: they are merged like words.
-        if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and _SPACE not in text)
+        if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
     ]
 
 
@@ -242,13 +261,9 @@ def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, 
     return config
 
 
-def _ends(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[int, ...]:
+def _ends(metadata: Metadata, tokens: Sequence[str]) -> tuple[int, ...]:
     named = [metadata.index(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    usual = [
-        index
-        for index, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED) and text in _ENDS
-    ]
+    usual = [index for index, text in enumerate(tokens) if text in _ENDS]
     found = dict.fromkeys([*(index for index in named if index is not None), *usual])
     return tuple(index for index in found if index < len(tokens))
 

@@ -1,11 +1,14 @@
 """Tokenizers from metadata alone: how texts are cut into words, merged by scores, and ended."""
 
+import itertools
 import math
 from array import array
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from molink.errors import BrokenModel
 from molink.gguf.metadata import Metadata
@@ -103,3 +106,95 @@ def test_no_space_before_a_text_where_the_file_says_so() -> None:
 def test_scores_that_are_no_numbers() -> None:
     with pytest.raises(BrokenModel, match=r"scores has to be a list of 268 finite numbers"):
         sentence_piece(scores=array("f", [math.nan] * 268))
+
+
+# --- Gemma -----------------------------------------------------------------------------------
+
+PROSE = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+SPACES, LINES, TABS = ("▁▁", "▁▁▁", "▁▁▁▁"), ("\n\n", "\n\n\n"), ("\t\t", "\t\t\t")
+TURNS = ("<start_of_turn>", "<end_of_turn>")
+WHOLE = (*SPACES, *LINES, *TABS, "<table>")
+
+
+def learned() -> list[str]:
+    """Letters and what a BPE merges of them in PROSE, the first merged first; no tabs."""
+    words = pre_tokenizers.Split("▁", "merged_with_next")
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = words
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False)
+    lines = [line.replace(" ", "▁") for line in PROSE.splitlines()]
+    learner.train_from_iterator(["\n", *lines], trainer)
+    found = learner.get_vocab()
+    return sorted(found, key=lambda text: found[text])
+
+
+def gemma_metadata(pieces: Sequence[str], written: str) -> dict[str, Any]:
+    """As today's converter writes it (``now``), with ▁ for spaces, or with runs as plain tokens."""
+    as_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    head = ["<pad>", "<eos>", "<bos>", "<unk>", *TURNS]
+    tokens = [*head, *WHOLE, *as_bytes, *pieces]
+    special = NORMAL if written == "plain" else CONTROL
+    kinds = [CONTROL, CONTROL, CONTROL, UNKNOWN, CONTROL, special]
+    kinds += [NORMAL if written == "plain" else USER_DEFINED] * (len(WHOLE) - 1) + [USER_DEFINED]
+    kinds += [BYTE] * 256 + [NORMAL] * len(pieces)
+    least = 0.0 if written == "plain" else -1000.0
+    scores = [least] * len(head) + [least] * len(WHOLE) + [0.0] * 256
+    scores += [-float(rank) for rank in range(len(pieces))]
+    if written == "now":
+        tokens = [text.replace("▁", " ") if text in SPACES else text for text in tokens]
+    ids = {"pad": 0, "eos": 1, "bos": 2, "unk": 3}
+    return {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": array("i", kinds),
+        "scores": array("f", scores),
+        "add_space_prefix": False,
+        "bos_token_id": ids["bos"],
+        "eos_token_id": ids["eos"],
+        "unknown_token_id": ids["unk"],
+    }
+
+
+def their_gemma(pieces: Sequence[str]) -> Any:
+    """The same vocabulary as transformers makes it of Gemma's SentencePiece model."""
+    from transformers import GemmaTokenizer
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    given = gemma_metadata(pieces, "plain")
+    vocabulary = {text: index for index, text in enumerate(given["tokens"])}
+    vocabulary["\t"] = vocabulary.pop("<0x09>")
+    scores = dict(zip(given["tokens"], given["scores"], strict=True)) | {"\t": 0.0}
+    theirs = GemmaTokenizer(vocabulary, generate_merges(vocabulary, scores))
+    theirs.add_tokens([AddedToken(text, special=True) for text in TURNS])
+    whole = [AddedToken(text, normalized=False) for text in WHOLE if text not in SPACES]
+    theirs.add_tokens(whole)
+    return theirs
+
+
+TEXTS = (
+    PROSE,
+    *PROSE.split("\n"),
+    *map("".join, itertools.permutations(("  ", "a b", "\t\t", "\n\n\n\n", "<table>é 12\t"), 4)),
+    "<start_of_turn>user\nHello   you\t\t\t\t.<end_of_turn>\n      日本\r\n",
+)
+
+
+@pytest.mark.parametrize("written", ["now", "plain"])
+def test_gemmas_vocabulary_cuts_as_transformers_does(written: str) -> None:
+    pieces = learned()
+    files, ours = made(**gemma_metadata(pieces, written))
+    theirs = their_gemma(pieces)
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ids == expected
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    assert files.ends == (1, 5)
+    assert files.config["add_bos_token"] is True
+
+
+def test_runs_of_spaces_as_older_files_have_them() -> None:
+    """They are looked for as they are written; spaces are merged to them."""
+    _, ours = made(**gemma_metadata(learned(), "before"))
+    tokens = [ours.id_to_token(index) for index in ours.encode(". ▁▁▁.  .").ids]
+    assert tokens == [".", "▁", "▁▁▁", ".", "▁▁", "."]
