@@ -58,11 +58,12 @@ def gguf_in(folder: Path) -> Path | None:
     return here[0] if here else None
 
 
-def gguf_config(path: Path) -> ModelConfig:
-    """What the metadata of a GGUF file say of its model; raises as :func:`unpacked`."""
+def gguf_model(path: Path) -> tuple[ModelConfig, dict[str, TensorPiece]]:
+    """Config and tensors of a GGUF file, without its tokenizer; raises as :func:`unpacked`."""
     file = read_parts(path)
     config = config_of(file, lambda tensor: _numbers(file, tensor), ())
-    return ModelConfig.parse(config, str(path))
+    pieces = {piece.name: piece for piece in _checked(file, config)}
+    return ModelConfig.parse(config, str(path)), pieces
 
 
 def unpacked(path: Path, into: Path, counter: Counter, stop: threading.Event) -> Path:

@@ -21,7 +21,8 @@ class DeviceProfile:
     ``memory_gbs`` (GB/s) and ``tflops`` (dense, 16 bit, accumulated in 32) are the data sheet's;
     ``memory_efficiency`` and ``compute_efficiency`` the share that decoding and prefilling reach;
     ``step_ms`` what each forward pass costs besides; ``tile`` the rows by which matrix products
-    grow dearer; ``memory_gb`` the device's memory.
+    grow dearer; ``memory_gb`` the device's memory. ``blocks``: it multiplies by those of a GGUF
+    file, as CPUs do.
     """
 
     name: str
@@ -33,11 +34,16 @@ class DeviceProfile:
     compute_efficiency: float
     step_ms: float
     tile: int = 1
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """A decoder's shape; ``bytes_per_parameter`` is 2 for 16-bit weights."""
+    """A decoder's shape; ``bytes_per_parameter`` is 2 for 16-bit weights.
+
+    Where a device multiplies by the blocks of a GGUF file, a parameter of the layers takes
+    ``block_bytes`` and one of the output head ``head_block_bytes``; 0 if there are none.
+    """
 
     name: str
     source: str
@@ -49,6 +55,8 @@ class ModelProfile:
     head_size: int
     vocabulary: int
     bytes_per_parameter: float = 2.0
+    block_bytes: float = 0.0
+    head_block_bytes: float = 0.0
 
     @property
     def layer_parameters(self) -> int:
@@ -115,7 +123,7 @@ Kind = Literal["devices", "models", "links"]
 _Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
 
 #: Keys whose value may be 0.
-_MAY_BE_ZERO = {"latency_ms", "handling_ms", "step_ms"}
+_MAY_BE_ZERO = {"latency_ms", "handling_ms", "step_ms", "block_bytes", "head_block_bytes"}
 #: Keys that are shares of 1.
 _SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
 _MAXIMUM = 1e9

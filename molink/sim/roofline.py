@@ -45,11 +45,15 @@ class Roofline:
         compute = device.tflops * 1e12 * device.compute_efficiency
         weights = layers * model.layer_parameters
         logits = model.vocabulary * model.hidden if is_last else 0
-        self.weight_bytes = (weights + logits) * model.bytes_per_parameter
+        weight, end = (
+            (in_blocks if device.blocks and in_blocks else model.bytes_per_parameter)
+            for in_blocks in (model.block_bytes, model.head_block_bytes)
+        )
+        self.weight_bytes = weights * weight + logits * end
         self._step_s = device.step_ms / 1000
-        self._read_s = weights * model.bytes_per_parameter / memory
+        self._read_s = weights * weight / memory
         self._row_s = 2 * weights / compute
-        self._read_logits_s = logits * model.bytes_per_parameter / memory
+        self._read_logits_s = logits * end / memory
         self._row_logits_s = 2 * logits / compute
         #: Seconds for each token before a decode row, and before a prefill row.
         self._decode_token_s = layers * model.kv_bytes / memory

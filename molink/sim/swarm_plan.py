@@ -11,8 +11,8 @@ from typing import get_args
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
-from molink.checkpoint.source import local_name
-from molink.checkpoint.unpacking import SUFFIX, gguf_config
+from molink.checkpoint.source import local_model, local_name
+from molink.checkpoint.unpacking import SUFFIX, gguf_in, gguf_model
 from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_PART
 from molink.facts.model import ModelFacts, Objective, Quantize
@@ -75,14 +75,19 @@ class Described:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Described":
-        """The model of a folder, whose ``config.json`` is enough, or of a GGUF file.
+        """The model of a folder, whose ``config.json`` is enough, or of a GGUF file (or part).
 
         Raises:
             ModelError: it isn't there, is broken, or is of a model that can't be served.
         """
-        is_gguf = folder.suffix.lower() == SUFFIX and folder.is_file()
-        config = gguf_config(folder) if is_gguf else ModelConfig.load(folder, "bf16")
-        facts = model_facts(config, local_name(folder.resolve()))
+        found = local_model(str(folder)) or folder
+        file = gguf_in(found) if found.is_dir() else found if found.is_file() else None
+        if file is not None and file.suffix.lower() == SUFFIX:
+            config, tensors = gguf_model(file)
+            facts = model_facts(config, local_name(found), tensors)
+        else:
+            config = ModelConfig.load(folder, "bf16")
+            facts = model_facts(config, local_name(found))
         shape = ModelProfile(
             name=facts.name,
             source=str(folder),
@@ -96,6 +101,13 @@ class Described:
         )
         # As many bytes as the folder's tensors have, whatever its layers are made of.
         weight = facts.layer_bytes / shape.layer_parameters
+        kept = facts.blocks
+        if kept is not None:
+            shape = replace(
+                shape,
+                block_bytes=sum(kept.layer) / shape.layer_parameters,
+                head_block_bytes=sum(kept.last) / (shape.vocabulary * shape.hidden),
+            )
         return cls(facts.name, replace(shape, bytes_per_parameter=weight), facts)
 
 
@@ -242,6 +254,7 @@ def candidate(peer: str, device: str) -> Candidate:
         memory=max(0, int(memory_for_stages(profile) * MARGIN_PART / (MARGIN_PART - 1))),
         read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
         step=profile.step_ms / 1000,
+        blocks=profile.blocks,
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import ModelSource, Uncounted, find_model
-from molink.checkpoint.unpacking import gguf_config, unpacked
+from molink.checkpoint.unpacking import gguf_model, unpacked
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.text.tokenizer import Tokenizer
 from tests.support.gguf_models import Kind, write_gguf
@@ -220,6 +220,8 @@ def test_llama_3_divides_the_frequencies_itself(folder: Path, tmp_path: Path) ->
     assert rope.attention_factor == 1.0
 
 
-def test_the_config_alone_is_that_of_the_folder(whole: Path, tmp_path: Path) -> None:
+def test_config_and_tensors_alone_are_those_of_the_folder(whole: Path, tmp_path: Path) -> None:
     before = ModelFolder.open(unpack(whole, tmp_path)).config
-    assert replace(gguf_config(whole), eos_ids=before.eos_ids) == before
+    config, tensors = gguf_model(whole)
+    assert replace(config, eos_ids=before.eos_ids) == before
+    assert tensors.keys() == ModelFolder.open(unpack(whole, tmp_path)).tensors.keys()

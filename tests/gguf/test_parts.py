@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint.source import Uncounted, find_model
-from molink.checkpoint.unpacking import gguf_config, unpacked
+from molink.checkpoint.unpacking import gguf_model, unpacked
 from molink.errors import BrokenModel, ModelError
 from molink.gguf.parts import model_name, part_names, read_parts
 from tests.support.gguf_models import Kind, write_gguf
@@ -54,7 +54,7 @@ def test_any_part_is_the_model(folder: Path, parts: list[Path], tmp_path: Path) 
     assert len(made) == 1
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert digest(made.copy().pop() / file) == digest(whole / file)
-    assert gguf_config(parts[2]) == gguf_config(parts[0])
+    assert gguf_model(parts[2]) == gguf_model(parts[0])
 
 
 def test_found_by_name(parts: list[Path], tmp_path: Path) -> None:

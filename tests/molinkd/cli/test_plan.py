@@ -1,12 +1,15 @@
 """``molink plan``: its JSON, its table, and clear errors."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from molink.checkpoint.source import demo_model
 from molinkd.cli.main import run
+from tests.support.gguf_models import Kind, write_gguf
+from tests.support.models import MakeModel
 
 RING = ("plan", "--stages", "2", "--prompt-tokens", "64", "--output-tokens", "4")
 
@@ -85,6 +88,31 @@ def test_a_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert found["model"] == folder.name
     assert found["layers"] == [[0, config["num_hidden_layers"]]]
+
+
+def test_a_gguf_file_takes_the_room_of_its_blocks(
+    capsys: pytest.CaptureFixture[str], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Where a device multiplies by them; elsewhere they become bf16. In parts, too."""
+    folder = make_model(tmp_path / "model", "llama", 3)
+    plain = "memory_gbs = 60\ntflops = 1\nmemory_gb = 8\nmemory_efficiency = 0.7\nstep_ms = 0.5\n"
+    plain += 'compute_efficiency = 0.6\nsource = "a test"\n'
+    for name, more in (("numbers", ""), ("blocks", "blocks = true\n")):
+        (tmp_path / f"{name}.toml").write_text(plain + more, encoding="utf-8")
+    whole = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0)
+    part = write_gguf(folder, tmp_path / "parts.gguf", Kind.Q8_0, part=8)
+    stages = {
+        (name, path): planned(
+            capsys, "--stages", "1", "--device", f"{tmp_path}/{name}.toml", "--model", str(path)
+        )["stages"][0]
+        for name in ("numbers", "blocks")
+        for path in (whole, part)
+    }
+    kept, numbers = stages["blocks", whole], stages["numbers", whole]
+    # 34 bytes for 32 weights; norms are not in blocks.
+    assert kept["weights"] == pytest.approx(numbers["weights"] * 34 / 64, rel=0.02)
+    assert kept["step_s"] < numbers["step_s"]
+    assert stages["blocks", part] == kept
 
 
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
