@@ -14,7 +14,8 @@ texts.
 
 Shown for each kind and k: tokens of a pass (of all answers; then the least, the median and the most
 of one answer), the share of passes that had a draft, and the share of drafted tokens that were
-accepted.
+accepted. Small models repeat themselves, which is easily foretold: with ``--no-loops`` an answer
+counts only up to where eight tokens of it come a second time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import statistics
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
 
 _DOCS = Path(__file__).parents[1] / "docs"
+#: Tokens that an answer has twice if it goes round in circles.
+_LOOP = 8
 #: Characters of a passage that a prompt has.
 _PASSAGE = 700
 _EDITS = (
@@ -150,6 +153,17 @@ def draft(tokens: Sequence[int], k: int, longest: int, shortest: int) -> Sequenc
     return ()
 
 
+def until_loop(tokens: list[int]) -> list[int]:
+    """An answer up to where some of its tokens come a second time."""
+    seen: set[tuple[int, ...]] = set()
+    for end in range(_LOOP, len(tokens) + 1):
+        last = tuple(tokens[end - _LOOP : end])
+        if last in seen:
+            return tokens[: end - _LOOP]
+        seen.add(last)
+    return tokens
+
+
 def play(answer: Answer, k: int, longest: int, shortest: int) -> Tally:
     """Prompt lookup over one answer; its first token comes with the prompt."""
     written, passes, with_draft, drafted, accepted = 1, 0, 0, 0, 0
@@ -179,6 +193,7 @@ def figures(answers: Sequence[Answer], options: argparse.Namespace) -> Iterator[
                 "kind": kind,
                 "answers": len(mine),
                 "ended": sum(one.ended for one in mine),
+                "tokens": sum(one.tokens for one in found),
                 "k": k,
                 "tokens a pass": round(sum(one.tokens for one in found) / passes, 2),
                 "least": round(each[0], 2),
@@ -200,6 +215,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="tokens of a draft")
     parser.add_argument("--longest", type=int, default=4, help="tokens that are looked for")
     parser.add_argument("--shortest", type=int, default=2)
+    parser.add_argument("--no-loops", action="store_true", help="count up to the first loop only")
     parser.add_argument("--json", action="store_true", help="print the answers too")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -212,7 +228,10 @@ def main() -> None:
             if path.is_file():
                 path = unpacked(path, Path(room), Uncounted(), threading.Event())
             answers = ask(path, options.answer, options.dtype)
-    rows = list(figures(answers, options))
+    counted = [
+        replace(one, tokens=until_loop(one.tokens)) if options.no_loops else one for one in answers
+    ]
+    rows = list(figures(counted, options))
     if options.json:
         print(json.dumps({"figures": rows, "answers": [asdict(one) for one in answers]}))
         return
