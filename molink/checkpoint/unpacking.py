@@ -32,7 +32,7 @@ from molink.gguf.tokens import TokenizerFiles, tokenizer_files
 #: How such files' names end.
 SUFFIX = ".gguf"
 #: Changes with what is made of a file, so that an older molink's folder isn't taken.
-_LAYOUT = 2
+_LAYOUT = 3
 #: Bytes that are written at once.
 _STEP = 1 << 22
 #: Disk space that is left free.
