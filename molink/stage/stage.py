@@ -18,16 +18,16 @@ from molink.stage.attention.base import (
 )
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaCaptures
-from molink.stage.graphs.decode_graphs import DecodeGraphs, DecodeRows
+from molink.stage.graphs.decode_graphs import DecodeGraphs
+from molink.stage.layer_pass import LayerPass, StepRows
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool, block_bytes
-from molink.stage.to_device import upload, upload_integers
+from molink.stage.to_device import upload
 from molink.stage.torch_dtypes import (
     TORCH_DTYPES,
     choose_dtype,
@@ -71,6 +71,7 @@ class Stage:
                 for rope in config.ropes
             )
         self._pool: KVPool | None = None
+        self._pass: LayerPass | None = None
         self._graphs: DecodeGraphs | None = None
 
     @classmethod
@@ -148,8 +149,9 @@ class Stage:
         self.free()
         self._pool = self._make_pool(blocks, block_size)
         # Both try things out, for which there is time now.
-        self._attention(block_size)
-        self._graphs = self._make_graphs(self._pool)
+        attention = self._attention(block_size)
+        self._pass = LayerPass(self._decoder, self._pool, attention, self._ropes, self._dtype)
+        self._graphs = self._make_graphs(self._pass)
 
     @torch.inference_mode()
     def forward(self, batch: StageInput) -> Tensor:
@@ -163,12 +165,28 @@ class Stage:
         Raises:
             InvariantError: the batch doesn't fit its rows, blocks or the pool.
         """
-        if self._pool is None:
+        if self._pass is None:
             raise InvariantError("a stage was asked to compute before it had a KV pool")
-        if self.device.type == "cuda":
-            # Of this thread: what names no device (pinned memory, say) else goes by the first GPU.
-            torch.cuda.set_device(self.device)
-        return self._run(batch, self._pool)
+        self._take_device()
+        return self._run(batch, self._pass)
+
+    @torch.inference_mode()
+    def capture_wanted(self) -> bool:
+        """Make one CUDA graph that steps to come would use; whether one was tried.
+
+        For a time at which nobody waits: it takes some hundredths of a second.
+        """
+        if self._graphs is None:
+            return False
+        self._take_device()
+        return self._graphs.make_wanted()
+
+    @torch.inference_mode()
+    def capture(self, rows: int, positions: int) -> None:
+        """Make the CUDA graph of decode steps of ``rows`` rows, up to so many positions."""
+        if self._graphs is not None:
+            self._take_device()
+            self._graphs.make(rows, positions)
 
     @torch.inference_mode()
     def copy_block(self, source: int, table: Sequence[int], start: int) -> None:
@@ -180,7 +198,7 @@ class Stage:
 
     def free(self) -> None:
         """Give back the memory of the pool."""
-        self._pool = self._graphs = None
+        self._pool = self._pass = self._graphs = None
 
     def hand_over(self, wanted: LayerRange) -> HeldWeights:
         """What another stage, of layers ``wanted``, can take over; all else is given back.
@@ -204,26 +222,21 @@ class Stage:
         allowed = self._decoder.capturable and "graphs" not in self.avoid
         return self.device.type == "cuda" and allowed
 
+    def _take_device(self) -> None:
+        if self.device.type == "cuda":
+            # Of this thread: what names no device (pinned memory, say) else goes by the first GPU.
+            torch.cuda.set_device(self.device)
+
     @torch.inference_mode()
-    def _make_graphs(self, pool: KVPool) -> DecodeGraphs | None:
-        """Graphs for decode steps on ``pool``, if they are faster here."""
+    def _make_graphs(self, layers: LayerPass) -> DecodeGraphs | None:
+        """Graphs for decode steps on a pool, if they are faster here."""
+        pool = layers.pool
         if pool.spare is None:
             return None
-        graphs = DecodeGraphs(
-            self._decoder,
-            pool,
-            self._attention(pool.block_size),
-            self._dtype,
-            GraphPlan(pool.block_size, GRAPH_POOL_BYTES + GRAPH_BYTES * len(self._decoder.blocks)),
-            CudaCaptures(self.device),
-        )
-        row = SequenceRows(0, 1, (pool.spare,))
-        position = torch.zeros(1, dtype=torch.int64, device=self.device)
-        random = torch.randn(1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        rows = random.to(self.device, self._residual)
-        angles = tuple(rope.angles(position, [row]) for rope in self._ropes)
-        slots = position + pool.spare * pool.block_size
-        return graphs if graphs.try_one(DecodeRows(rows, slots, angles, (row,))) else None
+        budget = GRAPH_POOL_BYTES + GRAPH_BYTES * len(self._decoder.blocks)
+        plan = GraphPlan(pool.block_size, budget)
+        graphs = DecodeGraphs(layers, self.device, plan, CudaCaptures(self.device))
+        return graphs if graphs.try_one() else None
 
     def _attention(self, block_size: int) -> Attention:
         """The backend for a pool of such blocks."""
@@ -234,8 +247,8 @@ class Stage:
             )
         return self._attentions[block_size]
 
-    def _run(self, batch: StageInput, pool: KVPool) -> Tensor:
-        rows = self._through(self._enter(batch), batch.sequences, pool)
+    def _run(self, batch: StageInput, layers: LayerPass) -> Tensor:
+        rows = self._through(self._enter(batch), batch.sequences, layers)
         if self.is_last:
             return self._decoder.logits(rows, batch.logit_rows)
         return rows.to(self._travel)
@@ -254,22 +267,17 @@ class Stage:
             raise InvariantError(f"stage {self.layers} was given no hidden rows")
         return upload(batch.hidden, self.device).to(self._residual)
 
-    def _through(self, rows: Tensor, sequences: Sequence[SequenceRows], pool: KVPool) -> Tensor:
+    def _through(
+        self, rows: Tensor, sequences: Sequence[SequenceRows], layers: LayerPass
+    ) -> Tensor:
         """Rows ``[T, hidden]`` through all layers, as one CUDA graph where that is faster."""
-        count = len(rows)
-        positions, slots, fresh = pool.locate(sequences)
-        if len(positions) != count:
-            raise InvariantError(f"a batch has {count} rows, its sequences {len(positions)}")
-        pool.clear(fresh)
-        both = upload_integers(positions + slots, self.device)
-        angles = tuple(rope.angles(both[:count], sequences) for rope in self._ropes)
-        if self._graphs is not None:
-            done = self._graphs.run(DecodeRows(rows, both[count:], angles, sequences))
-            if done is not None:
-                return done
-        attention = self._attention(pool.block_size)
-        prepared = attention.prepare(sequences, pool.block_size, self._dtype, self.device)
-        return self._decoder.run(rows, ForwardContext(pool, both[count:], angles, prepared))
+        positions, slots, fresh = layers.pool.locate(sequences)
+        if len(positions) != len(rows):
+            raise InvariantError(f"a batch has {len(rows)} rows, its sequences {len(positions)}")
+        layers.pool.clear(fresh)
+        step = StepRows(rows, positions, slots, sequences)
+        done = None if self._graphs is None else self._graphs.run(step)
+        return layers.run(step) if done is None else done
 
 
 def find_device(name: str) -> torch.device:

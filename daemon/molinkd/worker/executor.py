@@ -15,6 +15,10 @@ from molinkd.worker.step import failed_step, run_step
 
 log = logging.getLogger(__name__)
 
+#: A stage that had no step for so long has time to prepare for those to come. Steps of a ring
+#: come more often, as long as it has requests.
+IDLE_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -25,7 +29,8 @@ class _Step:
 class Executor:
     """Runs steps one after another on a thread that owns the device.
 
-    An exception in a step (out of memory, say) fails the step's rows and nothing else.
+    An exception in a step (out of memory, say) fails the step's rows and nothing else. Between
+    steps, when none has come for a while, the stage makes CUDA graphs that it wants, one by one.
     """
 
     def __init__(
@@ -49,11 +54,28 @@ class Executor:
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             began = time.perf_counter()
             results, error, out_of_memory = self._step(job)
             seconds = time.perf_counter() - began
             self._hand_over(job.done, StepDone(results, seconds, error, out_of_memory))
+
+    def _next(self) -> _Step | None:
+        """The next job; while there is none for a while, the stage prepares."""
+        while True:
+            try:
+                return self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                if not self._prepare():
+                    return self._jobs.get()
+
+    def _prepare(self) -> bool:
+        """Make one graph; whether there may be more to make."""
+        try:
+            return self._stage.capture_wanted()
+        except Exception:
+            log.exception("no CUDA graph could be prepared")
+            return False
 
     def _step(self, job: _Step) -> tuple[Sequence[SegmentResult], str | None, bool]:
         """Results, what went wrong if anything did, and whether that was memory."""

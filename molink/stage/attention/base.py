@@ -66,7 +66,11 @@ class FixedAttention(LayerAttention, Protocol):
     """Attention of decode steps of one shape, whose tables stay where they are in memory."""
 
     def load(self, sequences: Sequence[SequenceRows]) -> None:
-        """Take the tables of a step: a decode row for each row of the shape."""
+        """Take the tables of a step, in one copy: a decode row for each row of the shape."""
+        ...
+
+    def derive(self) -> None:
+        """Compute from the tables, on the device, what all layers of the step need."""
         ...
 
 

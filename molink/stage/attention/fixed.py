@@ -52,6 +52,8 @@ class _FixedTable:
             begins.append(span.begin)
             ends.append(span.end)
         refill(self._numbers, torch.frombuffer(ids + begins + ends, dtype=torch.int64))
+
+    def derive(self) -> None:
         first, last = self._numbers[self._rows * self._width :].view(2, -1, 1, 1, 1)
         hidden = (self._places >= last) | (self._places < first)
         assert self.bucket.mask is not None
@@ -84,6 +86,11 @@ class FixedGather:
         """See :class:`~molink.stage.attention.base.FixedAttention`."""
         for table in self._tables.values():
             table.load(sequences)
+
+    def derive(self) -> None:
+        """See :class:`~molink.stage.attention.base.FixedAttention`."""
+        for table in self._tables.values():
+            table.derive()
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None

@@ -121,6 +121,9 @@ class _FixedFlash:
         numbers = torch.frombuffer(pack(sequences, self._width, self._page), dtype=torch.int32)
         refill(self._numbers, numbers)
 
+    def derive(self) -> None:
+        """The kernel takes tables as they are."""
+
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:

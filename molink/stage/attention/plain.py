@@ -34,6 +34,9 @@ class _FixedPlain:
     def load(self, sequences: Sequence[SequenceRows]) -> None:
         self.inner.load(sequences)
 
+    def derive(self) -> None:
+        self.inner.derive()
+
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:

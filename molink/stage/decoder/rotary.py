@@ -21,7 +21,9 @@ All other kinds depend on the position alone.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,6 +33,30 @@ from molink.stage.batch import SequenceRows
 
 #: Positions for which angles are computed at first; doubled as sequences grow.
 _FIRST_TABLE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AngleTable:
+    """Angles ``[n, 1, 2, rotary_dim]`` on the device, which stay where they are in memory.
+
+    Those of ``positions`` positions; where sequences of more than ``short`` tokens have others,
+    these follow.
+    """
+
+    angles: Tensor
+    positions: int
+    short: int
+
+    def places(
+        self, positions: "array[int]", sequences: Sequence[SequenceRows]
+    ) -> "Sequence[int] | array[int]":
+        """Where the angles of each row are, one of each sequence."""
+        if len(self.angles) == self.positions:
+            return positions
+        return [
+            position + self.positions * (max(rows.end, rows.reach) > self.short)
+            for position, rows in zip(positions, sequences, strict=True)
+        ]
 
 
 class Rope:
@@ -83,6 +109,16 @@ class Rope:
             return self._tables[int(long[0])].index_select(0, positions)
         chosen = _spread([torch.tensor(int(one)) for one in long], sequences).to(self._device)
         return self._tables[chosen, positions]
+
+    def table(self, longest: int) -> AngleTable | None:
+        """Angles of all positions below ``longest``; ``None`` if the position doesn't tell them."""
+        config = self._config
+        if config.kind == "dynamic" and longest > config.original_context:
+            return None
+        if self._tables.dim() == 1 or longest > self._tables.shape[1]:
+            self._grow(longest)
+        positions = self._tables.shape[1]
+        return AngleTable(self._tables.flatten(0, 1), positions, config.original_context)
 
     def _grow(self, longest: int) -> None:
         size = max(_FIRST_TABLE, 1 << (longest - 1).bit_length())

@@ -2,6 +2,8 @@
 
 A graph replays fixed work on fixed memory. So a step is padded to one of few row counts, and its
 block tables to one of few widths; rows beyond the real ones compute with a spare block.
+
+Graphs are made while a stage has nothing to do, one at a time; until then steps run without.
 """
 
 from collections import Counter
@@ -11,7 +13,7 @@ from typing import Literal
 
 from molink.stage.batch import SequenceRows
 
-#: How a step is run. ``capture`` means: make the graph now, then replay it.
+#: How a step is run. ``capture`` means: make the graph now, though requests wait, then replay it.
 Action = Literal["eager", "capture", "replay"]
 
 #: Most rows of a step with a graph; beyond them kernels take longer than their launches.
@@ -20,6 +22,11 @@ MAX_ROWS = 64
 _MIN_POSITIONS = 256
 #: A bucket is run this often before it is worth a graph.
 WARM_RUNS = 1
+#: One that was run this often without a graph gets it at once: a stage that never rests had none
+#: otherwise, and by now launching its kernels has cost more than the pause.
+OVERDUE_RUNS = 256
+#: Rows and positions of steps to come, before any was seen: a request that grows, and a few.
+_EXPECTED = ((1, 512), (2, 256), (4, 256), (1, 1024), (8, 256))
 #: What a graph is taken to need at least: so the budget also bounds how many there are.
 _MIN_BYTES = 1 << 20
 
@@ -33,7 +40,7 @@ class Bucket:
 
 
 class GraphPlan:
-    """Decides, step by step, how each is run. Graphs are made until they take ``budget`` bytes."""
+    """Decides how each step is run, and which graph is made next while ``budget`` bytes last."""
 
     def __init__(self, block_size: int, budget: int) -> None:
         self._block_size, self.budget = block_size, budget
@@ -50,18 +57,36 @@ class GraphPlan:
             return None
         if any(sequence.count != 1 for sequence in sequences):
             return None
-        blocks = -(-max(sequence.end for sequence in sequences) // self._block_size)
-        min_blocks = -(-_MIN_POSITIONS // self._block_size)
-        return Bucket(row_bucket(len(sequences)), block_bucket(max(blocks, min_blocks)))
+        return self.bucket_of(len(sequences), max(sequence.end for sequence in sequences))
+
+    def bucket_of(self, rows: int, positions: int) -> Bucket:
+        """That of decode steps of ``rows`` rows, the longest of which has so many positions."""
+        blocks = -(-max(positions, _MIN_POSITIONS) // self._block_size)
+        return Bucket(row_bucket(rows), block_bucket(blocks))
 
     def use(self, bucket: Bucket) -> Action:
         """How to run a step of this bucket."""
         if bucket in self._faster:
             return "replay" if self._faster[bucket] else "eager"
         self._runs[bucket] += 1
-        if self._runs[bucket] <= WARM_RUNS or self.nbytes >= self.budget:
-            return "eager"
-        return "capture"
+        return "capture" if self._runs[bucket] > OVERDUE_RUNS and self._has_room else "eager"
+
+    def wanted(self) -> Bucket | None:
+        """Which graph to make next: of steps that came most often, else of those to be expected."""
+        if self._stopped or not self._has_room:
+            return None
+        seen = (bucket for bucket, runs in self._runs.most_common() if runs > WARM_RUNS)
+        expected = (self.bucket_of(*each) for each in _EXPECTED)
+        return next((one for one in (*seen, *expected) if one not in self._faster), None)
+
+    @property
+    def left(self) -> int:
+        """Bytes of the budget that no graph has."""
+        return self.budget - self.nbytes
+
+    @property
+    def _has_room(self) -> bool:
+        return self.left >= _MIN_BYTES
 
     def captured(self, bucket: Bucket, nbytes: int, faster: bool) -> None:
         """A graph was made and took so much memory; it is kept if it is ``faster``.

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from molink.stage.out_of_memory import is_out_of_memory
+
 #: Something to be done on a device, without arguments or result: it works on fixed memory.
 Work = Callable[[], None]
 
@@ -23,7 +25,7 @@ class Captures(Protocol):
         ...
 
     def capture(self, work: Work, max_bytes: int) -> Work | None:
-        """What replays ``work``; ``None`` if that would keep more than ``max_bytes``.
+        """What replays ``work``; ``None`` if that would keep more than ``max_bytes`` beside others.
 
         Nothing it needs may move, and it may not wait for the device.
         """
@@ -42,6 +44,8 @@ class CudaCaptures:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _stream_for(device)
         self._nbytes = 0
+        #: What all graphs have to compute in, one at a time: any of them may use it.
+        self._pooled = 0
 
     @property
     def nbytes(self) -> int:
@@ -58,17 +62,20 @@ class CudaCaptures:
                 with torch.cuda.stream(self._stream):
                     work()
                     needed = self._needs(work)
-            except torch.OutOfMemoryError:
-                needed = max_bytes + 1
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                needed = None
             finally:
                 # If it failed, its memory is about to be used for something else.
                 here.wait_stream(self._stream)
                 torch.cuda.synchronize(self._device)
                 # The capture does so too, and what it frees is not to count.
                 torch.cuda.empty_cache()
-            if needed > max_bytes:
+            if needed is None or needed - self._pooled > max_bytes:
                 return None
             free, _ = torch.cuda.mem_get_info(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
             # Other threads of the worker may go on using CUDA. A capture that fails would leave
             # its stream in place.
@@ -80,6 +87,7 @@ class CudaCaptures:
             ):
                 work()
             self._nbytes = free - torch.cuda.mem_get_info(self._device)[0]
+            self._pooled += max(0, torch.cuda.memory_reserved(self._device) - reserved)
 
         def replay() -> None:
             graph.replay()

@@ -5,19 +5,21 @@ graph: embedding, output head and sampling are few kernels, of shapes that vary.
 """
 
 import logging
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import Attention, FixedAttention
+from molink.stage.attention.base import FixedAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
-from molink.stage.decoder.decoder import Decoder
+from molink.stage.decoder.rotary import AngleTable
 from molink.stage.graphs.buckets import MAX_ROWS, Bucket, GraphPlan
 from molink.stage.graphs.capture import Captures, Work
-from molink.stage.pool import KVPool
+from molink.stage.layer_pass import LayerPass, StepRows
+from molink.stage.to_device import refill
+from molink.stage.torch_dtypes import residual_dtype
 
 log = logging.getLogger(__name__)
 
@@ -28,25 +30,15 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows ``[T, hidden]`` of a decode step, one of each sequence, with their slots and angles."""
+class _Graph:
+    """A bucket's graph, and the memory that it reads and writes.
+
+    ``numbers`` (int64 ``[1 + ropes, rows]``) are slots, and places in each of ``angles``.
+    """
 
     rows: Tensor
-    slots: Tensor
-    angles: tuple[Tensor, ...]
-    sequences: Sequence[SequenceRows]
-
-    def first(self, count: int) -> "DecodeRows":
-        """The memory of the first ``count`` rows, for sequences yet to come."""
-        angles = tuple(each[:count] for each in self.angles)
-        return DecodeRows(self.rows[:count], self.slots[:count], angles, ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A bucket's graph, and the memory that it reads and writes."""
-
-    given: DecodeRows
+    numbers: Tensor
+    angles: tuple[AngleTable, ...]
     output: Tensor
     attention: FixedAttention
     replay: Work
@@ -55,35 +47,38 @@ class _Graph:
 class DecodeGraphs:
     """Runs decode steps on one KV pool, which has a spare block for padding rows.
 
-    A bucket gets a graph only if that is faster than running its step eagerly, which is measured
-    with the first step that it is made for, and gives the same rows then.
+    A bucket gets a graph only if that is faster than running such a step eagerly, which is
+    measured when it is made, and gives the same rows then.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        pool: KVPool,
-        attention: Attention,
-        dtype: torch.dtype,
-        plan: GraphPlan,
-        captures: Captures,
+        self, layers: LayerPass, device: torch.device, plan: GraphPlan, captures: Captures
     ) -> None:
-        self._decoder, self._pool, self._attention = decoder, pool, attention
-        self._dtype, self._plan, self._captures = dtype, plan, captures
+        assert layers.pool.spare is not None, "graphs need a pool with a spare block"
+        self._layers, self._pool, self._device = layers, layers.pool, device
+        self._spare = layers.pool.spare
+        self._plan, self._captures = plan, captures
         self._graphs: dict[Bucket, _Graph] = {}
         #: Graphs that are no faster. They live as long as the others: when torch (2.13, say)
         #: destroys one, it frees the cuBLAS workspaces of all others of its stream, too.
         self._slower: list[Work] = []
         #: Inputs and outputs of all graphs, for the most rows that a bucket has.
-        self._given: DecodeRows | None = None
-        self._output: Tensor | None = None
+        self._rows = torch.zeros(
+            MAX_ROWS,
+            layers.decoder.config.hidden_size,
+            dtype=residual_dtype(layers.dtype),
+            device=device,
+        )
+        self._output = torch.zeros_like(self._rows)
+        #: How many rows of the last step are there; what follows is zeros.
+        self._filled = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take."""
         return self._plan.nbytes
 
-    def run(self, step: DecodeRows) -> Tensor | None:
+    def run(self, step: StepRows) -> Tensor | None:
         """Rows ``[T, hidden]`` after all layers, or ``None`` if this step is to be run eagerly."""
         bucket = self._plan.bucket(step.sequences)
         if bucket is None:
@@ -93,28 +88,58 @@ class DecodeGraphs:
             return None
         return self._replay(self._graphs[bucket], step)
 
-    def try_one(self, step: DecodeRows) -> bool:
-        """Whether a graph of such a step is faster than running it eagerly; if not, none is made.
+    def make_wanted(self) -> bool:
+        """Make one graph that steps to come would use; whether one was tried."""
+        bucket = self._plan.wanted()
+        if bucket is None:
+            return False
+        self._capture(bucket, self._imagine(bucket))
+        return True
 
-        For a time at which nobody waits: it takes a second or so.
-        """
-        bucket = self._plan.bucket(step.sequences)
-        if bucket is not None and self._capture(bucket, step):
+    def make(self, rows: int, positions: int) -> bool:
+        """Make the graph of such steps; whether it is faster than running them eagerly."""
+        bucket = self._plan.bucket_of(rows, positions)
+        return bucket in self._graphs or self._capture(bucket, self._imagine(bucket))
+
+    def try_one(self) -> bool:
+        """Whether a graph of one row is faster than running it eagerly; if not, none is made."""
+        if self.make(1, 1):
             return True
         self._stop()
         return False
 
-    def _replay(self, graph: _Graph, step: DecodeRows) -> Tensor:
+    def _imagine(self, bucket: Bucket) -> StepRows:
+        """A full step of a bucket that touches the spare block only: no request's keys or values.
+
+        Rows that write to the same place are equal, so that it doesn't matter which is the last.
+        """
+        size = self._pool.block_size
+        places = [size - 1 - row % size for row in range(bucket.rows)]
+        before, table = (bucket.blocks - 1) * size, (self._spare,) * bucket.blocks
+        sequences = [SequenceRows(before + place, 1, table) for place in places]
+        hidden = self._rows.shape[1]
+        noise = torch.randn(size, hidden, generator=torch.Generator().manual_seed(0))
+        return StepRows(
+            noise[places].to(self._device, self._rows.dtype),
+            array("q", (before + place for place in places)),
+            array("q", (self._spare * size + place for place in places)),
+            sequences,
+        )
+
+    def _replay(self, graph: _Graph, step: StepRows) -> Tensor:
         self._load(graph, step)
         graph.replay()
         return graph.output[: len(step.rows)].clone()
 
-    def _capture(self, bucket: Bucket, step: DecodeRows) -> bool:
-        """Make the graph of a bucket with its first step; whether it is to be used."""
+    def _capture(self, bucket: Bucket, step: StepRows) -> bool:
+        """Make the graph of a bucket, tried with such a step; whether it is to be used."""
         try:
-            graph = self._prepare(bucket, step)
+            graph = self._prepare(bucket)
+            if graph is None:
+                self._plan.captured(bucket, 0, False)
+                return False
             self._load(graph, step)
-            replay = self._captures.capture(graph.replay, self._plan.budget)
+            replay = self._captures.capture(graph.replay, self._plan.left)
             if replay is None:
                 log.info("%d rows, %d blocks: too large a graph", bucket.rows, bucket.blocks)
                 self._plan.captured(bucket, 0, False)
@@ -122,7 +147,7 @@ class DecodeGraphs:
             graph = replace(graph, replay=replay)
             plain: list[Tensor] = []
             given: list[Tensor] = []
-            eager = self._captures.seconds(lambda: plain.append(self._run_eagerly(step)))
+            eager = self._captures.seconds(lambda: plain.append(self._layers.run(step)))
             replayed = self._captures.seconds(lambda: given.append(self._replay(graph, step)))
             error = _error(given[-1].float(), plain[-1].float(), step.rows)
         except Exception:
@@ -152,43 +177,49 @@ class DecodeGraphs:
         self._plan.stop()
         self._graphs.clear()
         self._slower.clear()
-        self._given = self._output = None
 
-    def _run_eagerly(self, step: DecodeRows) -> Tensor:
-        pool = self._pool
-        device = step.rows.device
-        attention = self._attention.prepare(step.sequences, pool.block_size, self._dtype, device)
-        context = ForwardContext(pool, step.slots, step.angles, attention)
-        return self._decoder.run(step.rows, context)
+    def _prepare(self, bucket: Bucket) -> _Graph | None:
+        """A graph whose ``replay`` is still the work itself; ``None`` if angles aren't in tables.
 
-    def _prepare(self, bucket: Bucket, step: DecodeRows) -> _Graph:
-        """A graph whose ``replay`` is still the work itself."""
-        if self._given is None or self._output is None:
-            self._given = _room(step)
-            self._output = torch.zeros_like(self._given.rows)
-        given, output = self._given.first(bucket.rows), self._output[: bucket.rows]
-        fixed = self._attention.fix(
-            bucket.rows, bucket.blocks, self._pool.block_size, self._dtype, step.rows.device
+        What follows from the numbers of a step is computed in the graph, where a kernel costs no
+        launch.
+        """
+        layers, rows = self._layers, bucket.rows
+        found = [rope.table(bucket.blocks * self._pool.block_size) for rope in layers.ropes]
+        tables = tuple(table for table in found if table is not None)
+        if len(tables) < len(found):
+            return None
+        numbers = torch.zeros(1 + len(tables), rows, dtype=torch.int64, device=self._device)
+        given, output = self._rows[:rows], self._output[:rows]
+        fixed = layers.attention.fix(
+            rows, bucket.blocks, self._pool.block_size, layers.dtype, self._device
         )
-        context = ForwardContext(self._pool, given.slots, given.angles, fixed)
 
         def work() -> None:
-            output.copy_(self._decoder.run(given.rows, context))
+            angles = tuple(
+                table.angles.index_select(0, places)
+                for table, places in zip(tables, numbers[1:], strict=True)
+            )
+            fixed.derive()
+            context = ForwardContext(self._pool, numbers[0], angles, fixed)
+            output.copy_(layers.decoder.run(given, context))
 
-        return _Graph(given, output, fixed, work)
+        return _Graph(given, numbers, tables, output, fixed, work)
 
-    def _load(self, graph: _Graph, step: DecodeRows) -> None:
+    def _load(self, graph: _Graph, step: StepRows) -> None:
         """Copy a step into the graph's memory; rows that it lacks are zeros on the spare block."""
-        spare = self._pool.spare
-        assert spare is not None, "graphs need a pool with a spare block"
-        count, given = len(step.rows), graph.given
-        given.rows[:count].copy_(step.rows)
-        given.rows[count:].zero_()
-        given.slots[:count].copy_(step.slots)
-        given.slots[count:].fill_(spare * self._pool.block_size)
-        for room, angles in zip(given.angles, step.angles, strict=True):
-            room[:count].copy_(angles)
-        padding = [SequenceRows(0, 1, (spare,))] * (len(given.rows) - count)
+        count, size = len(step.rows), len(graph.rows)
+        self._rows[:count].copy_(step.rows)
+        if count < self._filled:
+            self._rows[count : self._filled].zero_()
+        self._filled = count
+        missing = size - count
+        numbers = step.slots + array("q", (self._spare * self._pool.block_size,)) * missing
+        for table in graph.angles:
+            numbers.extend(table.places(step.positions, step.sequences))
+            numbers.extend((0,) * missing)
+        refill(graph.numbers, torch.frombuffer(numbers, dtype=torch.int64).view(-1, size))
+        padding = [SequenceRows(0, 1, (self._spare,))] * missing
         graph.attention.load([*step.sequences, *padding])
 
 
@@ -202,13 +233,3 @@ def _error(found: Tensor, plain: Tensor, before: Tensor) -> float:
         return 0.0
     change = (plain - before.float())[usable].abs().max()
     return float((found - plain)[usable].abs().max() / change.clamp_min(_LEAST))
-
-
-def _room(step: DecodeRows) -> DecodeRows:
-    """Memory for the most rows of such steps."""
-
-    def like(tensor: Tensor) -> Tensor:
-        return tensor.new_zeros(MAX_ROWS, *tensor.shape[1:])
-
-    angles = tuple(like(each) for each in step.angles)
-    return DecodeRows(like(step.rows), like(step.slots), angles, ())

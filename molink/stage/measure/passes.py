@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.graphs.buckets import MAX_ROWS, WARM_RUNS
+from molink.stage.graphs.buckets import MAX_ROWS
 from molink.stage.measure.timing import CONTEXT, DECODE_ROWS, DEEP_CONTEXT, DEEP_ROWS, PREFILL_ROWS
 from molink.stage.out_of_memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
@@ -69,12 +69,8 @@ class StagePasses:
         shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_ROWS]
         # Compared with the first one: so both are run in the same way.
         shapes.insert(1, (1, max(deep, context)))
-        try:
-            for rows, before in shapes:
-                for _ in range(WARM_RUNS + 1):
-                    self.decode(rows, before)
-        except MemoryError:
-            return  # as the same pass will be found to be when it is timed
+        for rows, before in shapes:
+            self._stage.capture(rows, before + 1)
 
     def _table(self, tokens: int, request: int) -> Sequence[int]:
         """A request's block table."""

@@ -1,6 +1,7 @@
 """The compute thread with a stage that runs out of memory."""
 
 import queue
+import threading
 from typing import Any
 
 import pytest
@@ -61,6 +62,49 @@ def step(stage: Any, data: Any, requests: RequestTable) -> StepDone:
     executor.submit([Segment(volume, data)], done.put)
     executor.close()
     return done.get_nowait()
+
+
+class PreparingStage:
+    """A stage that wants some graphs, of which one can't be made."""
+
+    def __init__(self, wanted: int, fails: bool) -> None:
+        self.wanted, self.fails = wanted, fails
+        self.made = 0
+        self.tried = threading.Event()
+
+    def capture_wanted(self) -> bool:
+        self.made += 1
+        self.wanted -= 1
+        if self.wanted <= 0:
+            self.tried.set()
+        if self.fails:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.wanted > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_idle_stage_makes_graphs_one_at_a_time_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.01)
+    stage: Any = PreparingStage(1 if fails else 3, fails)
+    executor = Executor(stage, table(), lambda function, result: function(result))
+    assert stage.tried.wait(30)
+    done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    executor.submit([], done.put)  # of which this stage can make nothing, but the thread lives
+    assert done.get(timeout=30).error is not None
+    executor.close()
+    assert stage.made in ((1, 2) if fails else (3, 4))  # once more after the step
+
+
+def test_a_stage_that_has_steps_to_run_makes_none() -> None:
+    stage: Any = PreparingStage(3, False)
+    executor = Executor(stage, table(), lambda function, result: function(result))
+    done: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    for _ in range(5):
+        executor.submit([], done.put)
+    executor.close()
+    assert stage.made == 0
 
 
 def table() -> RequestTable:

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.stage.batch import SequenceRows
-from molink.stage.graphs.buckets import MAX_ROWS, Bucket, GraphPlan, block_bucket, row_bucket
+from molink.stage.graphs import buckets
+from molink.stage.graphs.buckets import (
+    MAX_ROWS,
+    OVERDUE_RUNS,
+    Bucket,
+    GraphPlan,
+    block_bucket,
+    row_bucket,
+)
 
 
 def steps(*starts: int, count: int = 1) -> list[SequenceRows]:
@@ -41,29 +49,63 @@ def test_only_decode_steps_have_one() -> None:
     assert plan.bucket(steps(*range(MAX_ROWS + 1))) is None
 
 
-def test_a_bucket_that_comes_again_gets_a_graph() -> None:
+@pytest.fixture
+def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what was seen is wanted."""
+    monkeypatch.setattr(buckets, "_EXPECTED", ())
+
+
+def test_a_bucket_that_came_again_is_wanted_and_run_without_a_graph_until_then(
+    nothing_expected: None,
+) -> None:
     plan, one, other = GraphPlan(16, 1 << 30), Bucket(1, 16), Bucket(2, 16)
-    assert [plan.use(one) for _ in range(2)] == ["eager", "capture"]
-    plan.captured(one, 5 << 20, True)
-    assert plan.use(one) == "replay"
-    assert plan.use(other) == "eager"
-    assert plan.nbytes == 5 << 20
+    assert plan.use(one) == "eager"
+    assert plan.wanted() is None
+    assert [plan.use(one) for _ in range(9)] == ["eager"] * 9
+    assert [plan.use(other) for _ in range(20)] == ["eager"] * 20
+    assert plan.wanted() == other
+    plan.captured(other, 5 << 20, True)
+    assert plan.use(other) == "replay"
+    assert (plan.nbytes, plan.left) == (5 << 20, (1 << 30) - (5 << 20))
     # One that is no faster is neither kept nor tried again, but its memory isn't given back.
-    assert plan.use(other) == "capture"
-    plan.captured(other, 4 << 20, False)
-    assert [plan.use(other) for _ in range(9)] == ["eager"] * 9
+    assert plan.wanted() == one
+    plan.captured(one, 4 << 20, False)
+    assert plan.wanted() is None
+    assert [plan.use(one) for _ in range(2 * OVERDUE_RUNS)] == ["eager"] * 2 * OVERDUE_RUNS
     assert plan.nbytes == 9 << 20
 
 
-def test_graphs_are_bounded() -> None:
+def test_a_stage_that_never_rests_gets_its_graph_in_the_end() -> None:
+    plan, one = GraphPlan(16, 1 << 30), Bucket(1, 16)
+    uses = [plan.use(one) for _ in range(OVERDUE_RUNS + 1)]
+    assert uses == ["eager"] * OVERDUE_RUNS + ["capture"]
+
+
+def test_a_stage_that_begins_expects_a_request_that_grows() -> None:
+    plan, found = GraphPlan(16, 1 << 30), []
+    while (bucket := plan.wanted()) is not None:
+        found.append(bucket)
+        plan.captured(bucket, 0, True)
+    assert found == [Bucket(1, 32), Bucket(2, 16), Bucket(4, 16), Bucket(1, 64), Bucket(8, 16)]
+    for _ in range(2):
+        plan.use(Bucket(16, 16))
+    assert plan.wanted() == Bucket(16, 16)
+    plan.stop()
+    assert plan.wanted() is None
+
+
+def test_graphs_are_bounded(nothing_expected: None) -> None:
     plan = GraphPlan(16, 3 << 20)
     made = 0
     for rows in range(1, 10):
-        bucket = Bucket(rows, 16)
-        if "capture" in [plan.use(bucket) for _ in range(4)]:
+        for _ in range(4):
+            plan.use(Bucket(rows, 16))
+        bucket = plan.wanted()
+        if bucket is not None:
             made += 1
             plan.captured(bucket, 0, True)  # as little as it may say, it counts
     assert made == 3
+    assert "capture" not in [plan.use(Bucket(9, 16)) for _ in range(2 * OVERDUE_RUNS)]
     plan.stop()
     assert plan.bucket(steps(1)) is None
     assert plan.nbytes == 0

@@ -21,6 +21,7 @@ class FakeCuda:
         self.here = SimpleNamespace(wait_stream=lambda other: self.told.append("wait"))
         self.current = self.here
         self.allocated = self.peak = 3 * MIB
+        self.reserved, self.grows = 20 * MIB, 6 * MIB
         self.free = 1000 * MIB
         self.told = []
         self.capturing = False
@@ -52,6 +53,7 @@ class FakeCuda:
             raise RuntimeError("CUDA error: capture invalidated") from None
         self.capturing, self.current = False, before
         self.free -= 8 * MIB
+        self.reserved += self.grows
 
     def take(self, nbytes: int) -> None:
         self.peak = max(self.peak, self.allocated + nbytes)
@@ -81,6 +83,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         "empty_cache": lambda: fake.told.append("empty"),
         "mem_get_info": lambda device: (fake.free, 0),
         "reset_peak_memory_stats": reset,
+        "memory_reserved": lambda device: fake.reserved,
         "memory_allocated": lambda device: fake.allocated,
         "max_memory_allocated": lambda device: fake.peak,
     }.items():
@@ -116,9 +119,26 @@ def test_work_that_needs_too_much_is_not_captured(cuda: FakeCuda) -> None:
     assert captures.capture(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
 
 
-def test_nor_is_work_for_which_there_is_no_memory(cuda: FakeCuda) -> None:
+def test_what_earlier_graphs_compute_in_is_there_for_the_next(cuda: FakeCuda) -> None:
+    captures = CudaCaptures(DEVICE)
+    assert captures.capture(lambda: cuda.take(6 * MIB), 6 * MIB) is not None
+    assert captures.capture(lambda: cuda.take(9 * MIB), 2 * MIB) is None
+    cuda.grows = 2 * MIB
+    assert captures.capture(lambda: cuda.take(8 * MIB), 2 * MIB) is not None
+    assert captures.capture(lambda: cuda.take(8 * MIB), 0) is not None
+    assert CudaCaptures(DEVICE).capture(lambda: cuda.take(MIB), 0) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
+    ],
+)
+def test_nor_is_work_for_which_there_is_no_memory(cuda: FakeCuda, error: Exception) -> None:
     def work() -> Never:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     assert CudaCaptures(DEVICE).capture(work, 64 * MIB) is None
     assert cuda.told == ["wait", "synchronize", "empty"]

@@ -4,7 +4,9 @@ On a CPU a graph is the work itself: all that pads, loads and chooses is the sam
 """
 
 import gc
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -12,18 +14,22 @@ from weakref import WeakSet
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage import stage as stages
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.flash import FlashAttention
 from molink.stage.batch import SequenceRows
+from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
+from molink.stage.graphs.buckets import OVERDUE_RUNS
+from molink.stage.layer_pass import StepRows
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
 
-#: Enough steps for each bucket to be captured and replayed.
+#: Enough steps, with time between them, for each bucket to be captured and replayed.
 STEPS = 6
 MIXES = {"one": [5], "three": [30, 2, 17], "five": [1, 2, 3, 4, 5], "long": [300, 260]}
 
@@ -72,6 +78,12 @@ class WorkItself:
         return self.seconds_by_turn[1]
 
 
+@pytest.fixture(autouse=True)
+def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are made of steps that came, unless a test says otherwise."""
+    monkeypatch.setattr(buckets, "_EXPECTED", ())
+
+
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """``captures(**options)``: stages loaded from now on have graphs; returns all stand-ins."""
@@ -89,6 +101,13 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return prepare
 
 
+def idle(ring: Ring) -> None:
+    """Time in which no step comes."""
+    for stage in ring.stages:
+        while stage.capture_wanted():
+            pass
+
+
 def decode(
     ring: Ring, prompts: list[list[int]], tables: list[list[int]], tokens: list[int]
 ) -> Tensor:
@@ -102,6 +121,7 @@ def decode(
             for prompt, table in zip(prompts, tables, strict=True)
         ]
         found.append(ring.run(tokens[step : step + len(rows)], rows).cpu())
+        idle(ring)
     return torch.stack(found)
 
 
@@ -203,6 +223,7 @@ def test_a_slower_graph_lives_as_long_as_the_others(
         each.seconds_by_turn = [1.0, 2.0]
     for _ in range(3):
         ring.run([1, 2], [SequenceRows(0, 1, (0,)), SequenceRows(0, 1, (1,))])
+    idle(ring)
     gc.collect()
     assert [each.captured for each in made] == [2, 2]
     assert [len(each.graphs) for each in made] == [2, 2]
@@ -301,6 +322,107 @@ def test_no_request_has_the_spare_block(
     ring = make_ring(make_model(tmp_path, "qwen2", 3), blocks=4)
     with pytest.raises(InvariantError, match="block 4 is not in a pool of 4"):
         ring.run([1], [SequenceRows(0, 1, (4,))])
+
+
+def two_rows(start: int = 0) -> list[SequenceRows]:
+    return [SequenceRows(start, 1, (0,)), SequenceRows(start, 1, (1,))]
+
+
+def test_no_graph_is_made_while_steps_come(
+    make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
+) -> None:
+    made = captures()
+    ring = make_ring(make_model(tmp_path, "qwen2", 3), (1,), blocks=4)
+    eager = [ring.run([1, 2], two_rows()) for _ in range(20)]
+    assert [each.captured for each in made] == [1, 1]  # that of one row, before any step came
+    assert [stage.capture_wanted() for stage in ring.stages] == [True, True]
+    assert [each.captured for each in made] == [2, 2]
+    assert [stage.capture_wanted() for stage in ring.stages] == [False, False]
+    before = [each.replayed for each in made]
+    torch.testing.assert_close(ring.run([1, 2], two_rows()), eager[-1], atol=1e-4, rtol=0)
+    assert [each.replayed for each in made] == [count + 1 for count in before]
+
+
+def test_but_once_where_a_stage_never_rests(
+    make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
+) -> None:
+    made = captures()
+    ring = make_ring(make_model(tmp_path, "qwen2", 1), blocks=4)
+    eager = [ring.run([1, 2], two_rows()) for _ in range(OVERDUE_RUNS)]
+    assert [each.captured for each in made] == [1]
+    torch.testing.assert_close(ring.run([1, 2], two_rows()), eager[-1], atol=1e-4, rtol=0)
+    assert [each.captured for each in made] == [2]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_what_is_made_in_idle_time_touches_no_request(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    # More rows than a block has positions, beyond the window, and longer than the pool.
+    monkeypatch.setattr(buckets, "_EXPECTED", ((24, 256), (1, 600)))
+    made = captures()
+    ring = make_ring(make_model(tmp_path, family, 3), (1,), blocks=4)
+    ring.run(random_tokens(30), [SequenceRows(0, 30, (3, 0, 2, 1))])
+    pools = [stage._pool for stage in ring.stages]
+    before = [pool._storage[:, :, : pool.blocks].clone() for pool in pools]
+    idle(ring)
+    assert [each.captured for each in made] == [3, 3]
+    assert [stage.graph_bytes for stage in ring.stages] == [3 << 20] * 2
+    for pool, kept in zip(pools, before, strict=True):
+        assert torch.equal(pool._storage[:, :, : pool.blocks], kept)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that a device has to run or to be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        if not function.is_view and "empty" not in str(function):
+            self.seen.append(function.overloadpacket.__name__)
+        return function(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2"])
+def test_a_graph_takes_a_step_in_few_copies(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    captures: Callable[..., Any],
+    family: str,
+) -> None:
+    captures()
+    ring = make_ring(make_model(tmp_path, family, 2), blocks=8)
+    for _ in range(2):
+        ring.run([1, 2, 3], [SequenceRows(0, 1, (row,)) for row in range(3)])
+    idle(ring)
+    made = ring.stages[0]._graphs
+    made._graphs = {
+        bucket: replace(graph, replay=lambda: None) for bucket, graph in made._graphs.items()
+    }
+    step = StepRows(
+        torch.zeros(3, 64),
+        array("q", [1, 1, 1]),
+        array("q", [1, 9, 17]),
+        [SequenceRows(1, 1, (row,)) for row in range(3)],
+    )
+    with torch.inference_mode(), Launches() as counted:
+        made.run(step)
+        counted.seen.clear()
+        made.run(step)
+    # Rows, slots with angles, a table for each window, and what comes out.
+    windows = 1 + (family == "gemma2")
+    assert counted.seen == ["copy_"] * (2 + windows) + ["clone"]
 
 
 @pytest.mark.gpu

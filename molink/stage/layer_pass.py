@@ -1,0 +1,51 @@
+"""A stage's layers with what a step through them needs: KV pool, attention, angles."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.attention.base import Attention
+from molink.stage.batch import SequenceRows
+from molink.stage.decoder.block import ForwardContext
+from molink.stage.decoder.decoder import Decoder
+from molink.stage.decoder.rotary import Rope
+from molink.stage.pool import KVPool
+from molink.stage.to_device import upload_integers
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows ``[T, hidden]`` of ``sequences`` on the device; their positions and slots on the host.
+
+    See :meth:`~molink.stage.pool.KVPool.locate`.
+    """
+
+    rows: Tensor
+    positions: "array[int]"
+    slots: "array[int]"
+    sequences: Sequence[SequenceRows]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """Runs steps on one KV pool, launching one kernel after the other."""
+
+    decoder: Decoder
+    pool: KVPool
+    attention: Attention
+    ropes: tuple[Rope, ...]
+    dtype: torch.dtype
+
+    def run(self, step: StepRows) -> Tensor:
+        """Rows ``[T, hidden]`` after all layers."""
+        count, device = len(step.rows), step.rows.device
+        both = upload_integers(step.positions + step.slots, device)
+        angles = tuple(rope.angles(both[:count], step.sequences) for rope in self.ropes)
+        size = self.pool.block_size
+        attention = self.attention.prepare(step.sequences, size, self.dtype, device)
+        return self.decoder.run(
+            step.rows, ForwardContext(self.pool, both[count:], angles, attention)
+        )
