@@ -44,18 +44,26 @@ def download(parts: Sequence[Tensor]) -> list[bytearray]:
     A row that doesn't come begins with NaN, so that its request fails: pinned memory still has the
     rows of an earlier step, those of another request.
     """
+    return [_bytes(part) for part in fetch(parts)]
+
+
+def fetch(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors ``[n, m]`` in memory of the host; waits once, for all of them.
+
+    A row that doesn't come begins with NaN, or with -1 if it has whole numbers.
+    """
     if all(part.device.type == "cpu" for part in parts):
-        return [_bytes(part) for part in parts]
+        return list(parts)
     if not all(has_pinned(part.device) for part in parts):
-        return [_bytes(part.cpu()) for part in parts]
-    return [_bytes(pinned) for pinned in _staged(parts)]
+        return [part.cpu() for part in parts]
+    return _staged(parts)
 
 
 def _staged(parts: Sequence[Tensor]) -> list[Tensor]:
     """The same rows in pinned memory."""
     staged = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
     for pinned, part in zip(staged, parts, strict=True):
-        pinned[:, :1] = torch.nan
+        pinned[:, :1] = torch.nan if part.dtype.is_floating_point else -1
         pinned.copy_(part, non_blocking=True)
     for device in {part.device for part in parts if part.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

@@ -31,6 +31,12 @@ def test_stages_and_trials_on_a_pretend_card(tmp_path: Path) -> None:
     wrong = [one for one in trials if one["state"] == "wrong"]
     absent = {(one["kernel"], one["dtype"]) for one in trials if one["state"] == "absent"}
     assert (wrong, absent) == ([], {("flash-attention", "f16")})
+    sampled = [line["sampling"] for line in lines if "sampling" in line]
+    assert len(sampled) == 2
+    for kinds in sampled:
+        assert all(told["same"] and told["failed"] for told in kinds.values()), kinds
+        # The last one looks among 64 tokens, 4096, all that there are, and for its logprob.
+        assert [told["waits"] for told in kinds.values()] == [1, 1, 1, 1, 4], kinds
     cases = [line for line in lines if "case" in line]
     assert len(cases) == 2 * 3 * 3
     for case in cases:

@@ -44,6 +44,13 @@ MIXES = (
         for step in range(4)
     ),
 )
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "any token": Sampling(temperature=1.0, seed=1),
+    "top_p": Sampling(temperature=0.6, top_p=0.9, seed=1),
+    "top_k and logprobs": Sampling(temperature=0.8, top_k=500, seed=1, logprobs=5),
+    "flat, with logprobs": Sampling(temperature=9.0, top_p=0.999, seed=1, logprobs=5),
+}
 
 
 def build(folder: Path) -> Path:
@@ -72,11 +79,17 @@ class Host:
         self._counts = ctypes.CDLL(str(library))
         #: Those of stand-ins.
         self.excused = 0
+        #: How often the stream was waited for.
+        self.synchronized = 0
+
+    def synchronize(self) -> None:
+        """Stands in for a stream's."""
+        self.synchronized += 1
 
     def reads(self) -> int:
-        """Numbers and tensors that were waited for."""
-        excused, self.excused = self.excused, 0
-        return int(self._counts.fc_scalars()) + int(self._counts.fc_d2h()) - excused
+        """How often the host has waited: for a number, a tensor or all copies under way."""
+        waited, self.excused, self.synchronized = self.synchronized - self.excused, 0, 0
+        return int(self._counts.fc_scalars()) + int(self._counts.fc_d2h()) + waited
 
 
 class WorkItself:
@@ -113,7 +126,7 @@ def kernel(host: Host, *given: Any, **named: Any) -> torch.Tensor:
 def pretend(stack: ExitStack, host: Host, capability: tuple[int, int]) -> None:
     """Have torch believe in the card."""
     empty = torch.empty
-    stream = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(synchronize=host.synchronize)
     for place, name, stand_in in (
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "device_count", lambda: 1),
@@ -163,8 +176,6 @@ def compare(
             if first.device == CUDA:
                 assert logits.device == CUDA
                 waits.append(waited)
-                greedy = Sampling(temperature=0.0)
-                sample(logits, [SampleRow(greedy, 5)] * count)
         worst = max(worst, float((results[0] - results[1]).abs().max()))
     largest = float(results[1].abs().max())
     graphs = all(stage.has_graphs for stage in pairs[0])
@@ -173,12 +184,30 @@ def compare(
     return {"error": worst / largest, "waits": waits, **told}
 
 
+def compare_sampling(host: Host) -> dict[str, Any]:
+    """How often the host waits for a step's tokens, and whether they are those of the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 6 * torch.randn(4, 32_000, generator=generator)
+    logits[2, 7] = torch.nan
+    there, told = logits.to(CUDA), {}
+    for name, sampling in SAMPLINGS.items():
+        rows = [SampleRow(sampling, 5)] * 3 + [SampleRow(SAMPLINGS["greedy"], 5)]
+        host.reads()
+        found = sample(there, rows)
+        waits = host.reads()
+        tokens = [None if one is None else one.token for one in found]
+        expected = [None if one is None else one.token for one in sample(logits, rows)]
+        told[name] = {"waits": waits, "same": tokens == expected, "failed": tokens[2] is None}
+    return told
+
+
 def main() -> None:
     """Print how it went, a JSON object for each case."""
     host, folder = Host(Path(sys.argv[1])), ModelFolder.open(Path(sys.argv[2]))
     for dtype, capability in (("bf16", (8, 6)), ("f16", (7, 5))):
         with ExitStack() as stack:
             pretend(stack, host, capability)
+            print(json.dumps({"sampling": compare_sampling(host)}), flush=True)
             shapes = Shapes.of(folder.config, flash.PAGE, CUDA)
             for one in all_trials(CUDA, ("graphs",), shapes):
                 print(json.dumps({"trial": one.result()}), flush=True)

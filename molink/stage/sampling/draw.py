@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from molink.stage.sampling.filters import Filters, cut, is_filtered, limit, needs_total, weigh
-from molink.stage.to_device import take_rows, upload, upload_integers
+from molink.stage.to_device import fetch, take_rows, upload, upload_integers
 from molink.wire.messages.data import Sampling
 
 #: How many of a row's likeliest tokens are looked at, until all that are kept are among them.
@@ -25,36 +25,85 @@ _CPU_LOGITS = 1 << 18
 _BELOW_ONE = 1.0 - 2.0**-52
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float]) -> list[int]:
-    """A token for every row of finite logits (float32 ``[n, V]``), by its number of ``noise``."""
-    vocabulary = logits.shape[1]
-    filters = Filters.of(samplings, vocabulary, logits.device)
-    aims = upload(torch.tensor(noise, dtype=torch.float64), logits.device)[:, None]
-    filtered = [i for i, s in enumerate(samplings) if is_filtered(s, vocabulary)]
-    limits = [limit(s, vocabulary) for s in samplings]
-    totals = _totals(logits, samplings, filters)
-    found: dict[int, int] = {}
-    for size in (size for size in _CANDIDATES if size < vocabulary):
-        rows = [i for i in filtered if i not in found and limits[i] < size]
-        if rows:
-            few = filters.take(rows)
-            values, ids = _likeliest(take_rows(logits, rows), size)
-            threshold, enough = cut(values, take_rows(totals, rows), few)
-            tokens = _draw_among(values, ids, threshold, few, take_rows(aims, rows))
-            answers = torch.stack((tokens, enough.to(tokens.dtype))).tolist()
-            drawn = zip(rows, *answers, strict=True)
-            found.update((row, token) for row, token, is_enough in drawn if is_enough)
-    left = [i for i in filtered if i not in found]
-    plain = sorted(set(range(len(samplings))).difference(filtered))
-    for group in (*_grouped(left, logits), *_grouped(plain, logits)):
-        part, few = take_rows(logits, group), filters.take(group)
+class Draws:
+    """Draws a token for every row of finite logits (float32 ``[n, V]``), by its ``noise``.
+
+    First on the device, without waiting for it, then what that didn't settle.
+    """
+
+    __slots__ = ("_aims", "_filtered", "_filters", "_limits", "_logits", "_sizes", "_totals")
+
+    def __init__(
+        self, logits: Tensor, samplings: Sequence[Sampling], noise: Sequence[float]
+    ) -> None:
+        vocabulary = logits.shape[1]
+        self._logits = logits
+        self._filters = Filters.of(samplings, vocabulary, logits.device)
+        self._aims = upload(torch.tensor(noise, dtype=torch.float64), logits.device)[:, None]
+        self._filtered = [is_filtered(sampling, vocabulary) for sampling in samplings]
+        self._limits = [limit(sampling, vocabulary) for sampling in samplings]
+        self._sizes = [size for size in _CANDIDATES if size < vocabulary]
+        self._totals = _totals(logits, samplings, self._filters)
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Tokens ``[n]``, and whether each is settled, 0 or 1."""
+        tokens = torch.zeros(len(self._limits), dtype=torch.int64, device=self._logits.device)
+        settled = torch.ones_like(tokens)
+        by_size: dict[int, list[int]] = {}
+        for row, filtered in enumerate(self._filtered):
+            size = self._size(row) if filtered else -1
+            by_size.setdefault(size, []).append(row)
+        for size, rows in by_size.items():
+            if size > 0:
+                drawn, enough = self._among(rows, size)
+                settled = put(settled, rows, enough)
+            else:
+                drawn = torch.cat([self._wide(g, size == 0) for g in _grouped(rows, self._logits)])
+            tokens = put(tokens, rows, drawn)
+        return tokens, settled
+
+    def rest(self, rows: list[int]) -> dict[int, int]:
+        """Tokens of rows that aren't settled: their likeliest tokens weren't enough."""
+        found: dict[int, int] = {}
+        for size in self._sizes:
+            tried = [row for row in rows if row not in found and self._size(row) < size]
+            if tried:
+                answers = torch.stack(self._among(tried, size), dim=1)
+                drawn = zip(tried, fetch([answers])[0].tolist(), strict=True)
+                found.update((row, token) for row, (token, is_enough) in drawn if is_enough)
+        left = [row for row in rows if row not in found]
+        for group in _grouped(left, self._logits):
+            tokens = fetch([self._wide(group, True)[:, None]])[0]
+            found.update(zip(group, tokens[:, 0].tolist(), strict=True))
+        return found
+
+    def _size(self, row: int) -> int:
+        """How many of a row's likeliest tokens are looked at first; 0 if all are."""
+        return next((size for size in self._sizes if self._limits[row] < size), 0)
+
+    def _among(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
+        """Tokens ``[n]`` among the likeliest, and whether all that are kept were there."""
+        few, aims = self._filters.take(rows), take_rows(self._aims, rows)
+        values, ids = _likeliest(take_rows(self._logits, rows), size)
+        threshold, enough = cut(values, take_rows(self._totals, rows), few)
+        tokens = _draw_among(values, ids, threshold, few, aims)
+        return tokens, enough.to(tokens.dtype)
+
+    def _wide(self, rows: list[int], filtered: bool) -> Tensor:
+        """Tokens ``[n]`` among all."""
+        part, few = take_rows(self._logits, rows), self._filters.take(rows)
         edge: Tensor | None = None
-        if group[0] in left:
+        if filtered:
             ordered = part.sort(dim=-1, descending=True).values
-            edge, _ = cut(ordered, take_rows(totals, group), few)
-        tokens = _draw_wide(part, edge, few, take_rows(aims, group))
-        found.update(zip(group, tokens.tolist(), strict=True))
-    return [found[index] for index in range(len(samplings))]
+            edge, _ = cut(ordered, take_rows(self._totals, rows), few)
+        return _draw_wide(part, edge, few, take_rows(self._aims, rows))
+
+
+def put(target: Tensor, rows: list[int], values: Tensor) -> Tensor:
+    """``target`` with ``values`` at ``rows``, which may be all of them."""
+    if len(rows) == len(target):
+        return values
+    return target.index_copy_(0, upload_integers(rows, target.device), values)
 
 
 def block_maxima(logits: Tensor) -> Tensor | None:

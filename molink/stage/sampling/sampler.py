@@ -7,16 +7,16 @@ vLLM reports them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.draw import BLOCK, block_maxima, draw
+from molink.stage.sampling.draw import BLOCK, Draws, block_maxima, put
 from molink.stage.sampling.noise import uniform
 from molink.stage.sampling.penalties import SampleRow, penalize
-from molink.stage.to_device import take_rows, upload_integers
+from molink.stage.to_device import fetch, take_rows, upload
 
 __all__ = ["SampleRow", "SampledToken", "sample"]
 
@@ -35,27 +35,46 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     """Pick a token per row of ``logits`` (float32 ``[n, V]``, left unchanged).
 
     Greedy where the temperature is 0, the lowest id winning a tie. ``None`` where a row has a NaN
-    or an infinity.
+    or an infinity. The host waits once for a GPU; twice if more than the likeliest tokens of a row
+    have to be looked at.
     """
     if not rows:
         return []
     final = penalize(logits, rows)
     greatest, tokens = _greatest(final)
     finite = greatest.isfinite() & logits.amin(dim=-1).isfinite()
-    picked, usable = torch.stack((tokens, finite.to(tokens.dtype))).tolist()
-    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and usable[i]]
+    told = [tokens, finite.to(tokens.dtype)]
+    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
+    draws: Draws | None = None
     if random:
-        subset = take_rows(final, random)
-        noise = [uniform(rows[i].sampling.seed, rows[i].position) for i in random]
-        drawn = draw(subset, [rows[i].sampling for i in random], noise)
-        for index, token in zip(random, drawn, strict=True):
+        draws = _draws(final, finite, rows, random)
+        drawn, settled = draws.first()
+        told[0] = put(tokens, random, drawn)
+        told.append(put(torch.ones_like(tokens), random, settled))
+    reports = _Reports.of(logits, rows, told[0])
+    asked = () if reports is None else (reports.own, reports.values, reports.ids)
+    numbers, *parts = fetch([torch.stack(told, dim=1), *asked])
+    picked, usable, *settled = numbers.t().tolist()
+    late: dict[int, int] = {}
+    if draws is not None:
+        unsettled = [n for n, i in enumerate(random) if usable[i] == 1 and not settled[0][i]]
+        late = {random[n]: token for n, token in draws.rest(unsettled).items()}
+        for index, token in late.items():
             picked[index] = token
-    wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs >= 0 and usable[i]]
-    reports = _report(logits, rows, picked, wanted)
+    found = {} if reports is None else reports.read(picked, late, parts)
+    # A copy that didn't come is no token.
     return [
-        reports.get(index, SampledToken(token)) if usable[index] else None
+        found.get(index, SampledToken(token)) if usable[index] == 1 and token >= 0 else None
         for index, token in enumerate(picked)
     ]
+
+
+def _draws(final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]) -> Draws:
+    """For rows that aren't greedy; one that isn't finite counts as zeros."""
+    if final.device.type != "cpu" or not bool(finite.all()):
+        final = final.masked_fill(~finite[:, None], 0.0)
+    noise = [uniform(rows[i].sampling.seed, rows[i].position) for i in random]
+    return Draws(take_rows(final, random), [rows[i].sampling for i in random], noise)
 
 
 def _greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,20 +90,46 @@ def _greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, blocks * BLOCK + chosen.argmax(dim=-1)
 
 
-def _report(
-    logits: Tensor, rows: Sequence[SampleRow], picked: Sequence[int], wanted: Sequence[int]
-) -> dict[int, SampledToken]:
-    """Tokens with logprobs, for the rows ``wanted``."""
-    if not wanted:
-        return {}
-    chosen = upload_integers([picked[index] for index in wanted], logits.device)[:, None]
-    logprobs = take_rows(logits, wanted).log_softmax(dim=-1)
-    own = logprobs.gather(1, chosen).flatten().tolist()
-    maximum = min(max(rows[index].sampling.logprobs for index in wanted), logits.shape[1])
-    values, ids = (part.tolist() for part in logprobs.topk(maximum, dim=-1))
-    reports: dict[int, SampledToken] = {}
-    for place, index in enumerate(wanted):
-        pairs = sorted(zip(ids[place], values[place], strict=True), key=lambda p: (-p[1], p[0]))
-        top = tuple(pairs[: rows[index].sampling.logprobs])
-        reports[index] = SampledToken(picked[index], own[place], top)
-    return reports
+@dataclass(frozen=True, slots=True)
+class _Reports:
+    """Logprobs of the rows that want them, on the device: of all tokens, and the best of them."""
+
+    wanted: list[int]
+    counts: list[int]
+    logprobs: Tensor
+    own: Tensor
+    values: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, rows: Sequence[SampleRow], tokens: Tensor) -> "_Reports | None":
+        """Those of ``tokens`` (``[n]``, on the device), if there are any."""
+        wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs >= 0]
+        if not wanted:
+            return None
+        counts = [min(rows[i].sampling.logprobs, logits.shape[1]) for i in wanted]
+        logprobs = take_rows(logits, wanted).log_softmax(dim=-1)
+        own = logprobs.gather(1, take_rows(tokens, wanted)[:, None])
+        values, ids = logprobs.topk(max(counts), dim=-1)
+        return cls(wanted, counts, logprobs, own, values, ids)
+
+    def read(
+        self, picked: Sequence[int], late: Collection[int], parts: Sequence[Tensor]
+    ) -> dict[int, SampledToken]:
+        """Tokens with logprobs, of ``parts`` that were fetched: own, values and ids.
+
+        Rows that got their token ``late`` are asked again for its own.
+        """
+        own, values, ids = (part.tolist() for part in parts)
+        places = [place for place, index in enumerate(self.wanted) if index in late]
+        if places:
+            tokens = [[picked[self.wanted[place]]] for place in places]
+            chosen = upload(torch.tensor(tokens), self.own.device)
+            again = fetch([take_rows(self.logprobs, places).gather(1, chosen)])[0].tolist()
+            for place, logprob in zip(places, again, strict=True):
+                own[place] = logprob
+        reports: dict[int, SampledToken] = {}
+        for place, (index, count) in enumerate(zip(self.wanted, self.counts, strict=True)):
+            pairs = sorted(zip(ids[place], values[place], strict=True), key=lambda p: (-p[1], p[0]))
+            reports[index] = SampledToken(picked[index], own[place][0], tuple(pairs[:count]))
+        return reports

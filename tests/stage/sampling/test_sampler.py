@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from molink.stage.sampling import draw as draws
+from molink.stage.sampling import sampler
 from molink.stage.sampling.history import TokenHistory
 from molink.stage.sampling.noise import uniform
 from molink.stage.sampling.sampler import SampleRow, sample
@@ -224,6 +226,45 @@ def test_logprobs_are_the_models_own() -> None:
     assert second.logprob == pytest.approx(expected[1, second.token].item(), abs=1e-5)
     assert second.top == ()
     assert math.isnan(third.logprob)
+
+
+def test_a_token_that_is_found_late_has_its_own_logprob() -> None:
+    logits = logits_of(3, 9000, scale=0.1)  # so flat that the likeliest 64 are not enough
+    wide = Sampling(temperature=1.0, top_p=0.99, logprobs=2, seed=4)
+    rows = [SampleRow(wide, 3), SampleRow(GREEDY, 3), SampleRow(wide, 4)]
+    expected = logits.log_softmax(dim=-1)
+    found = sample(logits, rows)
+    for row in (0, 2):
+        assert found[row].token not in logits[row].topk(64).indices
+        assert found[row].logprob == pytest.approx(float(expected[row, found[row].token]))
+        assert [token for token, _ in found[row].top] == expected[row].topk(2).indices.tolist()
+    assert math.isnan(found[1].logprob)
+
+
+@pytest.mark.parametrize("top_k", [0, 40, 500])
+def test_a_gpu_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+    asked: list[int] = []
+
+    def fetch(parts: list[Tensor]) -> list[Tensor]:
+        asked.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(sampler, "fetch", fetch)
+    monkeypatch.setattr(draws, "fetch", fetch)
+    usual = Sampling(temperature=0.7, top_p=0.9, top_k=top_k, logprobs=3, seed=1)
+    rows = [SampleRow(usual, 1), SampleRow(GREEDY, 1), SampleRow(usual, 2)]
+    assert None not in sample(logits_of(3, 9000), rows)
+    assert asked == [4]
+
+
+def test_what_does_not_come_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(parts: list[Tensor]) -> list[Tensor]:
+        parts[0][1] = torch.tensor([-1, 9])  # as in memory that a copy has not reached
+        return parts
+
+    monkeypatch.setattr(sampler, "fetch", fetch)
+    found = sample(logits_of(3, 90), [SampleRow(GREEDY, 1)] * 3)
+    assert [each is None for each in found] == [False, True, False]
 
 
 def test_more_logprobs_than_tokens() -> None:
