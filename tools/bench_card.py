@@ -3,8 +3,8 @@
     python -m tools.bench_card FOLDER --json           # a folder of tools.make_bench_model, say
 
 ``steps``: a decode step (forward, greatest logit, copied to the host) as it comes and with graphs
-switched off, and how long making its graph took, which a worker does while it is idle. ``waits``: how often
-sampling waits for the device, and how long sampling takes. ``memory``: what was planned for a
+switched off, and how long making its graph took, which a worker does while it is idle. ``waits``:
+how often sampling waits for the device, and how long sampling takes. ``memory``: what was planned for a
 budget, beside what was taken while a largest step ran with a full pool. Blocks of a request lie
 anywhere in the pool. Needs about 14 GB of a card.
 """
@@ -38,7 +38,7 @@ from molink.wire.messages.data import Sampling
 _STEPS = ((1, 128), (1, 2000), (4, 128), (8, 128), (8, 1000), (16, 128), (32, 500), (64, 128))
 _BLOCKS = 64 * 1024 // BLOCK_SIZE
 _BUDGET = 12 * 10**9
-_REPEATS = 20
+_FIRST, _REPEATS = 5, 20
 _SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
     "any token": Sampling(temperature=1.0, seed=1),

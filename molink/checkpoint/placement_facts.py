@@ -14,8 +14,10 @@ from molink.checkpoint.layout import (
     layer_tensors,
 )
 from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
+from molink.checkpoint.stacked import find_stack
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.model import KeptBlocks, ModelFacts, Quantize
+from molink.facts.kept import OUTPUTS, narrow_dtype
+from molink.facts.model import KeptBlocks, ModelFacts, NarrowWeights, Quantize
 from molink.gguf.blocks import find_packed
 from molink.gguf.formats import resident_bytes, stays
 
@@ -43,6 +45,7 @@ def model_facts(
         element_bytes=size,
         projection_bytes=max(_elements(shapes) for shapes in projections) * size,
         blocks=_kept_blocks(config, layers, tensors or {}),
+        narrow=_narrow(config, projections, tensors or {}),
         int8_bytes=max(_quantized(shapes, "int8") for shapes in projections),
         nf4_bytes=max(_quantized(shapes, "nf4") for shapes in projections),
         widest=config.hidden_size * max(2 * inner, queries + 2 * keys),
@@ -53,6 +56,36 @@ def model_facts(
         tied=config.tied,
         quantized=config.quantized,
     )
+
+
+def _narrow(
+    config: ModelConfig, layers: Sequence[Shapes], tensors: Mapping[str, TensorKind]
+) -> NarrowWeights | None:
+    """What of projections may stay in 16 bits; nothing where they are stored in different types."""
+    dtype = narrow_dtype({_stored(name, config, tensors) for shapes in layers for name in shapes})
+    if dtype is None or config.quantized != "none":
+        return None
+    head: Shapes = {
+        name: shape
+        for name, shape in last_tensors(config).items()
+        if len(shape) == 2 and narrow_dtype({_stored(name, config, tensors)}) == dtype
+    }
+
+    def nbytes(shapes: Shapes) -> int:
+        whole = {name: shape for name, shape in shapes.items() if shape[0] % OUTPUTS == 0}
+        return _elements(whole) * DTYPE_SIZES[config.dtype]
+
+    return NarrowWeights(dtype=dtype, layer=max(map(nbytes, layers)), last=nbytes(head))
+
+
+def _stored(name: str, config: ModelConfig, tensors: Mapping[str, TensorKind]) -> str:
+    """The type of a weight in its file, where that is known: ``U8`` if it has few bits."""
+    of_layer = name not in (EMBEDDING, OUTPUT_HEAD)
+    if find_packed(name, tensors) or (of_layer and config.low_bit is not None):
+        return "U8"
+    place = find_stack(name, tensors)
+    found = tensors.get(name if place is None else place.names[0])
+    return config.dtype.upper() if found is None else found.dtype
 
 
 def _kept_blocks(

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.kept import NarrowDType
 from molink.facts.scalars import Count, Index, Text
 
 
@@ -19,8 +20,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: Text
     memory: Count
     read_rate: float = 0.0
-    #: Whether it computes in bf16; if not, 16-bit models take four bytes per weight on a CPU.
+    #: Whether it computes in bf16; if not, a CPU computes 16-bit models in f32.
     bf16: bool = True
+    #: Weights that stay what they are where it computes in f32.
+    narrow: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
     #: Whether it multiplies by the blocks of a GGUF file: these take no more room than there.
     blocks: bool = False
     #: What its attention wants the positions of a KV block to be a multiple of.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.model import BLOCK_SIZE, ModelFacts, Quantize
+from molink.facts.kept import NarrowDType, kept_dtype
+from molink.facts.model import BLOCK_SIZE, ModelFacts, NarrowWeights, Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
@@ -46,6 +47,8 @@ class StageSetup:
     load: Load = Load()
     #: Whether it multiplies by the blocks of a GGUF file.
     blocks: bool = False
+    #: Weights that stay what they are where it computes in f32.
+    narrow: tuple[NarrowDType, ...] = ()
 
     def element_bytes(self, facts: ModelFacts) -> int:
         """Size of an element that it computes with; a CPU without bf16 widens 16-bit models."""
@@ -55,9 +58,19 @@ class StageSetup:
             return max(facts.element_bytes, DTYPE_SIZES["f32"])
         return facts.element_bytes
 
+    def kept_bytes(self, facts: ModelFacts) -> int:
+        """Size of an element of the weights that are ``facts.narrow``."""
+        element = self.element_bytes(facts)
+        if facts.narrow is None or self.kind != "cpu" or element != DTYPE_SIZES["f32"]:
+            return element
+        return DTYPE_SIZES[kept_dtype(facts.narrow.dtype, "f32", self.narrow.__contains__)]
+
     def mode(self, facts: ModelFacts) -> Quantize:
         """How projections are kept: as the files have them, if these are quantized."""
         return facts.quantized if facts.quantized != "none" else self.quantize
+
+
+_ALL_WIDE = NarrowWeights(dtype="bf16", layer=0, last=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +107,11 @@ class Footprint:
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)
 
-        layer, unpacked = scaled(facts.layer_bytes), 0
-        first, last = scaled(facts.first_bytes), scaled(facts.last_bytes)
+        unpacked, stays = 0, facts.narrow or _ALL_WIDE
+        # What staying in 16 bits saves, of each byte that is stored.
+        saved = (element - target.kept_bytes(facts)) // facts.element_bytes
+        layer = scaled(facts.layer_bytes) - saved * stays.layer
+        first, last = scaled(facts.first_bytes), scaled(facts.last_bytes) - saved * stays.last
         kept = facts.blocks if target.blocks and target.kind == "cpu" else None
         if kept is not None:
             layer, first, last = (

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.kept import NarrowDType
 from molink.facts.scalars import Count, Index, Text
 
 #: Layers of a stage, half-open.
@@ -37,6 +38,17 @@ class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
     last: tuple[Count, Count]
 
 
+class NarrowWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes (in the model's own dtype) of weights that may stay in 16 bits beside rows of more.
+
+    Of the largest layer, and of the output head.
+    """
+
+    dtype: NarrowDType
+    layer: Count
+    last: Count
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What placement has to know of a model, in bytes (in its own dtype) and tokens.
 
@@ -60,6 +72,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     nf4_bytes: Count = 0
     #: Where there are such weights.
     blocks: KeptBlocks | None = None
+    narrow: NarrowWeights | None = None
     #: Elements of the largest merged projection of a layer.
     widest: Count = 0
     #: Elements that one row of a step takes in a layer, at most; and its own.

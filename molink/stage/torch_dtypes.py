@@ -11,6 +11,7 @@ TORCH_DTYPES: dict[WeightDType, torch.dtype] = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
 }
+DTYPE_NAMES: dict[torch.dtype, WeightDType] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device) -> WeightDType:

@@ -100,6 +100,7 @@ def _runner(desired: Desired, offer: Candidate) -> Runner:
         kind="cuda" if offer.cuda else "cpu",
         bf16=offer.bf16,
         blocks=offer.blocks,
+        narrow=offer.narrow,
     )
     costs = Costs.of(Footprint.of(desired.facts, setup))
     return Runner(offer.peer, usable_bytes(offer.memory), ASSUMED_RATE, costs)

@@ -21,6 +21,7 @@ from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.kept import NarrowDType
 from molink.facts.memory_plan import refusal, size, smaller_modes, usable
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
@@ -52,8 +53,8 @@ class Candidate:
     """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). A CPU without ``bf16`` takes
-    four bytes per weight with the dtype ``auto``; one with ``blocks`` multiplies by those of a GGUF
-    file. ``blocked`` are those to whom it can't connect.
+    four bytes per weight with the dtype ``auto``, but for those that stay ``narrow``; one with
+    ``blocks`` multiplies by those of a GGUF file. ``blocked`` are those to whom it can't connect.
     ``step`` is what its steps take beside reading weights, in seconds. ``pc`` is the PC's own peer,
     where this one is a further device of it. ``device`` is the device's product name.
     """
@@ -70,6 +71,7 @@ class Candidate:
     pc: str = ""
     device: str = ""
     blocks: bool = False
+    narrow: tuple[NarrowDType, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,13 @@ def place(
 def setup_of(candidate: Candidate, common: StageSetup) -> StageSetup:
     """How a peer would run a stage; ``common`` has what is the same at every peer."""
     kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
-    return replace(common, kind=kind, bf16=candidate.bf16, blocks=candidate.blocks)
+    return replace(
+        common,
+        kind=kind,
+        bf16=candidate.bf16,
+        blocks=candidate.blocks,
+        narrow=candidate.narrow,
+    )
 
 
 def row_bytes(facts: ModelFacts, dtype: str) -> int:

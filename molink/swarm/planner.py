@@ -323,6 +323,7 @@ def offer_of(peer: str, report: PeerReport, pin: str = "") -> Candidate | None:
         report.stage if pin in ("", "auto") else pin,
         bf16=device.bf16,
         blocks=device.blocks,
+        narrow=device.narrow,
         cuda=device.kind == "cuda",
         pc=report.pc,
         device=device.name,

@@ -403,6 +403,7 @@ def plan_stage(
         kind=measured.device.kind,
         bf16=measured.bf16,
         blocks=measured.device.blocks,
+        narrow=measured.device.narrow,
         dtype=assign.dtype,
         quantize=assign.quantize,
         load=Load(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),

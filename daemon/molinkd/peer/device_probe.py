@@ -18,6 +18,7 @@ import msgspec
 
 from molink.errors import WorkerError
 from molink.facts.device import Device
+from molink.facts.kept import NarrowDType
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.platform import child_options, cores
 from molinkd.peer.settings import Settings, Share
@@ -44,6 +45,7 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     read_rate: float
     bf16: bool
     blocks: bool = False
+    narrow: tuple[NarrowDType, ...] = ()
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
     torch: str
@@ -86,7 +88,7 @@ async def measure_device(
     """
     threads = worker_threads(settings)
     mbytes = 256 if settings.stages_here == 1 else 32
-    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} blocks"
+    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} narrow"
     probe = _read_cache(cache, key)
     if probe is None or probe.kind == "cuda":  # what is free there changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
@@ -102,6 +104,7 @@ async def measure_device(
         read_rate=probe.read_rate,
         bf16=probe.bf16,
         blocks=probe.blocks,
+        narrow=probe.narrow,
         block_size=probe.block_size,
     )
     return Measured(device, probe.bf16, probe.gpus)

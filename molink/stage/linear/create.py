@@ -50,10 +50,9 @@ class Projections:
         probed = _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
         return replace(probed, keeps="gguf-blocks" not in avoid and keeps_blocks())
 
-    @property
-    def narrow(self) -> bool:
-        """Whether :meth:`create` keeps weights in bf16, whatever the rows are."""
-        return self.product is not None
+    def holds(self, kept: torch.dtype) -> bool:
+        """Whether :meth:`create` keeps weights of that type as they are, whatever the rows are."""
+        return self.product is not None and kept is torch.bfloat16
 
     def product_of(self, name: str) -> "BlockMatMul | None":
         """What multiplies by weights in blocks of kind ``name``, if anything does."""
@@ -102,7 +101,7 @@ def _compare(one: Projections, other: Projections) -> tuple[float, float]:
     weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
     sides = [
         [
-            maker.create(weight if maker.narrow else weight.to(maker.dtype), None)
+            maker.create(weight if maker.holds(torch.bfloat16) else weight.to(maker.dtype), None)
             for _ in range(_TRIED)
         ]
         for maker in (one, other)

@@ -18,6 +18,7 @@ from molink.checkpoint.quantization import can_hold, is_quantizable
 from molink.checkpoint.stacked import StackPlace, find_stack
 from molink.checkpoint.stored import FLOATS
 from molink.errors import BrokenModel, UsageError
+from molink.facts.kept import NarrowDType, kept_dtype, narrow_dtype
 from molink.facts.model import Quantize
 from molink.gguf.blocks import Kind, find_packed, packed_name, unpack
 from molink.gguf.formats import stays
@@ -35,6 +36,7 @@ from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
 from molink.stage.loading.low_bit import unpack_low_bit
 from molink.stage.loading.stacks import expert_parts
+from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 
 class WeightReader:
@@ -201,15 +203,16 @@ class WeightReader:
         return made
 
     def _kept(self, names: Sequence[str]) -> torch.dtype:
-        """The type in which they are kept: bf16 stays as it is where rows of more bits take it.
-
-        Weights of few bits are less exact than bf16.
-        """
-        narrow = all(
-            self._low_bit(name) or self._packed(name) or self._stored(name) in ("BF16", "U8")
+        """The type in which they are kept, by :mod:`molink.facts.kept`."""
+        stored = {
+            "U8" if self._low_bit(name) or self._packed(name) else self._stored(name)
             for name in names
-        )
-        return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
+        }
+        kept = kept_dtype(narrow_dtype(stored), DTYPE_NAMES[self.dtype], self._holds)
+        return TORCH_DTYPES[kept]
+
+    def _holds(self, narrow: NarrowDType) -> bool:
+        return self._projections.holds(TORCH_DTYPES[narrow])
 
     def _stored(self, name: str) -> str:
         """The type of what a tensor that isn't in blocks of GGUF is stored in."""

@@ -5,7 +5,8 @@ Run as ``python -m molink.stage.measure.device``.
 Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
 memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
 a decode step streams weights), ``bf16`` (whether it computes in it natively), ``blocks`` (whether
-it multiplies by those of a GGUF file), ``block_size`` (what its attention backend wants the
+it multiplies by those of a GGUF file), ``narrow`` (weights that stay what they are where it
+computes in f32), ``block_size`` (what its attention backend wants the
 positions of a KV block to be a multiple of), ``threads``, ``torch`` (version), ``gpus`` (how many
 CUDA devices there are).
 """
@@ -17,15 +18,16 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 import torch
 
+from molink.facts.kept import NarrowDType
 from molink.stage.attention.trial import wanted_block_size
 from molink.stage.kernels.create import keeps_blocks
 from molink.stage.linear import Projections
-from molink.stage.torch_dtypes import has_bf16
+from molink.stage.torch_dtypes import TORCH_DTYPES, has_bf16
 
 _ROWS = 4096
 #: A row is multiplied so often at least, and for about so many seconds.
@@ -84,12 +86,19 @@ def probe(wanted: str, nbytes: int) -> dict[str, object]:
         "free": int(free),
         "read_rate": measure(device, min(nbytes, int(free) // 4)),
         "bf16": has_bf16(device),
+        "narrow": kept_narrow(device),
         "blocks": kind == "cpu" and keeps_blocks(),
         "block_size": wanted_block_size(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
     }
+
+
+def kept_narrow(device: torch.device) -> tuple[NarrowDType, ...]:
+    """Types in which weights stay beside rows of float32, as ``WeightReader`` finds them."""
+    projections = Projections.probe(torch.float32, device)
+    return tuple(kept for kept in get_args(NarrowDType) if projections.holds(TORCH_DTYPES[kept]))
 
 
 def device_name(device: torch.device) -> str:

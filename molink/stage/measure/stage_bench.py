@@ -21,7 +21,7 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
 from molink.stage.kernels.create import keeps_blocks
-from molink.stage.measure.device import cpu_name, pick_device
+from molink.stage.measure.device import cpu_name, kept_narrow, pick_device
 from molink.stage.measure.peaks import peak_matmul_rate, peak_read_rate
 from molink.stage.measure.stage_profile import profile_stage
 from molink.stage.stage import Stage
@@ -38,7 +38,12 @@ def bench(options: argparse.Namespace) -> dict[str, object]:
     on_cpu = device.type == "cpu"
     kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
     target = StageSetup(
-        kind, cpu_has_bf16(), options.dtype, options.quantize, blocks=keeps_blocks()
+        kind,
+        cpu_has_bf16(),
+        options.dtype,
+        options.quantize,
+        blocks=keeps_blocks(),
+        narrow=kept_narrow(device),
     )
     facts, free = folder.facts(options.model_dir), _free_bytes(device)
     stage = Stage.load(folder, layers, str(device), options.dtype, quantize=options.quantize)

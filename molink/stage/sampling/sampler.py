@@ -54,10 +54,10 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     reports = _Reports.of(logits, rows, told[0])
     asked = () if reports is None else (reports.own, reports.values, reports.ids)
     numbers, *parts = fetch([torch.stack(told, dim=1), *asked])
-    picked, usable, *settled = numbers.t().tolist()
+    picked, usable, *certain = numbers.t().tolist()
     late: dict[int, int] = {}
     if draws is not None:
-        unsettled = [n for n, i in enumerate(random) if usable[i] == 1 and not settled[0][i]]
+        unsettled = [n for n, i in enumerate(random) if usable[i] == 1 and not certain[0][i]]
         late = {random[n]: token for n, token in draws.rest(unsettled).items()}
         for index, token in late.items():
             picked[index] = token

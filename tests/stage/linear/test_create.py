@@ -63,7 +63,7 @@ def test_what_is_slower_is_not_used(
         pytest.skip("this CPU has no compiled products for float32")
     monkeypatch.setattr(create, "_compare", lambda *_: (few, many))
     found = create._probe_cpu.__wrapped__(torch.float32, 1)
-    assert found.narrow is chosen
+    assert found.holds(torch.bfloat16) is chosen
 
 
 def test_both_are_timed() -> None:
