@@ -4,9 +4,9 @@
 
 ``steps``: a decode step (forward, greatest logit, copied to the host) as it comes and with graphs
 switched off, and how long making its graph took, which a worker does while it is idle. ``waits``:
-how often sampling waits for the device, and how long sampling takes. ``memory``: what was planned for a
-budget, beside what was taken while a largest step ran with a full pool. Blocks of a request lie
-anywhere in the pool. Needs about 14 GB of a card.
+how often sampling waits for the device, and how long sampling takes. ``memory``: what was planned
+for a budget, beside what was taken while a largest step ran with a full pool. Blocks of a request
+lie anywhere in the pool. Needs about 14 GB of a card.
 """
 
 import argparse

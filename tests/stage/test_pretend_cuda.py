@@ -10,6 +10,7 @@ import pytest
 
 from molink.checkpoint.source import demo_model
 from tests.support import pretend_cuda
+from tests.support.models import MakeModel
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,11 +19,12 @@ pytestmark = [
 ]
 
 
-def test_stages_and_trials_on_a_pretend_card(tmp_path: Path) -> None:
+def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Path) -> None:
     library = pretend_cuda.build(tmp_path)
+    experts = make_model(tmp_path / "experts", "qwen3_moe")
     command = [sys.executable, "-m", "tests.support.pretend_cuda", str(library)]
     done = subprocess.run(
-        [*command, str(demo_model().path)], check=True, capture_output=True, text=True
+        [*command, str(demo_model().path), str(experts)], check=True, capture_output=True, text=True
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     trials = [line["trial"] for line in lines if "trial" in line]
@@ -37,6 +39,10 @@ def test_stages_and_trials_on_a_pretend_card(tmp_path: Path) -> None:
         assert all(told["same"] and told["failed"] for told in kinds.values()), kinds
         # The last one looks among 64 tokens, 4096, all that there are, and for its logprob.
         assert [told["waits"] for told in kinds.values()] == [1, 1, 1, 1, 4], kinds
+    for line in (line for line in lines if "experts" in line):
+        assert not line["experts"]["graphs"]
+        assert line["experts"]["error"] < 0.05, line
+        assert set(line["experts"]["waits"]) == {line["layers"]}, line  # one for each layer
     cases = [line for line in lines if "case" in line]
     assert len(cases) == 2 * 3 * 3
     for case in cases:

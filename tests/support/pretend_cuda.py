@@ -1,7 +1,7 @@
 """A pretend ``cuda:0`` for a torch without CUDA: host memory behind CUDA's dispatch key.
 
-Run as ``python -m tests.support.pretend_cuda LIBRARY FOLDER`` in a process of its own, which
-is no good for anything else then; see ``tests/stage/test_pretend_cuda.py``. Every operator runs by
+Run as ``python -m tests.support.pretend_cuda LIBRARY FOLDER EXPERTS`` in a process of its own,
+which is no good for anything else then; see ``tests/stage/test_pretend_cuda.py``. Every operator runs by
 the CPU's, operands of mixed devices are refused, and copies to the host are counted. It does not
 show graphs (the work itself is run), flash kernels (a plain reference), streams, pinning or speed.
 """
@@ -30,6 +30,7 @@ from molink.stage.measure.parity import trials as all_trials
 from molink.stage.measure.shapes import Shapes
 from molink.stage.sampling.sampler import SampleRow, sample
 from molink.stage.stage import Stage
+from molink.stage.to_device import has_pinned
 from molink.wire.messages.data import Sampling
 from tests.support.stage import varlen_attn
 
@@ -190,6 +191,7 @@ def compare_sampling(host: Host) -> dict[str, Any]:
     logits = 6 * torch.randn(4, 32_000, generator=generator)
     logits[2, 7] = torch.nan
     there, told = logits.to(CUDA), {}
+    assert has_pinned(CUDA)  # which is tried once
     for name, sampling in SAMPLINGS.items():
         rows = [SampleRow(sampling, 5)] * 3 + [SampleRow(SAMPLINGS["greedy"], 5)]
         host.reads()
@@ -203,10 +205,13 @@ def compare_sampling(host: Host) -> dict[str, Any]:
 
 def main() -> None:
     """Print how it went, a JSON object for each case."""
-    host, folder = Host(Path(sys.argv[1])), ModelFolder.open(Path(sys.argv[2]))
+    host = Host(Path(sys.argv[1]))
+    folder, experts = (ModelFolder.open(Path(given)) for given in sys.argv[2:4])
     for dtype, capability in (("bf16", (8, 6)), ("f16", (7, 5))):
         with ExitStack() as stack:
             pretend(stack, host, capability)
+            told = compare(experts, host, dtype, "none", ("flash-attention",))
+            print(json.dumps({"experts": told, "layers": experts.config.layers}), flush=True)
             print(json.dumps({"sampling": compare_sampling(host)}), flush=True)
             shapes = Shapes.of(folder.config, flash.PAGE, CUDA)
             for one in all_trials(CUDA, ("graphs",), shapes):

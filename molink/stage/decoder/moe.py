@@ -13,6 +13,7 @@ from torch import Tensor
 
 from molink.stage.decoder.mlp import Mlp
 from molink.stage.linear import Projection
+from molink.stage.to_device import fetch, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,12 @@ class ExpertMlp:
     def __call__(self, rows: Tensor) -> Tensor:
         """See :class:`~molink.stage.decoder.mlp.Mlp`."""
         weights, experts = self._route(rows)
+        # All that a GPU is waited for: which experts are run is up to the host.
+        (chosen,) = fetch([experts])
         if len(rows) == 1:
-            results = [self.experts[expert](rows) for expert in experts[0].tolist()]
+            results = [self.experts[expert](rows) for expert in chosen[0].tolist()]
             return torch.cat(results).mul_(weights.view(-1, 1)).sum(0, keepdim=True)
-        return self._grouped(rows, weights, experts.view(-1))
+        return self._grouped(rows, weights, chosen.flatten())
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (in the rows' type) and indices of each row's experts, both ``[T, chosen]``."""
@@ -47,16 +50,18 @@ class ExpertMlp:
         return weights.to(rows.dtype), experts
 
     def _grouped(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        order = experts.argsort()  # [T * chosen]: pairs of a row and an expert, by expert
+        """``experts`` ``[T * chosen]`` are on the host."""
+        order = experts.argsort()  # pairs of a row and an expert, by expert
         counts = experts.bincount(minlength=len(self.experts)).tolist()
+        both = upload(torch.cat((order // self.chosen, order.argsort())), rows.device)
+        sources, places = both.chunk(2)
         results: list[Tensor] = []
         first = 0
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
-                pairs = order[first : first + count]
-                results.append(expert(rows[pairs // self.chosen]))
+                results.append(expert(rows[sources[first : first + count]]))
                 first += count
-        shaped = torch.cat(results)[order.argsort()].view(len(rows), self.chosen, -1)
+        shaped = torch.cat(results)[places].view(len(rows), self.chosen, -1)
         return shaped.mul_(weights.unsqueeze(-1)).sum(1)
 
     @property
