@@ -1,9 +1,10 @@
 """A pretend ``cuda:0`` for a torch without CUDA: host memory behind CUDA's dispatch key.
 
 Run as ``python -m tests.support.pretend_cuda LIBRARY FOLDER EXPERTS`` in a process of its own,
-which is no good for anything else then; see ``tests/stage/test_pretend_cuda.py``. Every operator runs by
-the CPU's, operands of mixed devices are refused, and copies to the host are counted. It does not
-show graphs (the work itself is run), flash kernels (a plain reference), streams, pinning or speed.
+which is no good for anything else then; see ``tests/stage/test_pretend_cuda.py``. Every operator
+runs by the CPU's, operands of mixed devices are refused, and waits of the host are counted. It does
+not show graphs (the work itself is run), flash kernels (a plain reference), streams, pinning or
+speed.
 """
 
 import ctypes
