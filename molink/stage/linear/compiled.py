@@ -11,6 +11,9 @@ from molink.stage.linear.base import total_bytes
 if TYPE_CHECKING:
     from molink.stage.kernels.matmul import MatMul
 
+#: Rows of a weight are packed by multiples of so many, which whole blocks have.
+PART_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledLinear:
@@ -22,6 +25,24 @@ class CompiledLinear:
     product: "MatMul"
     weight: Tensor
     bias: Tensor
+
+    @classmethod
+    def empty(
+        cls, product: "MatMul", shape: tuple[int, int], kept: torch.dtype, bias: Tensor | None
+    ) -> "CompiledLinear | None":
+        """One of a weight ``[out, in]`` that is yet to come; ``None`` if parts don't fit."""
+        some = torch.zeros(PART_ROWS, shape[1], dtype=kept)
+        if not product.fits(some) or shape[0] % PART_ROWS:
+            return None
+        packed = product.pack(some)
+        weight = packed.new_empty(shape[0] // PART_ROWS * len(packed), *packed.shape[1:])
+        return cls(product, weight, torch.zeros(shape[0]) if bias is None else bias.float())
+
+    def put(self, first: int, part: Tensor) -> None:
+        """Take rows from ``first`` on, both multiples of :data:`PART_ROWS`."""
+        packed = self.product.pack(part)
+        place = first * len(packed) // len(part)
+        self.weight[place : place + len(packed)] = packed
 
     @classmethod
     def pack(cls, product: "MatMul", weight: Tensor, bias: Tensor | None) -> "CompiledLinear":

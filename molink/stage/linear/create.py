@@ -1,7 +1,7 @@
 """How a device keeps the weights of projections: tried out, not guessed from its name."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from torch import Tensor
 from molink.gguf.formats import FORMATS
 from molink.stage.kernels.create import create_block_matmul, create_matmul, keeps_blocks
 from molink.stage.linear.base import Projection
-from molink.stage.linear.compiled import CompiledLinear
+from molink.stage.linear.compiled import PART_ROWS, CompiledLinear
 from molink.stage.linear.packed import PackedLinear, can_pack
 from molink.stage.linear.plain import Linear
 
@@ -52,7 +52,7 @@ class Projections:
 
     def holds(self, kept: torch.dtype) -> bool:
         """Whether :meth:`create` keeps weights of that type as they are, whatever the rows are."""
-        return self.product is not None and kept is torch.bfloat16
+        return self._multiplier(kept) is not None
 
     def product_of(self, name: str) -> "BlockMatMul | None":
         """What multiplies by weights in blocks of kind ``name``, if anything does."""
@@ -72,12 +72,28 @@ class Projections:
         kept = weight.to(self.dtype)
         return PackedLinear.pack(kept, bias) if self.packs else Linear(kept, bias)
 
+    def begin(
+        self, shapes: Sequence[tuple[int, int]], kept: torch.dtype, bias: Tensor | None
+    ) -> CompiledLinear | None:
+        """A projection to put weights of these shapes into, one below the other, part by part.
+
+        ``None`` if that can't be: :meth:`create` makes one of the whole weight.
+        """
+        product = self._multiplier(kept)
+        if product is None or any(rows % PART_ROWS for rows, _ in shapes):
+            return None
+        whole = sum(rows for rows, _ in shapes), shapes[0][1]
+        return CompiledLinear.empty(product, whole, kept, bias)
+
     def _compile(self, weight: Tensor, bias: Tensor | None) -> CompiledLinear | None:
-        if self.product is None or weight.dtype is not torch.bfloat16:
+        product = self._multiplier(weight.dtype)
+        if product is None or not product.fits(weight):
             return None
-        if not self.product.fits(weight):
-            return None
-        return CompiledLinear.pack(self.product, weight, bias)
+        return CompiledLinear.pack(product, weight, bias)
+
+    def _multiplier(self, kept: torch.dtype) -> "MatMul | None":
+        """What multiplies by weights of that type."""
+        return self.product if kept is torch.bfloat16 else None
 
 
 @cache

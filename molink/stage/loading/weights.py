@@ -31,12 +31,16 @@ from molink.stage.linear import (
     Projections,
     SideBySide,
 )
+from molink.stage.linear.compiled import PART_ROWS
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import part_rows
 from molink.stage.loading.bnb_formats import check_layout, fill
 from molink.stage.loading.low_bit import unpack_low_bit
 from molink.stage.loading.stacks import expert_parts
 from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+
+#: Weights that are packed at once.
+_PACKED = 2**20
 
 
 class WeightReader:
@@ -164,19 +168,45 @@ class WeightReader:
             last = first + sum(self._full_shape(name)[0] for name in names)
             added = None if bias is None else bias[first:last]
             if kind is None:
-                merged = self._merge(names, self._kept(names))
-                parts.append(self._projections.create(merged, added))
+                parts.append(self._plain(names, added))
             else:
                 parts.append(self._in_blocks(kind, names, added))
             first = last
         return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
+
+    def _plain(self, names: Sequence[str], bias: Tensor | None) -> Projection:
+        """Of weights that are numbers."""
+        kept = self._kept(names)
+        made = self._in_parts(names, kept, bias)
+        return made or self._projections.create(self._merge(names, kept), bias)
+
+    def _in_parts(
+        self, names: Sequence[str], kept: torch.dtype, bias: Tensor | None
+    ) -> CompiledLinear | None:
+        """Checked and packed part by part, while a cache has them; ``None`` if that can't be."""
+        if any(self._place(name) or self._low_bit(name) or self._packed(name) for name in names):
+            return None
+        shapes = [(shape[0], shape[1]) for shape in map(self._full_shape, names)]
+        made = self._projections.begin(shapes, kept, bias)
+        if made is None:
+            return None
+        first, step = 0, max(1, _PACKED // shapes[0][1] // PART_ROWS) * PART_ROWS
+        for name, (rows, _) in zip(names, shapes, strict=True):
+            for begin, stored in self._parts(name, step):
+                part = stored.to(kept)
+                self._check_finite(name, part)
+                made.put(first + begin, part)
+            first += rows
+        return made
 
     def tied(self, name: str) -> Linear | CompiledLinear | BlockLinear:
         """The weight ``name``, as embedding and output head at once; raises as :meth:`read`."""
         kind = self._stays(name)
         if kind is not None:
             return self._in_blocks(kind, [name], None)
-        return self._projections.create_tied(self._merge([name], self._kept([name])))
+        kept = self._kept([name])
+        made = self._in_parts([name], kept, None)
+        return made or self._projections.create_tied(self._merge([name], kept))
 
     def table(self, name: str) -> EmbeddingTable:
         """The weight ``name``, as an embedding; raises as :meth:`read`."""

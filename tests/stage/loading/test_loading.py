@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import BrokenModel
-from molink.stage.linear import quantized
+from molink.stage.batch import SequenceRows
+from molink.stage.linear import Projections, quantized
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
+from tests.support.stage import Ring
 
 LAYERS = 8
 LAYER_BYTES = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
@@ -89,6 +91,28 @@ def test_the_measure_sees_what_is_not_quantized(folder: ModelFolder) -> None:
     with counted() as allocations:
         stage = Stage.load(folder, (0, LAYERS), dtype="f32")
     assert LAYERS * LAYER_BYTES < stage.weight_bytes <= allocations.peak
+
+
+def test_weights_that_stay_in_16_bits_are_packed_in_parts(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    projections = Projections.probe(torch.float32, torch.device("cpu"))
+    if not projections.holds(torch.bfloat16):
+        pytest.skip("this CPU has no product for them")
+    fields = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 4096, "head_dim": 32}
+    made = make_model(tmp_path, "qwen2", 0, dtype="bfloat16", **fields)
+    monkeypatch.setattr("molink.stage.loading.weights._PACKED", 128 * 128)
+    tokens, rows = [5, 300, 2, 77], [SequenceRows(0, 4, (0,))]
+    with counted() as allocations:
+        stage = Stage.load(ModelFolder.open(made), (0, 3), dtype="f32")
+    # No copy of a whole weight: that of the head, which is loaded last, has a MiB.
+    assert allocations.peak < stage.weight_bytes + 500_000
+    found = make_ring(made).run(tokens, rows)
+    monkeypatch.setattr(Projections, "begin", lambda *_: None)
+    assert torch.equal(make_ring(made).run(tokens, rows), found)
 
 
 def test_a_large_weight_is_quantized_in_parts(
