@@ -160,11 +160,7 @@ def setup_of(candidate: Candidate, common: StageSetup) -> StageSetup:
     """How a peer would run a stage; ``common`` has what is the same at every peer."""
     kind: Literal["cpu", "cuda"] = "cuda" if candidate.cuda else "cpu"
     return replace(
-        common,
-        kind=kind,
-        bf16=candidate.bf16,
-        blocks=candidate.blocks,
-        narrow=candidate.narrow,
+        common, kind=kind, bf16=candidate.bf16, blocks=candidate.blocks, narrow=candidate.narrow
     )
 
 
