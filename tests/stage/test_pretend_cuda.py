@@ -14,6 +14,7 @@ from tests.support.models import MakeModel
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # a minute to compile, and as much to compute
     pytest.mark.skipif(sys.platform != "linux", reason="it is built with g++ on Linux"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="it is built with g++"),
 ]
