@@ -42,7 +42,7 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
         assert [told["waits"] for told in kinds.values()] == [1, 1, 1, 1, 4], kinds
     for line in (line for line in lines if "experts" in line):
         assert not line["experts"]["graphs"]
-        assert line["experts"]["error"] < 0.05, line
+        assert line["experts"]["error"] < 1e-3, line
         assert set(line["experts"]["waits"]) == {line["layers"]}, line  # one for each layer
     cases = [line for line in lines if "case" in line]
     assert len(cases) == 2 * 3 * 3
