@@ -148,10 +148,11 @@ def copy_measured(source: Home, target: Home) -> None:
     What can't be copied is measured again.
     """
     for path in (source.device, source.proofs, *source.profiles.glob("*.json")):
-        copy = target.root / path.relative_to(source.root)
-        private_folder(copy.parent)
-        with contextlib.suppress(OSError):
-            shutil.copy2(path, copy)
+        if path.exists():
+            copy = target.root / path.relative_to(source.root)
+            private_folder(copy.parent)
+            with contextlib.suppress(OSError):
+                shutil.copy2(path, copy)
 
 
 class HomeLock:
