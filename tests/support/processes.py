@@ -146,8 +146,14 @@ def alive(processes: Sequence[psutil.Process], timeout: float = 15.0) -> list[ps
     return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def wait_for(condition: Callable[[], object], process: Process, timeout: float = START_S) -> None:
-    """Look until ``condition`` holds; fails with the output if ``process`` ends before.
+def wait_for(
+    condition: Callable[[], object],
+    process: Process,
+    timeout: float = START_S,
+    every: float = 0.1,
+) -> None:
+    """Look ``every`` so many seconds until ``condition`` holds.
+    Fails with the output if ``process`` ends before.
 
     A daemon that is too busy to answer is asked again.
     """
@@ -155,7 +161,7 @@ def wait_for(condition: Callable[[], object], process: Process, timeout: float =
     while not _holds(condition):
         assert process.process.poll() is None, process.output
         assert time.monotonic() < deadline, process.output
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def _holds(condition: Callable[[], object]) -> bool:
