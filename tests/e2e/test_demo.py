@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from molinkd.api.metric_help import HELP, UNDESCRIBED
+from molinkd.peer.home import Home
 from tests.support.processes import Process, Tools
 
 QUESTION = [{"role": "user", "content": "What is molink?"}]
@@ -121,6 +122,11 @@ def test_ask_prints_the_answer_alone(tools: type[Tools], tmp_path: Path) -> None
     assert "molink" in done.stdout
     assert "http" not in done.stdout
     assert "Starting" in done.stderr
+    # What its three stages have measured is there for the next demo.
+    kept = Home(tmp_path).demo(1)
+    assert kept.device.exists()
+    assert kept.proofs.exists()
+    assert len(list(kept.profiles.glob("*.json"))) == 3
 
 
 def test_chat_finds_the_demo(demo: Process, tools: type[Tools]) -> None:
