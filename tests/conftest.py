@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 # Tests share the machine with each other and with what they start; many threads only slow them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Each process that tests start would compile all of molink anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # How long examples take depends on what else the machine does.
 settings.register_profile("molink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("molink")
@@ -46,16 +50,32 @@ STARTING_PROCESSES = (
 #: Files whose tests share nothing, and may run on several workers.
 SPREAD = ("tests/dst/test_seeds.py", "tests/dst/test_teeth.py")
 
+#: Files whose tests share a demo.
+SHARING_DEMO = (
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_hostile_swarm.py",
+    "tests/e2e/test_parity.py",
+)
+#: Workers that take files which start processes, if there are more than two.
+LANES = 2
+
 #: Fixtures that several folders share.
 pytest_plugins = ["tests.support.swarm"]
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """One more than two processors: while processes wait for each other, something else goes on."""
+    return 3 if os.cpu_count() == 2 else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling | None":
-    """With ``--dist loadfile``, tests that start processes also run one after the other."""
+    """With ``--dist loadfile``, few tests that start processes run at once, and from the start."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
     class ByFile(LoadScopeScheduling):
         """A file's tests stay on one worker, and so its fixtures are made once."""
@@ -63,8 +83,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith(SPREAD):
                 return nodeid
-            is_apart = nodeid.startswith(STARTING_PROCESSES)
-            return "processes" if is_apart else nodeid.partition("::")[0]
+            if nodeid.startswith(SHARING_DEMO):
+                return SHARING_DEMO[0]
+            return nodeid.partition("::")[0]
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            lanes = LANES if len(self.nodes) > LANES else 1
+            starts = node in self.nodes[:lanes]
+            for scope in self.workqueue:
+                if scope.startswith(STARTING_PROCESSES) == starts:
+                    self.workqueue.move_to_end(scope, last=False)
+                    break
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.dst.world import REQUESTS, run, run_all
 
 #: Seeds of CI and all seeds; how many a test runs.
-SEEDS, ALL_SEEDS, SHARE = 1_000, 10_000, 50
+SEEDS, ALL_SEEDS, SHARE = 500, 10_000, 50
 #: Those with two models, in CI.
 SEVERAL_SEEDS = 100
 

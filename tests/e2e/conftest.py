@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +10,17 @@ from molinkd.cli import local_daemon
 from molinkd.peer.home import Home
 from tests.support.processes import Process, Tools, wait_for
 
+HERE = Path(__file__).parent
+
 # Whoever runs the tests in the background may have them ignore Ctrl-C; what they start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real processes take their time where other tests use the processor too."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no namespaces here: {unavailable()}"
 )
 CPU = ["--threads", "1", "--device", "cpu"]
+#: Each look is a command of its own.
+EVERY_S = 0.5
 
 
 class Behind(Process):
@@ -60,7 +62,7 @@ class Behind(Process):
             return any(one["ready"] for one in status.get("pipelines", ()))
 
         Tools.wait_for(lambda: "is ready" in self.output, self)
-        Tools.wait_for(ready, self)
+        Tools.wait_for(ready, self, every=EVERY_S)
         return status
 
 
@@ -95,7 +97,7 @@ class House:
             return bool(tokens[-1])
 
         Tools.wait_for(lambda: "Chat endpoint" in process.output, process)
-        Tools.wait_for(invited, process)
+        Tools.wait_for(invited, process, every=EVERY_S)
         return process, tokens[-1]
 
 
@@ -128,7 +130,7 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         couch = house.start("couch", "join", token, "--stage", "4:8")
         found = ways(hub.wait_ready())
         assert (found["attic", "couch"], found["couch", "attic"]) == ("hub", "hub")
-        Tools.wait_for(lambda: measured(hub.status()), hub)
+        Tools.wait_for(lambda: measured(hub.status()), hub, every=EVERY_S)
         # The endpoint of each answers: the hub's by a connection that the attic has opened.
         for one in (attic, couch, hub):
             Tools.wait_for(lambda one=one: "is ready" in one.output, one)
@@ -136,8 +138,8 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         assert ways(hub.status())["hub", "attic"] == "hub"
         # A PC that is drained passes on nothing, and there is no other.
         hub.run("drain", "--timeout", "5")
-        Tools.wait_for(lambda: not hub.status()["relays"], hub)
-        Tools.wait_for(lambda: not hub.status()["pipelines"][0]["ready"], hub)
+        Tools.wait_for(lambda: not hub.status()["relays"], hub, every=EVERY_S)
+        Tools.wait_for(lambda: not hub.status()["pipelines"][0]["ready"], hub, every=EVERY_S)
         hub.run("resume")
         hub.wait_ready()
         assert couch.run("chat", "What is molink?").strip(), couch.output

@@ -451,7 +451,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     seed=st.integers(0, 1 << 32),
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_request_gets_its_own_tokens(
     stages: int,
     micro_batches: int,

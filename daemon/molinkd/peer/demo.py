@@ -13,9 +13,10 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.files import patiently
+from molink.stage.measure.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
 from molinkd.peer.child import Child, how_it_ended
-from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.home import Home, HomeLock, copy_measured
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
     AnyEvent,
@@ -85,10 +86,11 @@ class DemoSwarm:
         self.home, self._lock = take_home(self._under)
         first = await self._launch_peer(1, None)
         await self._until(first, lambda: bool(first.token))
-        self._share_device()
+        copy_measured(first_peer(self.home), self.home)
         others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
         for peer in (first, *others):
             await self._until(peer, partial(getattr, peer, "ready"))
+        self._keep_measured()
         endpoints = tuple(peer.endpoint for peer in self.peers)
         note = RunFile.of_this_process(first.control_port, first.endpoint, endpoints)
         note.save(self.home.run_file)
@@ -107,8 +109,7 @@ class DemoSwarm:
         if home.root.exists():
             await asyncio.to_thread(_delete, home)
         private_folder(home.root)
-        if self.home.device.exists():
-            shutil.copyfile(self.home.device, home.device)
+        copy_measured(self.home, home)
         launch = Launch(
             home=str(home.root),
             settings=self._settings(number),
@@ -149,11 +150,11 @@ class DemoSwarm:
             log_file=self.home.root / f"peer-{number}.log",
         )
 
-    def _share_device(self) -> None:
-        """All daemons have the same device: measure it once, and only once for ever."""
-        measured = Home(self.home.root / "peer-1").device
-        if measured.exists():
-            shutil.copyfile(measured, self.home.device)
+    def _keep_measured(self) -> None:
+        """All daemons have the same device: the next demo's know what these have measured."""
+        for peer in self.peers:
+            copy_measured(Home(self.home.root / f"peer-{peer.number}"), self.home)
+        prune_profiles(self.home.profiles)
 
     async def _until(self, peer: DemoPeer, met: Callable[[], bool]) -> None:
         while not met():

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -139,6 +140,19 @@ class Home:
     def proofs(self) -> Path:
         """How kernels were found to compute when stages were loaded."""
         return self.root / "proofs.json"
+
+
+def copy_measured(source: Home, target: Home) -> None:
+    """Give ``target``, a home on the same device, what ``source`` has measured of it.
+
+    What can't be copied is measured again.
+    """
+    for path in (source.device, source.proofs, *source.profiles.glob("*.json")):
+        if path.exists():
+            copy = target.root / path.relative_to(source.root)
+            private_folder(copy.parent)
+            with contextlib.suppress(OSError):
+                shutil.copy2(path, copy)
 
 
 class HomeLock:

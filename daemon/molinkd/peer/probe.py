@@ -75,7 +75,10 @@ async def _try(
         for target in targets
     ]
     try:
-        return any([await done for done in asyncio.as_completed(tries)])
+        for done in asyncio.as_completed(tries):
+            if await done:
+                return True
+        return False
     finally:
         for one in tries:
             one.cancel()

@@ -84,13 +84,15 @@ class ProfileCache:
                 draft.unlink(missing_ok=True)
         # Others may prune at the same time, and on Windows nobody deletes what somebody reads.
         with contextlib.suppress(OSError):
-            self._prune()
+            prune_profiles(self._folder)
 
     def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode("utf-8")).hexdigest()[:32]
         return self._folder / f"{name}.json"
 
-    def _prune(self) -> None:
-        files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-MAX_FILES]:
-            path.unlink(missing_ok=True)
+
+def prune_profiles(folder: Path) -> None:
+    """Keep the :data:`MAX_FILES` youngest in ``folder``."""
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path in files[:-MAX_FILES]:
+        path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from molink.errors import UsageError
-from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.home import Home, HomeLock, copy_measured
 from molinkd.peer.runfile import RunFile, read_run_file
 
 
@@ -91,3 +91,17 @@ def test_stale_notes_are_recognised(tmp_path: Path) -> None:
     assert read_run_file(path) is None
     path.write_text("{", encoding="utf-8")
     assert read_run_file(path) is None
+
+
+def test_a_home_gets_what_another_has_measured(tmp_path: Path) -> None:
+    one, two = Home(tmp_path / "one").create(), Home(tmp_path / "two")
+    copy_measured(one, two)
+    assert not two.root.exists()
+    one.keys()
+    one.profiles.mkdir()
+    for path in (one.device, one.profiles / "a.json", one.profiles / "b.json"):
+        path.write_text(path.name, encoding="utf-8")
+    copy_measured(one, two)
+    copied = [path for path in two.root.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in copied) == ["a.json", "b.json", "device.json"]
+    assert all(path.read_text(encoding="utf-8") == path.name for path in copied)

@@ -182,6 +182,20 @@ async def test_who_does_not_know_us_has_answered_and_another_has_not(
     assert not await module.can_connect(net.context, net.member(), codec, key, [])
 
 
+async def test_who_has_answered_at_one_address_is_not_waited_for_at_others(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
+    server = net.server(control_codec(), lambda *_: None)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        targets = [f"tcp://127.0.0.1:{port}" for port in (closed.getsockname()[1], server.port)]
+        tried = module.can_connect(
+            net.context, net.member(), control_codec(), net.keys.public, targets
+        )
+        assert await asyncio.wait_for(tried, 60)
+
+
 async def test_a_try_during_which_it_stood_still_is_made_again(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
