@@ -1,8 +1,9 @@
-"""How a CPU multiplies bf16 weights by rows: by its own bf16 products, or widened to float32."""
+"""How a CPU multiplies 16-bit weights by rows: by its own bf16 products, or widened to float32."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from llvmlite import ir
 
 from molink.stage.kernels.emit import (
@@ -32,6 +33,13 @@ class Arithmetic(Protocol):
     @property
     def element(self) -> int:
         """Bytes of an element of rows and results."""
+        ...
+
+    @property
+    def kept(self) -> torch.dtype:
+        """What weights are: the pairs of a register's bf16 follow each other; of its float16 the
+        first of all pairs, then the second.
+        """
         ...
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
@@ -65,6 +73,7 @@ class DotBf16:
     vectors: int = 2
     tile: int = 12
     element: int = 2
+    kept: torch.dtype = torch.bfloat16
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -102,6 +111,7 @@ class WidenedBf16:
     vectors: int = 2
     tile: int = 5
     element: int = 4
+    kept: torch.dtype = torch.bfloat16
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -130,3 +140,19 @@ class WidenedBf16:
     def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedF16(WidenedBf16):
+    """The same with float16 weights, which F16C widens as they are read."""
+
+    kept: torch.dtype = torch.float16
+
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+        """See :class:`Arithmetic`."""
+        halves = ir.VectorType(ir.HalfType(), self.lanes)
+        floats = ir.VectorType(FLOAT, self.lanes)
+        second = emit_offset(builder, pointer, I64(2 * self.lanes))
+        loaded = (builder.load(place, typ=halves, align=16) for place in (pointer, second))
+        first, second = (builder.fpext(each, floats) for each in loaded)
+        return first, second

@@ -28,8 +28,10 @@ T = TypeVar("T")
 
 
 @cache
-def create_matmul(dtype: torch.dtype, threads: int, checked: bool = True) -> "MatMul | None":
-    """A product of bf16 weights and rows of ``dtype``, on ``threads`` threads of a CPU.
+def create_matmul(
+    dtype: torch.dtype, threads: int, kept: torch.dtype = torch.bfloat16, checked: bool = True
+) -> "MatMul | None":
+    """A product of weights ``kept`` in 16 bits and rows of ``dtype``, on ``threads`` threads.
 
     ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does;
     that is for the caller to find out unless ``checked``.
@@ -38,7 +40,7 @@ def create_matmul(dtype: torch.dtype, threads: int, checked: bool = True) -> "Ma
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
         from molink.stage.kernels.matmul import MatMul
 
-        arithmetic = _choose(dtype, features)
+        arithmetic = _choose(dtype, features, kept)
         return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
 
     return _try(compile_it, threads, _multiplies_right if checked else _unknown)
@@ -132,17 +134,23 @@ def _has_products(features: Mapping[str, bool]) -> bool:
     return bool(features.get("avx512bf16") and features.get("avx512f"))
 
 
-def _choose(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
-    """The fastest arithmetic that a CPU with ``features`` has for rows of a type."""
-    from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16
+def _choose(
+    dtype: torch.dtype, features: Mapping[str, bool], kept: torch.dtype = torch.bfloat16
+) -> "Arithmetic | None":
+    """The fastest arithmetic that a CPU with ``features`` has for rows and weights of a type."""
+    from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
 
-    if dtype is torch.bfloat16 and _has_products(features):
+    if kept not in (torch.bfloat16, torch.float16):
+        return None
+    half = kept is torch.float16
+    if dtype is torch.bfloat16 and not half and _has_products(features):
         return DotBf16()
-    if dtype is torch.float32 and features.get("avx512f"):
-        return WidenedBf16(lanes=16, vectors=2, tile=10)
-    if dtype is torch.float32 and features.get("avx2") and features.get("fma"):
-        return WidenedBf16()
-    return None
+    if dtype is not torch.float32 or (half and not features.get("f16c")):
+        return None
+    widened = WidenedF16 if half else WidenedBf16
+    if features.get("avx512f"):
+        return widened(lanes=16, vectors=2, tile=10)
+    return widened() if features.get("avx2") and features.get("fma") else None
 
 
 def _multiplies_right(product: "MatMul") -> bool:
@@ -150,7 +158,7 @@ def _multiplies_right(product: "MatMul") -> bool:
     weight = torch.arange(96 * 64).remainder(7).sub(3).view(96, 64)
     rows = torch.arange(29 * 64).remainder(5).sub(2).view(29, 64)
     bias = torch.arange(96.0)
-    given = product(product.pack(weight.bfloat16()), rows.to(product.dtype), bias)
+    given = product(product.pack(weight), rows.to(product.dtype), bias)
     exact = (rows @ weight.T + bias).to(product.dtype)
     return torch.equal(given, exact)
 

@@ -4,7 +4,8 @@ The weight ``[columns, depth]`` lies in *blocks* of columns, as the product read
 from the first byte to the last, which is what a CPU's prefetcher follows best. In a block, pairs of
 neighbours in depth follow each other, and of each pair the columns::
 
-    [columns / C, depth / 2, C, 2]        C = Arithmetic.vectors * Arithmetic.lanes
+    bf16:     [columns / C, depth / 2, vectors, lanes, 2]        C = vectors * lanes
+    float16:  [columns / C, depth / 2, vectors, 2, lanes]
 
 Each column of each row has one sum, over the depth in order: what a row gives doesn't depend on the
 rows beside it, nor on how the blocks are spread over threads.
@@ -32,7 +33,7 @@ from molink.stage.kernels.openmp import OpenMp, emit_shares
 class MatMul:
     """A compiled product, for weights of every shape that it :meth:`fits`."""
 
-    __slots__ = ("_columns", "_library", "_multiply", "_threads", "dtype")
+    __slots__ = ("_columns", "_lanes", "_library", "_multiply", "_threads", "dtype", "kept")
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class MatMul:
         Raises:
             RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
         """
-        self._columns = arithmetic.vectors * arithmetic.lanes
+        self._lanes, self._columns = arithmetic.lanes, arithmetic.vectors * arithmetic.lanes
         self._threads = threads
         module = ir.Module("matmul")
         # Of its arguments, blocks are the first integer.
@@ -55,6 +56,8 @@ class MatMul:
         self._multiply = self._library.function(multiply.name, pointers=4, integers=4)
         #: The type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
+        #: The type of weights.
+        self.kept = arithmetic.kept
 
     def fits(self, weight: Tensor) -> bool:
         """Whether it can multiply by a weight ``[columns, depth]``."""
@@ -62,20 +65,34 @@ class MatMul:
         return columns % self._columns == 0 and depth % 2 == 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        """A weight ``[columns, depth]`` in blocks: bf16 ``[columns / C, depth / 2, C, 2]``."""
+        """A weight ``[columns, depth]`` in blocks, as the module tells."""
         columns, depth = weight.shape
-        blocks = weight.to(torch.bfloat16).view(columns // self._columns, -1, depth // 2, 2)
-        return blocks.transpose(1, 2).contiguous()
+        parts = weight.to(self.kept).view(columns // self._columns, -1, self._lanes, depth // 2, 2)
+        order = (0, 3, 1, 4, 2) if self._apart else (0, 3, 1, 2, 4)
+        return parts.permute(order).contiguous()
+
+    def take(self, weight: Tensor, columns: Tensor) -> Tensor:
+        """Columns ``[T]`` (by number) of a weight that is packed: new ``[T, depth]``."""
+        block, column = columns // self._columns, columns % self._columns
+        vector, lane = column // self._lanes, column % self._lanes
+        pairs = (slice(None), lane) if self._apart else (lane,)
+        found = weight[(block, slice(None), vector, *pairs)]
+        return found.flatten(1).to(self.dtype)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the two of a pair don't follow each other."""
+        return self.kept is torch.float16
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
 
         ``weight`` is as :meth:`pack` gives it, ``bias`` float32 ``[columns]``.
         """
-        blocks, pairs, columns, _ = weight.shape
+        blocks, pairs = weight.shape[:2]
         rows = rows.contiguous()
         count = rows.shape[0]
-        result = rows.new_empty(count, blocks * columns)
+        result = rows.new_empty(count, blocks * self._columns)
         self._multiply(
             weight.data_ptr(),
             rows.data_ptr(),

@@ -31,6 +31,7 @@ class Projections:
     """Makes projections for rows of ``dtype``: compiled, else packed for oneDNN, else torch's."""
 
     dtype: torch.dtype
+    #: Of bf16 weights; where it is worth while, so is one of float16.
     product: "MatMul | None" = None
     packs: bool = False
     #: Whether it can multiply by weights that stay in the blocks of a GGUF file.
@@ -50,10 +51,9 @@ class Projections:
         probed = _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
         return replace(probed, keeps="gguf-blocks" not in avoid and keeps_blocks())
 
-    @property
-    def narrow(self) -> bool:
-        """Whether :meth:`create` keeps weights in bf16, whatever the rows are."""
-        return self.product is not None
+    def holds(self, kept: torch.dtype) -> bool:
+        """Whether :meth:`create` keeps weights of that type as they are, whatever the rows are."""
+        return self._multiplier(kept) is not None
 
     def product_of(self, name: str) -> "BlockMatMul | None":
         """What multiplies by weights in blocks of kind ``name``, if anything does."""
@@ -74,11 +74,16 @@ class Projections:
         return PackedLinear.pack(kept, bias) if self.packs else Linear(kept, bias)
 
     def _compile(self, weight: Tensor, bias: Tensor | None) -> CompiledLinear | None:
-        if self.product is None or weight.dtype is not torch.bfloat16:
+        product = self._multiplier(weight.dtype)
+        if product is None or not product.fits(weight):
             return None
-        if not self.product.fits(weight):
-            return None
-        return CompiledLinear.pack(self.product, weight, bias)
+        return CompiledLinear.pack(product, weight, bias)
+
+    def _multiplier(self, kept: torch.dtype) -> "MatMul | None":
+        """What multiplies by weights of that type; float16 is compiled when it is met."""
+        if self.product is None or kept is self.product.kept:
+            return self.product
+        return create_matmul(self.dtype, torch.get_num_threads(), kept)
 
 
 @cache
@@ -102,7 +107,7 @@ def _compare(one: Projections, other: Projections) -> tuple[float, float]:
     weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
     sides = [
         [
-            maker.create(weight if maker.narrow else weight.to(maker.dtype), None)
+            maker.create(weight if maker.holds(torch.bfloat16) else weight.to(maker.dtype), None)
             for _ in range(_TRIED)
         ]
         for maker in (one, other)

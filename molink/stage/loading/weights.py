@@ -201,15 +201,17 @@ class WeightReader:
         return made
 
     def _kept(self, names: Sequence[str]) -> torch.dtype:
-        """The type in which they are kept: bf16 stays as it is where rows of more bits take it.
+        """The type in which they are kept: 16 bits stay as they are where rows of more take them.
 
         Weights of few bits are less exact than bf16.
         """
-        narrow = all(
-            self._low_bit(name) or self._packed(name) or self._stored(name) in ("BF16", "U8")
+        found = {
+            "BF16" if self._low_bit(name) or self._packed(name) else self._stored(name)
             for name in names
-        )
-        return torch.bfloat16 if narrow and self._projections.narrow else self.dtype
+        }
+        kept = torch.float16 if found == {"F16"} else torch.bfloat16
+        stays = kept is torch.float16 or found <= {"BF16", "U8"}
+        return kept if stays and self._projections.holds(kept) else self.dtype
 
     def _stored(self, name: str) -> str:
         """The type of what a tensor that isn't in blocks of GGUF is stored in."""
