@@ -91,14 +91,15 @@ def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
 
 @cache
 def create_rowwise(
-    eps: float, activation: Activation, threads: int, checked: bool = True
+    dtype: torch.dtype, eps: float, activation: Activation, threads: int, checked: bool = True
 ) -> "Rowwise | None":
-    """Norms, activations and rotations of bf16 rows."""
+    """Norms, activations and rotations of rows of ``dtype``."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Rowwise | None":
         from molink.stage.kernels.rowwise import Rowwise
 
-        return Rowwise(eps, activation, openmp, threads) if _has_products(features) else None
+        fits = _choose(dtype, features) is not None
+        return Rowwise(dtype, eps, activation, openmp, threads) if fits else None
 
     def is_right(made: "Rowwise") -> bool:
         return _norms_right(made, eps) and _gates_right(made, activation) and _turns_right(made)
@@ -184,33 +185,40 @@ def _unpacks_right(product: "BlockMatMul", name: str) -> bool:
 
 
 def _norms_right(rowwise: "Rowwise", eps: float) -> bool:
-    """Whether a norm is as close to torch's as bf16 can be."""
-    rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).bfloat16()
+    """Whether a norm is as close to torch's as its type can be."""
+    rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).to(rowwise.dtype)
     weight = torch.linspace(0.5, 2.0, 48)
     exact = rms_norm(rows.float(), weight.shape, weight, eps)
-    return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=2**-7, atol=1e-6)
+    within = _rounding(rowwise.dtype)
+    return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=within, atol=1e-6)
 
 
 def _gates_right(rowwise: "Rowwise", activation: Activation) -> bool:
     """Whether a gate is, too."""
-    rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).bfloat16()
+    rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).to(rowwise.dtype)
     active, up = rows.double().chunk(2, dim=-1)
     bent = silu(active) if activation == "silu" else gelu(active, approximate="tanh")
     found = rowwise.gate(rows).float()
-    return torch.allclose(found, (bent * up).float(), rtol=2**-7, atol=1e-6)
+    within = _rounding(rowwise.dtype)
+    return torch.allclose(found, (bent * up).float(), rtol=within, atol=1e-6)
 
 
 def _turns_right(rowwise: "Rowwise") -> bool:
     """Whether a rotation is, and leaves alone what it is not to turn."""
-    heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).bfloat16()
-    angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).bfloat16()
+    heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).to(rowwise.dtype)
+    angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).to(rowwise.dtype)
     cosines, sines = angles.float().unbind(2)
     first, second = heads.float()[..., :32].chunk(2, dim=-1)
     exact = heads.float()
     exact[..., :32] *= cosines
     exact[..., :32] += torch.cat((second, first), -1) * sines
     rowwise.rotate(heads, angles)
-    return torch.allclose(heads.float(), exact, rtol=2**-7, atol=2**-6)
+    within = _rounding(rowwise.dtype)
+    return torch.allclose(heads.float(), exact, rtol=within, atol=2 * within)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return 2**-7 if dtype is torch.bfloat16 else 1e-5
 
 
 def _unknown(_: object) -> bool:

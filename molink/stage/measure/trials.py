@@ -134,7 +134,7 @@ def chains(
         return (*made, (plain,), (torch_rows,), _attention_chain(shapes, dtype, device))
     threads = torch.get_num_threads()
     packed = (Trial("packed-linear", dtype, rounding, product(_packed)),)
-    rows = (Trial("compiled-rows", dtype, rounding, partial(_compiled_rows, shapes, threads)),)
+    rows = Trial("compiled-rows", dtype, rounding, partial(_compiled_rows, shapes, place, threads))
     narrow = dtype == "bf16"
     return (
         *made,
@@ -143,7 +143,7 @@ def chains(
             *(packed if narrow else ()),
             plain,
         ),
-        (*(rows if narrow else ()), torch_rows),
+        (rows, torch_rows),
         _attention_chain(shapes, dtype, device),
     )
 
@@ -276,18 +276,18 @@ class _RowKernels:
     rotate: Callable[[Tensor, Tensor], object]
 
 
-def _compiled_rows(shapes: Shapes, threads: int) -> float:
+def _compiled_rows(shapes: Shapes, dtype: torch.dtype, threads: int) -> float:
     if not fits_rowwise((shapes.hidden, *shapes.inner), shapes.rotary):
         raise _Absent("there is no code for rows of this size")
 
     def create(activation: Activation) -> _RowKernels:
-        made = create_rowwise(shapes.eps, activation, threads)
-        made = made or create_rowwise(shapes.eps, activation, threads, checked=False)
+        made = create_rowwise(dtype, shapes.eps, activation, threads)
+        made = made or create_rowwise(dtype, shapes.eps, activation, threads, checked=False)
         if made is None:
             raise _Absent("there is no code for this CPU")
         return _RowKernels(made.norm, made.gate, made.rotate)
 
-    return _rows_error(create, shapes, torch.bfloat16, torch.device("cpu"))
+    return _rows_error(create, shapes, dtype, torch.device("cpu"))
 
 
 def _torch_rows(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
