@@ -37,17 +37,15 @@ class Arithmetic(Protocol):
 
     @property
     def kept(self) -> torch.dtype:
-        """What weights are: the pairs of a register's bf16 follow each other; of its float16 the
-        first of all pairs, then the second.
-        """
+        """The type of weights."""
         ...
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """A row's pair, spread over the lanes."""
         ...
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """Pairs of as many columns as there are lanes."""
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
+        """Pairs of as many columns as there are lanes, of number ``vector`` at ``pointer``."""
         ...
 
     def add_product(
@@ -80,9 +78,10 @@ class DotBf16:
         pair = emit_spread(builder, builder.load(pointer, typ=I32, align=2), self.lanes)
         return (builder.bitcast(pair, ir.VectorType(BFloat(), 2 * self.lanes)),)
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`."""
-        return (builder.load(pointer, typ=ir.VectorType(BFloat(), 2 * self.lanes), align=64),)
+        place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
+        return (builder.load(place, typ=ir.VectorType(BFloat(), 2 * self.lanes), align=64),)
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
@@ -119,12 +118,13 @@ class WidenedBf16:
         both = (builder.load(place, typ=FLOAT, align=4) for place in (pointer, second))
         return tuple(emit_spread(builder, value, self.lanes) for value in both)
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`. A bf16 is the upper half of a float32."""
-        vector, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
-        pairs = builder.load(pointer, typ=vector, align=32)
-        first = builder.shl(pairs, ir.Constant(vector, [16] * self.lanes))
-        second = builder.and_(pairs, ir.Constant(vector, [0xFFFF0000] * self.lanes))
+        whole, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
+        place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
+        pairs = builder.load(place, typ=whole, align=32)
+        first = builder.shl(pairs, ir.Constant(whole, [16] * self.lanes))
+        second = builder.and_(pairs, ir.Constant(whole, [0xFFFF0000] * self.lanes))
         return builder.bitcast(first, floats), builder.bitcast(second, floats)
 
     def add_product(
@@ -148,11 +148,12 @@ class WidenedF16(WidenedBf16):
 
     kept: torch.dtype = torch.float16
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """See :class:`Arithmetic`."""
-        halves = ir.VectorType(ir.HalfType(), self.lanes)
-        floats = ir.VectorType(FLOAT, self.lanes)
-        second = emit_offset(builder, pointer, I64(2 * self.lanes))
-        loaded = (builder.load(place, typ=halves, align=16) for place in (pointer, second))
-        first, second = (builder.fpext(each, floats) for each in loaded)
-        return first, second
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
+        """See :class:`Arithmetic`. The second of all pairs follow the first of all."""
+        halves, floats = (ir.VectorType(kind, self.lanes) for kind in (ir.HalfType(), FLOAT))
+        first = 2 * self.lanes * vector
+        offsets = (first, first + 2 * self.lanes * self.vectors)
+        places = (emit_offset(builder, pointer, I64(offset)) for offset in offsets)
+        return tuple(
+            builder.fpext(builder.load(place, typ=halves, align=16), floats) for place in places
+        )

@@ -2,10 +2,10 @@
 
 The weight ``[columns, depth]`` lies in *blocks* of columns, as the product reads it: one stream
 from the first byte to the last, which is what a CPU's prefetcher follows best. In a block, pairs of
-neighbours in depth follow each other, and of each pair the columns::
+neighbours in depth follow each other, and of each pair the columns; those of float16 one by one::
 
-    bf16:     [columns / C, depth / 2, vectors, lanes, 2]        C = vectors * lanes
-    float16:  [columns / C, depth / 2, vectors, 2, lanes]
+    bf16:     [columns / C, depth / 2, C, 2]        C = Arithmetic.vectors * Arithmetic.lanes
+    float16:  [columns / C, depth, C]
 
 Each column of each row has one sum, over the depth in order: what a row gives doesn't depend on the
 rows beside it, nor on how the blocks are spread over threads.
@@ -33,7 +33,7 @@ from molink.stage.kernels.openmp import OpenMp, emit_shares
 class MatMul:
     """A compiled product, for weights of every shape that it :meth:`fits`."""
 
-    __slots__ = ("_columns", "_lanes", "_library", "_multiply", "_threads", "dtype", "kept")
+    __slots__ = ("_columns", "_library", "_multiply", "_threads", "dtype", "kept")
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class MatMul:
         Raises:
             RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
         """
-        self._lanes, self._columns = arithmetic.lanes, arithmetic.vectors * arithmetic.lanes
+        self._columns = arithmetic.vectors * arithmetic.lanes
         self._threads = threads
         module = ir.Module("matmul")
         # Of its arguments, blocks are the first integer.
@@ -66,32 +66,27 @@ class MatMul:
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight ``[columns, depth]`` in blocks, as the module tells."""
-        columns, depth = weight.shape
-        parts = weight.to(self.kept).view(columns // self._columns, -1, self._lanes, depth // 2, 2)
-        order = (0, 3, 1, 4, 2) if self._apart else (0, 3, 1, 2, 4)
-        return parts.permute(order).contiguous()
+        columns = len(weight)
+        whole = weight.to(self.kept)
+        # What stays together, as one number: eight times as fast.
+        units = whole.view(torch.int32) if self.kept is torch.bfloat16 else whole
+        blocks = units.view(columns // self._columns, self._columns, -1).transpose(1, 2)
+        packed = blocks.contiguous().view(self.kept)
+        return packed.unflatten(2, (self._columns, -1)) if units is not whole else packed
 
     def take(self, weight: Tensor, columns: Tensor) -> Tensor:
         """Columns ``[T]`` (by number) of a weight that is packed: new ``[T, depth]``."""
-        block, column = columns // self._columns, columns % self._columns
-        vector, lane = column // self._lanes, column % self._lanes
-        pairs = (slice(None), lane) if self._apart else (lane,)
-        found = weight[(block, slice(None), vector, *pairs)]
+        found = weight[columns // self._columns, :, columns % self._columns]
         return found.flatten(1).to(self.dtype)
-
-    @property
-    def _apart(self) -> bool:
-        """Whether the two of a pair don't follow each other."""
-        return self.kept is torch.float16
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
 
         ``weight`` is as :meth:`pack` gives it, ``bias`` float32 ``[columns]``.
         """
-        blocks, pairs = weight.shape[:2]
+        blocks = len(weight)
         rows = rows.contiguous()
-        count = rows.shape[0]
+        count, depth = rows.shape
         result = rows.new_empty(count, blocks * self._columns)
         self._multiply(
             weight.data_ptr(),
@@ -99,7 +94,7 @@ class MatMul:
             bias.data_ptr(),
             result.data_ptr(),
             blocks,
-            pairs,
+            depth // 2,
             count,
             self._threads,
         )
