@@ -103,17 +103,6 @@ def test_which_widths_fit() -> None:
     assert not fits_rowwise([64], [64, 48])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norms_that_are_wrong_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    made = create_rowwise(dtype, 1e-5, "silu", 1)
-    if made is None:
-        pytest.skip("this CPU has no compiled norms")
-    monkeypatch.setattr(type(made), "norm", lambda _, rows, weight: rows)
-    assert create_rowwise.__wrapped__(dtype, 1e-5, "silu", 1) is None
-
-
 def test_types_and_cpus_without_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert create_rowwise(torch.float16, 1e-5, "silu", 1) is None
     monkeypatch.setattr(compiler, "host_features", lambda: {"sse2": True})
