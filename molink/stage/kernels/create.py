@@ -209,7 +209,7 @@ def _turns_right(rowwise: "Rowwise") -> bool:
     angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).to(rowwise.dtype)
     cosines, sines = angles.float().unbind(2)
     first, second = heads.float()[..., :32].chunk(2, dim=-1)
-    exact = heads.float()
+    exact = heads.float().clone()
     exact[..., :32] *= cosines
     exact[..., :32] += torch.cat((second, first), -1) * sines
     rowwise.rotate(heads, angles)
