@@ -13,7 +13,7 @@ rows beside it, nor on how the blocks are spread over threads.
 
 import torch
 from llvmlite import ir
-from torch import Tensor
+from torch import Tensor, unflatten
 
 from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.compiler import CompiledLibrary
@@ -72,7 +72,7 @@ class MatMul:
         units = whole.view(torch.int32) if self.kept is torch.bfloat16 else whole
         blocks = units.view(columns // self._columns, self._columns, -1).transpose(1, 2)
         packed = blocks.contiguous().view(self.kept)
-        return packed.unflatten(2, (self._columns, -1)) if units is not whole else packed
+        return unflatten(packed, 2, (self._columns, -1)) if units is not whole else packed
 
     def take(self, weight: Tensor, columns: Tensor) -> Tensor:
         """Columns ``[T]`` (by number) of a weight that is packed: new ``[T, depth]``."""
