@@ -11,7 +11,8 @@ ratios medians of the rounds' ratios. Without ``--llama-bench`` the share of the
 what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16. ``--avx2`` emulates a
 CPU without AVX-512: compiled code and torch take no instructions beyond AVX2, FMA and F16C, and
 compute in float32, as such CPUs do. Frequency, caches and memory are those of this CPU; llama-bench
-has to be one that was built for AVX2.
+has to be one that was built for AVX2. ``--cpu-time`` (Linux) counts the CPU's seconds of both sides
+in place of those that pass: for a machine that computes other things beside, with one thread.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--avoid", default="", help="kernels, as molink doctor names them")
     parser.add_argument("--avx2", action="store_true", help="emulate a CPU without AVX-512")
+    parser.add_argument("--cpu-time", action="store_true", help="count the CPU's seconds")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -109,13 +111,19 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     theirs: dict[str, list[float]] = {"decode": [], "prefill": []}
     model: Path = options.model
     rival = model if model.is_file() else next(model.glob("*.gguf"), model)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    measure = _llama_cpu if options.cpu_time else _llama
     bandwidth = []
     for _ in range(options.rounds):
-        ours["decode"].append(DECODE / _decode(stage, 1, 0, DECODE))
-        ours["prefill"].append(PROMPT / _prefill(stage, PROMPT))
+        begin = clock()
+        _decode(stage, 1, 0, DECODE)
+        decoded = clock()
+        _prefill(stage, PROMPT)
+        ours["prefill"].append(PROMPT / (clock() - decoded))
+        ours["decode"].append(DECODE / (decoded - begin))
         bandwidth.append(peak_read_rate(stage.device))
         if options.llama_bench:
-            rates = _llama(options.llama_bench, rival, options.threads)
+            rates = measure(options.llama_bench, rival, options.threads)
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
     streamed = stage.step_bytes
@@ -179,6 +187,28 @@ def _llama(binary: Path, model: Path, threads: int) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, check=True)
     runs = json.loads(done.stdout)  # UTF-8, whatever the console has
     return {"decode" if run["n_gen"] else "prefill": float(run["avg_ts"]) for run in runs}
+
+
+def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
+    """Tokens by the CPU's seconds: of three repetitions less one, so that loading is left out."""
+    found = {}
+    for kind, sizes, count in (
+        ("prefill", ["-p", str(PROMPT), "-n", "0"], PROMPT),
+        ("decode", ["-p", "0", "-n", str(DECODE)], DECODE),
+    ):
+        spent = []
+        for repeated in ("1", "3"):
+            command = [str(binary), "-m", str(model), "-t", str(threads), "-r", repeated, *sizes]
+            before = os.times()
+            subprocess.run(command, capture_output=True, check=True)
+            after = os.times()
+            user, system = (
+                getattr(after, part) - getattr(before, part)
+                for part in ("children_user", "children_system")
+            )
+            spent.append(user + system)
+        found[kind] = 2 * count / (spent[1] - spent[0])
+    return found
 
 
 def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
