@@ -8,7 +8,11 @@ Decode at batch 1 and prefill of one prompt, against ``llama-bench`` with the f1
 weights, or with the same FILE; then greedy generation at batch 8 against ``transformers.generate``
 in the same dtype. Both sides have the same number of threads and take turns; figures are medians,
 ratios medians of the rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is
-what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16.
+what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16. ``--avx2`` emulates a
+CPU without AVX-512: compiled code and torch take no instructions beyond AVX2, FMA and F16C, and
+compute in float32, as such CPUs do. Frequency, caches and memory are those of this CPU; llama-bench
+has to be one that was built for AVX2. ``--cpu-time`` (Linux) counts the CPU's seconds of both sides
+in place of those that pass: for a machine that computes other things beside, with one thread.
 """
 
 import argparse
@@ -30,6 +34,7 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import Uncounted
 from molink.checkpoint.unpacking import SUFFIX, unpacked
 from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.kernels import compiler
 from molink.stage.measure.peaks import peak_read_rate
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -43,12 +48,20 @@ BATCH, BATCH_PROMPT, BATCH_NEW = 8, 32, 48
 
 #: Marks the process that measures: its memory is that of a worker.
 _MEASURES = "MOLINK_BENCH_ENGINE"
+#: What torch's own code, oneDNN and MKL go by.
+_AVX2_ONLY = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 
 
 def main() -> int:
     """Measure and print, in a process with the environment of a worker."""
     if _MEASURES not in os.environ:
         environment = huge_pages({**os.environ, _MEASURES: "1"})
+        if "--avx2" in sys.argv:
+            environment |= _AVX2_ONLY
         return subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment).returncode
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a folder, or a GGUF file")
@@ -56,10 +69,16 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--avoid", default="", help="kernels, as molink doctor names them")
+    parser.add_argument("--avx2", action="store_true", help="emulate a CPU without AVX-512")
+    parser.add_argument("--cpu-time", action="store_true", help="count the CPU's seconds")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.avx2:
+        known = compiler.host_features()
+        without = {name: on and not name.startswith("avx512") for name, on in known.items()}
+        compiler.host_features = lambda: without
     with tempfile.TemporaryDirectory() as made:
         result = _measured(options, Path(made))
     print(json.dumps(result, indent=2) if options.json else _table(result))
@@ -74,7 +93,8 @@ def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
         unpacked(model, made, Uncounted(), threading.Event()) if is_file else model
     )
     avoid = tuple(filter(None, options.avoid.split(",")))
-    stage = Stage.load(folder, (0, folder.config.layers), avoid=avoid)
+    layers, dtype = (0, folder.config.layers), "f32" if options.avx2 else "auto"
+    stage = Stage.load(folder, layers, dtype=dtype, avoid=avoid)
     stage.allocate(BATCH * 128, BLOCK)
     _decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": model.name, "threads": options.threads}
@@ -91,13 +111,19 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     theirs: dict[str, list[float]] = {"decode": [], "prefill": []}
     model: Path = options.model
     rival = model if model.is_file() else next(model.glob("*.gguf"), model)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    measure = _llama_cpu if options.cpu_time else _llama
     bandwidth = []
     for _ in range(options.rounds):
-        ours["decode"].append(DECODE / _decode(stage, 1, 0, DECODE))
-        ours["prefill"].append(PROMPT / _prefill(stage, PROMPT))
+        begin = clock()
+        _decode(stage, 1, 0, DECODE)
+        decoded = clock()
+        _prefill(stage, PROMPT)
+        ours["prefill"].append(PROMPT / (clock() - decoded))
+        ours["decode"].append(DECODE / (decoded - begin))
         bandwidth.append(peak_read_rate(stage.device))
         if options.llama_bench:
-            rates = _llama(options.llama_bench, rival, options.threads)
+            rates = measure(options.llama_bench, rival, options.threads)
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
     streamed = stage.step_bytes
@@ -161,6 +187,28 @@ def _llama(binary: Path, model: Path, threads: int) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, check=True)
     runs = json.loads(done.stdout)  # UTF-8, whatever the console has
     return {"decode" if run["n_gen"] else "prefill": float(run["avg_ts"]) for run in runs}
+
+
+def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
+    """Tokens by the CPU's seconds: of three repetitions less one, so that loading is left out."""
+    found = {}
+    for kind, sizes, count in (
+        ("prefill", ["-p", str(PROMPT), "-n", "0"], PROMPT),
+        ("decode", ["-p", "0", "-n", str(DECODE)], DECODE),
+    ):
+        spent = []
+        for repeated in ("1", "3"):
+            command = [str(binary), "-m", str(model), "-t", str(threads), "-r", repeated, *sizes]
+            before = os.times()
+            subprocess.run(command, capture_output=True, check=True)
+            after = os.times()
+            user, system = (
+                getattr(after, part) - getattr(before, part)
+                for part in ("children_user", "children_system")
+            )
+            spent.append(user + system)
+        found[kind] = 2 * count / (spent[1] - spent[0])
+    return found
 
 
 def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:

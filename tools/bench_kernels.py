@@ -5,7 +5,8 @@
 For each number of rows: microseconds of a product with a weight that no cache holds (median), the
 rate at which it reads its weights, and at which it computes. ``bf16`` stands beside oneDNN's packed
 product; ``float32`` rows with bf16 weights, as CPUs without bf16 compute, beside torch's with
-float32 weights. ``AVX2`` is the same, compiled for no more than such CPUs have.
+float32 weights. ``AVX2`` is the same, compiled for no more than such CPUs have, with bf16 and with
+float16 weights.
 """
 
 import argparse
@@ -18,14 +19,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.kernels.arithmetic import WidenedBf16
+from molink.stage.kernels.arithmetic import WidenedBf16, WidenedF16
 from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
 from molink.stage.linear import Linear, PackedLinear, can_pack
 
 _ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
 _WEIGHTS, _ROUNDS = 12, 5
-_AVX2 = "+avx,+avx2,+fma"
+_AVX2 = "+avx,+avx2,+fma,+f16c"
 
 Product = Callable[[int, Tensor], Tensor]
 
@@ -68,6 +69,8 @@ def measure(columns: int, depth: int, threads: int) -> list[Result]:
         if multiply is not None and dtype is torch.float32 and threads == 1:
             narrow = MatMul(WidenedBf16(), features=_AVX2)
             sides.append((f"{name}, compiled, AVX2", dtype, 2, compiled(narrow, weights)))
+            half = MatMul(WidenedF16(), features=_AVX2)
+            sides.append((f"{name}, float16, AVX2", dtype, 2, compiled(half, weights)))
         size = dtype.itemsize
         sides.append((f"{name}, torch", dtype, size, torches(weights, dtype)))
     found = []

@@ -91,21 +91,33 @@ def test_kernels_that_are_avoided(
     assert (ring.run(tokens, rows) - usual).abs().mean() < 0.05 * usual.std()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
-def test_bf16_weights_with_float32_rows(
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        ("llama", "bfloat16"),
+        ("qwen2", "bfloat16"),
+        ("mixtral", "bfloat16"),
+        ("llama", "float16"),
+        ("qwen2", "float16"),
+        ("mixtral", "float16"),
+    ],
+)
+def test_16_bit_weights_with_float32_rows(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
     make_reference: type[Reference],
     random_tokens: Callable[..., list[int]],
     family: str,
+    kept: str,
 ) -> None:
     needs(torch.float32)
-    folder = make_model(tmp_path, family, dtype="bfloat16")
+    folder = make_model(tmp_path, family, dtype=kept, **FAMILIES[family])
     ring = make_ring(folder, (2,), dtype="f32", block_size=16)
     projection = ring.stages[0]._decoder.blocks[0].qkv
     assert isinstance(projection, CompiledLinear)
-    assert projection.weight.dtype is torch.bfloat16
+    assert projection.weight.dtype is getattr(torch, kept)
+    assert projection.nbytes == 2 * projection.weight.numel() + 4 * len(projection.bias)
 
     tokens = random_tokens(40)
     given = ring.run(tokens, [SequenceRows(0, 40, [2, 0, 1])])

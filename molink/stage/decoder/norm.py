@@ -63,7 +63,7 @@ class WideNorm:
 
 @dataclass(frozen=True, slots=True)
 class CompiledNorm:
-    """As :class:`WideNorm` for bf16 on a CPU, in one call."""
+    """As :class:`WideNorm` on a CPU, in one call."""
 
     weight: Tensor
     rowwise: "Rowwise"

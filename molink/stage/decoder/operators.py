@@ -63,7 +63,7 @@ def _find_compiled(
     widths = [config.hidden_size, config.intermediate_size, *inner]
     turned = () if config.interleaved else config.ropes
     rotary = [rope.rotary_dim(config.head_dim) for rope in turned]
-    if device.type != "cpu" or dtype is not torch.bfloat16 or not fits_rowwise(widths, rotary):
+    if device.type != "cpu" or not fits_rowwise(widths, rotary):
         return None
     activation = config.activation if has_gate(config.activation) else "silu"
-    return create_rowwise(config.norm_eps, activation, torch.get_num_threads())
+    return create_rowwise(dtype, config.norm_eps, activation, torch.get_num_threads())

@@ -1,8 +1,9 @@
-"""How a CPU multiplies bf16 weights by rows: by its own bf16 products, or widened to float32."""
+"""How a CPU multiplies 16-bit weights by rows: by its own bf16 products, or widened to float32."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from llvmlite import ir
 
 from molink.stage.kernels.emit import (
@@ -34,12 +35,17 @@ class Arithmetic(Protocol):
         """Bytes of an element of rows and results."""
         ...
 
+    @property
+    def kept(self) -> torch.dtype:
+        """The type of weights."""
+        ...
+
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """A row's pair, spread over the lanes."""
         ...
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """Pairs of as many columns as there are lanes."""
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
+        """Pairs of as many columns as there are lanes, of number ``vector`` at ``pointer``."""
         ...
 
     def add_product(
@@ -65,15 +71,17 @@ class DotBf16:
     vectors: int = 2
     tile: int = 12
     element: int = 2
+    kept: torch.dtype = torch.bfloat16
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
         pair = emit_spread(builder, builder.load(pointer, typ=I32, align=2), self.lanes)
         return (builder.bitcast(pair, ir.VectorType(BFloat(), 2 * self.lanes)),)
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`."""
-        return (builder.load(pointer, typ=ir.VectorType(BFloat(), 2 * self.lanes), align=64),)
+        place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
+        return (builder.load(place, typ=ir.VectorType(BFloat(), 2 * self.lanes), align=64),)
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
@@ -102,6 +110,7 @@ class WidenedBf16:
     vectors: int = 2
     tile: int = 5
     element: int = 4
+    kept: torch.dtype = torch.bfloat16
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -109,12 +118,13 @@ class WidenedBf16:
         both = (builder.load(place, typ=FLOAT, align=4) for place in (pointer, second))
         return tuple(emit_spread(builder, value, self.lanes) for value in both)
 
-    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """See :class:`Arithmetic`. A bf16 is the upper half of a float32."""
-        vector, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
-        pairs = builder.load(pointer, typ=vector, align=32)
-        first = builder.shl(pairs, ir.Constant(vector, [16] * self.lanes))
-        second = builder.and_(pairs, ir.Constant(vector, [0xFFFF0000] * self.lanes))
+        whole, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
+        place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
+        pairs = builder.load(place, typ=whole, align=32)
+        first = builder.shl(pairs, ir.Constant(whole, [16] * self.lanes))
+        second = builder.and_(pairs, ir.Constant(whole, [0xFFFF0000] * self.lanes))
         return builder.bitcast(first, floats), builder.bitcast(second, floats)
 
     def add_product(
@@ -130,3 +140,20 @@ class WidenedBf16:
     def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedF16(WidenedBf16):
+    """The same with float16 weights, which F16C widens as they are read."""
+
+    kept: torch.dtype = torch.float16
+
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
+        """See :class:`Arithmetic`. The second of all pairs follow the first of all."""
+        halves, floats = (ir.VectorType(kind, self.lanes) for kind in (ir.HalfType(), FLOAT))
+        first = 2 * self.lanes * vector
+        offsets = (first, first + 2 * self.lanes * self.vectors)
+        places = (emit_offset(builder, pointer, I64(offset)) for offset in offsets)
+        return tuple(
+            builder.fpext(builder.load(place, typ=halves, align=16), floats) for place in places
+        )

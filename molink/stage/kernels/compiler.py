@@ -30,9 +30,10 @@ class CompiledLibrary:
         llvm.initialize_native_asmprinter()
         parsed = llvm.parse_assembly(str(module))
         parsed.verify()
+        flags = (f"{'+' if on else '-'}{name}" for name, on in host_features().items())
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name() if features is None else "x86-64",
-            features=llvm.get_host_cpu_features().flatten() if features is None else features,
+            features=",".join(flags) if features is None else features,
             opt=3,
         )
         self._engine = llvm.create_mcjit_compiler(parsed, machine)

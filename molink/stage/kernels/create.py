@@ -28,8 +28,10 @@ T = TypeVar("T")
 
 
 @cache
-def create_matmul(dtype: torch.dtype, threads: int, checked: bool = True) -> "MatMul | None":
-    """A product of bf16 weights and rows of ``dtype``, on ``threads`` threads of a CPU.
+def create_matmul(
+    dtype: torch.dtype, threads: int, kept: torch.dtype = torch.bfloat16, checked: bool = True
+) -> "MatMul | None":
+    """A product of weights ``kept`` in 16 bits and rows of ``dtype``, on ``threads`` threads.
 
     ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does;
     that is for the caller to find out unless ``checked``.
@@ -38,7 +40,7 @@ def create_matmul(dtype: torch.dtype, threads: int, checked: bool = True) -> "Ma
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
         from molink.stage.kernels.matmul import MatMul
 
-        arithmetic = _choose(dtype, features)
+        arithmetic = _choose(dtype, features, kept)
         return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
 
     return _try(compile_it, threads, _multiplies_right if checked else _unknown)
@@ -89,14 +91,15 @@ def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
 
 @cache
 def create_rowwise(
-    eps: float, activation: Activation, threads: int, checked: bool = True
+    dtype: torch.dtype, eps: float, activation: Activation, threads: int, checked: bool = True
 ) -> "Rowwise | None":
-    """Norms, activations and rotations of bf16 rows."""
+    """Norms, activations and rotations of rows of ``dtype``."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Rowwise | None":
         from molink.stage.kernels.rowwise import Rowwise
 
-        return Rowwise(eps, activation, openmp, threads) if _has_products(features) else None
+        fits = _choose(dtype, features) is not None
+        return Rowwise(dtype, eps, activation, openmp, threads) if fits else None
 
     def is_right(made: "Rowwise") -> bool:
         return _norms_right(made, eps) and _gates_right(made, activation) and _turns_right(made)
@@ -132,17 +135,23 @@ def _has_products(features: Mapping[str, bool]) -> bool:
     return bool(features.get("avx512bf16") and features.get("avx512f"))
 
 
-def _choose(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
-    """The fastest arithmetic that a CPU with ``features`` has for rows of a type."""
-    from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16
+def _choose(
+    dtype: torch.dtype, features: Mapping[str, bool], kept: torch.dtype = torch.bfloat16
+) -> "Arithmetic | None":
+    """The fastest arithmetic that a CPU with ``features`` has for rows and weights of a type."""
+    from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
 
-    if dtype is torch.bfloat16 and _has_products(features):
+    if kept not in (torch.bfloat16, torch.float16):
+        return None
+    half = kept is torch.float16
+    if dtype is torch.bfloat16 and not half and _has_products(features):
         return DotBf16()
-    if dtype is torch.float32 and features.get("avx512f"):
-        return WidenedBf16(lanes=16, vectors=2, tile=10)
-    if dtype is torch.float32 and features.get("avx2") and features.get("fma"):
-        return WidenedBf16()
-    return None
+    if dtype is not torch.float32 or (half and not features.get("f16c")):
+        return None
+    widened = WidenedF16 if half else WidenedBf16
+    if features.get("avx512f"):
+        return widened(lanes=16, vectors=2, tile=10)
+    return widened() if features.get("avx2") and features.get("fma") else None
 
 
 def _multiplies_right(product: "MatMul") -> bool:
@@ -150,7 +159,7 @@ def _multiplies_right(product: "MatMul") -> bool:
     weight = torch.arange(96 * 64).remainder(7).sub(3).view(96, 64)
     rows = torch.arange(29 * 64).remainder(5).sub(2).view(29, 64)
     bias = torch.arange(96.0)
-    given = product(product.pack(weight.bfloat16()), rows.to(product.dtype), bias)
+    given = product(product.pack(weight), rows.to(product.dtype), bias)
     exact = (rows @ weight.T + bias).to(product.dtype)
     return torch.equal(given, exact)
 
@@ -176,33 +185,40 @@ def _unpacks_right(product: "BlockMatMul", name: str) -> bool:
 
 
 def _norms_right(rowwise: "Rowwise", eps: float) -> bool:
-    """Whether a norm is as close to torch's as bf16 can be."""
-    rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).bfloat16()
+    """Whether a norm is as close to torch's as its type can be."""
+    rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).to(rowwise.dtype)
     weight = torch.linspace(0.5, 2.0, 48)
     exact = rms_norm(rows.float(), weight.shape, weight, eps)
-    return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=2**-7, atol=1e-6)
+    within = _rounding(rowwise.dtype)
+    return torch.allclose(rowwise.norm(rows, weight).float(), exact, rtol=within, atol=1e-6)
 
 
 def _gates_right(rowwise: "Rowwise", activation: Activation) -> bool:
     """Whether a gate is, too."""
-    rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).bfloat16()
+    rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).to(rowwise.dtype)
     active, up = rows.double().chunk(2, dim=-1)
     bent = silu(active) if activation == "silu" else gelu(active, approximate="tanh")
     found = rowwise.gate(rows).float()
-    return torch.allclose(found, (bent * up).float(), rtol=2**-7, atol=1e-6)
+    within = _rounding(rowwise.dtype)
+    return torch.allclose(found, (bent * up).float(), rtol=within, atol=1e-6)
 
 
 def _turns_right(rowwise: "Rowwise") -> bool:
     """Whether a rotation is, and leaves alone what it is not to turn."""
-    heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).bfloat16()
-    angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).bfloat16()
+    heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).to(rowwise.dtype)
+    angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).to(rowwise.dtype)
     cosines, sines = angles.float().unbind(2)
     first, second = heads.float()[..., :32].chunk(2, dim=-1)
-    exact = heads.float()
+    exact = heads.float().clone()
     exact[..., :32] *= cosines
     exact[..., :32] += torch.cat((second, first), -1) * sines
     rowwise.rotate(heads, angles)
-    return torch.allclose(heads.float(), exact, rtol=2**-7, atol=2**-6)
+    within = _rounding(rowwise.dtype)
+    return torch.allclose(heads.float(), exact, rtol=within, atol=2 * within)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return 2**-7 if dtype is torch.bfloat16 else 1e-5
 
 
 def _unknown(_: object) -> bool:

@@ -84,10 +84,10 @@ def emit_dots(
         )
         columns = []
         for vector in range(arithmetic.vectors):
-            place = emit_offset(builder, here, I64(vector * vector_bytes))
-            columns.append(arithmetic.load_weights(builder, place))
+            columns.append(arithmetic.load_weights(builder, here, vector))
             if len(rows) >= _PREFETCH_ROWS:
-                _emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
+                ahead = vector * vector_bytes + _PREFETCH_BYTES
+                _emit_prefetch(builder, emit_offset(builder, here, I64(ahead)))
         offset = builder.mul(pair, I64(2 * arithmetic.element))
         given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
         sums = iter(totals)

@@ -1,11 +1,12 @@
 """What a layer does with each row on its own between two products, in one call each.
 
 Torch needs five operators for a norm and five for a rotation, which for a few rows take longer than
-the arithmetic. Rows are bf16; all is computed in float32 and rounded once.
+the arithmetic. Rows are bf16 or float32; all is computed in float32 and rounded once.
 """
 
 import math
 
+import torch
 from llvmlite import ir
 from torch import Tensor
 
@@ -22,15 +23,15 @@ from molink.stage.kernels.emit import (
     emit_spread,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
-from molink.stage.kernels.shape import BF16, F32, LANES
+from molink.stage.kernels.shape import F32, LANES
 from molink.stage.kernels.vectors import (
     FLOATS,
     emit_call,
     emit_constant,
     emit_power_of_two,
+    emit_read,
     emit_reduced,
-    emit_rounded,
-    emit_widened,
+    emit_written,
 )
 
 #: Numbers that are not worth a second thread.
@@ -42,21 +43,33 @@ _GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 class Rowwise:
     """Compiled for a model's norms (``eps``) and activation; see :func:`fits_rowwise`."""
 
-    __slots__ = ("_gate", "_library", "_norm", "_rotate", "_threads")
+    __slots__ = ("_gate", "_library", "_norm", "_rotate", "_threads", "dtype")
 
     def __init__(
-        self, eps: float, activation: Activation, openmp: OpenMp | None = None, threads: int = 1
+        self,
+        dtype: torch.dtype,
+        eps: float,
+        activation: Activation,
+        openmp: OpenMp | None = None,
+        threads: int = 1,
+        features: str | None = None,
     ) -> None:
-        """Compile it.
+        """Compile it for rows of ``dtype``.
 
         Raises:
-            RuntimeError: LLVM can't, for this CPU.
+            RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
         """
         self._threads = threads
-        module = ir.Module("rowwise")
-        parts = (_emit_norm(module, eps), _emit_gate(module, activation), _emit_rotate(module))
+        #: The type of rows and results, and of angles.
+        self.dtype = dtype
+        module, element = ir.Module("rowwise"), dtype.itemsize
+        parts = (
+            _emit_norm(module, element, eps),
+            _emit_gate(module, element, activation),
+            _emit_rotate(module, element),
+        )
         wholes = [emit_shares(module, part, openmp).name for part in parts]
-        self._library = library = CompiledLibrary(module)
+        self._library = library = CompiledLibrary(module, features)
         self._norm = library.function(wholes[0], pointers=3, integers=3)
         self._gate = library.function(wholes[1], pointers=2, integers=3)
         self._rotate = library.function(wholes[2], pointers=2, integers=6)
@@ -93,8 +106,8 @@ class Rowwise:
             angles.data_ptr(),
             count,
             members,
-            row * BF16,
-            head * BF16,
+            row * self.dtype.itemsize,
+            head * self.dtype.itemsize,
             angles.shape[-1],
             self._team(count * members * size),
         )
@@ -103,17 +116,17 @@ class Rowwise:
         return self._threads if numbers > _ALONE else 1
 
 
-def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
+def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
     """``norm(rows, weight, result, count, width, begin, end, thread)``."""
     function, builder = begin_function(module, "norm", pointers=3, numbers=5)
     rows, weight, result, _, width, begin, end, _ = function.args
 
     def emit_row(row: ir.Value, _: Values) -> Values:
-        at = builder.mul(builder.mul(row, width), I64(BF16))
+        at = builder.mul(builder.mul(row, width), I64(element))
         source, target = (emit_offset(builder, each, at) for each in (rows, result))
 
         def emit_square(column: ir.Value, carried: Values) -> Values:
-            value = emit_widened(builder, emit_nth(builder, source, column, BF16))
+            value = emit_read(builder, emit_nth(builder, source, column, element), element)
             return (emit_call(builder, "llvm.fma.v16f32", value, value, carried[0]),)
 
         _, (sums,) = emit_loop(builder, I64(0), width, LANES, emit_square, (emit_constant(0.0),))
@@ -123,11 +136,11 @@ def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
         scale = emit_spread(builder, builder.fdiv(FLOAT(1.0), root), LANES)
 
         def emit_scaled(column: ir.Value, _: Values) -> Values:
-            value = emit_widened(builder, emit_nth(builder, source, column, BF16))
+            value = emit_read(builder, emit_nth(builder, source, column, element), element)
             place = emit_nth(builder, weight, column, F32)
             factor = builder.load(place, typ=FLOATS, align=4)
             scaled = builder.fmul(builder.fmul(value, scale), factor)
-            emit_rounded(builder, scaled, emit_nth(builder, target, column, BF16))
+            emit_written(builder, scaled, emit_nth(builder, target, column, element), element)
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_scaled)
@@ -138,7 +151,7 @@ def _emit_norm(module: ir.Module, eps: float) -> ir.Function:
     return function
 
 
-def _emit_gate(module: ir.Module, activation: Activation) -> ir.Function:
+def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Function:
     """``gate(rows, result, count, width, begin, end, thread)``."""
     function, builder = begin_function(module, "gate", pointers=2, numbers=5)
     rows, result, _, width, begin, end, _ = function.args
@@ -155,20 +168,20 @@ def _emit_gate(module: ir.Module, activation: Activation) -> ir.Function:
         return builder.fmul(builder.fmul(value, bent), emit_constant(-_GELU * log2_e))
 
     def emit_row(row: ir.Value, _: Values) -> Values:
-        at = builder.mul(builder.mul(row, width), I64(BF16))
+        at = builder.mul(builder.mul(row, width), I64(element))
         target = emit_offset(builder, result, at)
         gate = emit_offset(builder, rows, builder.mul(at, I64(2)))
-        up = emit_offset(builder, gate, builder.mul(width, I64(BF16)))
+        up = emit_offset(builder, gate, builder.mul(width, I64(element)))
 
         def emit_vector(column: ir.Value, _: Values) -> Values:
             given, factor = (
-                emit_widened(builder, emit_nth(builder, each, column, BF16)) for each in (gate, up)
+                emit_read(builder, emit_nth(builder, each, column, element), element)
+                for each in (gate, up)
             )
             power = emit_power_of_two(builder, emit_exponent(given))
             active = builder.fdiv(given, builder.fadd(power, emit_constant(1.0)))
-            emit_rounded(
-                builder, builder.fmul(active, factor), emit_nth(builder, target, column, BF16)
-            )
+            place = emit_nth(builder, target, column, element)
+            emit_written(builder, builder.fmul(active, factor), place, element)
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_vector)
@@ -179,7 +192,7 @@ def _emit_gate(module: ir.Module, activation: Activation) -> ir.Function:
     return function
 
 
-def _emit_rotate(module: ir.Module) -> ir.Function:
+def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
     """``rotate(heads, angles, count, members, row, head, rotary, begin, end, thread)``.
 
     ``row`` and ``head`` are bytes from one to the next.
@@ -189,18 +202,18 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
     half = builder.udiv(rotary, I64(2))
 
     def emit_row(row: ir.Value, _: Values) -> Values:
-        cosines = emit_nth(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), BF16)
-        sines = emit_nth(builder, cosines, rotary, BF16)
+        cosines = emit_nth(builder, angles, builder.mul(row, builder.mul(rotary, I64(2))), element)
+        sines = emit_nth(builder, cosines, rotary, element)
         base = emit_offset(builder, heads, builder.mul(row, row_bytes))
 
         def emit_head(member: ir.Value, _: Values) -> Values:
             first = emit_offset(builder, base, builder.mul(member, head_bytes))
-            second = emit_nth(builder, first, half, BF16)
+            second = emit_nth(builder, first, half, element)
 
             def emit_vector(column: ir.Value, _: Values) -> Values:
-                low, high = (emit_nth(builder, each, column, BF16) for each in (first, second))
+                low, high = (emit_nth(builder, each, column, element) for each in (first, second))
                 ats = (column, builder.add(column, half))
-                _emit_turned(builder, (low, high), (cosines, sines), ats)
+                _emit_turned(builder, element, (low, high), (cosines, sines), ats)
                 return ()
 
             emit_loop(builder, I64(0), half, LANES, emit_vector)
@@ -214,13 +227,15 @@ def _emit_rotate(module: ir.Module) -> ir.Function:
     return function
 
 
-def _emit_turned(builder: ir.IRBuilder, places: Values, tables: Values, ats: Values) -> None:
+def _emit_turned(
+    builder: ir.IRBuilder, element: int, places: Values, tables: Values, ats: Values
+) -> None:
     """A vector of pairs, at two ``places``, by the cosines and sines that are for each of them."""
-    low, high = (emit_widened(builder, place) for place in places)
+    low, high = (emit_read(builder, place, element) for place in places)
     for place, own, other, at in zip(places, (low, high), (high, low), ats, strict=True):
         cosine, sine = (
-            emit_widened(builder, emit_nth(builder, table, at, BF16)) for table in tables
+            emit_read(builder, emit_nth(builder, table, at, element), element) for table in tables
         )
         turned = builder.fmul(other, sine)
         turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)
-        emit_rounded(builder, turned, place)
+        emit_written(builder, turned, place, element)

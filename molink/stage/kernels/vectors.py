@@ -5,7 +5,7 @@ import math
 from llvmlite import ir
 
 from molink.stage.kernels.emit import FLOAT, I32, BFloat, declare
-from molink.stage.kernels.shape import LANES
+from molink.stage.kernels.shape import BF16, LANES
 
 FLOATS = ir.VectorType(FLOAT, LANES)
 INTEGERS = ir.VectorType(I32, LANES)
@@ -65,6 +65,21 @@ def emit_widened(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
 def emit_rounded(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:
     """To memory as bf16."""
     builder.store(builder.fptrunc(vector, ir.VectorType(BFloat(), LANES)), pointer, align=2)
+
+
+def emit_read(builder: ir.IRBuilder, pointer: ir.Value, element: int) -> ir.Value:
+    """16 numbers from memory, bf16 or float32 by the size of an ``element``, as float32."""
+    if element == BF16:
+        return emit_widened(builder, pointer)
+    return builder.load(pointer, typ=FLOATS, align=element)
+
+
+def emit_written(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, element: int) -> None:
+    """To memory as bf16 or float32."""
+    if element == BF16:
+        emit_rounded(builder, vector, pointer)
+    else:
+        builder.store(vector, pointer, align=element)
 
 
 def emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:

@@ -19,7 +19,8 @@ PART_ROWS = 128
 class CompiledLinear:
     """A projection in blocks of columns; see :mod:`molink.stage.kernels.matmul`.
 
-    ``weight`` is bf16, whatever the rows are; ``bias`` float32, zeros where there is none.
+    ``weight`` is bf16 or float16, whatever the rows are; ``bias`` float32, zeros where there is
+    none.
     """
 
     product: "MatMul"
@@ -56,9 +57,7 @@ class CompiledLinear:
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
-        columns = self.weight.shape[2]
-        found = self.weight[tokens // columns, :, tokens % columns]
-        return found.flatten(1).to(self.product.dtype)
+        return self.product.take(self.weight, tokens)
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,7 @@ class Projections:
     """Makes projections for rows of ``dtype``: compiled, else packed for oneDNN, else torch's."""
 
     dtype: torch.dtype
+    #: Of bf16 weights; where it is worth while, so is one of float16.
     product: "MatMul | None" = None
     packs: bool = False
     #: Whether it can multiply by weights that stay in the blocks of a GGUF file.
@@ -92,8 +93,10 @@ class Projections:
         return CompiledLinear.pack(product, weight, bias)
 
     def _multiplier(self, kept: torch.dtype) -> "MatMul | None":
-        """What multiplies by weights of that type."""
-        return self.product if kept is torch.bfloat16 else None
+        """What multiplies by weights of that type; float16 is compiled when it is met."""
+        if self.product is None or kept is self.product.kept:
+            return self.product
+        return create_matmul(self.dtype, torch.get_num_threads(), kept)
 
 
 @cache

@@ -134,16 +134,16 @@ def chains(
         return (*made, (plain,), (torch_rows,), _attention_chain(shapes, dtype, device))
     threads = torch.get_num_threads()
     packed = (Trial("packed-linear", dtype, rounding, product(_packed)),)
-    rows = (Trial("compiled-rows", dtype, rounding, partial(_compiled_rows, shapes, threads)),)
+    rows = Trial("compiled-rows", dtype, rounding, partial(_compiled_rows, shapes, place, threads))
     narrow = dtype == "bf16"
     return (
         *made,
         (
-            Trial("compiled-linear", dtype, rounding, product(partial(_compiled, place, threads))),
+            Trial("compiled-linear", dtype, rounding, partial(_compiled, shapes, place, threads)),
             *(packed if narrow else ()),
             plain,
         ),
-        (*(rows if narrow else ()), torch_rows),
+        (rows, torch_rows),
         _attention_chain(shapes, dtype, device),
     )
 
@@ -182,11 +182,15 @@ def _attention_chain(shapes: Shapes, dtype: WeightDType, device: torch.device) -
 
 
 def _linear(
-    create: _Create, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+    create: _Create,
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: torch.dtype = torch.bfloat16,
 ) -> float:
     generator, worst = torch.Generator().manual_seed(0), []
     for out, width in shapes:
-        weight = random_weight(out, width, generator).bfloat16()
+        weight = random_weight(out, width, generator).to(kept)
         bias = torch.randn(out, generator=generator).bfloat16()
         projection = create(weight.to(device), bias.to(device, dtype))
         some = slice(0, out, max(1, out // _COMPARED))
@@ -209,12 +213,20 @@ def _packed(weight: Tensor, bias: Tensor) -> Projection:
         raise _Absent(f"this torch can't pack weights: {error}") from None
 
 
-def _compiled(dtype: torch.dtype, threads: int, weight: Tensor, bias: Tensor) -> Projection:
-    # One that fails its own check is compiled once more, to tell by how much it is off.
-    product = create_matmul(dtype, threads) or create_matmul(dtype, threads, checked=False)
-    if product is None:
+def _compiled(shapes: Shapes, dtype: torch.dtype, threads: int) -> float:
+    """Of weights in bf16, and in float16 where these stay so."""
+    errors = []
+    for kept in (torch.bfloat16, torch.float16):
+        # One that fails its own check is compiled once more, to tell by how much it is off.
+        product = create_matmul(dtype, threads, kept)
+        product = product or create_matmul(dtype, threads, kept, checked=False)
+        if product is not None:
+            create = Projections(dtype, product).create
+            cpu = torch.device("cpu")
+            errors.append(_linear(create, shapes.products, dtype, cpu, kept))
+    if not errors:
         raise _Absent("there is no code for this CPU")
-    return Projections(dtype, product).create(weight, bias)
+    return _greatest(errors)
 
 
 def _blocks(dtype: torch.dtype, threads: int) -> float:
@@ -264,18 +276,18 @@ class _RowKernels:
     rotate: Callable[[Tensor, Tensor], object]
 
 
-def _compiled_rows(shapes: Shapes, threads: int) -> float:
+def _compiled_rows(shapes: Shapes, dtype: torch.dtype, threads: int) -> float:
     if not fits_rowwise((shapes.hidden, *shapes.inner), shapes.rotary):
         raise _Absent("there is no code for rows of this size")
 
     def create(activation: Activation) -> _RowKernels:
-        made = create_rowwise(shapes.eps, activation, threads)
-        made = made or create_rowwise(shapes.eps, activation, threads, checked=False)
+        made = create_rowwise(dtype, shapes.eps, activation, threads)
+        made = made or create_rowwise(dtype, shapes.eps, activation, threads, checked=False)
         if made is None:
             raise _Absent("there is no code for this CPU")
         return _RowKernels(made.norm, made.gate, made.rotate)
 
-    return _rows_error(create, shapes, torch.bfloat16, torch.device("cpu"))
+    return _rows_error(create, shapes, dtype, torch.device("cpu"))
 
 
 def _torch_rows(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.stage.kernels import compiler
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
+from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16, WidenedF16
 from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
@@ -21,6 +21,8 @@ _KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
     "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None),
     "AVX512": (WidenedBf16(lanes=16, tile=10), ("avx512f",), None),
     "AVX2": (WidenedBf16(), _AVX2, "+avx,+avx2,+fma"),
+    "AVX512, float16": (WidenedF16(lanes=16, tile=10), ("avx512f", "f16c"), None),
+    "AVX2, float16": (WidenedF16(), (*_AVX2, "f16c"), "+avx,+avx2,+fma,+f16c"),
 }
 
 
@@ -53,7 +55,7 @@ def test_it_gives_what_a_wide_product_gives(
     kind: str, threads: int, rows: int, blocks: int, pairs: int, seed: int
 ) -> None:
     multiply, generator = product(kind, threads), torch.Generator().manual_seed(seed)
-    weight = torch.randn(blocks * 32, pairs * 2, generator=generator).bfloat16()
+    weight = torch.randn(blocks * 32, pairs * 2, generator=generator).to(multiply.kept)
     matrix = torch.randn(rows, pairs * 2, generator=generator).to(multiply.dtype)
     bias = torch.randn(blocks * 32, generator=generator)
     assert multiply.fits(weight)
@@ -68,7 +70,7 @@ def test_it_gives_what_a_wide_product_gives(
 @teams
 def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int) -> None:
     multiply = product(kind, threads)
-    weight = multiply.pack(torch.randn(128, 96).bfloat16())
+    weight = multiply.pack(torch.randn(128, 96).to(multiply.kept))
     rows, bias = torch.randn(30, 96).to(multiply.dtype), torch.randn(128)
     together = multiply(weight, rows, bias)
     for count in (1, 2, 7, 13):
@@ -79,10 +81,28 @@ def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int) -> 
 @kinds
 def test_nothing_is_written_beyond_the_result(kind: str) -> None:
     multiply = product(kind, 1)
-    weight, bias = multiply.pack(torch.ones(32, 4).bfloat16()), torch.zeros(32)
+    weight, bias = multiply.pack(torch.ones(32, 4).to(multiply.kept)), torch.zeros(32)
     multiply(weight, torch.ones(3, 4, dtype=multiply.dtype), bias)
     strided = torch.ones(3, 9, dtype=multiply.dtype)[:, 1:5]
     assert torch.equal(multiply(weight, strided, bias), torch.full((3, 32), 4.0).to(multiply.dtype))
+
+
+@kinds
+def test_packed_columns_are_had_again(kind: str) -> None:
+    multiply, numbers = product(kind, 1), torch.tensor([95, 0, 17, 17, 40])
+    weight = torch.arange(96 * 20).view(96, 20).remainder(251).to(multiply.kept)
+    found = multiply.take(multiply.pack(weight), numbers)
+    assert torch.equal(found, weight[numbers].to(multiply.dtype))
+
+
+def test_float16_is_exact_to_its_smallest_and_largest_numbers() -> None:
+    """Also those that have fewer bits of precision: F16C takes them as they are."""
+    multiply = product("AVX2, float16", 1)
+    weight = torch.arange(2**16).to(torch.uint16).view(torch.float16)
+    weight = torch.where(weight.isfinite(), weight, 0).view(-1, 32)
+    rows = torch.eye(32)
+    given = multiply(multiply.pack(weight), rows, torch.zeros(len(weight)))
+    assert torch.equal(given.T, weight.float())
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -94,6 +114,8 @@ def test_shapes_that_do_not_fit() -> None:
 
 def test_a_type_that_nothing_multiplies() -> None:
     assert create_matmul(torch.float16, 1) is None
+    assert create_matmul(torch.bfloat16, 1, torch.float16) is None
+    assert create_matmul(torch.float32, 1, torch.float32) is None
 
 
 def test_without_llvm_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +132,8 @@ def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(compiler, "host_features", lambda: {"sse2": True})
     assert create_matmul.__wrapped__(torch.float32, 1) is None
     assert create_matmul.__wrapped__(torch.bfloat16, 1) is None
+    monkeypatch.setattr(compiler, "host_features", lambda: {"avx2": True, "fma": True})
+    assert create_matmul.__wrapped__(torch.float32, 1, torch.float16) is None, "no F16C"
 
 
 def test_a_system_that_hides_its_libraries_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

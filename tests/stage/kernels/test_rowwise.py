@@ -1,67 +1,100 @@
 """Compiled norms, gates and rotations give what torch gives in float32, rounded once."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import rms_norm
 
+from molink.checkpoint.traits import Activation
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
+from molink.stage.kernels import compiler
+from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.create import create_rowwise
+from molink.stage.kernels.openmp import OpenMp
 from molink.stage.kernels.rowwise import Rowwise
 from molink.stage.kernels.shape import fits_rowwise
 
-WITHIN = {"rtol": 2**-7, "atol": 1e-6}
+_KINDS: dict[str, tuple[torch.dtype, tuple[str, ...], str | None]] = {
+    "bf16": (torch.bfloat16, ("avx512bf16", "avx512f"), None),
+    "float32, AVX512": (torch.float32, ("avx512f",), None),
+    "float32, AVX2": (torch.float32, ("avx2", "fma"), "+avx,+avx2,+fma"),
+}
+kinds = pytest.mark.parametrize("kind", _KINDS)
 teams = pytest.mark.parametrize("threads", [1, 3])
 sizes = given(rows=st.integers(0, 20), vectors=st.integers(1, 9), seed=st.integers(0, 9))
 
 
-def rowwise(threads: int, activation: str = "silu") -> Rowwise:
-    made = create_rowwise(1e-5, activation, threads)
-    if made is None:
-        pytest.skip("this CPU has no compiled norms")
-    return made
+@cache
+def rowwise(kind: str, threads: int, activation: Activation = "silu") -> Rowwise:
+    dtype, wanted, features = _KINDS[kind]
+    missing = [name for name in wanted if not host_features().get(name)]
+    if missing:
+        pytest.skip(f"this CPU has no {', '.join(missing)}")
+    openmp = OpenMp.find() if threads > 1 else None
+    if threads > 1 and openmp is None:
+        pytest.skip("torch has loaded no OpenMP library that is known")
+    return Rowwise(dtype, 1e-5, activation, openmp, threads, features)
 
 
+def within(made: Rowwise) -> dict[str, float]:
+    """What its type rounds to."""
+    rounding = 2**-7 if made.dtype is torch.bfloat16 else 1e-5
+    return {"rtol": rounding, "atol": 1e-6}
+
+
+@kinds
 @teams
 @settings(deadline=None, max_examples=30)
 @sizes
-def test_norms(threads: int, rows: int, vectors: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    given = torch.randn(rows, 16 * vectors, generator=generator).mul(seed + 1).bfloat16()
+def test_norms(kind: str, threads: int, rows: int, vectors: int, seed: int) -> None:
+    made, generator = rowwise(kind, threads), torch.Generator().manual_seed(seed)
+    given = torch.randn(rows, 16 * vectors, generator=generator).mul(seed + 1).to(made.dtype)
     weight = torch.randn(16 * vectors, generator=generator)
     exact = rms_norm(given.float(), weight.shape, weight, 1e-5)
-    torch.testing.assert_close(rowwise(threads).norm(given, weight).float(), exact, **WITHIN)
+    result = made.norm(given, weight)
+    assert result.dtype is made.dtype
+    torch.testing.assert_close(result.float(), exact, **within(made))
 
 
+@kinds
 @teams
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @settings(deadline=None, max_examples=30)
 @sizes
-def test_gates(threads: int, activation: str, rows: int, vectors: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    given = torch.randn(rows, 32 * vectors, generator=generator).mul(4 * seed + 1).bfloat16()
+def test_gates(
+    kind: str, threads: int, activation: Activation, rows: int, vectors: int, seed: int
+) -> None:
+    made, generator = rowwise(kind, threads, activation), torch.Generator().manual_seed(seed)
+    given = torch.randn(rows, 32 * vectors, generator=generator).mul(4 * seed + 1).to(made.dtype)
     exact = create_gate(activation)(given.double()).float()
-    torch.testing.assert_close(rowwise(threads, activation).gate(given).float(), exact, **WITHIN)
+    torch.testing.assert_close(made.gate(given).float(), exact, **within(made))
 
 
-def test_gates_of_what_is_far_out() -> None:
-    given = torch.tensor([[-3e38, -1e4, -90.0, 90.0, 1e4, 3e38, 0.0, 1.0] * 2 + [1.0] * 16])
-    result = rowwise(1).gate(given.bfloat16()).float()
-    exact = create_gate("silu")(given.bfloat16().float())
-    torch.testing.assert_close(result, exact, rtol=2**-7, atol=1e-6)
+@kinds
+def test_gates_of_what_is_far_out(kind: str) -> None:
+    made = rowwise(kind, 1)
+    far = torch.tensor([[-3e38, -1e4, -90.0, 90.0, 1e4, 3e38, 0.0, 1.0] * 2 + [1.0] * 16])
+    given = far.to(made.dtype)
+    exact = create_gate("silu")(given.float())
+    torch.testing.assert_close(made.gate(given).float(), exact, **within(made))
 
 
+@kinds
 @teams
 @pytest.mark.parametrize("rotary", [32, 64])
-def test_rotations_leave_alone_what_is_beyond(threads: int, rotary: int) -> None:
-    every = torch.randn(50, 9, 64).bfloat16()
-    angles = torch.randn(50, 1, 2, rotary).bfloat16()
-    exact = every.float()
+def test_rotations_leave_alone_what_is_beyond(kind: str, threads: int, rotary: int) -> None:
+    made = rowwise(kind, threads)
+    every = torch.randn(50, 9, 64).to(made.dtype)
+    angles = torch.randn(50, 1, 2, rotary).to(made.dtype)
+    exact = every.float().clone()
     rotate(exact[:, :7], angles.float())
-    rowwise(threads).rotate(every[:, :7], angles)
-    torch.testing.assert_close(every.float(), exact, rtol=2**-7, atol=2**-6)
+    made.rotate(every[:, :7], angles)
+    rounding = within(made)["rtol"]
+    torch.testing.assert_close(every.float(), exact, rtol=rounding, atol=2 * rounding)
 
 
 def test_which_widths_fit() -> None:
@@ -70,7 +103,7 @@ def test_which_widths_fit() -> None:
     assert not fits_rowwise([64], [64, 48])
 
 
-def test_norms_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = rowwise(1)
-    monkeypatch.setattr(type(made), "norm", lambda _, rows, weight: rows)
-    assert create_rowwise.__wrapped__(1e-5, "silu", 1) is None
+def test_types_and_cpus_without_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert create_rowwise(torch.float16, 1e-5, "silu", 1) is None
+    monkeypatch.setattr(compiler, "host_features", lambda: {"sse2": True})
+    assert create_rowwise.__wrapped__(torch.float32, 1e-5, "silu", 1) is None

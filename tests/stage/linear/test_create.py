@@ -46,6 +46,10 @@ def test_shapes_and_types_that_are_not_compiled() -> None:
     assert isinstance(odd, Linear)
     assert odd.weight.dtype is torch.float32
     assert isinstance(wide.create(torch.eye(64), None), Linear), "nothing is rounded"
+    half = wide.create(torch.eye(64).half(), None)
+    assert isinstance(half, CompiledLinear)
+    assert half.nbytes == 2 * 64 * 64 + 4 * 64
+    assert isinstance(narrow.create(torch.eye(64).half(), None), other)
 
 
 def test_a_gpu_has_projections_of_its_own() -> None:
@@ -64,6 +68,8 @@ def test_what_is_slower_is_not_used(
     monkeypatch.setattr(create, "_compare", lambda *_: (few, many))
     found = create._probe_cpu.__wrapped__(torch.float32, 1)
     assert found.holds(torch.bfloat16) is chosen
+    assert found.holds(torch.float16) is chosen
+    assert not found.holds(torch.float32)
 
 
 def test_both_are_timed() -> None:

@@ -136,15 +136,20 @@ def test_a_gpus_products_are_tried_once_their_library_is_loaded(
     assert asked == ["library", "product"] * 2
 
 
-@pytest.mark.parametrize("part", ["gate", "rotate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("part", ["norm", "gate", "rotate"])
 def test_compiled_rows_that_are_wrong_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, part: str
+    monkeypatch: pytest.MonkeyPatch, part: str, dtype: torch.dtype
 ) -> None:
-    if create_rowwise(1e-5, "silu", 1) is None:
+    if create_rowwise(dtype, 1e-5, "silu", 1) is None:
         pytest.skip("this CPU has no compiled norms")
-    wrong = {"gate": lambda _, rows: rows[:, ::2], "rotate": lambda *_: None}
+    wrong = {
+        "norm": lambda _, rows, __: rows,
+        "gate": lambda _, rows: rows[:, ::2],
+        "rotate": lambda *_: None,
+    }
     monkeypatch.setattr(Rowwise, part, wrong[part])
-    assert create_rowwise.__wrapped__(1e-5, "silu", 1) is None
+    assert create_rowwise.__wrapped__(dtype, 1e-5, "silu", 1) is None
 
 
 def test_the_shapes_of_a_model(

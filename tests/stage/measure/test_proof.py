@@ -153,7 +153,7 @@ def test_what_is_known_is_not_tried_again(
     exact = Int8Linear.__call__
     monkeypatch.setattr(Int8Linear, "__call__", lambda *given: exact(*given) + 1)
     assert looked_at(model, path, quantize="int8") == ("int8",)
-    assert {"int8", "unpacked", "torch-rows", "gather-attention"} <= set(tried)
+    assert {"int8", "unpacked", "compiled-rows", "gather-attention"} <= set(tried)
     tried.clear()
     assert looked_at(model, path, quantize="int8") == ("int8",)
     assert tried == []
