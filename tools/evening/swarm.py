@@ -11,7 +11,7 @@ from molink.facts.ringtimes import HANDLING_S
 from molink.head.head import Head
 from molink.sim.agenda import Agenda
 from molink.sim.blueprint import Blueprint
-from molink.sim.clients import Clients, Serving
+from molink.sim.clients import Clients, ServingRing
 from molink.sim.pc import Pc
 from molink.sim.profiles import MBPS, LinkProfile, load_device
 from molink.sim.ring import SimRing
@@ -259,5 +259,5 @@ class Evening:
         self.trouble = f"stage {stage}: {reason}"
         self.agenda.stop()
 
-    def _choose(self, request: PlannedRequest) -> Serving | None:
+    def _choose(self, request: PlannedRequest) -> ServingRing | None:
         return self._epoch
