@@ -1,4 +1,4 @@
-"""How a CPU multiplies bf16 weights by rows: by its own bf16 products, or widened to float32."""
+"""How a CPU multiplies: by its own products of bf16, or in float32, to which bf16 is widened."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +21,7 @@ class Arithmetic(Protocol):
     """Sums ``lanes`` columns in a register, ``tile`` rows × ``vectors`` registers at a time.
 
     What a row holds for two neighbours in depth is a *pair*; a pair of weights has four bytes.
+    Where weights are float32 each is a pair of its own.
     """
 
     @property
@@ -32,6 +33,11 @@ class Arithmetic(Protocol):
     @property
     def element(self) -> int:
         """Bytes of an element of rows and results."""
+        ...
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a row's pair."""
         ...
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
@@ -65,6 +71,7 @@ class DotBf16:
     vectors: int = 2
     tile: int = 12
     element: int = 2
+    pair_bytes: int = 4
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -102,6 +109,7 @@ class WidenedBf16:
     vectors: int = 2
     tile: int = 5
     element: int = 4
+    pair_bytes: int = 8
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -121,12 +129,47 @@ class WidenedBf16:
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
         """See :class:`Arithmetic`."""
-        kind = ir.FunctionType(total.type, [total.type] * 3)
-        fma = declare(builder.module, f"llvm.fma.v{self.lanes}f32", kind)
-        for value, weight in zip(pair, weights, strict=True):
-            total = builder.call(fma, [value, weight, total])
-        return total
+        return _emit_multiplied(builder, total, pair, weights)
 
     def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Float32:
+    """float32 rows by float32, in fused multiply-adds of AVX2 or AVX-512."""
+
+    lanes: int = 8
+    vectors: int = 2
+    tile: int = 6
+    element: int = 4
+    pair_bytes: int = 4
+
+    def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+        """See :class:`Arithmetic`."""
+        return (emit_spread(builder, builder.load(pointer, typ=FLOAT, align=4), self.lanes),)
+
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+        """See :class:`Arithmetic`."""
+        return (builder.load(pointer, typ=ir.VectorType(FLOAT, self.lanes), align=4),)
+
+    def add_product(
+        self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
+    ) -> ir.Value:
+        """See :class:`Arithmetic`."""
+        return _emit_multiplied(builder, total, pair, weights)
+
+    def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
+        """See :class:`Arithmetic`."""
+        builder.store(total, pointer, align=4)
+
+
+def _emit_multiplied(
+    builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
+) -> ir.Value:
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    fma = declare(builder.module, f"llvm.fma.v{total.type.count}f32", kind)
+    for value, weight in zip(pair, weights, strict=True):
+        total = builder.call(fma, [value, weight, total])
+    return total

@@ -88,7 +88,7 @@ def emit_dots(
             columns.append(arithmetic.load_weights(builder, place))
             if len(rows) >= _PREFETCH_ROWS:
                 _emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
-        offset = builder.mul(pair, I64(2 * arithmetic.element))
+        offset = builder.mul(pair, I64(arithmetic.pair_bytes))
         given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
         sums = iter(totals)
         return [
