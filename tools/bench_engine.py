@@ -12,8 +12,8 @@ ratios medians of the rounds' ratios. Without ``--llama-bench`` the share of the
 what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16.
 
 ``--long`` measures only prompts of so many tokens, computed in chunks of 512 as a worker does, and
-decoding behind them, beside ``llama-bench`` with flash attention (``-fa on``) and its KV in f16. The
-same pages as in a swarm: a request's are in no order.
+decoding behind them, beside ``llama-bench`` with flash attention (``-fa on``) and its KV in f16.
+Pages are in no order, as in a swarm.
 """
 
 import argparse

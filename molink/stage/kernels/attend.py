@@ -16,7 +16,13 @@ from torch import Tensor
 
 from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_few_tiles, emit_places
+from molink.stage.kernels.dots import (
+    PAIR_BYTES,
+    emit_dots,
+    emit_few_tiles,
+    emit_places,
+    emit_prefetch,
+)
 from molink.stage.kernels.emit import (
     FLOAT,
     I32,
@@ -209,6 +215,7 @@ class _HeadPart:
         builder, arithmetic = self._builder, self._arithmetic
         for half, page in enumerate(self._halves(strip, "keys")):
             self._turn_keys(page, half * HALF)
+        self._ask_for(self._halves(strip, "values"))
 
         def emit_tile(first: ir.Value, size: int) -> None:
             rows = [builder.add(first, I64(each)) for each in range(size)]
@@ -326,12 +333,30 @@ class _HeadPart:
                     row = (half * HALF + position) // beside
                     place = emit_offset(builder, target, I64(chunk * chunk_bytes + row * row_bytes))
                     builder.store(laid, place, align=4)
+        self._ask_for(self._halves(strip, "keys", self.scratch.span))
         return ()
 
-    def _halves(self, strip: ir.Value, what: str) -> list[ir.Value]:
-        """Pointers to a strip's positions; beyond what is seen stands the nearest that is."""
+    def _ask_for(self, pages: list[ir.Value]) -> None:
+        """Have memory send what is wanted after all of this span, or its scores."""
+        builder = self._builder
+        for page in pages:
+
+            def emit_position(position: ir.Value, _: Values, page: ir.Value = page) -> Values:
+                row = emit_nth(builder, page, position, self._position_bytes)
+                for at in range(0, self._head, _VECTOR_BYTES):
+                    emit_prefetch(builder, emit_offset(builder, row, I64(at)))
+                return ()
+
+            emit_loop(builder, I64(0), I64(HALF), 1, emit_position)
+
+    def _halves(self, strip: ir.Value, what: str, ahead: int = 0) -> list[ir.Value]:
+        """Pointers to the positions of a strip, or so many ``ahead`` of them.
+
+        Beyond what is seen stands the nearest that is.
+        """
         builder, size = self._builder, I64(self._shape.block_size)
         begin = builder.add(self._base, builder.mul(strip, I64(self._strip)))
+        begin = builder.add(begin, I64(ahead))
         first, last = (builder.and_(each, I64(-HALF)) for each in (self._first, self._last))
         base = emit_nth(builder, self._pages[what], self._kv_head, self._head_bytes)
         pages = []

@@ -87,7 +87,7 @@ def emit_dots(
             place = emit_offset(builder, here, I64(vector * vector_bytes))
             columns.append(arithmetic.load_weights(builder, place))
             if len(rows) >= _PREFETCH_ROWS:
-                _emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
+                emit_prefetch(builder, emit_offset(builder, place, I64(_PREFETCH_BYTES)))
         offset = builder.mul(pair, I64(arithmetic.pair_bytes))
         given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
         sums = iter(totals)
@@ -112,7 +112,8 @@ def emit_places(
     ]
 
 
-def _emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+    """Ask memory for the cache line at ``place``."""
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
     builder.call(declare(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])
