@@ -87,19 +87,23 @@ class CompiledAttention:
     ) -> CompiledLayers:
         """See :class:`~molink.stage.attention.base.Attention`."""
         attend = self._attend
+        rows = sum(sequence.count for sequence in sequences)
+        most = attend.shape.pass_rows(rows, attend.threads)
         passes: list[tuple[int, int, int, int]] = []
         table: list[int] = []
         row = 0
         for sequence in sequences:
-            for done in range(0, sequence.count, attend.shape.rows):
-                count = min(attend.shape.rows, sequence.count - done)
+            for done in range(0, sequence.count, most):
+                count = min(most, sequence.count - done)
                 passes.append((row + done, count, sequence.start + done, len(table)))
             table.extend(sequence.blocks)
             row += sequence.count
+        # Threads have neighbours in this order; later rows of a prompt take longer.
+        shares = (passes[thread :: attend.threads] for thread in range(attend.threads))
         return CompiledLayers(
             attend,
             self._windows,
-            torch.tensor(passes, dtype=torch.int64),
+            torch.tensor([one for share in shares for one in share], dtype=torch.int64),
             torch.tensor(table, dtype=torch.int64),
             attend.scratch(),
             min(table),

@@ -50,7 +50,7 @@ _VECTOR_BYTES = 64
 class Attend:
     """Compiled attention for one shape, on threads of ``openmp`` if there is one."""
 
-    __slots__ = ("_attend", "_element", "_library", "_scratch_bytes", "_threads", "shape")
+    __slots__ = ("_attend", "_element", "_library", "_scratch_bytes", "shape", "threads")
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Attend:
         Raises:
             RuntimeError: LLVM can't, for this CPU.
         """
-        self.shape, self._threads, self._element = shape, threads, arithmetic.element
+        self.shape, self.threads, self._element = shape, threads, arithmetic.element
         module = ir.Module("attend")
         part = _HeadPart(module, shape, arithmetic)
         self._scratch_bytes = part.scratch.nbytes
@@ -116,13 +116,13 @@ class Attend:
             head * element,
             block * element,
             position * element,
-            self._threads,
+            self.threads,
         )
         return result
 
     def scratch(self) -> Tensor:
         """Memory for the threads of a call."""
-        return torch.empty(self._threads, self._scratch_bytes, dtype=torch.uint8)
+        return torch.empty(self.threads, self._scratch_bytes, dtype=torch.uint8)
 
 
 class _HeadPart:

@@ -18,6 +18,8 @@ LANES = 16
 BF16, F32 = 2, 4
 #: Queries of a pass, about: turning keys and values has to pay.
 _QUERIES = 96
+#: Parts that a thread is to have at least, so that none waits long for the others.
+_PARTS = 4
 
 
 def fits_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
@@ -57,6 +59,11 @@ class AttendShape:
     def rows(self) -> int:
         """Rows of a pass at most."""
         return max(1, _QUERIES // self.groups)
+
+    def pass_rows(self, rows: int, threads: int) -> int:
+        """How many rows a pass has where a forward has ``rows``: all threads are to have some."""
+        shared = -(-rows * self.kv_heads // (_PARTS * threads))
+        return min(self.rows, max(1, self.rows // 4, shared))
 
 
 @dataclass(frozen=True, slots=True)

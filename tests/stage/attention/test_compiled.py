@@ -164,6 +164,20 @@ def test_a_row_gives_the_same_whatever_is_beside_it(
             assert torch.equal(attended(first, count, layer), together[first : first + count])
 
 
+def test_threads_have_like_shares(shape_of: Callable[..., AttentionShape]) -> None:
+    shape = shape_of(head_dim=32, groups=4)
+    attend = compiled(attend_shape(shape, 16), "AVX2", 3)
+    backend = CompiledAttention(shape, attend)
+    passes = backend.prepare([SequenceRows(0, 960, range(60))], 16, attend.dtype, CPU).passes
+    work = [
+        sum(count * (start + count) for _, count, start, _ in part.tolist())
+        for part in passes.chunk(3)
+    ]
+    assert max(work) < 1.1 * min(work)
+    rows = sorted(passes[:, :2].tolist())
+    assert [first for first, _ in rows] == list(range(0, 960, rows[0][1]))
+
+
 @kinds
 def test_scores_far_apart(checked: Callable[..., Backend], kind: str) -> None:
     # Of scores of a thousand float32 rounds off a hundred times more.
