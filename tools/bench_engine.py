@@ -137,6 +137,8 @@ def _long(stage: Stage, options: argparse.Namespace, length: int) -> dict[str, A
                 rates = _llama(options.llama_bench, _rival(options.model), options.threads, given)
                 for kind, rate in rates.items():
                     theirs[kind].append(rate)
+        # A round takes minutes.
+        print(f"{length} tokens: {ours}, llama.cpp {theirs}", file=sys.stderr, flush=True)
     return {"tokens": length} | {kind: _compare(ours[kind], theirs[kind]) for kind in ours}
 
 
