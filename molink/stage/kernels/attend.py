@@ -37,14 +37,13 @@ from molink.stage.kernels.emit import (
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
 from molink.stage.kernels.shape import BF16, F32, HALF, LANES, AttendShape, Scratch
+from molink.stage.kernels.softmax import Query, Softmax
 from molink.stage.kernels.vectors import INTEGERS, emit_transposed
-from molink.stage.kernels.weigh import Query, Weigher
 
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.
 PASS_WORDS = 4
-_WORD = 8
-_VECTOR_BYTES = 64
+_WORD, _VECTOR_BYTES = 8, 64
 
 
 class Attend:
@@ -134,7 +133,7 @@ class _HeadPart:
         _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
         begin, end, thread = task
         self._shape, self._arithmetic, self._builder = shape, arithmetic, builder
-        self._weigher = Weigher(builder, shape, arithmetic)
+        self._softmax = Softmax(builder, shape, arithmetic)
         #: Positions of a strip, and columns of values that are multiplied at once.
         self._strip = arithmetic.lanes * arithmetic.vectors
         self.scratch = Scratch.of(shape, self._strip, arithmetic.element)
@@ -166,8 +165,8 @@ class _HeadPart:
         # What all rows see begins here.
         self._common = self._first_seen(self._last)
         emit_loop(builder, I64(0), self._queries, 1, self._begin)
-        span = I64(self.scratch.span)
-        begin, last = (builder.udiv(each, span) for each in (self._first, self._last))
+        size = I64(self.scratch.span)
+        begin, last = (builder.udiv(each, size) for each in (self._first, self._last))
         emit_loop(builder, begin, builder.add(last, I64(1)), 1, self._span)
         emit_loop(builder, I64(0), self._queries, 1, self._finish)
         return ()
@@ -180,7 +179,7 @@ class _HeadPart:
             vector = builder.load(emit_offset(builder, source, I64(at)), typ=INTEGERS, align=2)
             place = self._kept(self.scratch.queries + at, query, self._head)
             builder.store(vector, place, align=4)
-        self._weigher.begin(self._query(query))
+        self._softmax.begin(self._query(query))
         return ()
 
     def _span(self, number: ir.Value, _: Values) -> Values:
@@ -190,11 +189,10 @@ class _HeadPart:
         end = emit_lesser(builder, builder.add(self._last, I64(1)), builder.add(begin, size))
         first = builder.and_(self._first, I64(-self._strip))
         self._base = emit_greater(builder, begin, first)
-        strips = builder.udiv(
-            builder.add(builder.sub(end, self._base), I64(self._strip - 1)), I64(self._strip)
-        )
+        strip, positions = I64(self._strip), builder.sub(end, self._base)
+        strips = builder.udiv(builder.add(positions, I64(self._strip - 1)), strip)
         emit_loop(builder, I64(0), strips, 1, self._score)
-        positions = builder.mul(strips, I64(self._strip))
+        positions = builder.mul(strips, strip)
         behind = builder.add(self._base, builder.sub(positions, I64(1)))
         all_seen = builder.and_(
             builder.icmp_signed("<=", self._common, self._base),
@@ -246,7 +244,7 @@ class _HeadPart:
                     for each in (self._first_seen(position), position)
                 )
                 seen = first, last
-            self._weigher.weigh(self._query(query), vectors, seen)
+            self._softmax.weigh(self._query(query), vectors, seen)
             return ()
 
         emit_loop(builder, I64(0), self._queries, 1, emit_query)
@@ -282,13 +280,10 @@ class _HeadPart:
         builder, shape = self._builder, self._shape
         sink = None
         if shape.sinks:
-            head = builder.add(
-                builder.mul(self._kv_head, I64(shape.groups)),
-                builder.urem(query, I64(shape.groups)),
-            )
-            sink = builder.load(emit_nth(builder, self._sinks, head, F32), typ=FLOAT, align=4)
+            place = emit_nth(builder, self._sinks, self._head_of(query), F32)
+            sink = builder.load(place, typ=FLOAT, align=4)
         result = self._of_heads(self._result, query, shape.groups * shape.kv_heads)
-        self._weigher.finish(self._query(query), sink, result)
+        self._softmax.finish(self._query(query), sink, result)
         return ()
 
     def _turn_keys(self, page: ir.Value, begin: int) -> None:
@@ -312,7 +307,7 @@ class _HeadPart:
         beside = PAIR_BYTES // arithmetic.element
         kind = ir.VectorType(ir.IntType(8 * arithmetic.element), self._strip)
         row_bytes = self._strip * PAIR_BYTES
-        chunk_bytes = self.scratch.span * self._strip * arithmetic.element
+        chunk_bytes = self.scratch.span * row_bytes // beside
         first = builder.mul(strip, I64(self._strip // beside * row_bytes))
         target = emit_offset(builder, self._memory, builder.add(first, I64(self.scratch.values)))
         order = [at for column in range(self._strip) for at in (column, self._strip + column)]
@@ -331,8 +326,8 @@ class _HeadPart:
                     ]
                     laid = rows[0] if beside == 1 else builder.shuffle_vector(*rows, mask)
                     row = (half * HALF + position) // beside
-                    place = emit_offset(builder, target, I64(chunk * chunk_bytes + row * row_bytes))
-                    builder.store(laid, place, align=4)
+                    at = I64(chunk * chunk_bytes + row * row_bytes)
+                    builder.store(laid, emit_offset(builder, target, at), align=4)
         self._ask_for(self._halves(strip, "keys", self.scratch.span))
         return ()
 
@@ -355,8 +350,8 @@ class _HeadPart:
         Beyond what is seen stands the nearest that is.
         """
         builder, size = self._builder, I64(self._shape.block_size)
-        begin = builder.add(self._base, builder.mul(strip, I64(self._strip)))
-        begin = builder.add(begin, I64(ahead))
+        base = builder.add(self._base, I64(ahead))
+        begin = builder.add(base, builder.mul(strip, I64(self._strip)))
         first, last = (builder.and_(each, I64(-HALF)) for each in (self._first, self._last))
         base = emit_nth(builder, self._pages[what], self._kv_head, self._head_bytes)
         pages = []
@@ -373,9 +368,8 @@ class _HeadPart:
     def _first_seen(self, position: ir.Value) -> ir.Value:
         """What a row at ``position`` sees first."""
         builder = self._builder
-        first = emit_greater(
-            builder, builder.add(builder.sub(position, self._window), I64(1)), I64(0)
-        )
+        first = builder.add(builder.sub(position, self._window), I64(1))
+        first = emit_greater(builder, first, I64(0))
         return builder.select(builder.icmp_signed(">", self._window, I64(0)), first, I64(0))
 
     def _query(self, query: ir.Value) -> Query:
@@ -390,13 +384,16 @@ class _HeadPart:
 
     def _of_heads(self, base: ir.Value, query: ir.Value, heads: int) -> ir.Value:
         """A query's place in ``[T, heads, head_dim]``."""
+        builder = self._builder
+        row = builder.add(self._row, builder.udiv(query, I64(self._shape.groups)))
+        number = builder.add(builder.mul(row, I64(heads)), self._head_of(query))
+        return emit_nth(builder, base, number, self._head)
+
+    def _head_of(self, query: ir.Value) -> ir.Value:
         builder, groups = self._builder, I64(self._shape.groups)
-        row = builder.add(self._row, builder.udiv(query, groups))
-        head = builder.add(builder.mul(self._kv_head, groups), builder.urem(query, groups))
-        return emit_nth(builder, base, builder.add(builder.mul(row, I64(heads)), head), self._head)
+        return builder.add(builder.mul(self._kv_head, groups), builder.urem(query, groups))
 
     def _kept(self, at: int, number: ir.Value, nbytes: int) -> ir.Value:
         """Number so and so of what lies in the thread's memory from ``at`` on."""
-        return emit_nth(
-            self._builder, emit_offset(self._builder, self._memory, I64(at)), number, nbytes
-        )
+        begin = emit_offset(self._builder, self._memory, I64(at))
+        return emit_nth(self._builder, begin, number, nbytes)

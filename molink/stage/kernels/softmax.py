@@ -44,7 +44,7 @@ class Query:
 Seen = tuple[ir.Value, ir.Value]
 
 
-class Weigher:
+class Softmax:
     """Emits code for one shape."""
 
     __slots__ = ("_arithmetic", "_builder", "_shape")
