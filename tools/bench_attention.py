@@ -1,11 +1,14 @@
-"""Times attention of decode rows over a paged pool, backend beside backend, for one layer.
+"""Times attention over a paged pool, backend beside backend, for one layer.
 
     python -m tools.bench_attention --json
+    python -m tools.bench_attention --dtype f32 --rows 512 --threads 1
 
 ``dense`` is SDPA over keys and values that lie in one piece: what ``gather`` would take if it had
 nothing to gather. Beside them stand ``flash`` on CUDA, with pages of 256, and ``compiled`` on a
-CPU. ``kv_bytes`` is what has to be moved: keys and values once, or with gathering three times
-(read, written, read again) unless the blocks happen to be consecutive.
+CPU; in float32 ``avx2`` is the same, compiled for one thread of a CPU that has no more than that.
+Rows are decode rows, or with ``--rows`` chunks of prompts, without ``dense``. ``kv_bytes`` is what
+has to be moved: keys and values once, or with gathering three times (read, written, read again)
+unless the blocks happen to be consecutive.
 """
 
 import argparse
@@ -21,13 +24,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from molink.errors import MolinkError
-from molink.stage.attention.base import AttentionShape, BackendName
+from molink.stage.attention.base import Attention, AttentionShape, BackendName
+from molink.stage.attention.compiled import CompiledAttention, attend_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows
+from molink.stage.kernels.arithmetic import Float32
+from molink.stage.kernels.attend import Attend
 from molink.stage.pool import KVPool
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _CONTEXTS, _BATCHES = (1024, 8192), (1, 8)
+_AVX2 = "+avx,+avx2,+fma"
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """Decode rows of ``batch`` requests with ``context`` positions each."""
+    """``rows`` of each of ``batch`` requests with ``context`` positions, theirs included."""
 
     shape: AttentionShape
     context: int
@@ -52,6 +59,7 @@ class Case:
     dtype: torch.dtype
     device: torch.device
     consecutive: bool
+    rows: int = 1
 
     @property
     def kv_bytes(self) -> int:
@@ -60,12 +68,17 @@ class Case:
         return self.context * self.batch * row
 
     def heads(self) -> Tensor:
-        """Rows ``[batch, q, k and v heads, head_dim]``."""
+        """Rows ``[batch * rows, q, k and v heads, head_dim]``."""
         shape = self.shape
-        size = (self.batch, (shape.groups + 2) * shape.kv_heads, shape.head_dim)
+        size = (self.batch * self.rows, (shape.groups + 2) * shape.kv_heads, shape.head_dim)
         return torch.randn(size, dtype=self.dtype, device=self.device)
 
     def paged(self, name: BackendName, block_size: int) -> Result:
+        """The backend called ``name``."""
+        where = (block_size, self.dtype, self.device)
+        return self.over_pages(name, create_attention(name, self.shape, *where), block_size)
+
+    def over_pages(self, name: str, backend: Attention, block_size: int) -> Result:
         """A backend over a pool that is twice as large, with the blocks shuffled or in order."""
         each = -(-self.context // block_size)
         blocks = 2 * each * self.batch
@@ -73,9 +86,8 @@ class Case:
         pool.clear(range(blocks))
         order = list(range(blocks)) if self.consecutive else torch.randperm(blocks).tolist()
         tables = [order[i * each : (i + 1) * each] for i in range(self.batch)]
-        rows = [SequenceRows(self.context - 1, 1, table) for table in tables]
-        where = (block_size, self.dtype, self.device)
-        layer = create_attention(name, self.shape, *where).prepare(rows, *where)
+        rows = [SequenceRows(self.context - self.rows, self.rows, table) for table in tables]
+        layer = backend.prepare(rows, block_size, self.dtype, self.device)
         heads = self.heads()
         times = 3 if name == "gather" and not self.consecutive else 1
         return self._result(name, lambda: layer(0, heads, pool), times)
@@ -108,14 +120,24 @@ def _median(work: Callable[[], Tensor], device: torch.device, budget: float = 0.
 
 
 @torch.inference_mode()
-def measure(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> list[Result]:
+def measure(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, rows: int
+) -> list[Result]:
     """All cases; backends that don't work on the device are left out."""
     found = []
+    narrow = None
+    if device.type == "cpu" and dtype is torch.float32:
+        code = Attend(attend_shape(shape, 16), Float32(), features=_AVX2)
+        narrow = CompiledAttention(shape, code)
     for context in _CONTEXTS:
         for batch in _BATCHES:
             for consecutive in (False, True):
-                case = Case(shape, context, batch, dtype, device, consecutive)
-                found += [case.dense(), case.paged("gather", 16)]
+                case = Case(shape, context, batch, dtype, device, consecutive, rows)
+                if rows == 1:
+                    found.append(case.dense())
+                found.append(case.paged("gather", 16))
+                if narrow is not None:
+                    found.append(case.over_pages("avx2", narrow, 16))
                 for name, block_size in (("flash", 256), ("compiled", 16)):
                     with suppress(MolinkError):
                         found.append(case.paged(name, block_size))
@@ -130,12 +152,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="query heads per key-value head")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rows", type=int, default=1, help="of each request; at most 1024")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     head = options.head_dim
     shape = AttentionShape(options.kv_heads, options.groups, head, head**-0.5, (0,))
-    found = measure(shape, TORCH_DTYPES[options.dtype], torch.device(options.device))
+    found = measure(shape, TORCH_DTYPES[options.dtype], torch.device(options.device), options.rows)
     if options.json:
         print(json.dumps([asdict(result) for result in found], indent=1))
         return

@@ -3,6 +3,7 @@
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --json
     python -m tools.bench_engine FILE.gguf --llama-bench PATH/TO/llama-bench --no-transformers
+    python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --long 4096 --rounds 2
 
 Decode at batch 1 and prefill of one prompt, against ``llama-bench`` with the f16 GGUF of the same
 weights, or with the same FILE; then greedy generation at batch 8 against ``transformers.generate``
@@ -13,6 +14,10 @@ CPU without AVX-512: compiled code and torch take no instructions beyond AVX2, F
 compute in float32, as such CPUs do. Frequency, caches and memory are those of this CPU; llama-bench
 has to be one that was built for AVX2. ``--cpu-time`` (Linux) counts the CPU's seconds of both sides
 in place of those that pass: for a machine that computes other things beside, with one thread.
+
+``--long`` measures only prompts of so many tokens, computed in chunks of 512 as a worker does, and
+decoding behind them, beside ``llama-bench`` with flash attention (``-fa on``) and its KV in f16.
+Pages are in no order, as in a swarm.
 """
 
 import argparse
@@ -44,6 +49,8 @@ from tools.serving.rounds import compare
 BLOCK = 16
 PROMPT, DECODE = 128, 64
 BATCH, BATCH_PROMPT, BATCH_NEW = 8, 32, 48
+#: Rows of a long prompt that are computed at once, and tokens after it.
+CHUNK, LONG_DECODE = 512, 32
 
 
 #: Marks the process that measures: its memory is that of a worker.
@@ -72,6 +79,8 @@ def main() -> int:
     parser.add_argument("--avx2", action="store_true", help="emulate a CPU without AVX-512")
     parser.add_argument("--cpu-time", action="store_true", help="count the CPU's seconds")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--long", type=int, nargs="*", default=[], help="only such prompts")
+    parser.add_argument("--dtype", choices=("auto", *TORCH_DTYPES), default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -93,12 +102,15 @@ def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
         unpacked(model, made, Uncounted(), threading.Event()) if is_file else model
     )
     avoid = tuple(filter(None, options.avoid.split(",")))
-    layers, dtype = (0, folder.config.layers), "f32" if options.avx2 else "auto"
-    stage = Stage.load(folder, layers, dtype=dtype, avoid=avoid)
-    stage.allocate(BATCH * 128, BLOCK)
+    dtype = "f32" if options.avx2 else options.dtype
+    stage = Stage.load(folder, (0, folder.config.layers), dtype=dtype, avoid=avoid)
+    longest = max(options.long, default=0) + LONG_DECODE + 1
+    stage.allocate(max(BATCH * 128, -(-longest // BLOCK)), BLOCK)
     _decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": model.name, "threads": options.threads}
     result |= {"dtype": stage.dtype, "weight_bytes": stage.weight_bytes}
+    if options.long:
+        return result | {"long": [_long(stage, options, length) for length in options.long]}
     result |= _against_llama(stage, options)
     if options.transformers:
         result |= _against_transformers(stage, options)
@@ -109,10 +121,8 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     """Batch-1 decode and prefill, tokens/s."""
     ours: dict[str, list[float]] = {"decode": [], "prefill": []}
     theirs: dict[str, list[float]] = {"decode": [], "prefill": []}
-    model: Path = options.model
-    rival = model if model.is_file() else next(model.glob("*.gguf"), model)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    measure = _llama_cpu if options.cpu_time else _llama
+    measure = _llama_cpu if options.cpu_time else _llama_once
     bandwidth = []
     for _ in range(options.rounds):
         begin = clock()
@@ -123,7 +133,7 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
         ours["decode"].append(DECODE / (decoded - begin))
         bandwidth.append(peak_read_rate(stage.device))
         if options.llama_bench:
-            rates = measure(options.llama_bench, rival, options.threads)
+            rates = measure(options.llama_bench, _rival(options.model), options.threads)
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
     streamed = stage.step_bytes
@@ -136,6 +146,48 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
         "read_bandwidth_gb_s": statistics.median(bandwidth) / 1e9,
         "decode_share_of_bandwidth": statistics.median(share),
     }
+
+
+def _long(stage: Stage, options: argparse.Namespace, length: int) -> dict[str, Any]:
+    """A prompt of ``length`` tokens, and decoding after it: tokens/s."""
+    ours: dict[str, list[float]] = {"prefill": [], "decode": []}
+    theirs: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for _ in range(options.rounds):
+        for kind, rate in _long_rates(stage, length).items():
+            ours[kind].append(rate)
+        if options.llama_bench:
+            prefill = ["-fa", "on", "-p", str(length), "-n", "0"]
+            decode = ["-fa", "on", "-p", "0", "-n", str(LONG_DECODE), "-d", str(length)]
+            for given in (prefill, decode):
+                rates = _llama(options.llama_bench, _rival(options.model), options.threads, given)
+                for kind, rate in rates.items():
+                    theirs[kind].append(rate)
+        # A round takes minutes.
+        print(f"{length} tokens: {ours}, llama.cpp {theirs}", file=sys.stderr, flush=True)
+    return {"tokens": length} | {kind: _compare(ours[kind], theirs[kind]) for kind in ours}
+
+
+def _long_rates(stage: Stage, length: int) -> dict[str, float]:
+    blocks = -(-(length + LONG_DECODE + 1) // BLOCK)
+    table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.arange(length) % stage.config.vocab_size
+    begin = time.perf_counter()
+    for first in range(0, length, CHUNK):
+        count = min(CHUNK, length - first)
+        rows = (SequenceRows(first, count, table),)
+        last = StageInput(ids[first : first + count], None, rows, (count - 1,))
+        tokens = stage.forward(last).argmax(-1)
+    between = time.perf_counter()
+    for start in range(length, length + LONG_DECODE):
+        rows = (SequenceRows(start, 1, table),)
+        tokens = stage.forward(StageInput(tokens, None, rows, (0,))).argmax(-1)
+    end = time.perf_counter()
+    return {"prefill": length / (between - begin), "decode": LONG_DECODE / (end - between)}
+
+
+def _rival(model: Path) -> Path:
+    """The file that llama.cpp gets."""
+    return model if model.is_file() else next(model.glob("*.gguf"), model)
 
 
 def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
@@ -180,13 +232,17 @@ def _prefill(stage: Stage, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _llama(binary: Path, model: Path, threads: int) -> dict[str, float]:
-    """Tokens/s of llama-bench: prefill and decode."""
+def _llama(binary: Path, model: Path, threads: int, lengths: Sequence[str]) -> dict[str, float]:
+    """Tokens/s of llama-bench: prefill and decode, as far as ``lengths`` asks for them."""
     command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
-    command += ["-p", str(PROMPT), "-n", str(DECODE)]
+    command += lengths
     done = subprocess.run(command, capture_output=True, check=True)
     runs = json.loads(done.stdout)  # UTF-8, whatever the console has
     return {"decode" if run["n_gen"] else "prefill": float(run["avg_ts"]) for run in runs}
+
+
+def _llama_once(binary: Path, model: Path, threads: int) -> dict[str, float]:
+    return _llama(binary, model, threads, ["-p", str(PROMPT), "-n", str(DECODE)])
 
 
 def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
@@ -230,17 +286,26 @@ def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
     return generate
 
 
-def _table(result: dict[str, Any]) -> str:
-    lines = [f"{result['model']}, {result['dtype']}, {result['threads']} thread(s)"]
+def _lines(result: dict[str, Any], of_what: str) -> list[str]:
+    lines = []
     for name in ("decode", "prefill", "batch_8"):
-        found = result.get(name)
-        if found:
+        if found := result.get(name):
             versus = (
-                f" / {found['baseline']:.1f} = {found['ratio']:.2f} x"
+                f" / {found['baseline']:.1f} = {found['ratio']:.2f} x {found['ratios']}"
                 if "baseline" in found
                 else ""
             )
-            lines.append(f"{name:8} {found['molink']:8.1f} tokens/s{versus}")
+            lines.append(f"{name + of_what:8} {found['molink']:8.1f} tokens/s{versus}")
+    return lines
+
+
+def _table(result: dict[str, Any]) -> str:
+    lines = [f"{result['model']}, {result['dtype']}, {result['threads']} thread(s)"]
+    lines += _lines(result, "")
+    for long in result.get("long", ()):
+        lines += _lines(long, f", {long['tokens']} tokens")
+    if "read_bandwidth_gb_s" not in result:
+        return "\n".join(lines)
     lines.append(
         f"decode reads weights at {result['decode_share_of_bandwidth']:.0%} of "
         f"{result['read_bandwidth_gb_s']:.1f} GB/s"

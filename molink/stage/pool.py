@@ -39,8 +39,8 @@ class KVPool:
     be a ``spare`` one that no request ever has: it holds zeros, or what padding rows leave there.
 
     In memory a position has all its heads side by side, as kernels want them that read pages in
-    place. In bf16 on a CPU each head has a region of its own: attention then reads memory in order,
-    which takes half the time at contexts of 4096 and more (in float32 it doesn't).
+    place. On a CPU each head has a region of its own, but in fp16, in which nothing reads pages in
+    place there: attention then reads memory in order, which takes up to half the time.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class KVPool:
         self.blocks, self.block_size = blocks, block_size
         self.spare = blocks if spare else None
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
-        self._heads_first = device.type == "cpu" and dtype == torch.bfloat16
+        self._heads_first = device.type == "cpu" and dtype != torch.float16
         heads, count, row = self.kv_heads, blocks + spare, block_size * self.head_dim
         # Not zeroed: a CPU then has memory only for blocks that were in use (see `clear`).
         memory = torch.empty(2 * layers * count * heads * row, dtype=dtype, device=device)

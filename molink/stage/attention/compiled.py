@@ -11,6 +11,8 @@ from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionShape, FixedAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
+from molink.stage.kernels.create import create_attend
+from molink.stage.kernels.shape import AttendShape
 from molink.stage.pool import KVPool
 
 if TYPE_CHECKING:
@@ -49,8 +51,26 @@ class CompiledLayers:
         )
 
 
+def attend_shape(shape: AttentionShape, block_size: int) -> AttendShape:
+    """What code for a model and blocks of ``block_size`` positions depends on."""
+    return AttendShape(
+        shape.kv_heads,
+        shape.groups,
+        shape.head_dim,
+        shape.scale,
+        block_size,
+        shape.softcap,
+        shape.sinks,
+    )
+
+
+def compile_attend(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> "Attend | None":
+    """Code for this CPU and torch's threads, if there is any; nobody has checked it yet."""
+    return create_attend(attend_shape(shape, block_size), dtype, torch.get_num_threads())
+
+
 class CompiledAttention:
-    """The backend for bf16 on a CPU."""
+    """The ``compiled`` backend, for a CPU."""
 
     __slots__ = ("_attend", "_gather", "_windows")
 
@@ -67,22 +87,25 @@ class CompiledAttention:
     ) -> CompiledLayers:
         """See :class:`~molink.stage.attention.base.Attention`."""
         attend = self._attend
+        rows = sum(sequence.count for sequence in sequences)
+        most = attend.shape.pass_rows(rows, attend.threads)
         passes: list[tuple[int, int, int, int]] = []
         table: list[int] = []
         row = 0
         for sequence in sequences:
-            for done in range(0, sequence.count, attend.shape.rows):
-                count = min(attend.shape.rows, sequence.count - done)
+            for done in range(0, sequence.count, most):
+                count = min(most, sequence.count - done)
                 passes.append((row + done, count, sequence.start + done, len(table)))
             table.extend(sequence.blocks)
             row += sequence.count
-        longest = max(sequence.end for sequence in sequences)
+        # Threads have neighbours in this order; later rows of a prompt take longer.
+        shares = (passes[thread :: attend.threads] for thread in range(attend.threads))
         return CompiledLayers(
             attend,
             self._windows,
-            torch.tensor(passes, dtype=torch.int64),
+            torch.tensor([one for share in shares for one in share], dtype=torch.int64),
             torch.tensor(table, dtype=torch.int64),
-            attend.scratch(longest),
+            attend.scratch(),
             min(table),
             max(table),
         )

@@ -1,4 +1,4 @@
-"""How a CPU multiplies 16-bit weights by rows: by its own bf16 products, or widened to float32."""
+"""How a CPU multiplies: by its own products of bf16, or in float32, of what 16 bits widen to."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +22,7 @@ class Arithmetic(Protocol):
     """Sums ``lanes`` columns in a register, ``tile`` rows × ``vectors`` registers at a time.
 
     What a row holds for two neighbours in depth is a *pair*; a pair of weights has four bytes.
+    Where weights are float32 each is a pair of its own.
     """
 
     @property
@@ -38,6 +39,11 @@ class Arithmetic(Protocol):
     @property
     def kept(self) -> torch.dtype:
         """The type of weights."""
+        ...
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a row's pair."""
         ...
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
@@ -72,6 +78,7 @@ class DotBf16:
     tile: int = 12
     element: int = 2
     kept: torch.dtype = torch.bfloat16
+    pair_bytes: int = 4
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -111,6 +118,7 @@ class WidenedBf16:
     tile: int = 5
     element: int = 4
     kept: torch.dtype = torch.bfloat16
+    pair_bytes: int = 8
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """See :class:`Arithmetic`."""
@@ -131,11 +139,7 @@ class WidenedBf16:
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
         """See :class:`Arithmetic`."""
-        kind = ir.FunctionType(total.type, [total.type] * 3)
-        fma = declare(builder.module, f"llvm.fma.v{self.lanes}f32", kind)
-        for value, weight in zip(pair, weights, strict=True):
-            total = builder.call(fma, [value, weight, total])
-        return total
+        return _emit_multiplied(builder, total, pair, weights)
 
     def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """See :class:`Arithmetic`."""
@@ -157,3 +161,44 @@ class WidenedF16(WidenedBf16):
         return tuple(
             builder.fpext(builder.load(place, typ=halves, align=16), floats) for place in places
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Float32:
+    """float32 rows by float32, in fused multiply-adds of AVX2 or AVX-512."""
+
+    lanes: int = 8
+    vectors: int = 2
+    tile: int = 6
+    element: int = 4
+    kept: torch.dtype = torch.float32
+    pair_bytes: int = 4
+
+    def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
+        """See :class:`Arithmetic`."""
+        return (emit_spread(builder, builder.load(pointer, typ=FLOAT, align=4), self.lanes),)
+
+    def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
+        """See :class:`Arithmetic`."""
+        place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
+        return (builder.load(place, typ=ir.VectorType(FLOAT, self.lanes), align=4),)
+
+    def add_product(
+        self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
+    ) -> ir.Value:
+        """See :class:`Arithmetic`."""
+        return _emit_multiplied(builder, total, pair, weights)
+
+    def store(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
+        """See :class:`Arithmetic`."""
+        builder.store(total, pointer, align=4)
+
+
+def _emit_multiplied(
+    builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
+) -> ir.Value:
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    fma = declare(builder.module, f"llvm.fma.v{total.type.count}f32", kind)
+    for value, weight in zip(pair, weights, strict=True):
+        total = builder.call(fma, [value, weight, total])
+    return total

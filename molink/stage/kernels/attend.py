@@ -1,71 +1,81 @@
 """Attention of a few rows to a sequence's pages, where they are: nothing is gathered first.
 
 A *pass* is some neighbouring rows of one sequence; a part of the work is one key-value head of one
-pass, with all query heads that share it. Positions are taken in strips. For each strip the keys are
-turned, in registers, into columns that :func:`~molink.stage.kernels.dots.emit_dots` multiplies by;
-then the same is done for values::
+pass, with all query heads that share it. Positions are taken in *spans*, a span's keys in *strips*.
+A strip of keys is turned, in registers, into columns that
+:func:`~molink.stage.kernels.dots.emit_dots` multiplies by; so are a span's values::
 
-    scores  [queries, positions]  = Q · Kᵀ       float32
-    weights [queries, positions]  = softmax      bf16, where the scores were
-    result  [queries, head_dim]   = weights · V  float32, rounded to bf16 at the end
+    scores  [queries, span]      = Q · Kᵀ       float32
+    weights [queries, span]      = softmax      the type of the rows, where the scores were
+    result  [queries, head_dim] += weights · V  float32, rounded at the end
 """
-
-import math
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.stage.kernels.arithmetic import DotBf16
+from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_places, emit_tiles
+from molink.stage.kernels.dots import (
+    PAIR_BYTES,
+    emit_dots,
+    emit_few_tiles,
+    emit_places,
+    emit_prefetch,
+)
 from molink.stage.kernels.emit import (
     FLOAT,
     I32,
     I64,
     Values,
     begin_function,
+    emit_greater,
+    emit_lesser,
     emit_loop,
     emit_nth,
     emit_offset,
-    emit_spread,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_shares
-from molink.stage.kernels.shape import BF16, CHUNK, F32, HALF, LANES, STRIP, AttendShape, Scratch
-from molink.stage.kernels.vectors import (
-    FLOATS,
-    INTEGERS,
-    emit_call,
-    emit_constant,
-    emit_power_of_two,
-    emit_reduced,
-    emit_transposed,
-)
+from molink.stage.kernels.shape import BF16, F32, HALF, LANES, AttendShape, Scratch
+from molink.stage.kernels.softmax import Query, Softmax
+from molink.stage.kernels.vectors import INTEGERS, emit_transposed
 
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.
 PASS_WORDS = 4
-_WORD = 8
-#: Below all scores.
-_MINIMUM = -3.0e38
+_WORD, _VECTOR_BYTES = 8, 64
 
 
 class Attend:
     """Compiled attention for one shape, on threads of ``openmp`` if there is one."""
 
-    __slots__ = ("_attend", "_library", "_threads", "shape")
+    __slots__ = ("_attend", "_element", "_library", "_scratch_bytes", "shape", "threads")
 
-    def __init__(self, shape: AttendShape, openmp: OpenMp | None = None, threads: int = 1) -> None:
-        """Compile it.
+    def __init__(
+        self,
+        shape: AttendShape,
+        arithmetic: Arithmetic,
+        openmp: OpenMp | None = None,
+        threads: int = 1,
+        features: str | None = None,
+    ) -> None:
+        """Compile it for rows of ``arithmetic``'s type, which is also that of keys and values.
 
         Raises:
             RuntimeError: LLVM can't, for this CPU.
         """
-        self.shape, self._threads = shape, threads
+        self.shape, self.threads, self._element = shape, threads, arithmetic.element
         module = ir.Module("attend")
-        whole = emit_shares(module, _HeadPart(module, shape).function, openmp)
-        self._library = CompiledLibrary(module)
+        part = _HeadPart(module, shape, arithmetic)
+        self._scratch_bytes = part.scratch.nbytes
+        whole = emit_shares(module, part.function, openmp)
+        self._library = CompiledLibrary(module, features)
         self._attend = self._library.function(whole.name, pointers=8, integers=7)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, keys, values and results."""
+        return torch.bfloat16 if self._element == BF16 else torch.float32
 
     def __call__(
         self,
@@ -78,14 +88,14 @@ class Attend:
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``, bf16: q, k, v.
+        """Attention of ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v.
 
         ``keys`` and ``values`` are pages ``[blocks, block_size, kv_heads, head_dim]`` (strided),
-        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``scratch`` uint8
-        ``[threads, bytes]``; a ``window`` of 0 is none. ``sinks`` are float32, one for each query
+        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``scratch`` is
+        :meth:`scratch`'s; a ``window`` of 0 is none. ``sinks`` are float32, one for each query
         head, where the shape has some. Returns ``[T, groups * kv_heads * head_dim]``.
         """
-        shape = self.shape
+        shape, element = self.shape, self._element
         assert shape.sinks == (sinks is not None)
         heads = heads.contiguous()
         block, position, head, _ = keys.stride()
@@ -102,241 +112,255 @@ class Attend:
             len(passes) * shape.kv_heads,
             scratch.shape[1],
             window,
-            head * BF16,
-            block * BF16,
-            position * BF16,
-            self._threads,
+            head * element,
+            block * element,
+            position * element,
+            self.threads,
         )
         return result
 
-    def scratch(self, positions: int) -> Tensor:
-        """Memory for rows that attend to at most so many positions."""
-        return torch.empty(self._threads, self.shape.scratch_bytes(positions), dtype=torch.uint8)
+    def scratch(self) -> Tensor:
+        """Memory for the threads of a call."""
+        return torch.empty(self.threads, self._scratch_bytes, dtype=torch.uint8)
 
 
 class _HeadPart:
     """Emits what one thread does: some of the parts, one after the other."""
 
-    def __init__(self, module: ir.Module, shape: AttendShape) -> None:
+    def __init__(self, module: ir.Module, shape: AttendShape, arithmetic: Arithmetic) -> None:
         self.function, builder = begin_function(module, "part", pointers=8, numbers=9)
         heads, keys, values, result, passes, tables, scratch, sinks, *numbers = self.function.args
         _, scratch_bytes, window, head_bytes, block_bytes, position_bytes, *task = numbers
         begin, end, thread = task
-        self._shape, self._scratch = shape, Scratch.of(shape)
-        self._arithmetic = DotBf16()
-        self._tile = max(1, self._arithmetic.tile // shape.groups)
-        self._builder = builder
+        self._shape, self._arithmetic, self._builder = shape, arithmetic, builder
+        self._softmax = Softmax(builder, shape, arithmetic)
+        #: Positions of a strip, and columns of values that are multiplied at once.
+        self._strip = arithmetic.lanes * arithmetic.vectors
+        self.scratch = Scratch.of(shape, self._strip, arithmetic.element)
+        self._head = shape.head_dim * arithmetic.element
+        self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
+        sizes = {arithmetic.tile, min(shape.groups, arithmetic.tile), 4, 2, 1}
+        self._tiles = sorted(sizes, reverse=True)
         self._heads, self._result, self._sinks = heads, result, sinks
         self._passes, self._tables, self._window = passes, tables, window
         self._pages = {"keys": keys, "values": values}
         self._head_bytes, self._block_bytes = head_bytes, block_bytes
         self._position_bytes = position_bytes
-        self._columns = emit_offset(builder, scratch, builder.mul(thread, scratch_bytes))
-        self._sums = self._at(self._columns, self._scratch.sums)
-        self._totals = self._at(self._columns, self._scratch.totals)
-        self._scores = self._at(self._columns, self._scratch.scores)
+        self._memory = emit_offset(builder, scratch, builder.mul(thread, scratch_bytes))
         emit_loop(builder, begin, end, 1, self._part)
         builder.ret_void()
 
     def _part(self, part: ir.Value, _: Values) -> Values:
         builder, shape = self._builder, self._shape
         number = builder.udiv(part, I64(shape.kv_heads))
-        self._head = builder.urem(part, I64(shape.kv_heads))
-        described = self._nth(self._passes, number, PASS_WORDS * _WORD)
-        words = [
-            builder.load(self._at(described, word * _WORD), typ=I64) for word in range(PASS_WORDS)
-        ]
-        self._row, self._count, self._start, self._table = words
-        self._last = builder.add(self._start, builder.sub(self._count, I64(1)))
-        first = self._first_seen(self._start)
-        self._base = builder.and_(first, I64(-HALF))
-        strips = builder.add(builder.udiv(builder.sub(self._last, self._base), I64(STRIP)), I64(1))
-        self._score_bytes = builder.mul(strips, I64(STRIP * F32))
-        queries = builder.mul(self._count, I64(shape.groups))
+        self._kv_head = builder.urem(part, I64(shape.kv_heads))
+        described = emit_nth(builder, self._passes, number, PASS_WORDS * _WORD)
+        self._row, count, self._start, self._table = (
+            builder.load(emit_offset(builder, described, I64(word * _WORD)), typ=I64)
+            for word in range(PASS_WORDS)
+        )
+        self._queries = builder.mul(count, I64(shape.groups))
+        self._last = builder.add(self._start, builder.sub(count, I64(1)))
+        self._first = self._first_seen(self._start)
+        # What all rows see begins here.
+        self._common = self._first_seen(self._last)
+        emit_loop(builder, I64(0), self._queries, 1, self._begin)
+        size = I64(self.scratch.span)
+        begin, last = (builder.udiv(each, size) for each in (self._first, self._last))
+        emit_loop(builder, begin, builder.add(last, I64(1)), 1, self._span)
+        emit_loop(builder, I64(0), self._queries, 1, self._finish)
+        return ()
+
+    def _begin(self, query: ir.Value, _: Values) -> Values:
+        """A query comes to lie beside the others of the pass."""
+        builder, shape = self._builder, self._shape
+        source = self._of_heads(self._heads, query, (shape.groups + 2) * shape.kv_heads)
+        for at in range(0, self._head, _VECTOR_BYTES):
+            vector = builder.load(emit_offset(builder, source, I64(at)), typ=INTEGERS, align=2)
+            place = self._kept(self.scratch.queries + at, query, self._head)
+            builder.store(vector, place, align=4)
+        self._softmax.begin(self._query(query))
+        return ()
+
+    def _span(self, number: ir.Value, _: Values) -> Values:
+        """All queries with the positions of a span, as far as any of them sees these."""
+        builder, size = self._builder, I64(self.scratch.span)
+        begin = builder.mul(number, size)
+        end = emit_lesser(builder, builder.add(self._last, I64(1)), builder.add(begin, size))
+        first = builder.and_(self._first, I64(-self._strip))
+        self._base = emit_greater(builder, begin, first)
+        strip, positions = I64(self._strip), builder.sub(end, self._base)
+        strips = builder.udiv(builder.add(positions, I64(self._strip - 1)), strip)
         emit_loop(builder, I64(0), strips, 1, self._score)
-        emit_loop(builder, I64(0), queries, 1, self._weigh)
-        emit_loop(builder, I64(0), strips, 1, self._sum)
-        emit_loop(builder, I64(0), queries, 1, self._finish)
+        positions = builder.mul(strips, strip)
+        behind = builder.add(self._base, builder.sub(positions, I64(1)))
+        all_seen = builder.and_(
+            builder.icmp_signed("<=", self._common, self._base),
+            builder.icmp_signed("<=", behind, self._start),
+        )
+        vectors = builder.udiv(positions, I64(LANES))
+        with builder.if_else(all_seen) as (then, otherwise):
+            with then:
+                self._weigh(vectors, False)
+            with otherwise:
+                self._weigh(vectors, True)
+        emit_loop(builder, I64(0), strips, 1, self._lay_values)
+        self._sum(builder.udiv(positions, I64(PAIR_BYTES // self._arithmetic.element)))
         return ()
 
     def _score(self, strip: ir.Value, _: Values) -> Values:
         """The products of all queries with a strip of keys."""
-        builder, shape = self._builder, self._shape
+        builder, arithmetic = self._builder, self._arithmetic
         for half, page in enumerate(self._halves(strip, "keys")):
-            self._turn_keys(page, half)
+            self._turn_keys(page, half * HALF)
+        self._ask_for(self._halves(strip, "values"))
 
-        def emit_tile(row: ir.Value, size: int) -> None:
-            queries = [self._query(row, *each) for each in self._members(size)]
-            zeros = [emit_constant(0.0)] * (2 * len(queries))
-            totals = emit_dots(
-                builder, self._arithmetic, self._columns, queries, I64(shape.head_dim // 2), zeros
-            )
-            at = builder.mul(strip, I64(STRIP * F32))
-            scores = [
-                emit_offset(builder, self._score_row(row, *each), at)
-                for each in self._members(size)
-            ]
-            places = emit_places(builder, scores, self._arithmetic, F32)
+        def emit_tile(first: ir.Value, size: int) -> None:
+            rows = [builder.add(first, I64(each)) for each in range(size)]
+            queries = [self._kept(self.scratch.queries, row, self._head) for row in rows]
+            zeros = [ir.Constant(self._floats, [0.0] * arithmetic.lanes)] * arithmetic.vectors
+            pairs = I64(self._head // PAIR_BYTES)
+            totals = emit_dots(builder, arithmetic, self._memory, queries, pairs, size * zeros)
+            at = builder.mul(strip, I64(self._strip * F32))
+            scores = [emit_offset(builder, self._query(row).scores, at) for row in rows]
+            places = emit_places(builder, scores, arithmetic, F32)
             for total, place in zip(totals, places, strict=True):
                 builder.store(total, place, align=4)
 
-        emit_tiles(builder, self._count, self._tile, emit_tile)
+        emit_few_tiles(builder, self._queries, self._tiles, emit_tile)
         return ()
 
-    def _weigh(self, query: ir.Value, _: Values) -> Values:
-        """Softmax without its division: ``exp(scale * (score - greatest))`` of what a row sees."""
+    def _weigh(self, vectors: ir.Value, hides: bool) -> None:
+        """The scores of all queries with a span, of which it ``hides`` some."""
         builder = self._builder
-        row = builder.udiv(query, I64(self._shape.groups))
-        scores = emit_offset(builder, self._scores, builder.mul(query, self._score_bytes))
-        vectors = builder.udiv(self._score_bytes, I64(LANES * F32))
-        position = builder.add(self._start, row)
-        first, last = (
-            emit_spread(builder, builder.trunc(builder.sub(each, self._base), I32), LANES)
-            for each in (self._first_seen(position), position)
-        )
 
-        def emit_greatest(vector: ir.Value, carried: Values) -> Values:
-            given = self._seen(scores, vector, first, last)
-            return (emit_call(builder, "llvm.maxnum.v16f32", carried[0], given),)
+        def emit_query(query: ir.Value, _: Values) -> Values:
+            seen = None
+            if hides:
+                row = builder.udiv(query, I64(self._shape.groups))
+                position = builder.add(self._start, row)
+                first, last = (
+                    builder.trunc(builder.sub(each, self._base), I32)
+                    for each in (self._first_seen(position), position)
+                )
+                seen = first, last
+            self._softmax.weigh(self._query(query), vectors, seen)
+            return ()
 
-        begun = emit_constant(_MINIMUM)
-        _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_greatest, (begun,))
-        greatest = emit_spread(builder, emit_reduced(builder, "fmax", found), LANES)
-        factor = emit_constant(self._shape.scale * math.log2(math.e))
+        emit_loop(builder, I64(0), self._queries, 1, emit_query)
 
-        def emit_weight(vector: ir.Value, carried: Values) -> Values:
-            given = builder.fsub(self._seen(scores, vector, first, last), greatest)
-            weight = emit_power_of_two(builder, builder.fmul(given, factor))
-            self._arithmetic.store(builder, weight, self._nth(scores, vector, LANES * BF16))
-            return (builder.fadd(carried[0], weight),)
-
-        zero = emit_constant(0.0)
-        _, (found,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (zero,))
-        total = emit_reduced(builder, "fadd", found)
-        if self._shape.sinks:
-            total = builder.fadd(total, self._sink(query, builder.fmul(greatest, factor)))
-        total = builder.fdiv(FLOAT(1.0), total)
-        builder.store(total, self._nth(self._sums, query, F32), align=4)
-        width = self._shape.head_dim
-        for column in range(0, width, LANES):
-            builder.store(zero, self._at(self._total(query), column * F32), align=4)
-        return ()
-
-    def _sink(self, query: ir.Value, greatest: ir.Value) -> ir.Value:
-        """The weight of a query's own sink, beside a ``greatest`` exponent of two."""
-        builder, groups = self._builder, I64(self._shape.groups)
-        head = builder.add(builder.mul(self._head, groups), builder.urem(query, groups))
-        sink = builder.load(self._nth(self._sinks, head, F32), typ=FLOAT, align=4)
-        exponent = builder.fmul(emit_spread(builder, sink, LANES), emit_constant(math.log2(math.e)))
-        weight = emit_power_of_two(builder, builder.fsub(exponent, greatest))
-        return builder.extract_element(weight, I32(0))
-
-    def _seen(
-        self, scores: ir.Value, vector: ir.Value, first: ir.Value, last: ir.Value
-    ) -> ir.Value:
-        """A vector of scores; those outside of ``first … last`` are as small as can be."""
-        builder = self._builder
-        given = builder.load(self._nth(scores, vector, LANES * F32), typ=FLOATS, align=4)
-        begin = builder.trunc(builder.mul(vector, I64(LANES)), I32)
-        lanes = ir.Constant(INTEGERS, list(range(LANES)))
-        numbers = builder.add(emit_spread(builder, begin, LANES), lanes)
-        inside = builder.and_(
-            builder.icmp_signed(">=", numbers, first), builder.icmp_signed("<=", numbers, last)
-        )
-        return builder.select(inside, given, emit_constant(_MINIMUM))
-
-    def _sum(self, strip: ir.Value, _: Values) -> Values:
-        """The values of a strip, by their weights, to what the strips before it gave."""
-        builder = self._builder
-        for half, page in enumerate(self._halves(strip, "values")):
-            self._pair_values(page, half)
+    def _sum(self, pairs: ir.Value) -> None:
+        """The values of a span, by their weights, to what the spans before it gave."""
+        builder, arithmetic = self._builder, self._arithmetic
+        chunk_bytes = self.scratch.span * self._strip * arithmetic.element
 
         def emit_chunk(chunk: ir.Value, _: Values) -> Values:
-            columns = self._nth(self._columns, chunk, STRIP * CHUNK * BF16)
+            columns = self._kept(self.scratch.values, chunk, chunk_bytes)
 
-            def emit_tile(row: ir.Value, size: int) -> None:
-                at = builder.mul(strip, I64(STRIP * BF16))
-                weights, totals = [], []
-                for each in self._members(size):
-                    weights.append(emit_offset(builder, self._score_row(row, *each), at))
-                    total = self._total(self._query_number(row, *each))
-                    totals.append(self._nth(total, chunk, CHUNK * F32))
-                places = emit_places(builder, totals, self._arithmetic, F32)
-                begun = [builder.load(place, typ=FLOATS, align=4) for place in places]
-                sums = emit_dots(
-                    builder, self._arithmetic, columns, weights, I64(STRIP // 2), begun
-                )
+            def emit_tile(first: ir.Value, size: int) -> None:
+                rows = [builder.add(first, I64(each)) for each in range(size)]
+                weights = [self._query(row).scores for row in rows]
+                totals = [
+                    emit_nth(builder, self._query(row).totals, chunk, self._strip * F32)
+                    for row in rows
+                ]
+                places = emit_places(builder, totals, arithmetic, F32)
+                begun = [builder.load(place, typ=self._floats, align=4) for place in places]
+                sums = emit_dots(builder, arithmetic, columns, weights, pairs, begun)
                 for each, place in zip(sums, places, strict=True):
                     builder.store(each, place, align=4)
 
-            emit_tiles(builder, self._count, self._tile, emit_tile)
+            emit_few_tiles(builder, self._queries, self._tiles, emit_tile)
             return ()
 
-        emit_loop(builder, I64(0), I64(self._shape.head_dim // CHUNK), 1, emit_chunk)
-        return ()
+        emit_loop(builder, I64(0), I64(self._shape.head_dim // self._strip), 1, emit_chunk)
 
     def _finish(self, query: ir.Value, _: Values) -> Values:
         """Divide by the sum of the weights, and write down."""
         builder, shape = self._builder, self._shape
-        row, member = (act(query, I64(shape.groups)) for act in (builder.udiv, builder.urem))
-        place = self._nth(self._sums, query, F32)
-        share = emit_spread(builder, builder.load(place, typ=FLOAT, align=4), LANES)
-        result = self._of_heads(self._result, row, member, shape.groups * shape.kv_heads)
-        for column in range(0, shape.head_dim, LANES):
-            total = builder.load(self._at(self._total(query), column * F32), typ=FLOATS, align=4)
-            scaled = builder.fmul(total, share)
-            self._arithmetic.store(builder, scaled, self._at(result, column * BF16))
+        sink = None
+        if shape.sinks:
+            place = emit_nth(builder, self._sinks, self._head_of(query), F32)
+            sink = builder.load(place, typ=FLOAT, align=4)
+        result = self._of_heads(self._result, query, shape.groups * shape.kv_heads)
+        self._softmax.finish(self._query(query), sink, result)
         return ()
 
-    def _turn_keys(self, page: ir.Value, half: int) -> None:
-        """16 positions of 16 pairs each become 16 pairs of 16 positions each, and so on."""
-        builder = self._builder
-        for first in range(0, self._shape.head_dim // 2, LANES):
-            rows = []
-            for position in range(HALF):
-                key = emit_offset(builder, page, builder.mul(I64(position), self._position_bytes))
-                place = self._at(key, first * PAIR_BYTES)
-                rows.append(builder.load(place, typ=INTEGERS, align=2))
-            for pair, vector in enumerate(emit_transposed(builder, rows), first):
-                place = self._at(self._columns, (2 * pair + half) * LANES * PAIR_BYTES)
-                builder.store(vector, place, align=64)
+    def _turn_keys(self, page: ir.Value, begin: int) -> None:
+        """As many positions of as many pairs as there are lanes become columns, and so on."""
+        builder, lanes = self._builder, self._arithmetic.lanes
+        kind = ir.VectorType(I32, lanes)
+        for start in range(0, HALF, lanes):
+            for first in range(0, self._head // PAIR_BYTES, lanes):
+                rows = []
+                for position in range(start, start + lanes):
+                    key = emit_nth(builder, page, I64(position), self._position_bytes)
+                    place = emit_offset(builder, key, I64(first * PAIR_BYTES))
+                    rows.append(builder.load(place, typ=kind, align=2))
+                for pair, vector in enumerate(emit_transposed(builder, rows), first):
+                    at = (pair * self._strip + begin + start) * PAIR_BYTES
+                    builder.store(vector, emit_offset(builder, self._memory, I64(at)), align=4)
 
-    def _pair_values(self, page: ir.Value, half: int) -> None:
-        """Each column's values of neighbouring positions come to lie beside each other."""
-        builder = self._builder
-        numbers = ir.VectorType(ir.IntType(16), CHUNK)
-        for pair in range(HALF // 2):
-            both = [
-                emit_offset(builder, page, builder.mul(I64(2 * pair + each), self._position_bytes))
-                for each in range(2)
-            ]
-            for chunk in range(self._shape.head_dim // CHUNK):
-                rows = [
-                    builder.load(self._at(row, chunk * CHUNK * BF16), typ=numbers, align=2)
-                    for row in both
+    def _lay_values(self, strip: ir.Value, _: Values) -> Values:
+        """A strip's values come to lie column by column; of bf16, neighbours beside each other."""
+        builder, arithmetic = self._builder, self._arithmetic
+        beside = PAIR_BYTES // arithmetic.element
+        kind = ir.VectorType(ir.IntType(8 * arithmetic.element), self._strip)
+        row_bytes = self._strip * PAIR_BYTES
+        chunk_bytes = self.scratch.span * row_bytes // beside
+        first = builder.mul(strip, I64(self._strip // beside * row_bytes))
+        target = emit_offset(builder, self._memory, builder.add(first, I64(self.scratch.values)))
+        order = [at for column in range(self._strip) for at in (column, self._strip + column)]
+        mask = ir.Constant(ir.VectorType(I32, 2 * self._strip), order)
+        for half, page in enumerate(self._halves(strip, "values")):
+            for position in range(0, HALF, beside):
+                both = [
+                    emit_nth(builder, page, I64(position + each), self._position_bytes)
+                    for each in range(beside)
                 ]
-                for part in range(2):
-                    columns = range(part * LANES, (part + 1) * LANES)
-                    order = [at for column in columns for at in (column, CHUNK + column)]
-                    mask = ir.Constant(ir.VectorType(I32, CHUNK), order)
-                    at = ((chunk * STRIP // 2 + half * HALF // 2 + pair) * 2 + part) * LANES
-                    place = self._at(self._columns, at * PAIR_BYTES)
-                    builder.store(builder.shuffle_vector(*rows, mask), place, align=64)
+                for chunk in range(self._shape.head_dim // self._strip):
+                    at = I64(chunk * self._strip * arithmetic.element)
+                    rows = [
+                        builder.load(emit_offset(builder, row, at), typ=kind, align=2)
+                        for row in both
+                    ]
+                    laid = rows[0] if beside == 1 else builder.shuffle_vector(*rows, mask)
+                    row = (half * HALF + position) // beside
+                    at = I64(chunk * chunk_bytes + row * row_bytes)
+                    builder.store(laid, emit_offset(builder, target, at), align=4)
+        self._ask_for(self._halves(strip, "keys", self.scratch.span))
+        return ()
 
-    def _halves(self, strip: ir.Value, what: str) -> list[ir.Value]:
-        """Pointers to a strip's positions; beyond the last one stands its own half again."""
+    def _ask_for(self, pages: list[ir.Value]) -> None:
+        """Have memory send what is wanted after all of this span, or its scores."""
+        builder = self._builder
+        for page in pages:
+
+            def emit_position(position: ir.Value, _: Values, page: ir.Value = page) -> Values:
+                row = emit_nth(builder, page, position, self._position_bytes)
+                for at in range(0, self._head, _VECTOR_BYTES):
+                    emit_prefetch(builder, emit_offset(builder, row, I64(at)))
+                return ()
+
+            emit_loop(builder, I64(0), I64(HALF), 1, emit_position)
+
+    def _halves(self, strip: ir.Value, what: str, ahead: int = 0) -> list[ir.Value]:
+        """Pointers to the positions of a strip, or so many ``ahead`` of them.
+
+        Beyond what is seen stands the nearest that is.
+        """
         builder, size = self._builder, I64(self._shape.block_size)
-        begin = builder.add(self._base, builder.mul(strip, I64(STRIP)))
-        last = builder.and_(self._last, I64(-HALF))
-        base = emit_offset(builder, self._pages[what], builder.mul(self._head, self._head_bytes))
+        base = builder.add(self._base, I64(ahead))
+        begin = builder.add(base, builder.mul(strip, I64(self._strip)))
+        first, last = (builder.and_(each, I64(-HALF)) for each in (self._first, self._last))
+        base = emit_nth(builder, self._pages[what], self._kv_head, self._head_bytes)
         pages = []
-        for half in range(STRIP // HALF):
+        for half in range(self._strip // HALF):
             wanted = builder.add(begin, I64(half * HALF))
-            beyond = builder.icmp_signed(">", wanted, last)
-            position = builder.select(beyond, last, wanted)
+            position = emit_lesser(builder, emit_greater(builder, wanted, first), last)
             entry = builder.add(self._table, builder.udiv(position, size))
-            block = builder.load(self._nth(self._tables, entry, _WORD), typ=I64)
-            page = emit_offset(builder, base, builder.mul(block, self._block_bytes))
+            block = builder.load(emit_nth(builder, self._tables, entry, _WORD), typ=I64)
+            page = emit_nth(builder, base, block, self._block_bytes)
             inside = builder.mul(builder.urem(position, size), self._position_bytes)
             pages.append(emit_offset(builder, page, inside))
         return pages
@@ -345,44 +369,31 @@ class _HeadPart:
         """What a row at ``position`` sees first."""
         builder = self._builder
         first = builder.add(builder.sub(position, self._window), I64(1))
-        hidden = builder.and_(
-            builder.icmp_signed(">", self._window, I64(0)),
-            builder.icmp_signed(">", first, I64(0)),
+        first = emit_greater(builder, first, I64(0))
+        return builder.select(builder.icmp_signed(">", self._window, I64(0)), first, I64(0))
+
+    def _query(self, query: ir.Value) -> Query:
+        """Where its numbers are."""
+        scratch, width = self.scratch, self._shape.head_dim * F32
+        return Query(
+            self._kept(scratch.scores, query, scratch.span * F32),
+            self._kept(scratch.greatest, query, F32),
+            self._kept(scratch.sums, query, F32),
+            self._kept(scratch.totals, query, width),
         )
-        return builder.select(hidden, first, I64(0))
 
-    def _members(self, size: int) -> list[tuple[int, int]]:
-        """The queries of ``size`` rows: row, and number among those that share a head."""
-        return [(row, group) for row in range(size) for group in range(self._shape.groups)]
-
-    def _query(self, row: ir.Value, nth: int, group: int) -> ir.Value:
-        shape = self._shape
-        rows = self._builder.add(row, I64(nth))
-        return self._of_heads(self._heads, rows, I64(group), (shape.groups + 2) * shape.kv_heads)
-
-    def _of_heads(self, base: ir.Value, row: ir.Value, member: ir.Value, heads: int) -> ir.Value:
-        """A query's place in ``[T, heads, head_dim]``, by its row of the pass."""
-        builder, shape = self._builder, self._shape
-        head = builder.add(builder.mul(self._head, I64(shape.groups)), member)
-        row = builder.mul(builder.add(self._row, row), I64(heads))
-        return self._nth(base, builder.add(row, head), shape.head_dim * BF16)
-
-    def _query_number(self, row: ir.Value, nth: int, group: int) -> ir.Value:
+    def _of_heads(self, base: ir.Value, query: ir.Value, heads: int) -> ir.Value:
+        """A query's place in ``[T, heads, head_dim]``."""
         builder = self._builder
-        first = builder.mul(builder.add(row, I64(nth)), I64(self._shape.groups))
-        return builder.add(first, I64(group))
+        row = builder.add(self._row, builder.udiv(query, I64(self._shape.groups)))
+        number = builder.add(builder.mul(row, I64(heads)), self._head_of(query))
+        return emit_nth(builder, base, number, self._head)
 
-    def _score_row(self, row: ir.Value, nth: int, group: int) -> ir.Value:
-        number = self._query_number(row, nth, group)
-        return emit_offset(
-            self._builder, self._scores, self._builder.mul(number, self._score_bytes)
-        )
+    def _head_of(self, query: ir.Value) -> ir.Value:
+        builder, groups = self._builder, I64(self._shape.groups)
+        return builder.add(builder.mul(self._kv_head, groups), builder.urem(query, groups))
 
-    def _total(self, query: ir.Value) -> ir.Value:
-        return self._nth(self._totals, query, self._shape.head_dim * F32)
-
-    def _at(self, pointer: ir.Value, nbytes: int) -> ir.Value:
-        return emit_offset(self._builder, pointer, I64(nbytes))
-
-    def _nth(self, pointer: ir.Value, index: ir.Value, nbytes: int) -> ir.Value:
-        return emit_nth(self._builder, pointer, index, nbytes)
+    def _kept(self, at: int, number: ir.Value, nbytes: int) -> ir.Value:
+        """Number so and so of what lies in the thread's memory from ``at`` on."""
+        begin = emit_offset(self._builder, self._memory, I64(at))
+        return emit_nth(self._builder, begin, number, nbytes)

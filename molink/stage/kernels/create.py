@@ -77,14 +77,14 @@ def keeps_blocks() -> bool:
 
 
 @cache
-def create_attend(shape: AttendShape, threads: int) -> "Attend | None":
-    """Attention in bf16 for models of ``shape``; what it gives is for its backend to check."""
+def create_attend(shape: AttendShape, dtype: torch.dtype, threads: int) -> "Attend | None":
+    """Attention of rows of ``dtype`` to keys and values of the same; its backend checks it."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "Attend | None":
         from molink.stage.kernels.attend import Attend
 
-        fits = shape.fits and _has_products(features)
-        return Attend(shape, openmp, threads) if fits else None
+        arithmetic = _choose_alike(dtype, features) if shape.fits else None
+        return None if arithmetic is None else Attend(shape, arithmetic, openmp, threads)
 
     return _try(compile_it, threads, _unknown)
 
@@ -152,6 +152,19 @@ def _choose(
     if features.get("avx512f"):
         return widened(lanes=16, vectors=2, tile=10)
     return widened() if features.get("avx2") and features.get("fma") else None
+
+
+def _choose_alike(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
+    """The same where rows and what they are multiplied by are of one type."""
+    from molink.stage.kernels.arithmetic import DotBf16, Float32
+
+    if dtype is torch.bfloat16 and _has_products(features):
+        return DotBf16()
+    if dtype is torch.float32 and features.get("avx512f"):
+        return Float32(lanes=16, tile=12)
+    if dtype is torch.float32 and features.get("avx2") and features.get("fma"):
+        return Float32()
+    return None
 
 
 def _multiplies_right(product: "MatMul") -> bool:

@@ -87,8 +87,8 @@ def emit_dots(
             columns.append(arithmetic.load_weights(builder, here, vector))
             if len(rows) >= _PREFETCH_ROWS:
                 ahead = vector * vector_bytes + _PREFETCH_BYTES
-                _emit_prefetch(builder, emit_offset(builder, here, I64(ahead)))
-        offset = builder.mul(pair, I64(2 * arithmetic.element))
+                emit_prefetch(builder, emit_offset(builder, here, I64(ahead)))
+        offset = builder.mul(pair, I64(arithmetic.pair_bytes))
         given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
         sums = iter(totals)
         return [
@@ -112,7 +112,8 @@ def emit_places(
     ]
 
 
-def _emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+    """Ask memory for the cache line at ``place``."""
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
     builder.call(declare(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data])

@@ -84,6 +84,16 @@ def emit_nth(
     return emit_offset(builder, pointer, builder.mul(index, size))
 
 
+def emit_lesser(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """The lesser of two integers."""
+    return builder.select(builder.icmp_signed("<", one, other), one, other)
+
+
+def emit_greater(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
+    """The greater of two integers."""
+    return builder.select(builder.icmp_signed(">", one, other), one, other)
+
+
 def emit_local(builder: ir.IRBuilder, nbytes: int) -> ir.Value:
     """A pointer to memory of the function itself, aligned for words."""
     place = builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))

@@ -5,18 +5,21 @@ from dataclasses import dataclass
 
 from molink.checkpoint.traits import Activation
 
-#: Positions that are multiplied at once, and those of them that lie in one page for sure.
-STRIP, HALF = 32, 16
-#: Columns of a strip of values that are multiplied at once.
-CHUNK = 32
+#: Neighbouring positions that lie in one page for sure.
+HALF = 16
+#: Positions whose scores are weighed together, before those after them: at most so many bytes of
+#: their values, so that these stay in a cache close by, and so many positions.
+_SPAN_BYTES, _SPAN = 1 << 16, 256
+#: Numbers of which heads have a multiple: columns of values that are multiplied at once.
+_COLUMNS = 32
 #: Sums in a register.
 LANES = 16
 #: Bytes of a number.
 BF16, F32 = 2, 4
-#: Queries of a pass, about: turning a strip of keys has to pay, and their scores to fit a cache.
-_QUERIES = 48
-#: Queries that are multiplied at once (``DotBf16.tile``); those of a row stay together.
-_MAX_GROUPS = 12
+#: Queries of a pass, about: turning keys and values has to pay.
+_QUERIES = 96
+#: Parts that a thread is to have at least, so that none waits long for the others.
+_PARTS = 4
 
 
 def fits_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
@@ -35,7 +38,8 @@ def has_gate(activation: Activation) -> bool:
 class AttendShape:
     """What the code is compiled for. ``groups`` is query heads per key-value head.
 
-    With ``sinks`` each query head has a score that takes its share of the weights.
+    Scores are ``scale * q·k``, a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
+    softcap)``. With ``sinks`` each query head has a score that takes its share of the weights.
     """
 
     kv_heads: int
@@ -43,37 +47,54 @@ class AttendShape:
     head_dim: int
     scale: float
     block_size: int
+    softcap: float = 0.0
     sinks: bool = False
 
     @property
     def fits(self) -> bool:
         """Whether there is code for it."""
-        whole = self.head_dim % CHUNK == 0 and self.block_size % HALF == 0
-        return whole and self.groups <= _MAX_GROUPS
+        return self.head_dim % _COLUMNS == 0 and self.block_size % HALF == 0
 
     @property
     def rows(self) -> int:
         """Rows of a pass at most."""
         return max(1, _QUERIES // self.groups)
 
-    def scratch_bytes(self, positions: int) -> int:
-        """Memory that a thread needs for rows that attend to at most so many positions."""
-        width = (positions // STRIP + 2) * STRIP
-        return Scratch.of(self).scores + self.rows * self.groups * width * F32
+    def pass_rows(self, rows: int, threads: int) -> int:
+        """How many rows a pass has where a forward has ``rows``: all threads are to have some."""
+        shared = -(-rows * self.kv_heads // (_PARTS * threads))
+        return min(self.rows, max(1, self.rows // 4, shared))
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Where in a thread's memory is what, in bytes; the columns of a strip come first."""
+    """Where in a thread's memory is what, in bytes; a strip's columns come first.
 
+    ``span`` is how many positions are weighed together.
+    """
+
+    span: int
+    values: int
+    queries: int
+    greatest: int
     sums: int
     totals: int
     scores: int
+    nbytes: int
 
     @classmethod
-    def of(cls, shape: AttendShape) -> "Scratch":
-        """That of a shape."""
-        queries = shape.rows * shape.groups
-        sums = STRIP * shape.head_dim * BF16
-        totals = sums + -(-queries // LANES) * LANES * F32
-        return cls(sums, totals, totals + queries * shape.head_dim * F32)
+    def of(cls, shape: AttendShape, strip: int, element: int) -> "Scratch":
+        """That of a shape, for keys that are taken ``strip`` positions at a time."""
+        head = shape.head_dim * element
+        span = max(2 * strip, min(_SPAN, _SPAN_BYTES // head // strip * strip))
+        count = shape.rows * shape.groups
+        numbers = -(-count // LANES) * LANES * F32
+        values = strip * head
+        queries = values + span * head
+        greatest = queries + count * head
+        sums = greatest + numbers
+        totals = sums + numbers
+        scores = totals + count * shape.head_dim * F32
+        return cls(
+            span, values, queries, greatest, sums, totals, scores, scores + count * span * F32
+        )

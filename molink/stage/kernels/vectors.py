@@ -41,18 +41,25 @@ def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
 
     The whole part goes into the exponent; of the rest, within ±½, six terms of the series.
     """
+    bounded = emit_call(builder, "llvm.minnum.v16f32", given, emit_constant(_MAXIMUM))
+    power = emit_negative_power_of_two(builder, bounded)
+    far = builder.fcmp_ordered("<=", given, emit_constant(_MINIMUM))
+    return builder.select(far, emit_constant(0.0), power)
+
+
+def emit_negative_power_of_two(
+    builder: ir.IRBuilder, given: ir.Value, terms: int = len(_SERIES) - 1
+) -> ir.Value:
+    """``2 ** given``, where that is finite, by so many ``terms``; 2 ** -126 far below."""
     bounded = emit_call(builder, "llvm.maxnum.v16f32", given, emit_constant(_MINIMUM))
-    bounded = emit_call(builder, "llvm.minnum.v16f32", bounded, emit_constant(_MAXIMUM))
     whole = emit_call(builder, "llvm.roundeven.v16f32", bounded)
     rest = builder.fsub(bounded, whole)
-    value: ir.Value = emit_constant(_SERIES[-1])
-    for term in reversed(_SERIES[:-1]):
+    value: ir.Value = emit_constant(_SERIES[terms])
+    for term in reversed(_SERIES[:terms]):
         value = emit_call(builder, "llvm.fma.v16f32", value, rest, emit_constant(term))
     shift = ir.Constant(INTEGERS, [23] * LANES)
     exponent = builder.shl(builder.fptosi(whole, INTEGERS), shift)
-    power = builder.bitcast(builder.add(builder.bitcast(value, INTEGERS), exponent), FLOATS)
-    far = builder.fcmp_ordered("<=", given, emit_constant(_MINIMUM))
-    return builder.select(far, emit_constant(0.0), power)
+    return builder.bitcast(builder.add(builder.bitcast(value, INTEGERS), exponent), FLOATS)
 
 
 def emit_widened(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:

@@ -15,11 +15,13 @@ from molink.stage.pool import KVPool
 _MIX = ((0, 40), (511, 1), (17, 1), (250, 13), (3, 2))
 
 
-def dense(queries: Tensor, both: Tensor, shape: AttentionShape, window: int) -> Tensor:
+def dense(
+    queries: Tensor, both: Tensor, shape: AttentionShape, window: int, sinks: Tensor | None = None
+) -> Tensor:
     """Masked softmax in float64 of ``queries`` ``[n, heads, d]``, the last rows of a sequence.
 
-    ``both`` are keys and values of all its rows, ``[length, 2, kv_heads, d]``. Returns
-    ``[n, heads * d]``.
+    ``both`` are keys and values of all its rows, ``[length, 2, kv_heads, d]``; ``sinks`` are
+    ``[heads]`` scores that take a share and give nothing. Returns ``[n, heads * d]``.
     """
     count, length = len(queries), len(both)
     keys, values = both.double().repeat_interleave(shape.groups, dim=2).unbind(1)
@@ -31,7 +33,11 @@ def dense(queries: Tensor, both: Tensor, shape: AttentionShape, window: int) -> 
     hidden = places > rows
     if window:
         hidden = hidden | (places <= rows - window)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        own = sinks.double().view(-1, 1, 1).expand(-1, count, 1)
+        scores = torch.cat((scores, own), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
@@ -68,6 +74,7 @@ def _error(
     sequences: list[SequenceRows] = []
     rows, exact = [], []
     split = shape.groups * shape.kv_heads
+    sinks = torch.linspace(-4, 4, split) if shape.sinks else None
     for (before, count), many in zip(_MIX, needed, strict=True):
         table = [order.pop() for _ in range(many)]
         sequences.append(SequenceRows(before, count, table))
@@ -77,6 +84,8 @@ def _error(
         slots = [table[place // page] * page + place % page for place in range(len(every))]
         pool.write(0, torch.tensor(slots, device=device), both.to(device))
         rows.append(every[before:])
-        exact.append(dense(every[before:, :split], both, shape, shape.windows[0]))
-    found = backend.prepare(sequences, page, dtype, device)(0, torch.cat(rows).to(device), pool)
+        exact.append(dense(every[before:, :split], both, shape, shape.windows[0], sinks))
+    given = None if sinks is None else sinks.to(device)
+    prepared = backend.prepare(sequences, page, dtype, device)
+    found = prepared(0, torch.cat(rows).to(device), pool, given)
     return float((found.double().cpu() - torch.cat(exact)).abs().max())

@@ -28,7 +28,7 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Rises whenever kernels are tried in another way.
-_FORMAT = 1
+_FORMAT = 2
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: A trial that was begun so often and never ended has ended its process.
 _BEGUN = 2

@@ -59,6 +59,7 @@ class Shapes:
                 attention.scale,
                 tuple(windows),
                 attention.softcap,
+                attention.sinks,
             ),
             block_size=block_size,
         )

@@ -22,21 +22,16 @@ from molink.facts.model import Quantize
 from molink.gguf.blocks import PACKED
 from molink.gguf.formats import FORMATS
 from molink.stage.attention.base import Attention, AttentionShape
-from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.compiled import CompiledAttention, compile_attend
 from molink.stage.attention.flash import PAGE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.plain import PlainAttention
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
 from molink.stage.graphs.capture import CudaCaptures
-from molink.stage.kernels.create import (
-    create_attend,
-    create_block_matmul,
-    create_matmul,
-    create_rowwise,
-)
+from molink.stage.kernels.create import create_block_matmul, create_matmul, create_rowwise
 from molink.stage.kernels.repack import arrange, parse, scales, take
-from molink.stage.kernels.shape import AttendShape, fits_rowwise
+from molink.stage.kernels.shape import fits_rowwise
 from molink.stage.linear import Linear, PackedLinear, Projection, Projections
 from molink.stage.linear.bnb import load_library
 from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_error
@@ -172,10 +167,8 @@ def _attention_chain(shapes: Shapes, dtype: WeightDType, device: torch.device) -
     if device.type == "cuda":
         run = partial(_flash, shapes, place, device)
         return (Trial("flash-attention", dtype, tolerance, run), *common)
-    if dtype == "bf16":
-        run = partial(_compiled_attention, shapes, torch.get_num_threads())
-        return (Trial("compiled-attention", dtype, tolerance, run), *common)
-    return common
+    run = partial(_compiled_attention, shapes, place)
+    return (Trial("compiled-attention", dtype, tolerance, run), *common)
 
 
 # --- products ---------------------------------------------------------------------------------
@@ -331,22 +324,16 @@ def _rows_error(
     return _greatest(worst)
 
 
-def _compiled_attention(shapes: Shapes, threads: int) -> float:
-    shape = shapes.attention
-    if shape.softcap:
-        raise _Absent("it has no softcap")
-    numbers = AttendShape(
-        shape.kv_heads, shape.groups, shape.head_dim, shape.scale, shapes.block_size
-    )
-    attend = create_attend(numbers, threads)
+def _compiled_attention(shapes: Shapes, dtype: torch.dtype) -> float:
+    attend = compile_attend(shapes.attention, shapes.block_size, dtype)
     if attend is None:
-        raise _Absent("there is no code for this CPU")
+        raise _Absent("there is no code for this CPU, or for heads and blocks of these sizes")
 
     def create(layer: AttentionShape) -> Attention:
         return CompiledAttention(layer, attend)
 
     cpu = torch.device("cpu")
-    return attention_error(create, shape, shapes.block_size, torch.bfloat16, cpu)
+    return attention_error(create, shapes.attention, shapes.block_size, dtype, cpu)
 
 
 def _flash(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
@@ -355,8 +342,8 @@ def _flash(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> float:
         raise _Absent(f"torch {torch.__version__} has no varlen_attn with a block table")
     if torch.cuda.get_device_capability(device)[0] < 8:
         raise _Absent("it needs an Ampere GPU (RTX 30) or a newer one")
-    if shapes.attention.softcap:
-        raise _Absent("it has no softcap")
+    if shapes.attention.softcap or shapes.attention.sinks:
+        raise _Absent("it has no softcap and no attention sinks")
     if shapes.block_size % PAGE:
         raise _Absent(f"KV blocks of {shapes.block_size} positions are no multiple of {PAGE}")
 

@@ -1,6 +1,8 @@
 """Compiled attention gives what plain masked softmax gives, and reads nothing beyond."""
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +11,18 @@ from hypothesis import strategies as st
 
 from molink.errors import InvariantError, UsageError
 from molink.stage.attention.base import AttentionShape
-from molink.stage.attention.compiled import CompiledAttention
+from molink.stage.attention.compiled import CompiledAttention, attend_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.trial import try_compiled
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import create_attend
+from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
+from molink.stage.kernels.attend import Attend
+from molink.stage.kernels.compiler import host_features
+from molink.stage.kernels.openmp import OpenMp
 from molink.stage.kernels.shape import AttendShape
 from molink.stage.pool import KVPool
+from tests.stage.attention.conftest import Requests
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MIXES = {
@@ -24,61 +30,100 @@ MIXES = {
     "whole": [(0, 12), (0, 2), (0, 70)],
     "chunks": [(16, 5), (5, 9), (63, 2), (31, 65)],
     "fused": [(33, 1), (0, 30), (2, 1), (24, 11), (50, 1)],
+    "long": [(250, 40), (600, 1), (511, 2), (255, 1)],
 }
+#: Arithmetic, what it wants of this CPU, what it is compiled for, and how exact it is.
+KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None, float]] = {
+    "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None, 3e-2),
+    "AVX512": (Float32(lanes=16, tile=12), ("avx512f",), None, 1e-5),
+    "AVX2": (Float32(), ("avx2", "fma"), "+avx,+avx2,+fma", 1e-5),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+mixes = pytest.mark.parametrize("mix", MIXES)
 
 
-def backend(shape: AttentionShape, block_size: int = 16, threads: int = 1) -> CompiledAttention:
-    numbers = AttendShape(
-        shape.kv_heads, shape.groups, shape.head_dim, shape.scale, block_size, shape.sinks
-    )
-    attend = create_attend(numbers, threads)
-    if attend is None:
-        pytest.skip("this CPU has no compiled attention")
-    return CompiledAttention(shape, attend)
+@cache
+def compiled(shape: AttendShape, kind: str, threads: int) -> Attend:
+    arithmetic, wanted, features, _ = KINDS[kind]
+    missing = [name for name in wanted if not host_features().get(name)]
+    if missing:
+        pytest.skip(f"this CPU has no {', '.join(missing)}")
+    openmp = OpenMp.find() if threads > 1 else None
+    if threads > 1 and openmp is None:
+        pytest.skip("torch has loaded no OpenMP library that is known")
+    return Attend(shape, arithmetic, openmp, threads, features)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+class Backend:
+    """One for a shape, beside plain masked softmax."""
+
+    def __init__(
+        self, check: Callable[..., None], shape: AttentionShape, kind: str, threads: int = 1
+    ) -> None:
+        self._check, self._shape, self._kind, self._threads = check, shape, kind, threads
+
+    def __call__(
+        self, mix: Requests, block_size: int = 16, seed: int = 0, loose: float = 1.0
+    ) -> None:
+        attend = compiled(attend_shape(self._shape, block_size), self._kind, self._threads)
+        made = CompiledAttention(self._shape, attend)
+        given = (made, self._shape, mix, block_size, attend.dtype)
+        self._check(*given, seed=seed, atol=loose * KINDS[self._kind][-1])
+
+
+@pytest.fixture
+def checked(
+    check: Callable[..., None], shape_of: Callable[..., AttentionShape]
+) -> Callable[..., Backend]:
+    """``checked(kind, threads=1, **shape)(mix, block_size=16)`` compares."""
+
+    def make(kind: str, threads: int = 1, **shape: Any) -> Backend:
+        return Backend(check, shape_of(**shape), kind, threads)
+
+    return make
+
+
+@kinds
+@mixes
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_window_at_once(
-    check: Callable[..., None], shape_of: Callable[..., AttentionShape], mix: str, threads: int
+    checked: Callable[..., Backend], kind: str, mix: str, threads: int
 ) -> None:
-    shape = shape_of(windows=(0, 1, 5, 16, 17, 33, 64), head_dim=32, scale=0.4)
-    check(backend(shape, 16, threads), shape, MIXES[mix], 16, BF16, atol=3e-2)
+    windows = (0, 1, 5, 16, 17, 33, 64, 300)
+    checked(kind, threads, windows=windows, head_dim=32, scale=0.4)(MIXES[mix])
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_sinks_take_their_share(
-    check: Callable[..., None], shape_of: Callable[..., AttentionShape], mix: str
+@kinds
+@mixes
+@pytest.mark.parametrize("scores", [{"softcap": 2.0}, {"sinks": True}], ids=["softcap", "sinks"])
+def test_scores_that_are_bounded_and_sinks_that_take_their_share(
+    checked: Callable[..., Backend], kind: str, mix: str, scores: dict[str, Any]
 ) -> None:
-    shape = shape_of(groups=8, windows=(0, 5, 16, 64), head_dim=64, scale=0.4, sinks=True)
-    check(backend(shape, 16, 2), shape, MIXES[mix], 16, BF16, atol=3e-2)
-    assert try_compiled(shape, 16, BF16, CPU)[0] is not None
+    wide = {"groups": 8, "windows": (0, 5, 16, 64), "head_dim": 64, "scale": 0.4}
+    checked(kind, **wide, **scores)(MIXES[mix])
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 12])
-@pytest.mark.parametrize("kv_heads", [1, 3])
+@kinds
+@pytest.mark.parametrize(
+    ("groups", "kv_heads"), [(1, 3), (2, 1), (3, 2), (7, 1), (12, 1), (16, 2), (100, 1)]
+)
 def test_every_grouping(
-    check: Callable[..., None], shape_of: Callable[..., AttentionShape], groups: int, kv_heads: int
+    checked: Callable[..., Backend], kind: str, groups: int, kv_heads: int
 ) -> None:
-    shape = shape_of(groups=groups, kv_heads=kv_heads, head_dim=64, windows=(0, 20))
-    check(backend(shape), shape, MIXES["fused"], 16, BF16, atol=3e-2)
+    shaped = checked(kind, groups=groups, kv_heads=kv_heads, head_dim=64, windows=(0, 20))
+    shaped(MIXES["fused"])
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 256])
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
-@pytest.mark.parametrize("count", [1, 2, 17])
-def test_page_edges(
-    check: Callable[..., None],
-    shape_of: Callable[..., AttentionShape],
-    block_size: int,
-    beyond: int,
-    count: int,
-) -> None:
-    before = max(0, block_size + beyond - count)
-    shape = shape_of(windows=(0, block_size + 1), head_dim=96)
-    check(backend(shape, block_size), shape, [(before, count), (1, 1)], block_size, BF16, atol=3e-2)
+@kinds
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_page_edges(checked: Callable[..., Backend], kind: str, block_size: int) -> None:
+    shaped = checked(kind, windows=(0, block_size + 1), head_dim=96)
+    for beyond in (-1, 0, 1):
+        for count in (1, 2, 17):
+            shaped([(max(0, block_size + beyond - count), count), (1, 1)], block_size)
 
 
+@kinds
 @settings(deadline=None, max_examples=30)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5),
@@ -88,33 +133,75 @@ def test_page_edges(
 def test_random_forwards(
     check: Callable[..., None],
     shape_of: Callable[..., AttentionShape],
-    requests: list[tuple[int, int]],
+    kind: str,
+    requests: Requests,
     window: int,
     seed: int,
 ) -> None:
     shape = shape_of(groups=4, kv_heads=2, head_dim=32, windows=(0, window))
-    check(backend(shape), shape, requests, 16, BF16, seed=seed, atol=3e-2)
+    Backend(check, shape, kind)(requests, seed=seed)
 
 
-def test_scores_far_apart(
-    check: Callable[..., None], shape_of: Callable[..., AttentionShape]
+@kinds
+def test_a_row_gives_the_same_whatever_is_beside_it(
+    shape_of: Callable[..., AttentionShape], kind: str
 ) -> None:
-    shape = shape_of(head_dim=64, scale=30.0)
-    check(backend(shape), shape, [(100, 3)], 16, BF16, atol=3e-2)
+    shape = shape_of(head_dim=32, groups=3, windows=(0, 70))
+    attend = compiled(attend_shape(shape, 16), kind, 1)
+    pool = KVPool(shape, 2, 32, 16, attend.dtype, CPU)
+    pool._storage.normal_(generator=torch.Generator().manual_seed(0))
+    heads = torch.randn(40, 10, 32, generator=torch.Generator().manual_seed(1)).to(attend.dtype)
+    backend = CompiledAttention(shape, attend)
+
+    def attended(first: int, count: int, layer: int) -> torch.Tensor:
+        rows = [SequenceRows(300 + first, count, range(32))]
+        prepared = backend.prepare(rows, 16, attend.dtype, CPU)
+        return prepared(layer, heads[first : first + count], pool)
+
+    for layer in range(2):
+        together = attended(0, 40, layer)
+        for first, count in ((0, 1), (7, 1), (39, 1), (5, 30)):
+            assert torch.equal(attended(first, count, layer), together[first : first + count])
+
+
+def test_threads_have_like_shares(shape_of: Callable[..., AttentionShape]) -> None:
+    shape = shape_of(head_dim=32, groups=4)
+    attend = compiled(attend_shape(shape, 16), "AVX2", 3)
+    backend = CompiledAttention(shape, attend)
+    passes = backend.prepare([SequenceRows(0, 960, range(60))], 16, attend.dtype, CPU).passes
+    work = [
+        sum(count * (start + count) for _, count, start, _ in part.tolist())
+        for part in passes.chunk(3)
+    ]
+    assert max(work) < 1.1 * min(work)
+    rows = sorted(passes[:, :2].tolist())
+    assert [first for first, _ in rows] == list(range(0, 960, rows[0][1]))
+
+
+@kinds
+def test_scores_far_apart(checked: Callable[..., Backend], kind: str) -> None:
+    # Of scores of a thousand float32 rounds off a hundred times more.
+    checked(kind, head_dim=64, scale=30.0, windows=(0, 40))([(100, 3), (500, 30)], loose=10)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_what_a_stage_takes(shape_of: Callable[..., AttentionShape], dtype: torch.dtype) -> None:
+    scores: list[dict[str, Any]] = [{}, {"softcap": 50.0}, {"sinks": True}, {"windows": (0, 4096)}]
+    shapes = [shape_of(head_dim=64, **options) for options in scores]
+    _, wanted, _, _ = KINDS["AVX512-BF16" if dtype is BF16 else "AVX2"]
+    if not all(host_features().get(name) for name in wanted):
+        pytest.skip("this CPU has no compiled attention")
+    for shape in shapes:
+        assert isinstance(create_attention("auto", shape, 16, dtype, CPU), CompiledAttention)
 
 
 def test_what_there_is_no_code_for(shape_of: Callable[..., AttentionShape]) -> None:
     fine = shape_of(head_dim=64)
-    if try_compiled(fine, 16, BF16, CPU)[0] is None:
-        pytest.skip("this CPU has no compiled attention")
-    assert isinstance(create_attention("auto", fine, 16, BF16, CPU), CompiledAttention)
     assert isinstance(create_attention("gather", fine, 16, BF16, CPU), GatherAttention)
     others = [
-        (fine, 16, torch.float32),
+        (fine, 16, torch.float16),
         (fine, 8, BF16),
         (shape_of(head_dim=48), 16, BF16),
-        (shape_of(head_dim=64, groups=13), 16, BF16),
-        (shape_of(head_dim=64, softcap=30.0), 16, BF16),
     ]
     for shape, block_size, dtype in others:
         assert isinstance(create_attention("auto", shape, block_size, dtype, CPU), GatherAttention)
@@ -126,13 +213,14 @@ def test_results_that_are_off_are_not_used(
     shape_of: Callable[..., AttentionShape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = shape_of(head_dim=64)
-    backend(shape)
+    if try_compiled(shape, 16, torch.float32, CPU)[0] is None:
+        pytest.skip("this CPU has no compiled attention")
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
     for bad in (1.0, float("nan")):
         monkeypatch.setattr(
             wrong, lambda _, layer, heads, pool, sinks, bad=bad: heads.new_full((10, 256), bad)
         )
-        found, reason = try_compiled(shape, 16, BF16, CPU)
+        found, reason = try_compiled(shape, 16, torch.float32, CPU)
         assert found is None
         assert "off" in reason
 
@@ -142,7 +230,9 @@ def test_blocks_outside_the_pool_are_not_read(
     shape_of: Callable[..., AttentionShape], block: int
 ) -> None:
     shape = shape_of(head_dim=32)
-    pool = KVPool(shape, 1, 4, 16, BF16, CPU)
-    prepared = backend(shape).prepare([SequenceRows(20, 1, (block, 1))], 16, BF16, CPU)
+    attend = compiled(attend_shape(shape, 16), "AVX2", 1)
+    pool = KVPool(shape, 1, 4, 16, attend.dtype, CPU)
+    rows = [SequenceRows(20, 1, (block, 1))]
+    prepared = CompiledAttention(shape, attend).prepare(rows, 16, attend.dtype, CPU)
     with pytest.raises(InvariantError, match="not in a pool of 4"):
-        prepared(0, torch.zeros(1, 8, 32, dtype=BF16), pool)
+        prepared(0, torch.zeros(1, 8, 32), pool)

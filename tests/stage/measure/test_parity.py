@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from molink.facts.dtypes import WeightDType
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.kernels.create import create_rowwise
@@ -21,6 +23,7 @@ from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.measure import parity, trials
 from molink.stage.measure.dense import dense
 from molink.stage.measure.shapes import USUAL
+from molink.stage.measure.trials import chains, types_of
 from tests.support.models import MakeModel
 
 CPU = torch.device("cpu")
@@ -97,6 +100,16 @@ def test_attention_of_one_head_by_hand() -> None:
     queries = torch.zeros(2, 1, 1)
     assert dense(queries, both, shape, 0).tolist() == [[2.0], [4.0]]
     assert dense(queries, both, shape, 1).tolist() == [[3.0], [8.0]]
+    assert dense(queries, both, shape, 1, torch.zeros(1)).tolist() == [[1.5], [4.0]]
+
+
+@pytest.mark.parametrize("dtype", types_of(CPU))
+@pytest.mark.parametrize("scores", [{"softcap": 30.0}, {"sinks": True}], ids=str)
+def test_attention_as_the_model_has_it(dtype: WeightDType, scores: dict[str, Any]) -> None:
+    shapes = replace(USUAL, attention=replace(USUAL.attention, **scores))
+    found = {one.kernel: one.result() for one in chains(shapes, dtype, "none", CPU)[-1]}
+    assert found["gather-attention"]["state"] == "ok"
+    assert found["compiled-attention"]["state"] in ("ok", "absent")
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import UsageError
+from molink.facts.dtypes import WeightDType
 from molink.stage.attention import scores
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.attention.plain import PlainAttention
@@ -29,16 +30,17 @@ from molink.stage.measure import proof, trials
 from molink.stage.measure.proof import about_device, prove
 from molink.stage.measure.shapes import Shapes
 from molink.stage.measure.trials import Trial, chains
+from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
 
 CPU = torch.device("cpu")
-#: The kernel that is broken, where, and what a stage has in its place.
+#: The kernel that is broken, where, and how weights are quantized.
 BROKEN = {
-    "compiled-linear": (MatMul, "__call__", "bf16", "none"),
-    "compiled-rows": (Rowwise, "norm", "bf16", "none"),
-    "compiled-attention": (Attend, "__call__", "bf16", "none"),
-    "int8": (Int8Linear, "__call__", "f32", "int8"),
+    "compiled-linear": (MatMul, "__call__", "none"),
+    "compiled-rows": (Rowwise, "norm", "none"),
+    "compiled-attention": (Attend, "__call__", "none"),
+    "int8": (Int8Linear, "__call__", "int8"),
 }
 
 
@@ -77,7 +79,16 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("kernel", BROKEN)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("compiled-linear", "bf16"),
+        ("compiled-rows", "bf16"),
+        ("compiled-attention", "bf16"),
+        ("compiled-attention", "f32"),
+        ("int8", "f32"),
+    ],
+)
 def test_the_next_one_is_used_in_the_place_of_one_that_is_wrong(
     model: Path,
     tmp_path: Path,
@@ -86,10 +97,11 @@ def test_the_next_one_is_used_in_the_place_of_one_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kernel: str,
+    dtype: WeightDType,
 ) -> None:
-    where, name, dtype, quantize = BROKEN[kernel]
-    if kernel.startswith("compiled") and create_matmul(torch.bfloat16, 1) is None:
-        pytest.skip("nothing is compiled for this CPU in bf16")
+    where, name, quantize = BROKEN[kernel]
+    if kernel.startswith("compiled") and create_matmul(TORCH_DTYPES[dtype], 1) is None:
+        pytest.skip(f"nothing is compiled for this CPU in {dtype}")
     options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "block_size": 16}
     tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
     right = make_ring(model, (1,), **options)
@@ -129,8 +141,8 @@ def test_fused_attention_that_is_wrong(
         return exact(*given, **options) * (1 if plain else 1.5)
 
     monkeypatch.setattr(scores, "scaled_dot_product_attention", wrong)
-    avoid = looked_at(model, tmp_path / "proofs.json")
-    assert avoid == ("gather-attention",)
+    avoid = looked_at(model, tmp_path / "proofs.json", avoid=("compiled-attention",))
+    assert avoid == ("compiled-attention", "gather-attention")
     ring = make_ring(model, (1,), avoid=avoid, block_size=16)
     assert isinstance(ring.stages[0]._attention(16), PlainAttention)
     torch.testing.assert_close(ring.run(tokens, rows), expected, atol=1e-4, rtol=1e-4)
@@ -153,7 +165,7 @@ def test_what_is_known_is_not_tried_again(
     exact = Int8Linear.__call__
     monkeypatch.setattr(Int8Linear, "__call__", lambda *given: exact(*given) + 1)
     assert looked_at(model, path, quantize="int8") == ("int8",)
-    assert {"int8", "unpacked", "compiled-rows", "gather-attention"} <= set(tried)
+    assert {"int8", "unpacked", "compiled-rows", "compiled-attention"} <= set(tried)
     tried.clear()
     assert looked_at(model, path, quantize="int8") == ("int8",)
     assert tried == []
@@ -175,6 +187,7 @@ def test_other_devices_drivers_and_versions_are_tried_anew(
     if part == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
         monkeypatch.setattr(trials, "create_matmul", lambda *_, **__: None)
+        monkeypatch.setattr(trials, "compile_attend", lambda *_: None)
     elif part in ("torch", "molink"):
         monkeypatch.setattr(getattr(proof, part), "__version__", "99.0")
     elif part == "device_name":
@@ -188,7 +201,7 @@ def test_other_devices_drivers_and_versions_are_tried_anew(
         return
     assert about_device(CPU) != before
     looked_at(model, path)
-    assert "gather-attention" in tried
+    assert "compiled-attention" in tried
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"about": 3}', "x" * (1 << 20), "dir"])
@@ -201,7 +214,7 @@ def test_a_damaged_file_loses_nothing(
     else:
         path.write_text(text, encoding="utf-8")
     assert looked_at(model, path) == ()
-    assert "gather-attention" in tried
+    assert "compiled-attention" in tried
     if text != "dir":
         assert json.loads(path.read_bytes())["about"] == about_device(CPU)
 
@@ -253,6 +266,8 @@ def test_shapes_are_those_of_the_model(model: Path, make_model: MakeModel, tmp_p
     windowed = ModelFolder.open(make_model(tmp_path / "g", "gemma2", 4, dtype="bfloat16")).config
     capped = Shapes.of(windowed, 16, CPU).attention
     assert capped.softcap > 0
+    sunk = ModelFolder.open(make_model(tmp_path / "s", "gpt_oss", 2, dtype="bfloat16")).config
+    assert Shapes.of(sunk, 16, CPU).attention.sinks
     assert set(capped.windows) == {0, min(max(windowed.windows), 33)}
     experts = ModelFolder.open(make_model(tmp_path / "m", "mixtral", 2, dtype="bfloat16")).config
     assert experts.experts is not None
