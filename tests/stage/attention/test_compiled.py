@@ -19,10 +19,10 @@ from molink.stage.batch import SequenceRows
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
 from molink.stage.kernels.attend import Attend
 from molink.stage.kernels.compiler import host_features
-from molink.stage.kernels.openmp import OpenMp
 from molink.stage.kernels.shape import AttendShape
 from molink.stage.pool import KVPool
 from tests.stage.attention.conftest import Requests
+from tests.support.kernels import require
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MIXES = {
@@ -45,12 +45,7 @@ mixes = pytest.mark.parametrize("mix", MIXES)
 @cache
 def compiled(shape: AttendShape, kind: str, threads: int) -> Attend:
     arithmetic, wanted, features, _ = KINDS[kind]
-    missing = [name for name in wanted if not host_features().get(name)]
-    if missing:
-        pytest.skip(f"this CPU has no {', '.join(missing)}")
-    openmp = OpenMp.find() if threads > 1 else None
-    if threads > 1 and openmp is None:
-        pytest.skip("torch has loaded no OpenMP library that is known")
+    openmp = require(wanted, threads)
     return Attend(shape, arithmetic, openmp, threads, features)
 
 

@@ -13,11 +13,10 @@ from molink.gguf.formats import FORMATS, HALF, pieces, resident_bytes
 from molink.stage.kernels import compiler, create
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.kernels.block_matmul import BlockMatMul
-from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.create import create_block_matmul, keeps_blocks
-from molink.stage.kernels.openmp import OpenMp
 from molink.stage.kernels.repack import arrange, parse, scales, take
 from tests.support.gguf_models import random_rows
+from tests.support.kernels import require
 
 _CPUS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
     "AVX512-BF16": (DotBf16(), ("avx512bf16", "avx512f"), None),
@@ -33,12 +32,7 @@ names = pytest.mark.parametrize("name", FORMATS)
 @cache
 def product(cpu: str, name: str, threads: int = 1) -> BlockMatMul:
     arithmetic, wanted, features = _CPUS[cpu]
-    missing = [one for one in wanted if not host_features().get(one)]
-    if missing:
-        pytest.skip(f"this CPU has no {', '.join(missing)}")
-    openmp = OpenMp.find() if threads > 1 else None
-    if threads > 1 and openmp is None:
-        pytest.skip("torch has loaded no OpenMP library that is known")
+    openmp = require(wanted, threads)
     return BlockMatMul(FORMATS[name], arithmetic, openmp, threads, features)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from molink.stage.kernels import compiler
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16, WidenedF16
-from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
 from molink.stage.kernels.openmp import OpenMp
+from tests.support.kernels import require
 
 _AVX2 = ("avx2", "fma")
 _KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
@@ -29,12 +29,7 @@ _KINDS: dict[str, tuple[Arithmetic, tuple[str, ...], str | None]] = {
 @cache
 def product(kind: str, threads: int) -> MatMul:
     arithmetic, wanted, features = _KINDS[kind]
-    missing = [name for name in wanted if not host_features().get(name)]
-    if missing:
-        pytest.skip(f"this CPU has no {', '.join(missing)}")
-    openmp = OpenMp.find() if threads > 1 else None
-    if threads > 1 and openmp is None:
-        pytest.skip("torch has loaded no OpenMP library that is known")
+    openmp = require(wanted, threads)
     return MatMul(arithmetic, openmp, threads, features)
 
 

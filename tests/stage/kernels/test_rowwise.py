@@ -12,11 +12,10 @@ from molink.checkpoint.traits import Activation
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate
 from molink.stage.kernels import compiler
-from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.openmp import OpenMp
 from molink.stage.kernels.rowwise import Rowwise
 from molink.stage.kernels.shape import fits_rowwise
+from tests.support.kernels import require
 
 _KINDS: dict[str, tuple[torch.dtype, tuple[str, ...], str | None]] = {
     "bf16": (torch.bfloat16, ("avx512bf16", "avx512f"), None),
@@ -31,12 +30,7 @@ sizes = given(rows=st.integers(0, 20), vectors=st.integers(1, 9), seed=st.intege
 @cache
 def rowwise(kind: str, threads: int, activation: Activation = "silu") -> Rowwise:
     dtype, wanted, features = _KINDS[kind]
-    missing = [name for name in wanted if not host_features().get(name)]
-    if missing:
-        pytest.skip(f"this CPU has no {', '.join(missing)}")
-    openmp = OpenMp.find() if threads > 1 else None
-    if threads > 1 and openmp is None:
-        pytest.skip("torch has loaded no OpenMP library that is known")
+    openmp = require(wanted, threads)
     return Rowwise(dtype, 1e-5, activation, openmp, threads, features)
 
 

@@ -1,0 +1,19 @@
+"""What compiled kernels need of this PC's CPU and of torch, or the test is skipped."""
+
+from collections.abc import Collection
+
+import pytest
+
+from molink.stage.kernels.compiler import host_features
+from molink.stage.kernels.openmp import OpenMp
+
+
+def require(features: Collection[str], threads: int) -> OpenMp | None:
+    """The OpenMP library for so many threads, ``None`` for one; skips where something lacks."""
+    missing = [name for name in features if not host_features().get(name)]
+    if missing:
+        pytest.skip(f"this CPU has no {', '.join(missing)}")
+    openmp = OpenMp.find() if threads > 1 else None
+    if threads > 1 and openmp is None:
+        pytest.skip("torch has loaded no OpenMP library that is known")
+    return openmp
