@@ -17,7 +17,7 @@ from molink.stage.to_device import upload_integers
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class PlacedRows:
     """Rows ``[T, hidden]`` of ``sequences`` on the device; their positions and slots on the host.
 
     See :meth:`~molink.stage.pool.KVPool.locate`.
@@ -39,7 +39,7 @@ class LayerPass:
     ropes: tuple[Rope, ...]
     dtype: torch.dtype
 
-    def run(self, step: StepRows) -> Tensor:
+    def run(self, step: PlacedRows) -> Tensor:
         """Rows ``[T, hidden]`` after all layers."""
         count, device = len(step.rows), step.rows.device
         both = upload_integers(step.positions + step.slots, device)

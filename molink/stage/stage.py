@@ -24,7 +24,7 @@ from molink.stage.decoder.rotary import Rope
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaCaptures
 from molink.stage.graphs.decode_graphs import DecodeGraphs
-from molink.stage.layer_pass import LayerPass, StepRows
+from molink.stage.layer_pass import LayerPass, PlacedRows
 from molink.stage.loading.weights import WeightReader
 from molink.stage.pool import KVPool, block_bytes
 from molink.stage.to_device import upload
@@ -275,7 +275,7 @@ class Stage:
         if len(positions) != len(rows):
             raise InvariantError(f"a batch has {len(rows)} rows, its sequences {len(positions)}")
         layers.pool.clear(fresh)
-        step = StepRows(rows, positions, slots, sequences)
+        step = PlacedRows(rows, positions, slots, sequences)
         done = None if self._graphs is None else self._graphs.run(step)
         return layers.run(step) if done is None else done
 

@@ -17,7 +17,7 @@ from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
 from molink.stage.graphs.buckets import MAX_ROWS, Bucket, GraphPlan
 from molink.stage.graphs.capture import Captures, Work
-from molink.stage.layer_pass import LayerPass, StepRows
+from molink.stage.layer_pass import LayerPass, PlacedRows
 from molink.stage.to_device import refill
 from molink.stage.torch_dtypes import residual_dtype
 
@@ -78,7 +78,7 @@ class DecodeGraphs:
         """Bytes that the graphs take."""
         return self._plan.nbytes
 
-    def run(self, step: StepRows) -> Tensor | None:
+    def run(self, step: PlacedRows) -> Tensor | None:
         """Rows ``[T, hidden]`` after all layers, or ``None`` if this step is to be run eagerly."""
         bucket = self._plan.bucket(step.sequences)
         if bucket is None:
@@ -108,7 +108,7 @@ class DecodeGraphs:
         self._stop()
         return False
 
-    def _imagine(self, bucket: Bucket) -> StepRows:
+    def _imagine(self, bucket: Bucket) -> PlacedRows:
         """A full step of a bucket that touches the spare block only: no request's keys or values.
 
         Rows that write to the same place are equal, so that it doesn't matter which is the last.
@@ -119,19 +119,19 @@ class DecodeGraphs:
         sequences = [SequenceRows(before + place, 1, table) for place in places]
         hidden = self._rows.shape[1]
         noise = torch.randn(size, hidden, generator=torch.Generator().manual_seed(0))
-        return StepRows(
+        return PlacedRows(
             noise[places].to(self._device, self._rows.dtype),
             array("q", (before + place for place in places)),
             array("q", (self._spare * size + place for place in places)),
             sequences,
         )
 
-    def _replay(self, graph: _Graph, step: StepRows) -> Tensor:
+    def _replay(self, graph: _Graph, step: PlacedRows) -> Tensor:
         self._load(graph, step)
         graph.replay()
         return graph.output[: len(step.rows)].clone()
 
-    def _capture(self, bucket: Bucket, step: StepRows) -> bool:
+    def _capture(self, bucket: Bucket, step: PlacedRows) -> bool:
         """Make the graph of a bucket, tried with such a step; whether it is to be used."""
         try:
             graph = self._prepare(bucket)
@@ -206,7 +206,7 @@ class DecodeGraphs:
 
         return _Graph(given, numbers, tables, output, fixed, work)
 
-    def _load(self, graph: _Graph, step: StepRows) -> None:
+    def _load(self, graph: _Graph, step: PlacedRows) -> None:
         """Copy a step into the graph's memory; rows that it lacks are zeros on the spare block."""
         count, size = len(step.rows), len(graph.rows)
         self._rows[:count].copy_(step.rows)

@@ -24,7 +24,7 @@ from molink.stage.batch import SequenceRows
 from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
 from molink.stage.graphs.buckets import OVERDUE_RUNS
-from molink.stage.layer_pass import StepRows
+from molink.stage.layer_pass import PlacedRows
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
@@ -410,7 +410,7 @@ def test_a_graph_takes_a_step_in_few_copies(
     made._graphs = {
         bucket: replace(graph, replay=lambda: None) for bucket, graph in made._graphs.items()
     }
-    step = StepRows(
+    step = PlacedRows(
         torch.zeros(3, 64),
         array("q", [1, 1, 1]),
         array("q", [1, 9, 17]),
