@@ -49,7 +49,7 @@ class Batcher:
             limits.stages,
             limits.profiles,
             limits.row_bytes,
-            unpaired=limits.unpaired,
+            may_unpair=limits.unpaired,
         )
         self._chunk = ChunkSize(limits.chunk_tokens, limits.profiles, self.micro_batches.count)
         #: Prefill volumes in flight that went without decode rows.
@@ -81,14 +81,14 @@ class Batcher:
         control = [self._release(leaving) for leaving in self._roster.take_leaving()]
         for job in admitted:
             control += self._admission(job)
-        volumes = tuple(self._issue(builder) for builder in (decode, chunk) if len(builder))
+        volumes = tuple(self._issue(each, now) for each in (decode, chunk) if len(each))
         if len(chunk) and not len(decode):
             self._alone.add(self._ledger.last)
         return Batch(tuple(control), volumes) if control or volumes else None
 
-    def _issue(self, builder: VolumeBuilder) -> HeadVolume:
+    def _issue(self, builder: VolumeBuilder, now: float) -> HeadVolume:
         volume = builder.build(self._ledger.issue())
-        self._ledger.sent(volume.header)
+        self._ledger.sent(volume.header, now)
         return volume
 
     # --- decode --------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Batcher:
         Of ``K`` micro-batches those that decode take their chunk along (``beside``, SARATHI's
         decode-maximal batches), the others may be a chunk. If chunks went whenever stage 0 is idle,
         a decode volume would meet a stage busy with a chunk, then run alone itself, and pay for
-        reading the weights twice. They do where that matters little: :mod:`molink.head.depth`.
+        reading the weights twice. They do where none would: :mod:`molink.head.depth`.
         """
         jobs = self._roster.prefilling(now)
         new = None if jobs else self._roster.first_waiting(now)
@@ -177,15 +177,17 @@ class Batcher:
         maximum, flying = self.micro_batches.count, self._ledger.volumes(prefill=True)
         apart = self._ledger.volumes(prefill=False) + len(self._alone) < maximum
         paired = flying < maximum and (beside or apart)
-        if not paired and not self.micro_batches.unpaired:
+        if not paired and not self.micro_batches.may_unpair:
             return 0
         before = jobs[0].issued if jobs else 0
         rows = self._chunk.rows(streams, left, before, context)
         if paired:
             return rows
         room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows
-        depth = self.micro_batches.prefills(rows, before, streams, context)
-        return rows if room and flying < depth else 0
+        unpaired = self.micro_batches.unpaired(rows, before, streams, context)
+        awaited = self._ledger.awaited_since
+        clear = awaited is None or now - awaited <= unpaired.window_s
+        return rows if room and clear and flying < unpaired.depth else 0
 
     def _add_chunk(self, builder: VolumeBuilder, job: Job, maximum: int) -> int:
         """Add up to ``maximum`` prefill rows of a job; how many it got."""

@@ -54,7 +54,6 @@ class Head:
         self._admission = Admission(limits)
         self._story = Story()
         #: When volumes in flight were issued, by tick.
-        self._issued_at: dict[int, float] = {}
         self._counts = dict.fromkeys(
             (
                 "requests",
@@ -127,7 +126,6 @@ class Head:
             self._story.add(now, "issue", control.body)
         for volume in batch.volumes:
             header = volume.header
-            self._issued_at[header.tick] = now
             self._story.add(now, "issue", header.tick, header.prefill, len(header.rows))
         self._counts["volumes"] += len(batch.volumes)
         self._counts["iterations"] += bool(batch.volumes)
@@ -275,12 +273,13 @@ class Head:
 
     def _back(self, tick: int, now: float) -> tuple[tuple[Rows, ...], float]:
         """The rows of a volume that has gone round, and the seconds that it took."""
-        rows = self._ledger.returned(tick)
-        if rows is None:
+        returned = self._ledger.returned(tick)
+        if returned is None:
             self._stray("volume", tick, now)
             return (), 0.0
+        rows, issued_at = returned
         self._story.add(now, "back", tick, len(rows))
-        return rows, now - self._issued_at.pop(tick)
+        return rows, now - issued_at
 
     def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
         """A token of a live request: keep it and pass it on."""

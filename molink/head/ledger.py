@@ -24,6 +24,9 @@ class Ledger:
         self.last = 0
         #: In order of tick.
         self._volumes: dict[int, Volume] = {}
+        #: When each of them was issued, and those of them that sample tokens.
+        self._issued_at: dict[int, float] = {}
+        self._awaited: dict[int, float] = {}
         self._releases: dict[int, TurnCount | None] = {}
         self._trips: list[TurnCount] = []
         self._counts = {True: 0, False: 0}
@@ -51,14 +54,22 @@ class Ledger:
         oldest = min(next(iter(self._volumes), self.last), next(iter(self._releases), self.last))
         return self.last - oldest >= MAX_SPAN
 
-    def sent(self, volume: Volume) -> None:
+    @property
+    def awaited_since(self) -> float | None:
+        """When the oldest volume in flight was issued that streams wait for a token of."""
+        return next(iter(self._awaited.values()), None)
+
+    def sent(self, volume: Volume, now: float) -> None:
         """A volume goes out under a tick of this ledger."""
         self._volumes[volume.tick] = volume
+        self._issued_at[volume.tick] = now
+        if any(rows.sample for rows in volume.rows):
+            self._awaited[volume.tick] = now
         self._counts[volume.prefill] += 1
         self.prefill_rows += _prefill_rows(volume)
 
-    def returned(self, tick: int) -> tuple[Rows, ...] | None:
-        """A volume is back; its rows, or ``None`` if no such volume is in flight."""
+    def returned(self, tick: int) -> tuple[tuple[Rows, ...], float] | None:
+        """A volume is back; its rows and when it was issued, or ``None`` if none such flies."""
         volume = self._volumes.pop(tick, None)
         if volume is None:
             return None
@@ -68,7 +79,8 @@ class Ledger:
             if tick > trip.mark:
                 trip.iterations += 1
                 trip.mark = self.last
-        return volume.rows
+        self._awaited.pop(tick, None)
+        return volume.rows, self._issued_at.pop(tick)
 
     def cancelled(self) -> TurnCount:
         """Begin to count the iterations that a cancel takes."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from molink.facts.profile import Profile, smallest_near_best
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.depth import prefill_depth
+from molink.head.depth import NONE, Unpaired, unpaired
 
 #: A count is only left for one that promises so much less time per token.
 WORTH = 0.005
@@ -74,18 +74,18 @@ class MicroBatches:
         profiles: Sequence[Profile],
         row_bytes: int,
         *,
-        unpaired: bool = True,
+        may_unpair: bool = True,
     ) -> None:
         self._fixed = fixed
         self._profiles = _known(profiles, degree)
         #: Whether prefill volumes may go without decode rows beyond the ``K``.
-        self.unpaired = unpaired and bool(self._profiles)
+        self.may_unpair = may_unpair and bool(self._profiles)
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
         #: By streams and their context: the best count, and what each promises, in seconds.
         self._curves: dict[tuple[int, int], tuple[Prospect, dict[int, float]]] = {}
-        #: By rows, tokens before them, streams, their context, and count.
-        self._depths: dict[tuple[int, int, int, int, int], int] = {}
+        #: By rows, tokens before them, decode rows of a micro-batch, and their context.
+        self._unpaired: dict[tuple[int, int, int, int], Unpaired] = {}
         #: Micro-batches in flight now.
         self.count = fixed or degree
 
@@ -97,7 +97,7 @@ class MicroBatches:
         self._profiles = _known(times.profiles, len(self._profiles))
         self._links = tuple(times.links)
         self._curves.clear()
-        self._depths.clear()
+        self._unpaired.clear()
 
     def update(self, streams: int, context: int = 0) -> int:
         """``K`` while ``streams`` streams decode, of ``context`` tokens each on average."""
@@ -110,23 +110,20 @@ class MicroBatches:
         """Whether ``K`` is not fixed and the stages are known."""
         return bool(self._profiles) and not self._fixed
 
-    def prefills(self, rows: int, before: int, streams: int, context: int = 0) -> int:
-        """Up to how many prefill volumes chunks may go unpaired; see :func:`prefill_depth`.
+    def unpaired(self, rows: int, before: int, streams: int, context: int = 0) -> Unpaired:
+        """What holds for chunks of ``rows`` rows that go unpaired; see :func:`unpaired`.
 
-        0 where that is switched off or nothing is known of the stages.
+        None may where that is switched off or nothing is known of the stages.
         """
-        if not self.unpaired:
-            return 0
-        before, context = _rounded(before), _rounded(context)
-        key = rows, before, streams, context, self.count
-        if key not in self._depths:
-            if len(self._depths) >= _REMEMBERED:
-                self._depths.clear()
-            riding = -(-streams // self.count)
-            # Few streams fill few of the micro-batches that there may be.
-            flying = -(-streams // riding) if riding else self.count
-            self._depths[key] = prefill_depth(self._times, rows, before, riding, flying, context)
-        return self._depths[key]
+        if not self.may_unpair:
+            return NONE
+        riding = -(-streams // self.count)
+        key = rows, _rounded(before), riding, _rounded(context)
+        if key not in self._unpaired:
+            if len(self._unpaired) >= _REMEMBERED:
+                self._unpaired.clear()
+            self._unpaired[key] = unpaired(self._times, *key)
+        return self._unpaired[key]
 
     def _decide(self, streams: int, context: int) -> int:
         if (streams, context) not in self._curves:

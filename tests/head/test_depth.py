@@ -1,4 +1,6 @@
-"""How many prefill volumes are in flight."""
+"""When prefill chunks go unpaired, and how many are in flight."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 
 from molink.facts.profile import UNKNOWN, Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
-from molink.head.depth import prefill_depth
+from molink.head.depth import NONE, unpaired
 from molink.head.microbatches import MicroBatches
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -22,76 +24,73 @@ def ring(latency: float | None, rate: float | None, stages: int = 3) -> RingTime
 
 def test_they_fill_the_slowest_stage_for_a_whole_turn() -> None:
     # Three passes and three latencies: 108 ms.
-    assert prefill_depth(ring(0.03, None), 128, 0, riding=2, count=3) == 18
+    assert unpaired(ring(0.03, None), 128, 0, riding=2).depth == 18
 
 
 def test_or_the_slowest_link() -> None:
     # A chunk of 128 kB takes 25.6 ms; the last link carries 64 bytes a token.
     turn = 3 * 0.006 + 3 * 0.03 + 2 * 0.0256 + 128 * 64 / 5e6
     assert 6 < turn / 0.0256 < 7
-    assert prefill_depth(ring(0.03, 5e6), 128, 0, riding=2, count=3) == 7
+    assert unpaired(ring(0.03, 5e6), 128, 0, riding=2).depth == 7
 
 
-def test_none_goes_unpaired_where_those_who_decode_would_wait_for_it() -> None:
-    # A turn of 15 ms would take 33 with a chunk before each step.
-    assert prefill_depth(ring(0.0, None), 128, 0, riding=2, count=3) == 0
-    # With 108 ms it would be 126, but six micro-batches of 11 ms each 66: fewer than the turn.
-    assert prefill_depth(ring(0.03, None), 128, 0, riding=2, count=6) == 18
-    # Of twenty the stages would be busy for 220 ms, without chunks for 105.
-    assert prefill_depth(ring(0.03, None), 128, 0, riding=2, count=20) == 0
+def test_a_chunk_is_over_at_each_stage_before_a_decode_volume_comes_there() -> None:
+    # A turn of 105 ms. Chunks take 18 ms in all; at the last stage the volume is 10 ms later.
+    found = unpaired(ring(0.03, None), 128, 0, riding=2)
+    assert found.window_s == pytest.approx(0.105 - (3 * 0.006 - 2 * 0.005))
 
 
-def test_while_nobody_decodes_nobody_waits() -> None:
-    assert prefill_depth(ring(0.0, None), 128, 0, riding=0, count=3) == 3
-    assert prefill_depth(ring(None, None), 128, 0, riding=0, count=3) == 3
+def test_the_stage_where_the_chunk_is_least_ahead_decides() -> None:
+    slow = replace_prefill(STAGE, 0.05)
+    times = replace(ring(0.03, None), profiles=(slow, STAGE, STAGE))
+    # From the first stage on it is the same millisecond that a chunk takes longer.
+    assert unpaired(times, 128, 0, riding=2).window_s == pytest.approx(0.105 - 0.05 - 2 * 0.001)
+    quick = replace_prefill(STAGE, 0.001)
+    times = replace(ring(0.03, None), profiles=(slow, quick, quick))
+    assert unpaired(times, 128, 0, riding=2).window_s == pytest.approx(0.105 - 0.05)
 
 
-def test_without_profiles_nothing_is_known() -> None:
+def replace_prefill(stage: Profile, seconds: float) -> Profile:
+    return Profile(decode=stage.decode, prefill=((128, seconds), (256, seconds)))
+
+
+def test_without_profiles_none_goes() -> None:
     unknown = RingTimes((UNKNOWN,) * 3, (LinkFacts(0.03, 1e6),) * 3, 0)
-    assert prefill_depth(RingTimes((), (), ROW), 128, 0, riding=0, count=1) == 0
-    assert MicroBatches(0, 3, unknown.profiles, ROW).prefills(128, 0, streams=0) == 0
+    assert unpaired(RingTimes((), (), ROW), 128, 0, riding=0) == NONE
+    assert MicroBatches(0, 3, unknown.profiles, ROW).unpaired(128, 0, streams=0) == NONE
 
 
 def test_it_can_be_switched_off_whatever_k_is() -> None:
     for count in (0, 3):
-        off = MicroBatches(count, 3, (STAGE,) * 3, ROW, unpaired=False)
+        off = MicroBatches(count, 3, (STAGE,) * 3, ROW, may_unpair=False)
         off.set_times(ring(0.03, None))
-        assert off.prefills(128, 0, streams=4) == 0
+        assert off.unpaired(128, 0, streams=4) == NONE
 
 
 def test_a_fixed_k_bounds_paired_volumes_only() -> None:
     fixed = MicroBatches(3, 3, (STAGE,) * 3, ROW)
     fixed.set_times(ring(0.03, None))
-    assert fixed.prefills(128, 0, streams=4) == 18
+    assert fixed.unpaired(128, 0, streams=4).depth == 18
 
 
-def test_micro_batches_that_no_stream_is_in_hold_nobody_up() -> None:
-    many = MicroBatches(20, 3, (STAGE,) * 3, ROW)
-    many.set_times(ring(0.03, None))
-    assert many.prefills(128, 0, streams=40) == 0
-    assert many.prefills(128, 0, streams=2) == 18
-
-
-def test_it_follows_links_and_streams() -> None:
+def test_it_follows_links() -> None:
     decider = MicroBatches(0, 3, (STAGE,) * 3, ROW)
-    assert decider.prefills(128, 0, streams=4) == 0
+    # In no time at all from PC to PC: a chunk may go for 15 - 8 ms.
+    assert decider.unpaired(128, 0, streams=4).window_s == pytest.approx(0.007)
     decider.set_times(ring(0.03, None))
-    assert decider.prefills(128, 0, streams=4) == 18
-    assert decider.prefills(128, 0, streams=0) == 18
-    decider.set_times(ring(0.001, None))
-    assert decider.prefills(128, 0, streams=4) == 0
+    assert decider.unpaired(128, 0, streams=4).window_s == pytest.approx(0.097)
 
 
 def test_late_in_a_prompt_chunks_are_dearer() -> None:
     stage = Profile(decode=STAGE.decode, prefill=STAGE.prefill, prefill_token_s=1e-8)
     times = RingTimes((stage,) * 3, (LinkFacts(0.01, None),) * 3, ROW)
-    # 45 ms without, 63 with chunks of 6 ms, and three times 13 beyond 5000 tokens are too many.
-    assert prefill_depth(times, 128, 0, riding=2, count=3) == 8
-    assert prefill_depth(times, 128, 10_000, riding=2, count=3) == 0
+    # 45 ms without chunks; beyond 10 000 tokens one takes 18.8 ms at each stage.
     decider = MicroBatches(0, 3, times.profiles, ROW)
     decider.set_times(times)
-    assert decider.prefills(128, 100, streams=4) == 8
-    assert decider.prefills(128, 10_000, streams=4) == 0
+    assert decider.unpaired(128, 100, streams=4).window_s == pytest.approx(0.037)
+    assert decider.unpaired(128, 10_112, streams=4).window_s == pytest.approx(
+        0.045 - 3 * (0.006 + 1e-8 * 128 * 10_112) + 0.01
+    )
 
 
 @given(
@@ -100,19 +99,18 @@ def test_late_in_a_prompt_chunks_are_dearer() -> None:
     stages=st.integers(1, 8),
     rows=st.integers(1, 2048),
     riding=st.integers(0, 64),
-    count=st.integers(1, 16),
 )
 def test_they_are_no_more_than_a_ring_can_have(
-    latency: float, rate: float | None, stages: int, rows: int, riding: int, count: int
+    latency: float, rate: float | None, stages: int, rows: int, riding: int
 ) -> None:
-    depth = prefill_depth(ring(latency, rate, stages), rows, 0, riding, count)
-    assert 0 <= depth <= MAX_MICRO_BATCHES
+    found = unpaired(ring(latency, rate, stages), rows, 0, riding)
+    assert 0 <= found.depth <= MAX_MICRO_BATCHES
+    assert found.window_s <= ring(latency, rate, stages).turn_s(riding)
 
 
 @pytest.mark.parametrize("riding", [1, 8, 64])
 def test_longer_latency_never_lessens_them(riding: int) -> None:
-    depths = [
-        prefill_depth(ring(ms / 1000, 12e6), 128, 0, riding, count=3) for ms in range(0, 200, 5)
-    ]
-    assert depths == sorted(depths)
-    assert depths[-1] > depths[0]
+    found = [unpaired(ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)]
+    for figures in ([each.depth for each in found], [each.window_s for each in found]):
+        assert figures == sorted(figures)
+        assert figures[-1] > figures[0]

@@ -6,26 +6,42 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume
 
 
+#: One that a token is sampled from.
+ROW = Rows(0, 0, 1, 0, sample=True)
+
+
 def volume(tick: int, prefill: bool = False) -> Volume:
-    return Volume(tick, prefill, (Rows(0, 0, 1, 0),), Payload("i32", (1,)))
+    return Volume(tick, prefill, (ROW,), Payload("i32", (1,)))
 
 
-def send(ledger: Ledger, prefill: bool = False) -> int:
+def send(ledger: Ledger, prefill: bool = False, now: float = 0.0) -> int:
     tick = ledger.issue()
-    ledger.sent(volume(tick, prefill))
+    ledger.sent(volume(tick, prefill), now)
     return tick
 
 
 def test_counts_what_is_in_flight() -> None:
     ledger = Ledger()
-    first, second = send(ledger), send(ledger, prefill=True)
+    first, second = send(ledger), send(ledger, prefill=True, now=1.5)
     assert (first, second) == (1, 2)
     assert (ledger.volumes(prefill=False), ledger.volumes(prefill=True)) == (1, 1)
     assert ledger.flying(0) == {1, 2}
-    assert ledger.returned(2) == (Rows(0, 0, 1, 0),)
+    assert ledger.returned(2) == ((ROW,), 1.5)
     assert ledger.returned(2) is None
     assert (ledger.volumes(prefill=False), ledger.volumes(prefill=True)) == (1, 0)
     ledger.validate()
+
+
+def test_since_when_a_token_is_awaited() -> None:
+    ledger = Ledger()
+    assert ledger.awaited_since is None
+    tick = ledger.issue()
+    ledger.sent(Volume(tick, True, (Rows(0, 0, 1, 0),), Payload("i32", (1,))), 1.0)
+    assert ledger.awaited_since is None, "its prompt goes on"
+    first, _ = send(ledger, now=2.0), send(ledger, now=3.0)
+    assert ledger.awaited_since == 2.0
+    ledger.returned(first)
+    assert ledger.awaited_since == 3.0
 
 
 def test_iterations_that_a_cancel_takes() -> None:
@@ -63,6 +79,6 @@ def test_nothing_new_while_an_old_tick_is_in_flight() -> None:
 
 def test_a_tick_from_the_future_is_found() -> None:
     ledger = Ledger()
-    ledger.sent(volume(5))
+    ledger.sent(volume(5), 0.0)
     with pytest.raises(InvariantError, match="beyond the last one issued"):
         ledger.validate()

@@ -52,11 +52,15 @@ class Executor:
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
         counts = {segment.volume.prefill: segment.volume.count for segment in segments}
         decodes, rows = counts.get(False, 0), counts.get(True, 0)
-        seconds = (matmul_s(decodes + rows) + attention_s(decodes)) / self.speed
+        seconds = self.seconds(decodes, rows)
         self.ring.steps.append((self.index, decodes, rows, seconds))
         results = [self._result(segment.volume) for segment in segments]
         agenda = self.ring.agenda
         agenda.at(agenda.now + seconds, done, StepDone(results, seconds, None))
+
+    def seconds(self, decodes: int, rows: int) -> float:
+        """Of a step."""
+        return (matmul_s(decodes + rows) + attention_s(decodes)) / self.speed
 
     def _result(self, volume: Volume) -> SegmentResult:
         if self.index + 1 < len(self.ring.rings):
@@ -66,10 +70,25 @@ class Executor:
         return SegmentResult(volume, None, Sampled(volume.tick, choices))
 
 
+#: Reading the weights takes 10 ms, and a row beyond a few 1.4 ms.
+CPU = Profile(decode=((1, 0.01), (8, 0.012)), prefill=((8, 0.012), (512, 0.72)))
+
+
+class Cpu(Executor):
+    def seconds(self, decodes: int, rows: int) -> float:
+        return CPU.prefill_s(decodes + rows) if rows else CPU.decode_s(decodes)
+
+
 class Ring(VirtualRing):
     """Stages of these speeds; ``steps`` are (stage, decode rows, prefill rows, seconds)."""
 
-    def __init__(self, speeds: Sequence[float], latency: float = 0.0, **limits: Any) -> None:
+    def __init__(
+        self,
+        speeds: Sequence[float],
+        latency: float = 0.0,
+        executor: type[Executor] = Executor,
+        **limits: Any,
+    ) -> None:
         self.steps: list[tuple[int, int, int, float]] = []
         profiles = tuple(map(profile, speeds))
         given = {"profiles": profiles, "micro_batches": len(speeds)} | limits
@@ -77,7 +96,7 @@ class Ring(VirtualRing):
         many, agenda = len(speeds) > 1, Agenda()
         super().__init__(
             HeadLimits(BLOCKS, BLOCK_SIZE, max_context=1 << 14, **given),
-            [Executor(self, index, speed) for index, speed in enumerate(speeds)],
+            [executor(self, index, speed) for index, speed in enumerate(speeds)],
             [TimedLink(agenda, latency, cut_through=False) for _ in speeds] if many else [],
             Stages(profiles=profiles, cut_through=False),
             agenda=agenda,
@@ -178,6 +197,24 @@ def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
     assert p99(during) <= 1.3 * alone
     chunks = [rows for stage, _, rows, _ in ring.steps if stage == 0 and rows]
     assert sum(chunks) == PROMPT
+
+
+def test_streams_do_not_notice_chunks_in_between() -> None:
+    found = {}
+    for unpaired in (False, True):
+        given = {"profiles": (CPU,) * 2, "micro_batches": 0, "unpaired": unpaired}
+        ring = Ring([1.0] * 2, 0.03, Cpu, **given)
+        ring.head.set_times(RingTimes((CPU,) * 2, [LinkFacts(0.03, 1e12)] * 2, 0))
+        ring.submit("s", 16, 4000)
+        tokens = ring.tokens["s"]
+        ring.run(lambda: len(tokens) >= 10)
+        begin, at = ring.agenda.now, len(tokens) - 1
+        ring.submit("long", 800, 2)
+        ring.run(lambda: bool(ring.tokens["long"]))
+        found[unpaired] = max(gaps(tokens[at:])), ring.agenda.now - begin
+    (paired_gap, paired_first), (gap, first) = found[False], found[True]
+    assert gap <= paired_gap
+    assert first < 0.6 * paired_first
 
 
 def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
