@@ -22,7 +22,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_waiting: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
     #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
-    #: Whether prefill chunks also go without decode rows, where those who decode hardly notice.
+    #: Whether prefill chunks also go without decode rows, while no stream waits for them.
     unpaired_prefill: bool = True
     #: Whether the KV of requests that are over is kept for others that begin alike.
     prefix_cache: bool = True

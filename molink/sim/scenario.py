@@ -31,7 +31,7 @@ class Scenario:
     ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16: 1.43 to
     1.47 were measured). ``max_running`` requests hold KV blocks at a time. ``policy`` is that of
     the links, ``scheduling_policy`` that of the head. ``unpaired`` lets prefill chunks go
-    without decode rows where those who decode hardly notice (:mod:`molink.head.depth`).
+    without decode rows as long as nobody who decodes waits for them (:mod:`molink.head.depth`).
     ``devices`` and ``layers`` are those of each stage, if they differ or aren't shared out evenly.
     ``links`` are those from each stage to the next, if they differ.
     ``shape`` is the model's, if it has no profile of that name.

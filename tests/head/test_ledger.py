@@ -5,7 +5,6 @@ from molink.head.ledger import MAX_SPAN, Ledger
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Rows, Volume
 
-
 #: One that a token is sampled from.
 ROW = Rows(0, 0, 1, 0, sample=True)
 
