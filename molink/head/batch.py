@@ -1,11 +1,21 @@
 """What a head hands to stage 0, and how a volume is put together."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molink.head.job import Job
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import MAX_GROUPS, Admit, History, Release, Rows, Table, Volume
+from molink.wire.messages.data import (
+    MAX_GROUPS,
+    Admit,
+    Grammar,
+    History,
+    Release,
+    Rows,
+    Table,
+    Volume,
+)
 
 #: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
 _GROUP_BYTES_MAX = 4000
@@ -17,10 +27,16 @@ _BLOCK_BYTES = 5
 
 @dataclass(frozen=True, slots=True)
 class HeadControl:
-    """A control message; ``ids`` are those of a :class:`History`'s or :class:`Table`'s payload."""
+    """A control message; with its payload: ``ids`` or ``text``."""
 
-    body: Admit | History | Table | Release
+    body: Admit | Grammar | History | Table | Release
     ids: Sequence[int] | None = None
+    text: bytes | None = None
+
+    @property
+    def payload(self) -> bytes | None:
+        """As a stage gets it."""
+        return self.text if self.ids is None else array("i", self.ids).tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from molink.head.policies.base import Preemption
 from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Admit, History, Release, Table
+from molink.wire.messages.data import Admit, Grammar, History, Release, Table
 
 #: Ids per History or Table message: 240 kB, below the longest message.
 MESSAGE_IDS = 60_000
@@ -250,7 +250,12 @@ class Batcher:
         job.last = self._ledger.issue()
         admit = Admit(job.last, job.id, request.sampling, request.prompt_tokens, job.kv_end)
         control = [HeadControl(admit)]
-        if request.sampling.needs_history:
+        if request.grammar:
+            job.last = self._ledger.issue()
+            grammar = Grammar(job.last, job.id, Payload("u8", (len(request.grammar),)))
+            control.append(HeadControl(grammar, text=request.grammar))
+        answered = len(job.tokens) > request.prompt_tokens
+        if request.sampling.needs_history or (request.grammar and answered):
             for first, ids in _parts(job.tokens):
                 job.last = self._ledger.issue()
                 history = History(job.last, job.id, first, Payload("i32", (len(ids),)))

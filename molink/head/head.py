@@ -29,6 +29,12 @@ from molink.wire.messages.data import (
 )
 from molink.wire.messages.load import MAX_OWNER, MAX_REQUESTS, HeadLoad, RequestNow
 
+#: Why the last stage has no token for a request, as far as is known here.
+_NO_TOKEN = (
+    "a stage could not compute this request (its logits were unusable, or its grammar is too"
+    " complex: that PC's log says which)"
+)
+
 #: Alternatives that came with sampled tokens, by (request id, position).
 Tops = Mapping[tuple[int, int], TopLogprobs]
 
@@ -151,8 +157,7 @@ class Head:
                 self._cache.copied(job)
             choice = choices.get(rows.request)
             if rows.request in failed:
-                reason = "a stage could not compute this request (its logits were unusable)"
-                emissions.append(self._fail(job, reason, now))
+                emissions.append(self._fail(job, _NO_TOKEN, now))
             elif rows.sample and (choice is None or choice.position != len(job.tokens)):
                 emissions.append(self._fail(job, "the last stage did not sample its token", now))
             elif rows.sample and choice is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.head.request import HeadRequest
-from molink.wire.messages.data import Prompt, Submit
+from molink.wire.messages.data import MAX_GRAMMAR, Prompt, Submit
 
 #: Submissions of one daemon that may be incomplete at once, and the contexts that their ids may
 #: fill together. A daemon sends one request after another, so it rarely has two.
@@ -19,6 +19,7 @@ PART_TIMEOUT = 30.0
 @dataclass(slots=True)
 class _Open:
     submit: Submit
+    grammar: bytes
     #: When its last part came.
     at: float
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -39,8 +40,10 @@ class Intake:
         #: By owner and key.
         self._open: dict[str, dict[str, _Open]] = {}
 
-    def submit(self, owner: str, message: Submit, now: float) -> None:
+    def submit(self, owner: str, message: Submit, now: float, grammar: bytes = b"") -> None:
         """Begin a request of the daemon ``owner``; a repeated key begins anew.
+
+        ``grammar`` is what came as its payload.
 
         Raises:
             RequestError: it can't be taken.
@@ -51,6 +54,8 @@ class Intake:
             raise RequestError(
                 f"{message.prompt_tokens} prompt tokens in a request of {message.tokens}", "prompt"
             )
+        if len(grammar) > MAX_GRAMMAR:
+            raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR}")
         if message.tokens >= self._max_context:
             raise ContextTooLong(
                 f"a prompt of {message.tokens} tokens leaves nothing of the {self._max_context}"
@@ -62,7 +67,7 @@ class Intake:
         ids = message.tokens + sum(entry.submit.tokens for entry in others.values())
         if len(others) >= MAX_OPEN_PER_OWNER or ids > MAX_OPEN_CONTEXTS * self._max_context:
             raise Overloaded(f"{len(others)} requests of this daemon are incomplete already")
-        others[message.key] = _Open(message, now)
+        others[message.key] = _Open(message, grammar, now)
 
     def prompt(
         self, owner: str, message: Prompt, ids: Sequence[int], now: float
@@ -98,6 +103,7 @@ class Intake:
             sampling=submit.sampling,
             stop_ids=submit.stop_ids,
             window=submit.window,
+            grammar=entry.grammar,
         )
 
     def cancel(self, owner: str, key: str) -> None:

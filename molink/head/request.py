@@ -12,7 +12,8 @@ class HeadRequest:
     ``owner`` is the daemon and ``key`` its own id of the request. ``tokens`` are the prompt and, if
     the request is resubmitted, what was generated in an earlier epoch; the first ``prompt_tokens``
     of them are the prompt. ``max_tokens`` counts tokens still to be generated. ``window`` is how
-    many emitted tokens may be uncredited before decoding pauses.
+    many emitted tokens may be uncredited before decoding pauses. ``grammar`` is the text
+    of what the answer is held to, if it is; only the tail reads it.
     """
 
     owner: str
@@ -23,6 +24,7 @@ class HeadRequest:
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
     window: int = 256
+    grammar: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from molink.wire.messages.data import (
     Ack,
     Admit,
     Frame,
+    Grammar,
     History,
     Lane,
     Probe,
@@ -139,7 +140,7 @@ class LinkReceiver:
     def _arrive(self, body: RingBody, payload: memoryview | None) -> list[Arrival]:
         if isinstance(body, Probe):
             return []
-        if isinstance(body, Admit | History | Table | Release) and not header_fits(body):
+        if isinstance(body, Admit | Grammar | History | Table | Release) and not header_fits(body):
             raise WireError(f"a {type(body).__name__} that can't be passed on")
         if not isinstance(body, Volume | VolumePart):
             return [Arrival(body, None if payload is None else bytearray(payload))]

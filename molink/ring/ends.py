@@ -1,6 +1,5 @@
 """The two ends of the ring: what the first stage has with the head, and the last by sampling."""
 
-from array import array
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -82,8 +81,7 @@ class Front:
 
 def _put(batch: Batch, board: Scoreboard, now: float) -> None:
     for control in batch.control:
-        data = None if control.ids is None else array("i", control.ids).tobytes()
-        board.arrive(control.body, data, now)
+        board.arrive(control.body, control.payload, now)
     for volume in batch.volumes:
         board.arrive(volume.header, volume.tokens, now)
 

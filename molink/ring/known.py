@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.ring.ticks import TickSet
-from molink.wire.messages.data import History, Rows
+from molink.wire.messages.data import MAX_GRAMMAR, Grammar, History, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class KnownRequest:
     ids: int = 0
     blocks: int = 0
     last: int = 0
+    has_grammar: bool = False
 
     def add_ids(self, history: History, limits: BoardLimits) -> bool:
         """Count the ids of a message; ``False`` if they are not the next ones, or too many."""
@@ -43,6 +44,16 @@ class KnownRequest:
         if not proper or end > limits.context:
             return False
         self.ids = end
+        return True
+
+    def add_grammar(self, grammar: Grammar) -> bool:
+        """Note that it has one; ``False`` if it is late, a second one, or no honest one."""
+        payload = grammar.payload
+        proper = payload.dtype == "u8" and len(payload.shape) == 1
+        proper = proper and 0 < payload.nbytes <= MAX_GRAMMAR
+        if not proper or self.last or self.ids or self.has_grammar:
+            return False
+        self.has_grammar = True
         return True
 
     def add_blocks(self, blocks: Sequence[int], limits: BoardLimits) -> bool:

@@ -33,6 +33,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data import (
     Admit,
+    Grammar,
     History,
     LinkReport,
     PaceReport,
@@ -156,7 +157,7 @@ class Ring:
         match body:
             case VolumePart() if self._front is None and rows is not None:
                 self.scoreboard.extend(body.tick, rows, now)
-            case Admit() | History() | Table() | Release() | Tombstone() | Volume() if (
+            case Admit() | Grammar() | History() | Table() | Release() | Tombstone() | Volume() if (
                 self._front is None
             ):
                 self.scoreboard.arrive(body, data, now, rows)
@@ -247,8 +248,8 @@ class Ring:
                     self._requests.admit(body)
                     if not self._shape.is_last:
                         self._pass_on(body)
-                case History():
-                    self._history(body, control.data)
+                case Grammar() | History():
+                    self._for_tail(body, control.data)
                 case Table():
                     self._table(body, control.data)
                 case Release():
@@ -258,14 +259,16 @@ class Ring:
                 case Tombstone():
                     self._pass_on(body)
 
-    def _history(self, body: History, data: object) -> None:
-        """Tokens for penalties (``i32``): kept at the tail, passed on before it."""
+    def _for_tail(self, body: Grammar | History, data: object) -> None:
+        """A grammar, or tokens (``i32``) for that or for penalties: passed on before the tail."""
         if not isinstance(data, bytes | bytearray | memoryview):
             return
-        if self._shape.is_last:
-            self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
-        else:
+        if not self._shape.is_last:
             self._pass_on(body, data)
+        elif isinstance(body, Grammar):
+            self._requests.grammar(body.request, bytes(data))
+        else:
+            self._requests.history(body.request, body.first, memoryview(data).cast("B").cast("i"))
 
     def _table(self, body: Table, data: object) -> None:
         """Blocks of the prefix cache (``i32``), which every stage has to know."""

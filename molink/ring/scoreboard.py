@@ -3,8 +3,8 @@
 One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
 its order; ticks say what has to come before what. At one stage a tick is *complete*
 
-- of an ``Admit``, ``History`` or ``Table``: when it arrives (they share a lane, so in the order of
-  issue);
+- of an ``Admit``, ``Grammar``, ``History`` or ``Table``: when it arrives (they share a lane, so in
+  the order of issue);
 - of a ``Volume``: when all of its rows have run, or at once when none is left to run;
 - of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
 - of a ``Release``: when all of ``after`` and ``also`` are complete.
@@ -43,13 +43,13 @@ head, which knows what it sent, fails the requests concerned. So for a volume wi
 before itself or the same request twice; for rows whose ``after`` is complete but whose request was
 never admitted or has earlier rows that are not complete, or whose block table does not hold them or
 is no honest one, or that copy from no honest block; for an ``Admit`` of an id that is not new; for
-a ``History`` or ``Table`` of a request that is not live, or that is not the next ids of it, no
-blocks, or late; for whatever exceeds the ``BoardLimits``, which keep the
-memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is ignored;
-so are further rows of a volume that never came, or has had as many. A ``Release`` of a request that
-is not live completes like any other, and such a request can't be admitted later; ticks in it that
-are not before it are left out. Misuse by our own shell (completing what was not taken) raises
-``InvariantError``.
+a ``Grammar``, ``History`` or ``Table`` of a request that is not live, or that is not the next ids
+of it, no blocks, a second grammar, or late; for whatever exceeds the ``BoardLimits``, which keep
+the memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is
+ignored; so are further rows of a volume that never came, or has had as many. A ``Release`` of a
+request that is not live completes like any other, and such a request can't be admitted later; ticks
+in it that are not before it are left out. Misuse by our own shell (completing what was not taken)
+raises ``InvariantError``.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ from molink.ring.ticks import Releases, TickSet
 from molink.ring.volumes import Volumes
 from molink.ring.waiting import WaitingVolume
 from molink.ring.work import Control, ControlBody, Segment, Work, block_ids
-from molink.wire.messages.data import Admit, History, Release, Table, Tombstone, Volume
+from molink.wire.messages.data import Admit, Grammar, History, Release, Table, Tombstone, Volume
 
 #: A tick further than this above the watermark is no honest message; the head keeps to half of it.
 MAX_SPAN = 1 << 16
@@ -108,6 +108,8 @@ class Scoreboard:
                 self._arrive_release(body, now)
             case Admit():
                 self._arrive_admit(body, now)
+            case Grammar():
+                self._arrive_grammar(body, data, now)
             case History():
                 self._arrive_history(body, data, now)
             case Table():
@@ -222,6 +224,15 @@ class Scoreboard:
         else:
             self._known.admit(admit.request)
             self._finish(admit, None)
+
+    def _arrive_grammar(self, grammar: Grammar, data: object, now: float) -> None:
+        known = self._known.get(grammar.request)
+        if known is None:
+            self._refuse(grammar.tick, "stray_grammars", now)
+        elif known.add_grammar(grammar):
+            self._finish(grammar, data)
+        else:
+            self._refuse(grammar.tick, "bad_grammars", now)
 
     def _arrive_history(self, history: History, data: object, now: float) -> None:
         known = self._known.get(history.request)

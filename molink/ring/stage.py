@@ -50,6 +50,9 @@ class StageRequests(Protocol):
     def history(self, request: int, first: int, ids: memoryview) -> None:
         """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
 
+    def grammar(self, request: int, text: bytes) -> None:
+        """Learn what the answer is held to, before any of it."""
+
     def table(self, request: int, blocks: Sequence[int]) -> None:
         """Learn blocks that its table begins with."""
 

@@ -7,6 +7,7 @@ import msgspec
 
 from molink.wire.messages.data import (
     Admit,
+    Grammar,
     History,
     Release,
     Sampled,
@@ -16,7 +17,7 @@ from molink.wire.messages.data import (
     Volume,
 )
 
-ControlBody = Admit | History | Table | Release | Tombstone
+ControlBody = Admit | Grammar | History | Table | Release | Tombstone
 
 
 class Control(msgspec.Struct, frozen=True):

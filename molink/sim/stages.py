@@ -26,6 +26,9 @@ class NoRequests:
     def history(self, request: int, first: int, ids: memoryview) -> None:
         """Not kept."""
 
+    def grammar(self, request: int, text: bytes) -> None:
+        """Not kept."""
+
     def table(self, request: int, blocks: Sequence[int]) -> None:
         """Not kept."""
 

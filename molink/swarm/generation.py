@@ -8,13 +8,17 @@ from molink.wire.messages.data import FinishReason, Sampling
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Token ids in, token ids out. ``max_tokens`` counts generated tokens."""
+    """Token ids in, token ids out. ``max_tokens`` counts generated tokens.
+
+    ``grammar`` is the text of what the answer is held to (:mod:`molink.text.grammar`), if it is.
+    """
 
     model: str
     prompt: Sequence[int]
     max_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...] = ()
+    grammar: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

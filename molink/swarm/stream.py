@@ -18,6 +18,7 @@ from molink.errors import (
     Unavailable,
 )
 from molink.swarm.generation import GeneratedToken, GenerationRequest
+from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Cancel, Credit, Rejected, Submit, Token
 
 StreamState = Literal["waiting", "running", "done"]
@@ -54,11 +55,12 @@ class HeadEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SendSubmit:
-    """Submit to the head of ``target``: the message, then the ids in parts."""
+    """Submit to the head of ``target``: the message with its ``grammar``, the ids in parts."""
 
     target: HeadEpoch
     submit: Submit
     ids: tuple[int, ...]
+    grammar: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,7 @@ class Stream:
         self._credited, self._granted = self._taken, len(self._emitted) + self._window
         self.state = "running"
         self._note(f"submit {self.attempt_key} to {target}")
-        ids = (*self._prompt, *self._emitted)
+        ids, grammar = (*self._prompt, *self._emitted), self.request.grammar
         submit = Submit(
             pipeline=target.pipeline,
             epoch=target.epoch,
@@ -305,8 +307,9 @@ class Stream:
             sampling=self.request.sampling,
             stop_ids=self.request.stop_ids,
             window=self._window,
+            payload=Payload("u8", (len(grammar),)) if grammar else None,
         )
-        return [*acts, SendSubmit(target, submit, ids)]
+        return [*acts, SendSubmit(target, submit, ids, grammar or None)]
 
     def _retry(self, reason: str, now: float) -> list[Act]:
         """Submit again to the same head, a limited number of times."""

@@ -457,7 +457,7 @@ class Daemon(Process):
         ids = array("i", act.ids)
         prompt = Prompt(act.submit.key, 0, Payload("i32", (len(ids),)))
         try:
-            self.heads.send(act.target, act.submit)
+            self.heads.send(act.target, act.submit, act.grammar)
             self.heads.send(act.target, prompt, ids)
         except MolinkError as error:
             refused = Rejected(act.target.epoch, act.submit.key, "epoch", str(error))

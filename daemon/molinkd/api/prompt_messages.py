@@ -38,9 +38,10 @@ class PromptIds(msgspec.Struct, frozen=True):
 
 
 class Prompts(Message, frozen=True, tag="prompts"):
-    """What was read."""
+    """What was read; ``grammar`` is what the answers are held to, empty if they may be anything."""
 
     prompts: tuple[PromptIds, ...] = ()
+    grammar: bytes = b""
 
 
 class Refusal(Message, frozen=True, tag="refusal"):

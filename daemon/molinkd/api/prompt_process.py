@@ -19,6 +19,7 @@ from molink.errors import MolinkError
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.pipe import read_pipe, write_pipe
 from molinkd.api.backend import ServedModel
+from molinkd.api.constraint import read_constraint
 from molinkd.api.offer import Offer
 from molinkd.api.prompt_ids import chat_prompt, completion_prompts
 from molinkd.api.prompt_messages import (
@@ -35,7 +36,7 @@ from molinkd.api.schema import ChatBody, CompletionBody, decode_body
 
 
 def read_prompts(ask: ReadPrompts, tokenizer: Tokenizer) -> Prompts:
-    """The prompts of a request.
+    """The prompts of a request, and what its answer is held to.
 
     Raises:
         RequestError, ContextTooLong: they can't be read, or don't fit.
@@ -43,8 +44,11 @@ def read_prompts(ask: ReadPrompts, tokenizer: Tokenizer) -> Prompts:
     model = ServedModel(ask.name, Path(ask.folder), ask.context, 0)
     offer = Offer(model, tokenizer)
     if ask.chat:
-        return Prompts((chat_prompt(decode_body(ask.body, ChatBody), offer),))
-    return Prompts(tuple(completion_prompts(decode_body(ask.body, CompletionBody), offer)))
+        chat = decode_body(ask.body, ChatBody)
+        return Prompts((chat_prompt(chat, offer),), read_constraint(chat, tokenizer))
+    completion = decode_body(ask.body, CompletionBody)
+    prompts = tuple(completion_prompts(completion, offer))
+    return Prompts(prompts, read_constraint(completion, tokenizer))
 
 
 def _answer(ask: Ask, tokenizers: dict[str, Tokenizer]) -> Answer:

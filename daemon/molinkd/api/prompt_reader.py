@@ -22,7 +22,7 @@ from molinkd.api.prompt_messages import (
     Ask,
     Fault,
     OpenModel,
-    PromptIds,
+    Prompts,
     ReadPrompts,
     Refusal,
 )
@@ -51,10 +51,8 @@ _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 class PromptReader(Protocol):
     """Makes token ids of what clients send."""
 
-    async def read(
-        self, owner: str, offer: Offer, body: bytes, *, chat: bool
-    ) -> Sequence[PromptIds]:
-        """The prompts of ``body`` (JSON of a chat, or of a completion), sent by ``owner``.
+    async def read(self, owner: str, offer: Offer, body: bytes, *, chat: bool) -> Prompts:
+        """What is in ``body`` (JSON of a chat, or of a completion), sent by ``owner``.
 
         Raises:
             RequestError: they can't be read, or not in time.
@@ -77,9 +75,7 @@ class PromptProcesses:
         self._short = _Lane([_Process(options, SHORT_S, None), _Process(options, SHORT_S, IDLE_S)])
         self._long = _Lane([_Process(options, LONG_S, IDLE_S)])
 
-    async def read(
-        self, owner: str, offer: Offer, body: bytes, *, chat: bool
-    ) -> Sequence[PromptIds]:
+    async def read(self, owner: str, offer: Offer, body: bytes, *, chat: bool) -> Prompts:
         """See :class:`PromptReader`."""
         model = offer.model
         ask = ReadPrompts(str(model.folder), model.name, model.context, chat, body)
@@ -103,7 +99,7 @@ class _Ended(Exception):
 class _Work:
     ask: ReadPrompts
     tokenizer: Tokenizer
-    done: asyncio.Future[Sequence[PromptIds]]
+    done: asyncio.Future[Prompts]
 
 
 class _Lane:
@@ -116,7 +112,7 @@ class _Lane:
         self._tasks: dict[_Process, asyncio.Task[None]] = {}
         self._idle: dict[_Process, asyncio.TimerHandle] = {}
 
-    async def read(self, owner: str, tokenizer: Tokenizer, ask: ReadPrompts) -> Sequence[PromptIds]:
+    async def read(self, owner: str, tokenizer: Tokenizer, ask: ReadPrompts) -> Prompts:
         """See :class:`PromptReader`."""
         work = _Work(ask, tokenizer, asyncio.get_running_loop().create_future())
         self._queue.put(owner, work)
@@ -195,7 +191,7 @@ class _Process:
         #: By folder, for which tokenizer of ours it has loaded its own.
         self._opened: dict[str, Tokenizer] = {}
 
-    async def read(self, ask: ReadPrompts, tokenizer: Tokenizer) -> Sequence[PromptIds]:
+    async def read(self, ask: ReadPrompts, tokenizer: Tokenizer) -> Prompts:
         """See :class:`PromptReader`."""
         for _ in range(2):  # a process that somebody has killed is no reason to fail
             try:
@@ -234,7 +230,7 @@ class _Process:
             raise
         self._opened[folder] = tokenizer
 
-    async def _exchange(self, ask: Ask, seconds: float) -> Sequence[PromptIds]:
+    async def _exchange(self, ask: Ask, seconds: float) -> Prompts:
         """Ask it, starting it if it isn't there; it has so many seconds.
 
         Raises:
@@ -258,7 +254,7 @@ class _Process:
             raise answer.error()
         if isinstance(answer, Fault):
             raise RuntimeError(f"in the process that reads prompts: {answer.trace}")
-        return answer.prompts
+        return answer
 
     def _expire(self, process: "subprocess.Popen[bytes]") -> None:
         self._late = True

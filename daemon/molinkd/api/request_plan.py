@@ -1,7 +1,6 @@
 """From a request's fields to what the backend is asked for: sampling, limits, stops, seeds."""
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +10,7 @@ from molink.swarm.generation import GenerationRequest
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import MAX_STOP_IDS, Sampling
 from molinkd.api.offer import Offer
-from molinkd.api.prompt_messages import PromptIds
+from molinkd.api.prompt_messages import Prompts
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
 
 #: What OpenAI's completions generate when no limit is given.
@@ -66,14 +65,14 @@ def check_counts(body: GenerationBody, maximum: int) -> None:
         raise RequestError(f"`{field}`: {answers} answers; at most {maximum}", field)
 
 
-def make_plan(body: GenerationBody, offer: Offer, prompts: Sequence[PromptIds]) -> Plan:
-    """The plan for ``body``, which has ``prompts``.
+def make_plan(body: GenerationBody, offer: Offer, read: Prompts) -> Plan:
+    """The plan for ``body``, of which a process has ``read`` the prompts.
 
     Raises:
         RequestError: ids that the model doesn't have, or too much to echo.
         ContextTooLong: a prompt and its answer don't fit the model's context.
     """
-    tokenizer = offer.tokenizer
+    tokenizer, prompts = offer.tokenizer, read.prompts
     count = body.n or 1
     echoed = count * sum(len(prompt.text) for prompt in prompts)
     if echoed > MAX_ECHOED:
@@ -92,6 +91,7 @@ def make_plan(body: GenerationBody, offer: Offer, prompts: Sequence[PromptIds]) 
                 max_tokens=max_tokens,
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 stop_ids=stop_ids,
+                grammar=read.grammar,
             )
             choices.append(ChoicePlan(len(choices), number, prompt.text, request))
     return Plan(
@@ -102,7 +102,8 @@ def make_plan(body: GenerationBody, offer: Offer, prompts: Sequence[PromptIds]) 
         logprobs=sampling.logprobs,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
-        continues=isinstance(body, CompletionBody),
+        # A grammar counts each byte, a leading space too.
+        continues=isinstance(body, CompletionBody) or bool(read.grammar),
     )
 
 

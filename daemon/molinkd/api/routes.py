@@ -69,8 +69,8 @@ class OpenAIRoutes:
         body = decode_body(data, kind)
         check_counts(body, self._settings.max_choices)
         offer = await self._catalogue.offer(body.model)
-        prompts = await self._reader.read(request.remote or "", offer, data, chat=kind is ChatBody)
-        plan = make_plan(body, offer, prompts)
+        read = await self._reader.read(request.remote or "", offer, data, chat=kind is ChatBody)
+        plan = make_plan(body, offer, read)
         if body.stream:
             form_of_stream = form(plan, body.includes_usage)
             return await self._stream(request, plan, form_of_stream, body.includes_usage)

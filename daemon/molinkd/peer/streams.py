@@ -251,7 +251,7 @@ class Requests:
     def _submit(self, active: _Active, act: SendSubmit) -> None:
         self._counters["submitted"] += 1
         messages: list[tuple[DataMessage, bytes | None]]
-        messages = [(act.submit, None), *prompt_parts(act.submit.key, act.ids)]
+        messages = [(act.submit, act.grammar), *prompt_parts(act.submit.key, act.ids)]
         try:
             for message, part in messages:
                 self._heads.send(act.target, message, part)

@@ -66,7 +66,7 @@ class Desk:
             case Submit():
                 self._cancel(owner, key, now)
                 self._connections[owner, key] = sender.identity
-                self._begin(owner, message, now)
+                self._begin(owner, message, payload, now)
             case Prompt():
                 self._prompt(owner, message, payload, now)
             case Cancel():
@@ -134,13 +134,14 @@ class Desk:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _begin(self, owner: str, message: Submit, now: float) -> None:
+    def _begin(self, owner: str, message: Submit, payload: memoryview | None, now: float) -> None:
         if (message.pipeline, message.epoch) != (self._pipeline, self._head.epoch):
             here = f"this is {self._pipeline} in epoch {self._head.epoch}"
             self._reject(owner, message.key, "epoch", here)
             return
         try:
-            self._intake.submit(owner, message, now)
+            grammar = b"" if payload is None else bytes(payload)
+            self._intake.submit(owner, message, now, grammar)
         except MolinkError as error:
             self._refuse(owner, message.key, error)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from molink.facts.dtypes import WeightDType
 from molink.facts.profile import Profile
 from molink.ring.stage import Executing
+from molink.text.matcher import Grammars
 from molink.wire.messages.pipe import Start
 from molinkd.worker.request_table import RequestTable
 
@@ -91,5 +92,7 @@ class Engine:
     profile: Profile
     executor: Callable[[RequestTable, HandOver], Computing]
     change: LoadEngine | None = None
+    #: Compiles the grammars of requests, at the last stage.
+    grammars: Grammars | None = None
     #: Seconds that finding the profile took.
     profile_s: float = 0.0

@@ -14,6 +14,7 @@ from molink.stage.measure.proof import prove
 from molink.stage.measure.stage_profile import profile_stage
 from molink.stage.out_of_memory import limit_memory, release_cached
 from molink.stage.stage import Stage, find_device
+from molink.text.matcher import Grammars
 from molink.wire.messages.pipe import Start
 from molinkd.worker.engine import Engine
 from molinkd.worker.executor import Executor
@@ -53,8 +54,13 @@ def _engine(start: Start, stage: Stage) -> Engine:
         profile,
         partial(Executor, stage),
         partial(_change_engine, stage, start),
+        grammars=_grammars(stage, start),
         profile_s=time.perf_counter() - began,
     )
+
+
+def _grammars(stage: Stage, start: Start) -> Grammars | None:
+    return Grammars(Path(start.model_dir), stage.config.vocab_size) if stage.is_last else None
 
 
 def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:

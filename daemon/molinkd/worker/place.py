@@ -63,7 +63,7 @@ class Place:
         self._record: RecordFile | None = None
         self._dialer: Dialer | None = None
         self.desk: Desk | None = None
-        requests = RequestTable()
+        requests = RequestTable(engine.grammars)
         loop = asyncio.get_running_loop()
         self._executor = engine.executor(requests, loop.call_soon_threadsafe)
         link = self._link(context, on_dead) if len(order.ring) > 1 else None

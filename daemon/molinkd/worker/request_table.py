@@ -8,6 +8,7 @@ from molink.wire.messages.data import Admit, Sampling
 
 if TYPE_CHECKING:
     from molink.stage.sampling.history import TokenHistory
+    from molink.text.matcher import Constraint, Grammars
 
 
 def _no_tokens() -> "TokenHistory":
@@ -22,7 +23,8 @@ class RequestState:
     """One request at one stage.
 
     ``reach`` is how many tokens' keys it may come to have, ``blocks`` its block table so far.
-    ``history`` is filled at the tail only, and only if its penalties are recomputed from it.
+    ``history`` and ``constraint`` are filled at the tail only: the first only if its penalties are
+    recomputed from it or its grammar goes through it again, the other if it has a grammar.
     ``failed`` is set once a step of it failed here or at an earlier stage: its KV can't be trusted
     from then on.
     """
@@ -33,6 +35,7 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     history: "TokenHistory" = field(default_factory=_no_tokens)
     failed: bool = False
+    constraint: "Constraint | None" = None
 
 
 class RequestTable:
@@ -43,7 +46,9 @@ class RequestTable:
     released while a row of it may run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: "Grammars | None" = None) -> None:
+        """``grammars`` compiles those of requests; at the tail only."""
+        self._grammars = grammars
         self._states: dict[int, RequestState] = {}
 
     def admit(self, message: Admit) -> None:
@@ -58,6 +63,15 @@ class RequestTable:
         split = max(0, min(len(ids), state.prompt_tokens - first))
         state.history.add_prompt(ids[:split])
         state.history.add_generated(ids[split:])
+        if state.constraint is not None:
+            state.constraint.add(ids[split:])
+
+    def grammar(self, request: int, text: bytes) -> None:
+        """Learn what the answer is held to; it is compiled from now on."""
+        if self._grammars is None:
+            self._states[request].failed = True
+        else:
+            self._states[request].constraint = self._grammars.begin(text)
 
     def table(self, request: int, blocks: Sequence[int]) -> None:
         """Learn blocks that its table begins with; no row of it has run."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from molink.errors import MolinkError
 from molink.ring.work import Segment, SegmentResult
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.sampling.sampler import SampledToken, SampleRow, sample
@@ -12,7 +13,7 @@ from molink.stage.stage import Stage
 from molink.stage.to_device import download
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data import Choice, Rows, Sampled, TopLogprobs, Volume
-from molinkd.worker.request_table import RequestTable
+from molinkd.worker.request_table import RequestState, RequestTable
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +144,25 @@ def _sample(
     for rows in wanted:
         state = requests[rows.request]
         position = rows.start + rows.count
-        inputs.append(SampleRow(state.sampling, position, state.history))
+        inputs.append(SampleRow(state.sampling, position, state.history, _allowed(state)))
     drawn = iter(sample(logits, inputs) if inputs else [])
     results = []
     for segment in segments:
         pairs = [(rows, next(drawn) if rows.sample else None) for rows in segment.volume.rows]
         results.append(_sampled(segment.volume, requests, pairs))
     return results
+
+
+def _allowed(state: RequestState) -> bytes | None:
+    """The tokens that its grammar allows next; ``None`` if it has none, or it fails with it."""
+    if state.constraint is None or state.failed:
+        return None
+    try:
+        return state.constraint.allowed()
+    except MolinkError as error:
+        log.warning("a request fails: %s", error)
+        state.failed = True
+        return None
 
 
 def _sampled(
@@ -164,6 +177,8 @@ def _sampled(
         elif drawn is not None:
             if state.sampling.needs_history:
                 state.history.add_generated((drawn.token,))
+            if state.constraint is not None:
+                state.constraint.add((drawn.token,))
             choices.append(Choice(rows.request, position, drawn.token, drawn.logprob))
             if drawn.top:
                 ids, logprobs = zip(*drawn.top, strict=True)

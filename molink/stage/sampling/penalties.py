@@ -21,12 +21,14 @@ class SampleRow:
     """How to sample one row of logits.
 
     ``position`` is that of the token to be sampled. ``history`` is of the tokens before it, wanted
-    only if ``sampling.needs_history``.
+    only if ``sampling.needs_history``. ``allowed`` has a bit for each token that may come, the
+    lowest of a byte first; ``None`` if all may.
     """
 
     sampling: Sampling
     position: int
     history: TokenHistory | None = None
+    allowed: bytes | None = None
 
 
 def penalize(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

@@ -1,9 +1,9 @@
 """Picks tokens from logits, for all rows of a step at once.
 
-Penalties and biases come first, then the temperature, then the filters, and then one number per
-row, a function of (seed, position), picks from the cumulative distribution over the kept tokens in
-order of their ids. Logprobs are those of the model itself: of the logits before any of this, as
-vLLM reports them.
+Penalties and biases come first, then what a grammar allows, the temperature, then the filters, and
+then one number per row, a function of (seed, position), picks from the cumulative distribution over
+the kept tokens in order of their ids. Logprobs are those of the model itself: of the logits before
+any of this, as vLLM reports them.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import Tensor
 from molink.stage.sampling.draw import BLOCK, Draws, block_maxima, put
 from molink.stage.sampling.noise import uniform
 from molink.stage.sampling.penalties import SampleRow, penalize
+from molink.stage.sampling.restriction import restrict
 from molink.stage.to_device import fetch, take_rows, upload
 
 __all__ = ["SampleRow", "SampledToken", "sample"]
@@ -35,12 +36,12 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     """Pick a token per row of ``logits`` (float32 ``[n, V]``, left unchanged).
 
     Greedy where the temperature is 0, the lowest id winning a tie. ``None`` where a row has a NaN
-    or an infinity. The host waits once for a GPU; twice if more than the likeliest tokens of a row
-    have to be looked at.
+    or an infinity, or where no token may come. The host waits once for a GPU; twice if more than
+    the likeliest tokens of a row have to be looked at.
     """
     if not rows:
         return []
-    final = penalize(logits, rows)
+    final = restrict(penalize(logits, rows), rows)
     greatest, tokens = _greatest(final)
     finite = greatest.isfinite() & logits.amin(dim=-1).isfinite()
     told = [tokens, finite.to(tokens.dtype)]

@@ -28,6 +28,8 @@ MAX_TEMPERATURE = 100.0
 MAX_TOP_LOGPROBS = 20
 #: Token ids that end an answer; models have a few of their own.
 MAX_STOP_IDS = 64
+#: Bytes of a grammar's text: it goes in one message.
+MAX_GRAMMAR = 128 * 1024
 
 Epoch = Count
 Tick = Count
@@ -102,6 +104,18 @@ class History(LeanMessage, frozen=True, tag="history"):
     tick: Tick
     request: RequestId
     first: Count
+    payload: Payload
+
+
+class Grammar(LeanMessage, frozen=True, tag="grammar"):
+    """The grammar that a request's answer is held to (payload ``u8 [n]``), for the tail.
+
+    Sent after :class:`Admit`, before any rows, and before :class:`History`, which a request that
+    has one gets too if some of its answer is known: the tail goes through that part again.
+    """
+
+    tick: Tick
+    request: RequestId
     payload: Payload
 
 
@@ -252,6 +266,7 @@ class Probe(LeanMessage, frozen=True, tag="probe"):
 RingBody = (
     Admit
     | History
+    | Grammar
     | Table
     | Volume
     | VolumePart
@@ -321,7 +336,8 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
 
     ``key`` is the daemon's own id of the request. ``tokens`` is how many ids are to come, of which
     the first ``prompt_tokens`` are the prompt and the others were generated in an earlier epoch.
-    ``max_tokens`` counts tokens still to be generated.
+    ``max_tokens`` counts tokens still to be generated. Its payload (``u8 [n]``), where there is
+    one, is the grammar that the answer is held to.
     """
 
     pipeline: Text
@@ -334,6 +350,7 @@ class Submit(LeanMessage, frozen=True, tag="submit"):
     stop_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
     #: Tokens the head may be ahead of what the daemon has credited.
     window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
+    payload: Payload | None = None
 
 
 class Prompt(LeanMessage, frozen=True, tag="prompt"):

@@ -1,0 +1,78 @@
+"""What a client wants an answer to be like: JSON, by a schema or not, a regular expression, …"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from molink.errors import RequestError
+from molink.text.grammar import GrammarKind, check_grammar, grammar_of
+from molink.text.tokenizer import Tokenizer
+from molinkd.api.schema import GenerationBody
+
+#: A field, and the kind and the text of what it asks for.
+_Asked = tuple[str, GrammarKind, Any]
+_ANY_OBJECT = {"type": "object"}
+
+
+def read_constraint(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
+    """The grammar that an answer to ``body`` is held to; empty if it may be anything.
+
+    It is compiled once, to see that it can be, which may take half a second.
+
+    Raises:
+        RequestError: it is invalid, too complex, not supported, or not the only one; names the
+            field.
+    """
+    asked = list(_asked(body))
+    if not asked:
+        return b""
+    field, kind, source = asked[0]
+    if len(asked) > 1:
+        raise RequestError(f"`{field}` and `{asked[1][0]}` can't go together", asked[1][0])
+    if body.ignore_eos:
+        raise RequestError(f"`ignore_eos` and `{field}` can't go together", "ignore_eos")
+    if not tokenizer.eos_ids:
+        raise RequestError(f"`{field}`: this model has no token that ends an answer", field)
+    try:
+        if kind == "json_schema" and not isinstance(source, str):
+            source = msgspec.json.encode(source).decode()
+        grammar = grammar_of(kind, source)
+        check_grammar(grammar)
+    except RequestError as error:
+        raise RequestError(f"`{field}`: {error}", field) from None
+    except RecursionError:
+        raise RequestError(f"`{field}`: it is nested too deeply", field) from None
+    return grammar
+
+
+def _asked(body: GenerationBody) -> Iterator[_Asked]:
+    named = body.response_format
+    if named is not None and named.type == "json_object":
+        yield "response_format", "json_schema", _ANY_OBJECT
+    if named is not None and named.type == "json_schema":
+        schema = None if named.json_schema is None else named.json_schema.schema
+        field = "response_format.json_schema.schema"
+        if schema is None:
+            raise RequestError(f"`{field}`: required, but missing", field)
+        yield field, "json_schema", schema
+    yield from _given(
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+    )
+    wanted = body.structured_outputs
+    if wanted is not None:
+        yield from _given(
+            ("structured_outputs.json", "json_schema", wanted.json),
+            ("structured_outputs.regex", "regex", wanted.regex),
+            ("structured_outputs.choice", "choice", wanted.choice),
+            ("structured_outputs.grammar", "grammar", wanted.grammar),
+        )
+        if wanted.json_object:
+            yield "structured_outputs.json_object", "json_schema", _ANY_OBJECT
+
+
+def _given(*fields: _Asked) -> Iterator[_Asked]:
+    return (each for each in fields if each[2] is not None)

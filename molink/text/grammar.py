@@ -1,0 +1,147 @@
+"""Grammars that answers are held to: from what a client asks for to one text, and its check.
+
+The text is a grammar of llguidance (https://github.com/guidance-ai/llguidance), which compiles it
+and says at each token which may follow. It comes from strangers, so every compilation is bounded:
+by the length of the text, and by limits beyond which the library gives up.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from molink.errors import RequestError
+from molink.text.native import failing_as
+from molink.wire.messages.data import MAX_GRAMMAR
+
+if TYPE_CHECKING:
+    import llguidance
+
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+#: What a compilation and a step may take: half a second and tens of megabytes at worst. The
+#: library's own limits leave a regular expression 1.5 s and 200 MB.
+LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
+#: White space between JSON's tokens: none, a space, or a new line and its indentation. Without a
+#: bound a model could write white space for ever.
+_WHITE_SPACE = r"( ?|\n {0,40})"
+_END = 256
+#: Bytes of an answer that a check goes through.
+_TRIED = 64
+
+
+def grammar_of(kind: GrammarKind, source: str | Sequence[str]) -> bytes:
+    """The grammar of a JSON schema (JSON), a regular expression, texts to choose from, or Lark.
+
+    A grammar may be in GBNF too. Raises:
+        RequestError: it is none, or too long.
+    """
+    import llguidance
+
+    if not source and kind == "choice":
+        raise RequestError("there is nothing to choose from")
+
+    def refused(reason: str) -> RequestError:
+        return RequestError(_first_line(reason))
+
+    with failing_as(refused):
+        if kind == "json_schema":
+            assert isinstance(source, str)
+            options: Any = {"whitespace_pattern": _WHITE_SPACE}
+            text = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
+        else:
+            # Its type says that choices are a text, too; it takes a list as well.
+            text = llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
+    grammar = text.encode("utf-8", "replace")
+    if len(grammar) > MAX_GRAMMAR:
+        raise RequestError(f"its grammar has {len(grammar)} bytes; at most {MAX_GRAMMAR}")
+    return grammar
+
+
+def check_grammar(grammar: bytes) -> None:
+    """Compile ``grammar`` for a vocabulary of bytes, and see that an answer can begin.
+
+    Some that are too complex are found so only once they are used: a few bytes are tried.
+
+    Raises:
+        RequestError: it is invalid, too complex, has what isn't supported, or allows no answer.
+    """
+    matcher = compile_grammar(_bytewise(), grammar)
+    for _ in range(_TRIED):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask:
+            matcher.consume_token((mask & -mask).bit_length() - 1)
+        if matcher.is_error():
+            raise RequestError(_reason(matcher.get_error()))
+        if matcher.is_stopped():
+            return
+
+
+def compile_grammar(tokenizer: "llguidance.LLTokenizer", grammar: bytes) -> "llguidance.LLMatcher":
+    """What says which tokens of ``tokenizer`` may follow.
+
+    Raises:
+        RequestError: as :func:`check_grammar` does, but for answers that can't begin.
+    """
+    import llguidance
+
+    if len(grammar) > MAX_GRAMMAR:
+        raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR}")
+    with failing_as(RequestError):
+        limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL,
+            step_max_items=MAX_ITEMS,
+            max_lexer_states=MAX_STATES,
+            verbose_errors=False,
+        )
+        text = grammar.decode("utf-8", "replace")
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(_reason(matcher.get_error()))
+        return matcher
+
+
+def make_tokenizer(
+    tokens: Sequence[bytes],
+    end_ids: Sequence[int],
+    special_ids: Sequence[int],
+    encode: Callable[[str], Sequence[int]],
+) -> "llguidance.LLTokenizer":
+    """A vocabulary as llguidance sees it: the bytes of each token, by id.
+
+    ``end_ids`` (one at least) end an answer; ``encode`` finds the usual tokens of a text that has
+    to come.
+    """
+    import llguidance
+
+    class Vocabulary:
+        eos_token_id, bos_token_id = end_ids[0], None
+        special_token_ids = special_ids
+
+        def __init__(self) -> None:
+            self.tokens = tokens
+
+        def __call__(self, text: str | bytes) -> Sequence[int]:
+            if isinstance(text, bytes):  # the library asks whether bytes would do
+                raise TypeError("only texts can be encoded")
+            return encode(text)
+
+    wrapper = llguidance.TokenizerWrapper(Vocabulary())
+    return llguidance.LLTokenizer(wrapper, eos_token=list(end_ids))
+
+
+@cache
+def _bytewise() -> "llguidance.LLTokenizer":
+    """A token for each byte, and one for the end."""
+    tokens = [*(bytes([byte]) for byte in range(_END)), b"<end>"]
+    return make_tokenizer(tokens, [_END], [_END], lambda text: list(text.encode()))
+
+
+def _reason(error: str) -> str:
+    """What of the library's error tells a client something."""
+    if "NoExtensionBias" in error:
+        return "no answer at all can be so"
+    return _first_line(error.removeprefix("Parser Error: "))
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "invalid")[:300]

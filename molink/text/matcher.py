@@ -1,0 +1,118 @@
+"""Which tokens may come next in an answer that is held to a grammar, at the stage that samples."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from molink.errors import BrokenModel, RequestError
+from molink.text.grammar import compile_grammar, make_tokenizer
+from molink.text.native import failing_as
+from molink.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+#: Grammars that are kept compiled, and bytes of their texts together; compiled, they have up to
+#: two hundred times as many.
+MAX_KEPT, MAX_KEPT_BYTES = 32, 512 * 1024
+#: Seconds that a step waits for a compilation, the loading of the tokenizer included.
+COMPILE_S = 60.0
+
+
+class Grammars:
+    """Compiles the grammars of requests to one model, on a thread of its own.
+
+    The last ones are kept. The model's tokenizer is loaded with the first one.
+    """
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        """``folder`` is the model's; its logits are of ``vocabulary`` tokens."""
+        self._folder = folder
+        self._vocabulary = vocabulary
+        self._pool: ThreadPoolExecutor | None = None
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        #: By text, last used last; touched by the thread only.
+        self._kept: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
+
+    def begin(self, grammar: bytes) -> "Constraint":
+        """An answer held to ``grammar``: hostile bytes, compiled while others compute."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "grammars")
+        return Constraint(self._pool.submit(self._matcher, grammar))
+
+    def _matcher(self, grammar: bytes) -> "llguidance.LLMatcher":
+        found = self._kept.pop(grammar, None)
+        if found is None:
+            if self._tokenizer is None:
+                self._tokenizer = load_vocabulary(self._folder, self._vocabulary)
+            found = compile_grammar(self._tokenizer, grammar)
+        self._kept[grammar] = found
+        while len(self._kept) > MAX_KEPT or sum(map(len, self._kept)) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found.deep_copy()
+
+
+class Constraint:
+    """One answer that is held to a grammar, as far as it has got."""
+
+    def __init__(self, compiled: "Future[llguidance.LLMatcher]") -> None:
+        self._compiled = compiled
+        self._matcher: llguidance.LLMatcher | None = None
+        #: Tokens of the answer that the matcher hasn't seen.
+        self._ahead: list[int] = []
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Learn the answer's next tokens."""
+        self._ahead += tokens
+
+    def allowed(self) -> bytes:
+        """Which tokens may come next: a bit for each, the first token's the lowest of a byte.
+
+        Waits for the compilation, if that is still under way.
+
+        Raises:
+            RequestError: the grammar is no good, is too complex, or doesn't allow what was added.
+        """
+        with failing_as(RequestError):
+            if self._matcher is None:
+                self._matcher = _result(self._compiled)
+            ahead, self._ahead = self._ahead, []
+            matcher = self._matcher
+            if ahead and not matcher.consume_tokens(ahead):
+                raise RequestError(f"the answer isn't what its grammar allows: {_error(matcher)}")
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                raise RequestError(f"a grammar can't go on: {_error(matcher)}")
+            return mask
+
+
+def load_vocabulary(folder: Path, size: int) -> "llguidance.LLTokenizer":
+    """The vocabulary of the model in ``folder``, with ``size`` tokens at least.
+
+    Raises:
+        BrokenModel: its tokenizer can't be loaded, or has no token that ends an answer.
+    """
+    tokenizer = Tokenizer.open(folder)
+    size = max(size, tokenizer.vocab_size)
+    end_ids = [token for token in tokenizer.eos_ids if 0 <= token < size]
+    if not end_ids:
+        raise BrokenModel(f"{folder}: the model has no token that ends an answer")
+    with failing_as(BrokenModel):
+        tokens = [tokenizer.token_bytes(token) for token in range(size)]
+        special = sorted(token for token in tokenizer.special_ids if token < size)
+        return make_tokenizer(
+            tokens, end_ids, special, lambda text: tokenizer.encode(text, special=False)
+        )
+
+
+def _result(compiled: "Future[llguidance.LLMatcher]") -> "llguidance.LLMatcher":
+    try:
+        return compiled.result(COMPILE_S)
+    except TimeoutError:
+        raise RequestError(f"a grammar is compiled for more than {COMPILE_S:g} s") from None
+
+
+def _error(matcher: "llguidance.LLMatcher") -> str:
+    return " ".join(matcher.get_error().split())[:300]
