@@ -10,9 +10,11 @@ from molink.head.head import Head
 from molink.head.job import PATIENCE
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
+from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
     Choice,
+    Grammar,
     History,
     Rejected,
     Release,
@@ -731,3 +733,18 @@ def test_no_more_requests_are_told_than_fit() -> None:
     load = head.load("p1", 0.0)
     assert len(load.requests) == MAX_REQUESTS
     assert load.running + load.waiting == 40
+
+
+def test_a_grammar_is_sent_once_and_the_answer_so_far_to_go_through_again() -> None:
+    head = Head(limits(chunk_tokens=64), 1)
+    submit(head, request("a", 3, grammar=b"abc"))
+    batch = head.next(0.0)
+    admit, grammar = batch.control
+    assert grammar.body == Grammar(2, admit.body.request, Payload("u8", (3,)))
+    assert (grammar.payload, volumes(batch)[0].rows[0].after) == (b"abc", 2)
+    again = Head(limits(chunk_tokens=64), 2)
+    submit(again, request("a", 5, grammar=b"abc", prompt_tokens=3))
+    _, grammar, history = again.next(0.0).control
+    assert isinstance(grammar.body, Grammar)
+    assert isinstance(history.body, History)
+    assert (history.body.first, history.ids) == (0, tuple(range(5)))

@@ -7,7 +7,7 @@ import pytest
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.head.intake import MAX_OPEN_PER_OWNER, PART_TIMEOUT, Intake
 from molink.wire.messages.base import Payload
-from molink.wire.messages.data import Prompt, Sampling, Submit
+from molink.wire.messages.data import MAX_GRAMMAR, Prompt, Sampling, Submit
 
 
 def submit(key: str = "k", tokens: int = 5, prompt_tokens: int = 5) -> Submit:
@@ -99,3 +99,13 @@ def test_daemons_do_not_share_keys() -> None:
     assert intake.prompt("b", *part(0, [1, 2, 3, 4, 5])) is None
     intake.cancel("b", "k")
     assert intake.prompt("a", *part(0, [1, 2, 3, 4, 5])) is not None
+
+
+def test_a_grammar_comes_with_the_request_and_is_bounded() -> None:
+    intake = Intake(16, 100)
+    intake.submit("peer", submit(), 0.0, b"start: /a/")
+    request = intake.prompt("peer", *part(0, [1, 2, 3, 4, 5]))
+    assert request is not None
+    assert request.grammar == b"start: /a/"
+    with pytest.raises(RequestError, match="at most"):
+        intake.submit("peer", submit(), 0.0, b"x" * (MAX_GRAMMAR + 1))

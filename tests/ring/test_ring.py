@@ -23,6 +23,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
     Admit,
     Choice,
+    Grammar,
     History,
     Release,
     Rows,
@@ -467,3 +468,16 @@ async def test_time_that_nobody_uses_is_counted() -> None:
     counters, gauges = ring.stats()
     assert counters["stage_bubble_seconds_total"] == 3.0
     assert gauges["stage_bubble_share"] == 0.5
+
+
+async def test_a_grammar_goes_on_to_the_last_stage(bench: Bench) -> None:
+    grammar = Grammar(2, 0, Payload("u8", (3,)))
+    bench.ring.arrive(grammar, bytearray(b"abc"))
+    assert bench.outlet.sent[1:] == [grammar]
+    assert not states(bench)[0].failed
+    bench.ring.arrive(Admit(3, 1, Sampling(), 4), None)
+    bench.ring._shape = LAST_STAGE
+    bench.ring.arrive(Grammar(4, 1, Payload("u8", (3,))), bytearray(b"abc"))
+    # This one has nothing that compiles.
+    assert states(bench)[1].failed
+    assert bench.broken == []

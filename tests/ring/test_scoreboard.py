@@ -11,7 +11,9 @@ from molink.ring.scoreboard import MAX_SPAN, MAX_WAITING, Scoreboard
 from molink.ring.work import Control, Segment, Work
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import (
+    MAX_GRAMMAR,
     Admit,
+    Grammar,
     History,
     Release,
     Rows,
@@ -425,3 +427,28 @@ def test_a_broken_invariant_tells_the_story() -> None:
     with pytest.raises(InvariantError, match="never admitted") as caught:
         board.validate()
     assert caught.value.story
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Payload("i32", (3,)),
+        Payload("u8", (3, 3)),
+        Payload("u8", (0,)),
+        Payload("u8", (MAX_GRAMMAR + 1,)),
+    ],
+)
+def test_a_grammar_that_makes_no_sense_is_refused(payload: Payload) -> None:
+    board = Scoreboard()
+    good, second = (Grammar(tick, 0, Payload("u8", (3,))) for tick in (3, 4))
+    assert feed(board, admit(1, 0), Grammar(2, 0, payload)) == [admit(1, 0), Tombstone(2)]
+    assert feed(board, good, second) == [good, Tombstone(4)]
+    assert feed(board, Grammar(5, 9, Payload("u8", (3,)))) == [Tombstone(5)]
+    assert board.counts == {"bad_grammars": 2, "stray_grammars": 1}
+
+
+def test_a_grammar_that_comes_after_rows_is_refused() -> None:
+    board = Scoreboard()
+    feed(board, admit(1, 0), volume(2, rows(0, 1)))
+    assert run(board)[0] == (2,)
+    assert feed(board, Grammar(3, 0, Payload("u8", (3,)))) == [Tombstone(3)]

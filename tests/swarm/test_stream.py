@@ -16,6 +16,7 @@ from molink.swarm.stream import (
     Stream,
     StreamLimits,
 )
+from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Cancel, Credit, Rejected, Sampling, Token
 
 ONE = HeadEpoch("p1", 1)
@@ -365,3 +366,14 @@ def test_positions_go_out_once_and_in_order(steps: list[tuple[str, int | str]]) 
                 sent_but_not_taken += 1
         stream.validate()
     assert seen == [(len(PROMPT) + i, 1000 + len(PROMPT) + i) for i in range(len(seen))]
+
+
+def test_each_submission_brings_its_grammar() -> None:
+    grammar = b"start: /a/"
+    request = GenerationRequest("m", PROMPT, 5, Sampling(), (99,), grammar)
+    stream = Stream("k", request, StreamLimits(), 0.0)
+    for epoch in (1, 2):
+        act = submitted(stream.head(HeadEpoch("p1", epoch), 0.0))
+        assert act.submit.payload == Payload("u8", (len(grammar),))
+        assert act.grammar == grammar
+    assert submitted(make().head(ONE, 0.0)).submit.payload is None

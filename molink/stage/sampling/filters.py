@@ -99,8 +99,8 @@ def cut(likeliest: Tensor, totals: Tensor, filters: Filters) -> tuple[Tensor, Te
     last = (inside & stays).sum(dim=-1, keepdim=True) - 1
     floor = (greatest + filters.temperatures * filters.floors).to(likeliest.dtype)
     threshold = torch.maximum(likeliest.gather(1, last), floor)
-    # At the edge itself there may be more tokens just as likely.
-    return threshold, (kth.where(limited, threshold) > edge).flatten()
+    # At the edge itself there may be more tokens just as likely; but none that can't come at all.
+    return threshold, ((kth.where(limited, threshold) > edge) | edge.isneginf()).flatten()
 
 
 def weigh(logits: Tensor, greatest: Tensor, filters: Filters) -> Tensor:

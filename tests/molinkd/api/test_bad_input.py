@@ -30,6 +30,8 @@ async def problem(response: Any, status: int) -> dict[str, Any]:
     return body["error"]
 
 
+#: More optional keys than may be tried at once.
+MANY_KEYS = {"type": "object", "properties": {f"p{n}": {} for n in range(3000)}}
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
     ({"messages": None}, "messages"),
@@ -107,7 +109,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"$ref": "http://127.0.0.1:1/x.json"}}, "guided_json"),
     ({"guided_json": {"$ref": "#"}}, "guided_json"),
     ({"guided_json": "{"}, "guided_json"),
-    ({"guided_json": {"properties": {f"p{n}": {} for n in range(3000)}}}, "guided_json"),
+    ({"guided_json": MANY_KEYS}, "guided_json"),
     ({"guided_regex": "[a"}, "guided_regex"),
     ({"guided_regex": "((((((a{100}){100}){100}){100}){100}){100})"}, "guided_regex"),
     ({"guided_regex": "a" * 200_000}, "guided_regex"),

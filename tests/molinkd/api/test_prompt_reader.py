@@ -149,7 +149,7 @@ async def test_a_process_that_is_killed_is_no_reason_to_fail(
     await asyncio.sleep(0)
     for child in children():
         child.kill()
-    assert len({len((await read)[0].ids) for read in reads}) == 1
+    assert len({len((await read).prompts[0].ids) for read in reads}) == 1
 
 
 async def test_a_client_that_leaves_is_not_waited_for(

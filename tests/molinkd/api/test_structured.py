@@ -1,15 +1,21 @@
 """Answers that are held to a schema, a regular expression or a grammar, through a whole ring."""
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 import torch
 
 from molink.checkpoint.source import demo_model
+from molink.swarm.generation import GenerationRequest
+from molink.text.grammar import grammar_of
+from molink.wire.messages.data import Rejected, Sampling
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from tests.support.direct_reader import DirectReader
@@ -62,3 +68,105 @@ def test_a_chat_answer_is_what_its_schema_says(ask: openai.OpenAI, temperature: 
     assert choice.finish_reason == "stop"
     assert choice.message.content is not None
     jsonschema.validate(json.loads(choice.message.content), PERSON)
+
+
+class Colour(pydantic.BaseModel):
+    """As people write it for the official client."""
+
+    kind: Literal["red", "green"]
+    share: int
+
+
+class Palette(pydantic.BaseModel):
+    colours: list[Colour] = pydantic.Field(max_length=2)
+    dark: bool
+
+
+def test_the_official_client_parses_an_answer(ask: openai.OpenAI) -> None:
+    answer = ask.chat.completions.parse(
+        model="tiny", messages=HI, response_format=Palette, temperature=1.0, seed=5, max_tokens=300
+    )
+    assert isinstance(answer.choices[0].message.parsed, Palette)
+    with ask.chat.completions.stream(
+        model="tiny", messages=HI, response_format=Palette, temperature=1.0, seed=6, max_tokens=300
+    ) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Palette)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[ab]{3}(-[0-9]{2})?"}, "[ab]{3}(-[0-9]{2})?"),
+        ({"guided_regex": " +x"}, " +x"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "x" | "y" "z"'}, "x|yz"),
+        ({"guided_grammar": 'root ::= "x" | "y" "z"'}, "x|yz"),
+        ({"guided_json": {"enum": ["a", 5]}}, '"a"|5'),
+        ({"guided_json": json.dumps({"type": "boolean"})}, "true|false"),
+        ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+def test_other_kinds_in_chats_and_completions(
+    ask: openai.OpenAI, fields: dict[str, Any], pattern: str, chat: bool
+) -> None:
+    options: Any = {"model": "tiny", "max_tokens": 60, "temperature": 1.5, "extra_body": fields}
+    if chat:
+        said = ask.chat.completions.create(messages=HI, seed=1, **options).choices[0]
+        text = said.message.content
+    else:
+        said = ask.completions.create(prompt="molink", seed=1, **options).choices[0]
+        text = said.text
+    assert said.finish_reason == "stop"
+    assert re.fullmatch(pattern, text or "")
+
+
+def test_any_object(ask: openai.OpenAI) -> None:
+    answer = ask.chat.completions.create(
+        model="tiny", messages=HI, response_format={"type": "json_object"}, max_tokens=30
+    )
+    (choice,) = answer.choices
+    assert (choice.message.content or "").startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+def request(backend: RingBackend, seed: int) -> GenerationRequest:
+    return GenerationRequest(
+        "tiny",
+        backend.tokenizer.encode("molink"),
+        120,
+        Sampling(temperature=1.2, seed=seed, repetition_penalty=1.0),
+        backend.tokenizer.eos_ids,
+        grammar_of("json_schema", json.dumps(PERSON)),
+    )
+
+
+def test_an_answer_that_is_resumed_goes_on_as_it_would_have(backend: RingBackend) -> None:
+    whole = [told.token for told in backend.tokens(backend.submit(request(backend, 4)))]
+    for begun in (1, len(whole) // 2, len(whole) - 1):
+        key = backend.submit(request(backend, 4), whole[:begun])
+        assert [told.token for told in backend.tokens(key)] == whole[begun:]
+
+
+def test_answers_that_make_way_for_others_stay_what_they_have_to_be() -> None:
+    """With room for few tokens requests are preempted, and admitted again."""
+    backend = RingBackend(demo_model().path, blocks=8)
+    keys = [backend.submit(request(backend, seed)) for seed in range(4)]
+    for key in keys:
+        tokens = [told.token for told in backend.tokens(key)]
+        text = backend.tokenizer.decode(tokens)
+        jsonschema.validate(json.loads(text), PERSON)
+    assert backend.ring.head.stats()[0]["head_preemptions_total"] > 0
+
+
+def test_a_bad_grammar_of_a_peer_fails_its_answer_and_no_other(backend: RingBackend) -> None:
+    """A peer's daemon need not have checked anything."""
+    good = request(backend, 1)
+    bad = [replace(good, grammar=text) for text in (b"\xff", b"start: start", b"{}")]
+    keys = [backend.submit(one) for one in (*bad, good)]
+    *failed, last = (backend.tokens(key) for key in keys)
+    assert [type(told[-1]) for told in failed] == [Rejected] * 3
+    assert "grammar" in failed[0][-1].message
+    jsonschema.validate(json.loads(backend.tokenizer.decode([one.token for one in last])), PERSON)

@@ -12,6 +12,7 @@ from molink.head.request import Emission
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data import (
+    MAX_GRAMMAR,
     Beat,
     Cancel,
     Credit,
@@ -73,6 +74,13 @@ def test_a_request_reaches_the_head(desk: Desk, head: Head) -> None:
     assert head.live == [("daemon", "k")]
     desk.handle(HERE, Cancel("k"), None, 0.0)
     assert (head.live, len(desk)) == ([], 0)
+
+
+def test_a_grammar_that_is_too_long_is_rejected(desk: Desk, head: Head, wire: Wire) -> None:
+    size = MAX_GRAMMAR + 1
+    submit = Submit("p1", 3, "k", 1, 1, 4, Sampling(), payload=Payload("u8", (size,)))
+    desk.handle(HERE, submit, memoryview(bytes(size)), 0.0)
+    assert reasons(wire) == [("k", "invalid")]
 
 
 def test_another_epoch_is_rejected(desk: Desk, head: Head, wire: Wire) -> None:

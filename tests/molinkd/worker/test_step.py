@@ -9,6 +9,7 @@ import torch
 from molink.checkpoint.folder import ModelFolder
 from molink.ring.work import Segment, SegmentResult
 from molink.stage.stage import Stage
+from molink.text.matcher import Grammars
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, History, Rows, Sampling, Volume
 from molinkd.worker.request_table import RequestTable
@@ -182,3 +183,17 @@ def test_tables_are_whole_even_if_a_copy_fails(
     with pytest.raises(RuntimeError, match="no copy"):
         run_step(stage, requests, [Segment(header, [1, 2, 3, 4])])
     assert [requests[request].blocks for request in (0, 1)] == [[0], [1]]
+
+
+def test_a_bad_grammar_fails_its_own_request_only(
+    folder: ModelFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage, requests = load(folder, 0, 3), RequestTable(Grammars(folder.path, 320))
+    for request in (0, 1):
+        requests.admit(Admit(request + 1, request, GREEDY, 2))
+    requests.grammar(0, b"\xff not a grammar")
+    (result,) = run_step(stage, requests, two_requests())
+    assert result.sampled is not None
+    assert result.sampled.failed == (0,)
+    assert [choice.request for choice in result.sampled.choices] == [1]
+    assert "a request fails" in caplog.text

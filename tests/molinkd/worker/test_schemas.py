@@ -1,0 +1,114 @@
+"""Random schemas and random logits: whatever is drawn, an answer is what its schema says."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molink.checkpoint.source import demo_model
+from molink.stage.sampling.sampler import SampleRow, sample
+from molink.text.grammar import check_grammar, grammar_of
+from molink.text.matcher import Grammars
+from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.data import Sampling
+
+FOLDER = demo_model().path
+VOCABULARY = 2048
+TOKENIZER = Tokenizer.open(FOLDER)
+GRAMMARS = Grammars(FOLDER, VOCABULARY)
+#: No answer to these schemas need be as long.
+MOST_TOKENS = 4000
+KEYS = st.sampled_from(["a", "b", "name", 'quo"te', "ключ", "x y", "🦊"])
+LENGTHS = st.integers(0, 12)
+
+
+def strings() -> st.SearchStrategy[dict[str, Any]]:
+    plain = LENGTHS.map(lambda most: {"type": "string", "maxLength": most})
+    patterns = st.sampled_from(["^[a-c]{1,4}$", "^(x|yy)z?$", "^\\d{2}-\\d{2}$"])
+    return plain | patterns.map(lambda pattern: {"type": "string", "pattern": pattern})
+
+
+def leaves() -> st.SearchStrategy[dict[str, Any]]:
+    ranges = st.tuples(st.integers(-1000, 1000), st.integers(0, 5000))
+    return st.one_of(
+        strings(),
+        ranges.map(lambda r: {"type": "integer", "minimum": r[0], "maximum": r[0] + r[1]}),
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.lists(st.sampled_from(["red", "a\nb", 5, -1.5, None, True]), min_size=1, max_size=4).map(
+            lambda values: {"enum": values}
+        ),
+    )
+
+
+def objects(of: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    @st.composite
+    def build(draw: st.DrawFn) -> dict[str, Any]:
+        fields = draw(st.dictionaries(KEYS, of, max_size=4))
+        required = [name for name in fields if draw(st.booleans())]
+        schema = {"type": "object", "properties": fields, "required": required}
+        return schema | {"additionalProperties": False}
+
+    return build()
+
+
+def wider(of: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    sizes = st.tuples(st.integers(0, 2), st.integers(0, 2))
+    arrays = st.tuples(of, sizes).map(
+        lambda pair: {
+            "type": "array",
+            "items": pair[0],
+            "minItems": pair[1][0],
+            "maxItems": sum(pair[1]),
+        }
+    )
+    return arrays | objects(of) | st.lists(of, min_size=1, max_size=3).map(lambda o: {"anyOf": o})
+
+
+SCHEMAS = st.recursive(leaves(), wider, max_leaves=6)
+
+
+def answer(schema: dict[str, Any], seed: int, temperature: float) -> str:
+    """What random logits say under ``schema``, through the sampler."""
+    grammar = grammar_of("json_schema", json.dumps(schema))
+    check_grammar(grammar)
+    constraint = GRAMMARS.begin(grammar)
+    generator = torch.Generator().manual_seed(seed)
+    sampling = Sampling(
+        temperature=temperature, seed=seed, top_k=random.Random(seed).choice((0, 40))
+    )
+    tokens: list[int] = []
+    while len(tokens) < MOST_TOKENS:
+        logits = torch.randn(1, VOCABULARY, generator=generator) * 4
+        row = SampleRow(sampling, len(tokens), None, constraint.allowed())
+        (drawn,) = sample(logits, [row])
+        assert drawn is not None
+        if drawn.token in TOKENIZER.eos_ids:
+            assert constraint.allowed()
+            return TOKENIZER.decode(tokens, skip_special=False)
+        tokens.append(drawn.token)
+        constraint.add([drawn.token])
+    raise AssertionError(f"no end: {TOKENIZER.decode(tokens)[:200]}")
+
+
+def check(schema: dict[str, Any], seed: int) -> None:
+    said = answer(schema, seed, 1.5)
+    jsonschema.validate(json.loads(said), schema)
+
+
+@settings(max_examples=40)
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_answers_are_what_their_schemas_say(schema: dict[str, Any], seed: int) -> None:
+    check(schema, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_a_thousand_answers_are_what_their_schemas_say(schema: dict[str, Any], seed: int) -> None:
+    check(schema, seed)

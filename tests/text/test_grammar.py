@@ -1,0 +1,169 @@
+"""Grammars: what is made of them, what is refused, and which tokens they let come next."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from molink.checkpoint.source import demo_model
+from molink.errors import MolinkError, RequestError
+from molink.text import matcher
+from molink.text.grammar import check_grammar, grammar_of
+from molink.text.matcher import Constraint, Grammars
+from molink.text.tokenizer import Tokenizer
+from molink.wire.messages.data import MAX_GRAMMAR
+
+FOLDER = demo_model().path
+VOCABULARY = 2048
+COLOUR = {"type": "object", "properties": {"c": {"enum": ["red", "green"]}}, "required": ["c"]}
+COLOUR |= {"additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.open(FOLDER)
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    return Grammars(FOLDER, VOCABULARY)
+
+
+def schema(fields: Any) -> bytes:
+    return grammar_of("json_schema", json.dumps(fields))
+
+
+def tokens_of(mask: bytes) -> set[int]:
+    whole = int.from_bytes(mask, "little")
+    return {token for token in range(VOCABULARY) if whole >> token & 1}
+
+
+def allows(constraint: Constraint, tokens: Sequence[int]) -> bool:
+    """Whether an answer may be just these tokens, and then has to end."""
+    for token in tokens:
+        if token not in tokens_of(constraint.allowed()):
+            return False
+        constraint.add([token])
+    return True
+
+
+def begin(constraint: Constraint, count: int) -> None:
+    """The first so many tokens of an answer."""
+    for _ in range(count):
+        constraint.add([min(tokens_of(constraint.allowed()))])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (schema(COLOUR), '{"c":"red"}', '{"c":"blue"}'),
+        (schema(COLOUR), '{\n  "c": "green"\n}', '{"c":  "red"}'),
+        (schema({"type": "object"}), '{"a": [1, {"b": null}]}', "[1]"),
+        (grammar_of("regex", "[ab]{2}c/d"), "bac/d", "bc/d"),
+        (grammar_of("choice", ["yes", 'n"o\n']), 'n"o\n', "no"),
+        (grammar_of("grammar", 'start: "x" B*\nB: /b/'), "xbb", "xa"),
+        (grammar_of("grammar", 'root ::= "x" [a-c]+'), "xabc", "xd"),
+    ],
+    ids=range(7),
+)
+def test_an_answer_is_held_to_it(
+    tokenizer: Tokenizer, grammars: Grammars, grammar: bytes, good: str, bad: str
+) -> None:
+    check_grammar(grammar)
+    ends = set(tokenizer.eos_ids)
+    constraint = grammars.begin(grammar)
+    assert allows(constraint, tokenizer.encode(good, special=False))
+    assert ends <= tokens_of(constraint.allowed())
+    other = grammars.begin(grammar)
+    said = allows(other, tokenizer.encode(bad, special=False))
+    assert not said or not ends & tokens_of(other.allowed())
+
+
+def test_when_it_is_complete_only_an_end_may_come(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    constraint = grammars.begin(schema(COLOUR))
+    assert not set(tokenizer.eos_ids) & tokens_of(constraint.allowed())
+    constraint.add(tokenizer.encode('{"c":"red"}', special=False))
+    assert tokens_of(constraint.allowed()) == set(tokenizer.eos_ids)
+
+
+def test_tokens_that_are_gone_through_again_lead_to_the_same_place(
+    tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    tokens = tokenizer.encode('{"c": "green"}', special=False)[:-2]
+    stepwise, at_once = grammars.begin(schema(COLOUR)), grammars.begin(schema(COLOUR))
+    assert allows(stepwise, tokens)
+    at_once.add(tokens)
+    assert stepwise.allowed() == at_once.allowed()
+
+
+def test_white_space_is_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    text = "{\n" + " " * 41 + '"c":"red"}'
+    assert not allows(grammars.begin(schema(COLOUR)), tokenizer.encode(text, special=False))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"{" * 1000,
+        b'{"grammars": []}',
+        b'{"grammars": [{"json_schema": {"$ref": "#"}}]}',
+        b'{"grammars": [{"json_schema": {"not": {}}}]}',
+        b'{"grammars": [{"lark_grammar": "start: @nobody"}]}',
+        b"start: /(((((a{100}){100}){100}){100}){100})/",
+        b"x" * (MAX_GRAMMAR + 1),
+    ],
+    ids=lambda grammar: repr(grammar[:40]),
+)
+def test_hostile_bytes_fail_their_own_answer_only(grammars: Grammars, grammar: bytes) -> None:
+    with pytest.raises(MolinkError):
+        begin(grammars.begin(grammar), 4)
+    with pytest.raises(RequestError):
+        check_grammar(grammar)
+    assert grammars.begin(schema(COLOUR)).allowed()
+
+
+def test_an_answer_that_went_another_way_fails(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = grammars.begin(schema(COLOUR))
+    constraint.add(tokenizer.encode("Hello", special=False))
+    with pytest.raises(RequestError, match="isn't what its grammar allows"):
+        constraint.allowed()
+
+
+def test_few_are_kept_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    real = matcher.compile_grammar
+
+    def compile_grammar(tokenizer: Any, grammar: bytes) -> Any:
+        compiled.append(grammar)
+        return real(tokenizer, grammar)
+
+    monkeypatch.setattr(matcher, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(matcher, "MAX_KEPT", 2)
+    one, two, three = (grammar_of("regex", text) for text in ("a", "b", "c"))
+    for grammar in (one, two, one, three, one, two):
+        grammars.begin(grammar).allowed()
+    assert compiled == [one, two, three, two]
+    monkeypatch.setattr(matcher, "MAX_KEPT_BYTES", len(one))
+    grammars.begin(three).allowed()
+    grammars.begin(two).allowed()
+    assert compiled[4:] == [three, two]
+
+
+def test_a_vocabulary_may_be_longer_than_the_tokenizer(tokenizer: Tokenizer) -> None:
+    constraint = Grammars(FOLDER, VOCABULARY + 50).begin(grammar_of("regex", "(?s:.*)"))
+    mask = int.from_bytes(constraint.allowed(), "little")
+    assert mask >> VOCABULARY == 0
+    assert tokens_of(constraint.allowed()) & set(tokenizer.special_ids) == set(tokenizer.eos_ids)
+
+
+def test_a_model_without_an_end_or_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(MolinkError, match=r"tokenizer\.json"):
+        Grammars(tmp_path, 10).begin(grammar_of("regex", "a")).allowed()
+    source = (FOLDER / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(source)
+    with pytest.raises(MolinkError, match="no token that ends an answer"):
+        Grammars(tmp_path, 10).begin(grammar_of("regex", "a")).allowed()
