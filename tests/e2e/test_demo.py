@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import psutil
+import pydantic
 import pytest
 
 from molinkd.api.metric_help import HELP, UNDESCRIBED
@@ -234,3 +235,23 @@ def test_the_coordinator_is_not_in_the_way_of_a_token(demo: Process, tools: type
     tools.wait_for(back, demo)
     # It finds the running pipeline again, rather than starting it anew.
     assert demo.wait_ready()["pipelines"][0]["epoch"] == epoch
+
+
+def test_an_answer_held_to_a_schema(demo: Process, tools: type[Tools]) -> None:
+    """The grammar goes over two links, to the last stage of three; from any PC."""
+
+    class Sum(pydantic.BaseModel):
+        text: str = pydantic.Field(max_length=20)
+        total: int = pydantic.Field(ge=0, le=99)
+
+    for url in demo.found().endpoints[:2]:
+        answer = tools.client(url).chat.completions.parse(
+            model="molink-demo",
+            messages=QUESTION,
+            response_format=Sum,
+            temperature=1.5,
+            seed=1,
+            max_tokens=100,
+        )
+        assert isinstance(answer.choices[0].message.parsed, Sum)
+        assert answer.choices[0].finish_reason == "stop"
