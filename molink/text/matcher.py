@@ -1,7 +1,7 @@
 """Which tokens may come next in an answer that is held to a grammar, at the stage that samples."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 #: Grammars that are kept compiled, and bytes of their texts together; compiled, they have up to
 #: two hundred times as many.
 MAX_KEPT, MAX_KEPT_BYTES = 32, 512 * 1024
-#: Seconds that a step waits for a compilation, the loading of the tokenizer included.
-COMPILE_S = 60.0
+#: Seconds that a step waits for a compilation, the loading of the tokenizer included: a stage that
+#: computes for longer counts as dead. A request that doesn't get it fails, and is tried again.
+WAIT_S = 1.5
 
 
 class Grammars:
@@ -67,10 +68,11 @@ class Constraint:
         """Learn the answer's next tokens."""
         self._ahead += tokens
 
-    def allowed(self) -> bytes:
-        """Which tokens may come next: a bit for each, the first token's the lowest of a byte.
+    def allowed(self, drafts: Sequence[int] = ()) -> list[bytes]:
+        """Which tokens may come next, and which after each of ``drafts``, if these come next.
 
-        Waits for the compilation, if that is still under way.
+        A bit for each token, the first one's the lowest of a byte; none after a draft that may not
+        come itself. Waits for the compilation, if that is still under way.
 
         Raises:
             RequestError: the grammar is no good, is too complex, or doesn't allow what was added.
@@ -82,10 +84,14 @@ class Constraint:
             matcher = self._matcher
             if ahead and not matcher.consume_tokens(ahead):
                 raise RequestError(f"the answer isn't what its grammar allows: {_error(matcher)}")
-            mask = matcher.compute_bitmask()
-            if matcher.is_error():
-                raise RequestError(f"a grammar can't go on: {_error(matcher)}")
-            return mask
+            masks = [_mask(matcher)]
+            for draft in drafts:
+                if not matcher.try_consume_tokens([draft]):
+                    break
+                masks.append(_mask(matcher))
+            if len(masks) > 1:
+                matcher.rollback(len(masks) - 1)
+            return masks + [b""] * (1 + len(drafts) - len(masks))
 
 
 def load_vocabulary(folder: Path, size: int) -> "llguidance.LLTokenizer":
@@ -107,11 +113,18 @@ def load_vocabulary(folder: Path, size: int) -> "llguidance.LLTokenizer":
         )
 
 
+def _mask(matcher: "llguidance.LLMatcher") -> bytes:
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise RequestError(f"a grammar can't go on: {_error(matcher)}")
+    return mask
+
+
 def _result(compiled: "Future[llguidance.LLMatcher]") -> "llguidance.LLMatcher":
     try:
-        return compiled.result(COMPILE_S)
+        return compiled.result(WAIT_S)
     except TimeoutError:
-        raise RequestError(f"a grammar is compiled for more than {COMPILE_S:g} s") from None
+        raise RequestError(f"a grammar isn't compiled in {WAIT_S:g} s") from None
 
 
 def _error(matcher: "llguidance.LLMatcher") -> str:

@@ -1,6 +1,7 @@
 """Grammars: what is made of them, what is refused, and which tokens they let come next."""
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def tokens_of(mask: bytes) -> set[int]:
 def allows(constraint: Constraint, tokens: Sequence[int]) -> bool:
     """Whether an answer may be just these tokens, and then has to end."""
     for token in tokens:
-        if token not in tokens_of(constraint.allowed()):
+        if token not in tokens_of(constraint.allowed()[0]):
             return False
         constraint.add([token])
     return True
@@ -52,7 +53,7 @@ def allows(constraint: Constraint, tokens: Sequence[int]) -> bool:
 def begin(constraint: Constraint, count: int) -> None:
     """The first so many tokens of an answer."""
     for _ in range(count):
-        constraint.add([min(tokens_of(constraint.allowed()))])
+        constraint.add([min(tokens_of(constraint.allowed()[0]))])
 
 
 @pytest.mark.parametrize(
@@ -75,17 +76,17 @@ def test_an_answer_is_held_to_it(
     ends = set(tokenizer.eos_ids)
     constraint = grammars.begin(grammar)
     assert allows(constraint, tokenizer.encode(good, special=False))
-    assert ends <= tokens_of(constraint.allowed())
+    assert ends <= tokens_of(constraint.allowed()[0])
     other = grammars.begin(grammar)
     said = allows(other, tokenizer.encode(bad, special=False))
-    assert not said or not ends & tokens_of(other.allowed())
+    assert not said or not ends & tokens_of(other.allowed()[0])
 
 
 def test_when_it_is_complete_only_an_end_may_come(tokenizer: Tokenizer, grammars: Grammars) -> None:
     constraint = grammars.begin(schema(COLOUR))
-    assert not set(tokenizer.eos_ids) & tokens_of(constraint.allowed())
+    assert not set(tokenizer.eos_ids) & tokens_of(constraint.allowed()[0])
     constraint.add(tokenizer.encode('{"c":"red"}', special=False))
-    assert tokens_of(constraint.allowed()) == set(tokenizer.eos_ids)
+    assert tokens_of(constraint.allowed()[0]) == set(tokenizer.eos_ids)
 
 
 def test_tokens_that_are_gone_through_again_lead_to_the_same_place(
@@ -155,9 +156,9 @@ def test_few_are_kept_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPat
 
 def test_a_vocabulary_may_be_longer_than_the_tokenizer(tokenizer: Tokenizer) -> None:
     constraint = Grammars(FOLDER, VOCABULARY + 50).begin(grammar_of("regex", "(?s:.*)"))
-    mask = int.from_bytes(constraint.allowed(), "little")
+    mask = int.from_bytes(constraint.allowed()[0], "little")
     assert mask >> VOCABULARY == 0
-    assert tokens_of(constraint.allowed()) & set(tokenizer.special_ids) == set(tokenizer.eos_ids)
+    assert tokens_of(constraint.allowed()[0]) & set(tokenizer.special_ids) == set(tokenizer.eos_ids)
 
 
 def test_a_model_without_an_end_or_a_tokenizer(tmp_path: Path) -> None:
@@ -167,3 +168,38 @@ def test_a_model_without_an_end_or_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(source)
     with pytest.raises(MolinkError, match="no token that ends an answer"):
         Grammars(tmp_path, 10).begin(grammar_of("regex", "a")).allowed()
+
+
+def test_after_drafts_it_is_where_it_was(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    tokens = tokenizer.encode('{"c":"red"}', special=False)
+    end = tokenizer.eos_ids[0]
+    ahead, stepwise = grammars.begin(schema(COLOUR)), grammars.begin(schema(COLOUR))
+    masks = ahead.allowed([*tokens, end])
+    for token, mask in zip([*tokens, end], masks[:-1], strict=True):
+        assert stepwise.allowed() == [mask]
+        assert token in tokens_of(mask)
+        stepwise.add([token])
+    wrong = tokenizer.encode("Hello", special=False)[0]
+    assert ahead.allowed([*tokens[:2], wrong, tokens[2]]) == [*masks[:3], b"", b""]
+    assert ahead.allowed() == masks[:1]
+
+
+def test_a_compilation_that_takes_long_is_not_waited_for(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt finds it done."""
+    gate = threading.Event()
+    real = matcher.load_vocabulary
+
+    def load(folder: Path, size: int) -> Any:
+        gate.wait(60)
+        return real(folder, size)
+
+    monkeypatch.setattr(matcher, "load_vocabulary", load)
+    monkeypatch.setattr(matcher, "WAIT_S", 0.01)
+    late = grammars.begin(schema(COLOUR))
+    with pytest.raises(RequestError, match="isn't compiled"):
+        late.allowed()
+    gate.set()
+    monkeypatch.setattr(matcher, "WAIT_S", 60)
+    assert grammars.begin(schema(COLOUR)).allowed()

@@ -158,7 +158,7 @@ def _allowed(state: RequestState) -> bytes | None:
     if state.constraint is None or state.failed:
         return None
     try:
-        return state.constraint.allowed()
+        return state.constraint.allowed()[0]
     except MolinkError as error:
         log.warning("a request fails: %s", error)
         state.failed = True

@@ -85,11 +85,10 @@ def answer(schema: dict[str, Any], seed: int, temperature: float) -> str:
     tokens: list[int] = []
     while len(tokens) < MOST_TOKENS:
         logits = torch.randn(1, VOCABULARY, generator=generator) * 4
-        row = SampleRow(sampling, len(tokens), None, constraint.allowed())
+        row = SampleRow(sampling, len(tokens), None, constraint.allowed()[0])
         (drawn,) = sample(logits, [row])
         assert drawn is not None
         if drawn.token in TOKENIZER.eos_ids:
-            assert constraint.allowed()
             return TOKENIZER.decode(tokens, skip_special=False)
         tokens.append(drawn.token)
         constraint.add([drawn.token])
