@@ -64,6 +64,10 @@ class Constraint:
         #: Tokens of the answer that the matcher hasn't seen.
         self._ahead: list[int] = []
 
+    def close(self) -> None:
+        """Nobody wants it any more: it isn't compiled if that hasn't begun."""
+        self._compiled.cancel()
+
     def add(self, tokens: Iterable[int]) -> None:
         """Learn the answer's next tokens."""
         self._ahead += tokens

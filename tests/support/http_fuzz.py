@@ -44,7 +44,22 @@ COMMON: dict[str, Any] = {
     "stop_token_ids": [3],
     "ignore_eos": False,
     "tools": None,
-    "response_format": {"type": "text"},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "it",
+            "strict": True,
+            "schema": {
+                "type": "object",
+                "properties": {"a": {"type": "string", "pattern": "^[a-c]{1,3}$"}, "b": {}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
     "user": "someone",
 }
 TEXTS = (

@@ -14,7 +14,8 @@ from molink.text import matcher
 from molink.text.grammar import check_grammar, grammar_of
 from molink.text.matcher import Constraint, Grammars
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.data import MAX_GRAMMAR
+from molink.wire.messages.data import MAX_GRAMMAR, Admit, Sampling
+from molinkd.worker.request_table import RequestTable
 
 FOLDER = demo_model().path
 VOCABULARY = 2048
@@ -203,3 +204,27 @@ def test_a_compilation_that_takes_long_is_not_waited_for(
     gate.set()
     monkeypatch.setattr(matcher, "WAIT_S", 60)
     assert grammars.begin(schema(COLOUR)).allowed()
+
+
+def test_what_nobody_waits_for_is_not_compiled(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, compiled = threading.Event(), []
+
+    def compile_grammar(tokenizer: Any, grammar: bytes) -> Any:
+        gate.wait(60)
+        compiled.append(grammar)
+        raise RequestError("no")
+
+    monkeypatch.setattr(matcher, "compile_grammar", compile_grammar)
+    table = RequestTable(grammars)
+    for request in range(3):
+        table.admit(Admit(request + 1, request, Sampling(), 1))
+        table.grammar(request, b"%d" % request)
+    constraint = table[2].constraint
+    table.release(1)
+    gate.set()
+    assert constraint is not None
+    with pytest.raises(RequestError):
+        constraint.allowed()
+    assert compiled == [b"0", b"2"]

@@ -79,7 +79,9 @@ class RequestTable:
 
     def release(self, request: int) -> None:
         """A request is over."""
-        self._states.pop(request, None)
+        state = self._states.pop(request, None)
+        if state is not None and state.constraint is not None:
+            state.constraint.close()
 
     def __getitem__(self, request: int) -> RequestState:
         return self._states[request]
