@@ -1,6 +1,7 @@
 """``molink demo``: three daemons as real processes on one PC."""
 
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -19,6 +20,10 @@ from tests.support.processes import Process, Tools
 
 QUESTION = [{"role": "user", "content": "What is molink?"}]
 LONG = {"temperature": 0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+
+
+#: Of which little has come when a worker is killed.
+HELD = "([a-z]{4} ){100}"
 
 
 def text_of(client: openai.OpenAI, **options: Any) -> str:
@@ -183,7 +188,10 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo: Process, tools: ty
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stream_outlives_a_worker(demo: Process, tools: type[Tools], stage: int) -> None:
-    """Stage 0's worker is the head, too. The client sees a pause, and the same text."""
+    """Stage 0's worker is the head, too. The client sees a pause, and the same text.
+
+    So does one whose answer is held to a form.
+    """
     client = tools.client(demo.found().endpoints[1])
     expected = text_of(client, **LONG)
     status = demo.wait_ready()
@@ -196,6 +204,15 @@ def test_a_stream_outlives_a_worker(demo: Process, tools: type[Tools], stage: in
     ]
     got: list[str] = []
     killed = threading.Event()
+    held = client.chat.completions.create(
+        model="molink-demo",
+        messages=QUESTION,
+        stream=True,
+        temperature=1.5,
+        seed=1,
+        max_tokens=600,
+        extra_body={"guided_regex": HELD},
+    )
     stream = client.chat.completions.create(
         model="molink-demo", messages=QUESTION, stream=True, **LONG
     )
@@ -207,6 +224,7 @@ def test_a_stream_outlives_a_worker(demo: Process, tools: type[Tools], stage: in
             killed.set()
     assert killed.is_set()
     assert "".join(got) == expected
+    assert re.fullmatch(HELD, "".join(chunk.choices[0].delta.content or "" for chunk in held))
     assert demo.wait_ready()["pipelines"][0]["epoch"] > before
     deadline = time.monotonic() + 30
     while text_of(client, temperature=0, max_tokens=5) == "":
