@@ -43,13 +43,15 @@ head, which knows what it sent, fails the requests concerned. So for a volume wi
 before itself or the same request twice; for rows whose ``after`` is complete but whose request was
 never admitted or has earlier rows that are not complete, or whose block table does not hold them or
 is no honest one, or that copy from no honest block; for an ``Admit`` of an id that is not new; for
-a ``Grammar``, ``History`` or ``Table`` of a request that is not live, or that is not the next ids
-of it, no blocks, a second grammar, or late; for whatever exceeds the ``BoardLimits``, which keep
-the memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is
-ignored; so are further rows of a volume that never came, or has had as many. A ``Release`` of a
-request that is not live completes like any other, and such a request can't be admitted later; ticks
-in it that are not before it are left out. Misuse by our own shell (completing what was not taken)
-raises ``InvariantError``.
+a ``History`` or ``Table`` of a request that is not live, or that is not the next ids of it, no
+blocks, or late; for whatever exceeds the ``BoardLimits``, which keep the
+memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is ignored;
+so are further rows of a volume that never came, or has had as many. A ``Release`` of a request that
+is not live completes like any other, and such a request can't be admitted later; ticks in it that
+are not before it are left out. Misuse by our own shell (completing what was not taken) raises
+``InvariantError``.
+
+A ``Grammar`` is refused as a ``History`` is, and where it is a second one.
 """
 
 from collections import Counter

@@ -227,7 +227,7 @@ class Choice(LeanMessage, frozen=True, tag=False):
 class Sampled(LeanMessage, frozen=True, tag="sampled"):
     """The tail completed tick ``tick``; ``choices`` has a token per row group that samples.
 
-    A row group whose logits were unusable (NaN), or its grammar, is listed in ``failed`` instead.
+    A row group whose logits were unusable (NaN) is listed in ``failed`` instead.
     """
 
     tick: Tick
