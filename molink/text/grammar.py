@@ -32,13 +32,17 @@ _TRIED = 64
 def grammar_of(kind: GrammarKind, source: str | Sequence[str]) -> bytes:
     """The grammar of a JSON schema (JSON), a regular expression, texts to choose from, or Lark.
 
-    A grammar may be in GBNF too. Raises:
+    A grammar may be in GBNF too.
+
+    Raises:
         RequestError: it is none, or too long.
     """
     import llguidance
 
     if not source and kind == "choice":
         raise RequestError("there is nothing to choose from")
+    if len(source) > MAX_GRAMMAR:
+        raise RequestError(f"it is {len(source)} long; at most {MAX_GRAMMAR}")
 
     def refused(reason: str) -> RequestError:
         return RequestError(_first_line(reason))
