@@ -35,9 +35,7 @@ class Unpaired:
 NONE = Unpaired(0, 0.0)
 
 
-def unpaired(
-    times: RingTimes, rows: int, before: int, riding: int, context: float = 0
-) -> Unpaired:
+def unpaired(times: RingTimes, rows: int, before: int, riding: int, context: float = 0) -> Unpaired:
     """What holds for chunks of ``rows`` rows after ``before`` tokens of their prompt.
 
     ``riding`` decode rows are in a micro-batch, after ``context`` tokens on average.
