@@ -16,6 +16,7 @@ from molinkd.api.page import ChatPage
 from molinkd.api.problem import Problem, internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.protocol import EndpointProtocol
+from molinkd.api.request_id import give_id, id_of
 from molinkd.api.routes import OpenAIRoutes
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
             web.get("/", ChatPage().handle),
         ]
     )
-    app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(shell.add_headers)
     return app
 
 
@@ -71,6 +72,7 @@ class _Shell:
     @web.middleware
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """aiohttp's middleware."""
+        give_id(request)
         connection = request.protocol if isinstance(request.protocol, EndpointProtocol) else None
         if connection is not None:
             connection.request_began()
@@ -89,16 +91,24 @@ class _Shell:
             route = resource.canonical if resource is not None else "other"
             self._recorder.requests[route, status] += 1
 
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """What every answer says."""
+        headers = {**_HEADERS, "X-Request-Id": id_of(request)}
+        for name, value in headers.items():
+            response.headers.setdefault(name, value)
+        self._guard.origins.mark(request, response)
+
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._guard.check(request)
-            return await handler(request)
+            preflight = self._guard.origins.preflight(request)
+            return await handler(request) if preflight is None else preflight
         except ConnectionError:
             raise
         except Exception as error:
             problem = problem_of(error, f"{request.method} {request.path}")
             if problem is None:
-                _LOG.exception("%s %s failed", request.method, request.path)
+                _LOG.exception("%s %s (%s) failed", request.method, request.path, id_of(request))
                 problem = internal()
             answer = problem.response()
             if isinstance(error, web.HTTPMethodNotAllowed):
@@ -148,8 +158,3 @@ class _StatusRoutes:
             body=exposition(self._registry),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
-
-
-async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    for name, value in _HEADERS.items():
-        response.headers.setdefault(name, value)

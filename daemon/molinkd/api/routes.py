@@ -13,6 +13,7 @@ from molinkd.api.catalogue import Catalogue
 from molinkd.api.choice import TextPiece
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.formats import DONE, ChatFormat, CompletionFormat, Format
+from molinkd.api.guard import caller
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.problem import internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
@@ -69,7 +70,7 @@ class OpenAIRoutes:
         body = decode_body(data, kind)
         check_counts(body, self._settings.max_choices)
         offer = await self._catalogue.offer(body.model)
-        prompts = await self._reader.read(request.remote or "", offer, data, chat=kind is ChatBody)
+        prompts = await self._reader.read(caller(request), offer, data, chat=kind is ChatBody)
         plan = make_plan(body, offer, prompts)
         if body.stream:
             form_of_stream = form(plan, body.includes_usage)

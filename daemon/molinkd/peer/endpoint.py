@@ -18,7 +18,9 @@ class Endpoint:
         api = ApiSettings(
             host=settings.endpoint_host,
             api_key=settings.api_key,
+            api_keys=settings.api_keys,
             allowed_hosts=settings.allowed_hosts,
+            cors_origins=settings.cors_origins,
             max_body_bytes=settings.max_body,
         )
         self._port = settings.endpoint_port
