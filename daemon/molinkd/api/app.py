@@ -9,7 +9,9 @@ from msgspec import json
 
 from molinkd.api.backend import Backend
 from molinkd.api.body import Bodies
+from molinkd.api.catalogue import Catalogue
 from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.generator import Generator
 from molinkd.api.guard import Guard
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
 from molinkd.api.page import ChatPage
@@ -43,7 +45,9 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
     shell = _Shell(Guard(settings), recorder, settings)
     app = web.Application(middlewares=[shell.handle])
     app[BODIES] = bodies = Bodies(settings)
-    routes = OpenAIRoutes(backend, settings, recorder, bodies, reader)
+    catalogue = Catalogue(backend)
+    generator = Generator(backend, settings, recorder, reader, catalogue)
+    routes = OpenAIRoutes(backend, bodies, catalogue, generator)
     status = _StatusRoutes(backend, recorder)
     app.add_routes(
         [

@@ -53,7 +53,7 @@ class AllowedOrigins:
         if request.method != hdrs.METH_OPTIONS or method is None or not self.allowed(request):
             return None
         asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
-        headers = {
+        headers: dict[str, str] = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST, OPTIONS",
             hdrs.ACCESS_CONTROL_MAX_AGE: "600",
         }

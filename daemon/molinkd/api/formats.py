@@ -12,14 +12,21 @@ from typing import Any, ClassVar, Protocol
 from msgspec import json
 
 from molink.text.tokenizer import Tokenizer
+from molinkd.api.answer import Usage
 from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
+from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
 
 DONE = b"data: [DONE]\n\n"
+#: Server-sent events.
+EVENTS = "text/event-stream"
 
 
 class Format(Protocol):
-    """How one route's answers look."""
+    """How one route's answers look; an object of it is for one answer."""
+
+    #: Of a stream.
+    content_type: str
 
     def opening(self, index: int) -> bytes:
         """Events before the first piece of choice ``index``; may be empty."""
@@ -29,11 +36,15 @@ class Format(Protocol):
         """The events of ``piece``."""
         ...
 
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """The event that ends a stream whose client asked for usage figures."""
+    def closing(self, usage: Usage) -> bytes:
+        """The events that end a stream."""
         ...
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
+    def failure(self, problem: Problem) -> bytes:
+        """What ends a stream that has begun and can't go on."""
+        ...
+
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """The answer in one object; ``answers`` has the pieces of each choice."""
         ...
 
@@ -42,6 +53,7 @@ class _EventParts:
     """What the events of both formats are put together from."""
 
     #: How ids begin; what a whole answer and an event are called; the field that holds the text.
+    content_type = EVENTS
     _id: ClassVar[str]
     _object: ClassVar[str]
     _chunk: ClassVar[str]
@@ -56,12 +68,24 @@ class _EventParts:
             self._head + b'"choices":[{"index":%d,"%s":' % (choice.index, self._field)
             for choice in plan.choices
         ]
+        self._with_usage = with_usage
         self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
 
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """A chunk without choices."""
-        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
+    def closing(self, usage: Usage) -> bytes:
+        """Where figures were asked for, a chunk with them and no choices; then the end."""
+        if not self._with_usage:
+            return DONE
+        figures = {"choices": [], "usage": usage.as_json(), "timings": usage.timings()}
+        return self._head + json.encode(figures)[1:] + b"\n\n" + DONE
+
+    def _object_of(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        figures = {"usage": usage.as_json(), "timings": usage.timings()}
+        return json.encode({**self._whole, "choices": choices, **figures})
+
+    def failure(self, problem: Problem) -> bytes:
+        """The envelope, as an event."""
+        return b"event: error\ndata: " + problem.body() + b"\n\n"
 
 
 class ChatFormat(_EventParts):
@@ -90,7 +114,7 @@ class ChatFormat(_EventParts):
             event += piece.finish.encode() + b'"}]' + self._end
         return event
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
@@ -104,7 +128,7 @@ class ChatFormat(_EventParts):
                     "finish_reason": pieces[-1].finish,
                 }
             )
-        return json.encode({**self._whole, "choices": choices, "usage": usage})
+        return self._object_of(choices, usage)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = []
@@ -146,7 +170,7 @@ class CompletionFormat(_EventParts):
             start + b',"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}]" + self._end
         )
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``text_completion``."""
         choices = []
         for index, pieces in enumerate(answers):
@@ -159,7 +183,7 @@ class CompletionFormat(_EventParts):
                     "finish_reason": pieces[-1].finish,
                 }
             )
-        return json.encode({**self._whole, "choices": choices, "usage": usage})
+        return self._object_of(choices, usage)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {

@@ -17,4 +17,5 @@ def give_id(request: web.BaseRequest) -> None:
 
 def id_of(request: web.BaseRequest) -> str:
     """The id; empty if the request was refused before it got one."""
-    return request.get(_KEY, "")
+    found: str = request.get(_KEY, "")
+    return found

@@ -1,4 +1,4 @@
-"""Server-sent events: one stream to one client, cheap per event, bounded in memory."""
+"""Streamed answers: server-sent events, or lines; cheap per event, bounded in memory."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -18,7 +18,7 @@ class EventStream:
     pushed within one round of the event loop leaves in one write.
     """
 
-    def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
+    def __init__(self, request: web.Request, stall_timeout_s: float, content_type: str) -> None:
         self._request = request
         self._stall_timeout = stall_timeout_s
         self._buffer = bytearray()
@@ -28,7 +28,7 @@ class EventStream:
         self._writer: asyncio.Task[None] | None = None
         self._ended = False
         self.response = web.StreamResponse(headers=_HEADERS)
-        self.response.content_type = "text/event-stream"
+        self.response.content_type = content_type
         self.response.charset = "utf-8"
 
     @property
@@ -37,7 +37,7 @@ class EventStream:
         return self._writer is not None
 
     def push(self, event: bytes) -> None:
-        """Send ``event``, a whole ``data: …`` block; wait with :meth:`room` before the next."""
+        """Send a whole ``data: …`` block, or line; wait with :meth:`room` before the next."""
         self._buffer += event
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())
