@@ -12,10 +12,12 @@ from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.generator import Generator
-from molinkd.api.guard import Guard
+from molinkd.api.guard import OLLAMA, Guard
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
+from molinkd.api.ollama.formats import envelope as ollama_envelope
+from molinkd.api.ollama.routes import OllamaRoutes
 from molinkd.api.page import ChatPage
-from molinkd.api.problem import Problem, internal, problem_of
+from molinkd.api.problem import Envelope, Problem, internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.protocol import EndpointProtocol
 from molinkd.api.request_id import give_id, id_of
@@ -61,6 +63,7 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
             web.get("/", ChatPage().handle),
         ]
     )
+    app.add_routes(OllamaRoutes(backend, bodies, catalogue, generator).table)
     app.on_response_prepare.append(shell.add_headers)
     return app
 
@@ -114,7 +117,7 @@ class _Shell:
             if problem is None:
                 _LOG.exception("%s %s (%s) failed", request.method, request.path, id_of(request))
                 problem = internal()
-            answer = problem.response()
+            answer = problem.response(_envelope(request.path))
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
             return answer
@@ -135,6 +138,11 @@ class _Shell:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the client takes nothing") from None
+
+
+def _envelope(path: str) -> Envelope | None:
+    """How errors of that route look, where not as OpenAI's."""
+    return ollama_envelope if path.startswith(OLLAMA) else None
 
 
 class _StatusRoutes:

@@ -118,8 +118,8 @@ class ChatFormat(_EventParts):
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            message = {"role": "assistant", "content": _text(pieces), "refusal": None}
-            logprobs = self._logprobs(_logprobs(pieces)) if self._top >= 0 else None
+            message = {"role": "assistant", "content": text_of(pieces), "refusal": None}
+            logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {
                     "index": index,
@@ -131,16 +131,8 @@ class ChatFormat(_EventParts):
         return self._object_of(choices, usage)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = []
-        for entry in entries:
-            top = [self._token(*pair) for pair in entry.top[: self._top]]
-            content.append({**self._token(entry.token, entry.logprob), "top_logprobs": top})
+        content = logprob_entries(entries, self._top, self._tokenizer)
         return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token)
-        text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
 class CompletionFormat(_EventParts):
@@ -174,11 +166,11 @@ class CompletionFormat(_EventParts):
         """A ``text_completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            logprobs = self._logprobs(_logprobs(pieces)) if self._top >= 0 else None
+            logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {
                     "index": index,
-                    "text": self._echoes[index] + _text(pieces),
+                    "text": self._echoes[index] + text_of(pieces),
                     "logprobs": logprobs,
                     "finish_reason": pieces[-1].finish,
                 }
@@ -206,6 +198,25 @@ class CompletionFormat(_EventParts):
         return _token_text(self._tokenizer, token)
 
 
+def logprob_entries(
+    entries: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Tokens with their bytes and logprobs, and ``top`` others in their place, as chats have it."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+
+    return [
+        {
+            **shown(entry.token, entry.logprob),
+            "top_logprobs": [shown(*pair) for pair in entry.top[: max(top, 0)]],
+        }
+        for entry in entries
+    ]
+
+
 def _token_text(tokenizer: Tokenizer, token: int) -> str:
     """A token as text; one that is part of a character as OpenAI writes it, ``bytes:\\xe4``."""
     data = tokenizer.token_bytes(token)
@@ -215,11 +226,13 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text(pieces: Sequence[TextPiece]) -> str:
+def text_of(pieces: Sequence[TextPiece]) -> str:
+    """All that they say."""
     return "".join(piece.text for piece in pieces)
 
 
-def _logprobs(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
+def logprobs_of(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
+    """Those of all their tokens."""
     return [entry for piece in pieces for entry in piece.logprobs]
 
 

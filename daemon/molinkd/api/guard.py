@@ -3,7 +3,8 @@
 A page of another site can send requests to ``localhost`` (a form post, a ``fetch`` without reading
 the answer), and by DNS rebinding it can even pose as the same site. So the ``Host`` must be a name
 of ours, an ``Origin`` must be our own or one that the owner allows, and a ``POST`` must be JSON,
-which no form can send.
+which no form can send. Ollama's clients send theirs without saying so, or as ``curl`` does: that
+passes at its routes, unless a browser says that a page of another site asks.
 """
 
 import hmac
@@ -19,6 +20,9 @@ from molinkd.api.problem import Problem, ProblemError
 
 #: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
 OPEN_PATHS = frozenset({"/", "/health", "/readyz"})
+#: Where Ollama's routes are.
+OLLAMA = "/api/"
+_FORM = "application/x-www-form-urlencoded"
 _CALLER = web.RequestKey("caller", str)
 
 
@@ -96,8 +100,18 @@ def caller(request: web.BaseRequest) -> str:
     return request.get(_CALLER) or request.remote or ""
 
 
+def _is_json(request: web.BaseRequest) -> bool:
+    """Whether the body is said to be JSON, or at Ollama's routes may be; a form's never is."""
+    kind = request.headers.get(hdrs.CONTENT_TYPE)
+    if kind is not None and request.content_type == "application/json":
+        return True
+    if not request.path.startswith(OLLAMA) or (kind is not None and request.content_type != _FORM):
+        return False
+    return request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+
+
 def _check_content(request: web.BaseRequest) -> None:
-    if request.headers.get(hdrs.CONTENT_TYPE) is None or request.content_type != "application/json":
+    if not _is_json(request):
         text = "the body must be JSON: send `Content-Type: application/json`"
         raise ProblemError(Problem(415, text, code="unsupported_media_type"))
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":

@@ -183,24 +183,21 @@ def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
             f"{offer.model.name} is {context}, the answer included",
             field,
         )
-    asked, field = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
-        default = offer.tokenizer.defaults.max_new_tokens
-        if isinstance(body, CompletionBody):
-            default = COMPLETION_MAX_TOKENS
+        asked, field = body.max_tokens, "max_tokens"
+    if asked == 0:
+        raise RequestError(f"`{field}`: 1 at least; -1: as many as fit", field)
+    if asked is None or asked < 0:
+        default = None
+        if asked is None:
+            limit = offer.tokenizer.defaults.max_new_tokens
+            default = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else limit
         if prompt <= offer.model.short_context // 2:
             # Nobody asked for so long an answer that all of it had to be computed in another way.
             context = min(context, offer.model.short_context)
         return min(default or context, context - prompt)
-    if prompt + asked > context:
-        raise ContextTooLong(
-            f"`{field}`: {prompt} tokens of the prompt and {asked} of the answer exceed the "
-            f"context of {offer.model.name}, {context}",
-            field,
-        )
-    return asked
+    return min(asked, context - prompt)
 
 
 def _derived_seed(seed: int, copy: int) -> int:

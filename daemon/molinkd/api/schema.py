@@ -24,7 +24,8 @@ MAX_STOP_LENGTH = 256
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+#: -1: as many as fit. More than fit are as many as fit.
+MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -87,7 +88,8 @@ class GenerationBody(Unsupported, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    max_tokens: Positive | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
@@ -135,7 +137,6 @@ class ChatBody(GenerationBody, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -152,6 +153,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 Body = TypeVar("Body", bound=Unsupported)
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -163,14 +165,23 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     Raises:
         RequestError: it is no valid JSON, or a field is missing, wrong or not supported.
     """
+    body = decode_struct(data, kind)
+    _refuse_unsupported(body, kind)
+    return body
+
+
+def decode_struct(data: bytes, kind: type[AnyStruct]) -> AnyStruct:
+    """``data`` (JSON) as a ``kind`` of any protocol.
+
+    Raises:
+        RequestError: it is no valid JSON, or a field is missing or wrong.
+    """
     try:
-        body = msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    _refuse_unsupported(body, kind)
-    return body
 
 
 def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:

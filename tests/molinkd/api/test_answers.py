@@ -10,7 +10,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.wire.messages.data import Sampling
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import CONTEXT, FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -230,6 +230,31 @@ async def test_every_parameter_reaches_the_backend(
     )
     assert request.stop_ids == (*backend.tokenizer.eos_ids, 9)
     assert request.max_tokens == 12
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", [-1, 10**9, CONTEXT])
+async def test_as_many_tokens_as_fit(
+    client: TestClient, backend: FakeBackend, field: str, limit: int
+) -> None:
+    await chat(client, **{field: limit})
+    await post(client, "completions", prompt="x", **{field: limit})
+    for request in backend.requests:
+        assert request.max_tokens == CONTEXT - len(request.prompt)
+
+
+async def test_timings(client: TestClient, backend: FakeBackend) -> None:
+    whole = await chat(client)
+    chunks = await events(
+        client, "chat/completions", messages=HI, stream_options={"include_usage": True}
+    )
+    for timings in (whole["timings"], chunks[-1]["timings"]):
+        assert timings["cache_n"] == 3
+        assert timings["prompt_n"] == len(backend.requests[0].prompt) - 3
+        assert timings["predicted_n"] == whole["usage"]["completion_tokens"]
+        assert timings["prompt_ms"] > 0
+        rate = timings["predicted_n"] / timings["predicted_ms"] * 1000
+        assert timings["predicted_per_second"] == pytest.approx(rate)
 
 
 async def test_what_a_client_leaves_out_is_as_the_models_authors_want_it(

@@ -63,7 +63,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"n": 1000}, "n"),
     ({"seed": "x"}, "seed"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
     ({"presence_penalty": 3}, "presence_penalty"),
@@ -211,8 +211,6 @@ async def test_unknown_models(client: TestClient) -> None:
     ("fields", "param"),
     [
         ({"messages": [{"role": "user", "content": "z" * 600}]}, "messages"),
-        ({"messages": HI, "max_tokens": 505}, "max_tokens"),
-        ({"messages": HI, "max_completion_tokens": 600}, "max_completion_tokens"),
     ],
 )
 async def test_contexts_that_are_too_long(
