@@ -13,6 +13,8 @@ from molinkd.api.catalogue import Catalogue
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.generator import Generator
 from molinkd.api.guard import OLLAMA, Guard
+from molinkd.api.messages.formats import envelope as message_envelope
+from molinkd.api.messages.routes import MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
 from molinkd.api.ollama.formats import envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
@@ -21,6 +23,7 @@ from molinkd.api.problem import Envelope, Problem, internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.protocol import EndpointProtocol
 from molinkd.api.request_id import give_id, id_of
+from molinkd.api.responses.routes import ResponseRoutes
 from molinkd.api.routes import OpenAIRoutes
 
 _LOG = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
         ]
     )
     app.add_routes(OllamaRoutes(backend, bodies, catalogue, generator).table)
+    app.add_routes(ResponseRoutes(bodies, generator).table)
+    app.add_routes(MessageRoutes(bodies, generator).table)
     app.on_response_prepare.append(shell.add_headers)
     return app
 
@@ -142,6 +147,8 @@ class _Shell:
 
 def _envelope(path: str) -> Envelope | None:
     """How errors of that route look, where not as OpenAI's."""
+    if path.startswith("/v1/messages"):
+        return message_envelope
     return ollama_envelope if path.startswith(OLLAMA) else None
 
 

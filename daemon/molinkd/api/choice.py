@@ -28,11 +28,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What a token added to an answer; the last one has ``finish``."""
+    """What a token added to an answer; the last one has ``finish``.
+
+    ``stop`` is the stop string at which it ended.
+    """
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
     finish: FinishReason | None = None
+    stop: str | None = None
 
 
 class ChoiceText:
@@ -81,19 +85,22 @@ class ChoiceText:
         return self._piece(text + self._stops.flush(), finish)
 
     def _stopped(self, text: str) -> TextPiece:
-        assert self._stops.matched is not None
+        stop = self._stops.matched
+        assert stop is not None
         if self._include_stop:
-            text += self._stops.matched
+            text += stop
         end = self._emitted + len(text)
         self._pending = [entry for entry in self._pending if entry.offset < end]
-        return self._piece(text, "stop")
+        return self._piece(text, "stop", stop)
 
-    def _piece(self, text: str, finish: FinishReason | None = None) -> TextPiece:
+    def _piece(
+        self, text: str, finish: FinishReason | None = None, stop: str | None = None
+    ) -> TextPiece:
         self._emitted += len(text)
         logprobs: Sequence[TokenLogprob] = ()
         if self._pending:
             logprobs, self._pending = self._pending, []
-        return TextPiece(text, logprobs, finish)
+        return TextPiece(text, logprobs, finish, stop)
 
 
 def _finite(logprob: float) -> float:

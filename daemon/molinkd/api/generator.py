@@ -70,6 +70,28 @@ class Generator:
             MolinkError: nothing has been sent yet.
             ConnectionError: the client has gone.
         """
+        plan, usage = await self._plan(request, ask)
+        form = ask.form(plan)
+        if ask.stream:
+            return await self._stream(request, plan, form, usage)
+        answers: list[list[TextPiece]] = [[] for _ in plan.choices]
+
+        async def emit(index: int, piece: TextPiece) -> None:
+            answers[index].append(piece)
+
+        await generate_all(self._backend, plan, self._recorder, usage, emit)
+        return json_answer(form.whole(answers, usage))
+
+    async def prompt_tokens(self, request: web.Request, ask: Ask) -> int:
+        """Tokens of the prompts of ``ask``.
+
+        Raises:
+            MolinkError: they can't be read.
+        """
+        plan, _ = await self._plan(request, ask)
+        return plan.prompt_tokens
+
+    async def _plan(self, request: web.Request, ask: Ask) -> tuple[Plan, Usage]:
         began = time.perf_counter()
         try:
             check_counts(ask.body, self._settings.max_choices)
@@ -81,17 +103,7 @@ class Generator:
             plan = make_plan(ask.body, offer, prompts)
         except RequestError as error:
             raise _renamed(error, ask.names) from None
-        usage = Usage(plan.prompt_tokens, began, loaded)
-        form = ask.form(plan)
-        if ask.stream:
-            return await self._stream(request, plan, form, usage)
-        answers: list[list[TextPiece]] = [[] for _ in plan.choices]
-
-        async def emit(index: int, piece: TextPiece) -> None:
-            answers[index].append(piece)
-
-        await generate_all(self._backend, plan, self._recorder, usage, emit)
-        return json_answer(form.whole(answers, usage))
+        return plan, Usage(plan.prompt_tokens, began, loaded)
 
     async def _stream(
         self, request: web.Request, plan: Plan, form: Format, usage: Usage

@@ -39,15 +39,18 @@ class Problem:
     code: str | None = None
     retry_after: float | None = None
 
-    def body(self) -> bytes:
-        """The envelope as JSON."""
-        fields = {
+    def fields(self) -> dict[str, str | None]:
+        """What is in the envelope."""
+        return {
             "message": self.message,
             "type": self.type,
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": fields})
+
+    def body(self) -> bytes:
+        """The envelope as JSON."""
+        return msgspec.json.encode({"error": self.fields()})
 
     def response(self, envelope: "Envelope | None" = None) -> web.Response:
         """The envelope as an answer: OpenAI's, or another protocol's."""
