@@ -26,6 +26,8 @@ class Usage:
         self.began, self.loaded = began, loaded
         self.first = self.last = 0.0
         self._cached: dict[int, int] = {}
+        #: How likely each choice's answer is.
+        self.scores: dict[int, float] = {}
 
     @property
     def cached_tokens(self) -> int:
@@ -50,6 +52,7 @@ class Usage:
     def count(self, choice: ChoicePlan, text: ChoiceText) -> None:
         """Add an answer that is over. A prompt with ``n`` answers is counted once."""
         self.completion_tokens += text.tokens
+        self.scores[choice.index] = text.score
         cached = min(text.cached, self._cached.get(choice.prompt, text.cached))
         self._cached[choice.prompt] = cached
 

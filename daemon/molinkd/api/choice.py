@@ -55,12 +55,14 @@ class ChoiceText:
         self._emitted = 0
         self.tokens = 0
         self.cached = 0
+        self._logprob = 0.0
 
     def add(self, token: GeneratedToken) -> TextPiece | None:
         """What the client sees of ``token``; ``None`` if nothing yet."""
         if self.tokens == 0:
             self.cached = token.cached
         self.tokens += 1
+        self._logprob += _finite(token.logprob)
         if token.finish == "stop":
             return self._last("stop")
         if self._wants_logprobs:
@@ -73,6 +75,11 @@ class ChoiceText:
         if token.finish is not None:
             return self._last(token.finish, text)
         return self._piece(text) if text else None
+
+    @property
+    def score(self) -> float:
+        """The mean logprob of its tokens; means nothing where none was asked for."""
+        return self._logprob / max(self.tokens, 1)
 
     def _take(self, text: str) -> str:
         self._seen += len(text)

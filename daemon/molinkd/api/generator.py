@@ -24,7 +24,7 @@ from molinkd.api.metrics import RequestRecorder
 from molinkd.api.problem import internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.request_id import id_of
-from molinkd.api.request_plan import Plan, check_counts, make_plan
+from molinkd.api.request_plan import Plan, best_of, check_counts, make_plan
 from molinkd.api.schema import ChatBody, GenerationBody
 from molinkd.api.server_events import EventStream
 
@@ -80,6 +80,9 @@ class Generator:
             answers[index].append(piece)
 
         await generate_all(self._backend, plan, self._recorder, usage, emit)
+        if plan.chooses:
+            plan, answers = best_of(plan, answers, usage.scores)
+            form = ask.form(plan)
         return json_answer(form.whole(answers, usage))
 
     async def prompt_tokens(self, request: web.Request, ask: Ask) -> int:

@@ -26,6 +26,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 #: -1: as many as fit. More than fit are as many as fit.
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -55,7 +56,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     json_schema: Any = None
     min_tokens: Any = None
     use_beam_search: Any = None
-    best_of: Any = None
     prompt_logprobs: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
@@ -65,7 +65,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
     chat_template: Any = None
     documents: Any = None
-    suffix: Any = None
 
 
 #: Values beside null, false, 0, "", [] and {} that ask for nothing.
@@ -74,7 +73,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "best_of": (1,),
     "add_generation_prompt": (True,),
     "truncate_prompt_tokens": (-1,),
 }
@@ -87,7 +85,7 @@ class GenerationBody(Unsupported, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    n: Count | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -142,6 +140,8 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -150,6 +150,10 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[Any]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+    #: What comes after the answer.
+    suffix: str | None = None
+    #: How many answers are generated, of which the ``n`` likeliest count.
+    best_of: Count | None = None
 
 
 Body = TypeVar("Body", bound=Unsupported)

@@ -3,10 +3,12 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from aiohttp.test_utils import TestClient
 
 from molink.wire.messages.data import Sampling
@@ -191,6 +193,52 @@ async def test_prompts(
     assert sent == [one for one in expected for _ in range(2)]
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+async def test_the_likeliest_of_several(client: TestClient, backend: FakeBackend) -> None:
+    likely = {0: -3.0, 1: -1.0, 2: -2.0}
+    texts = {0: "worst", 1: "best", 2: "second"}
+    plain = backend._token
+
+    async def generate(request: Any) -> Any:
+        number = len(backend.requests)
+        backend.requests.append(request)
+        assert request.sampling.logprobs == 0
+        for place, token in enumerate([*backend.tokenizer.encode(texts[number % 3]), 1]):
+            yield replace(plain(request, place, token), logprob=likely[number % 3])
+
+    backend.generate = generate  # type: ignore[method-assign]
+    answer = await post(client, "completions", prompt=["x", "y"], n=2, best_of=3, echo=True)
+    shown = [(choice["index"], choice["text"]) for choice in answer["choices"]]
+    assert shown == [(0, "xbest"), (1, "xsecond"), (2, "ybest"), (3, "ysecond")]
+    assert answer["choices"][0]["logprobs"] is None
+    tokens = sum(len(backend.tokenizer.encode(text)) + 1 for text in texts.values())
+    assert answer["usage"]["completion_tokens"] == 2 * tokens
+
+
+async def test_a_gap_is_filled(
+    model_folder: Path, tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tiny")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    tokenizer.add_special_tokens(marks)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    backend = FakeBackend(folder)
+    async with serve(backend) as client:
+        await post(client, "completions", prompt="fox", suffix="dog")
+        await post(client, "completions", prompt="", suffix="dog")
+        await post(client, "completions", prompt="fox", suffix="")
+        await client.post("/api/generate", json={"prompt": "fox", "suffix": "dog"})
+    encode = backend.tokenizer.encode
+    first, last, middle = (tokenizer.token_to_id(mark) for mark in marks)
+    filled = (first, *encode("fox"), last, *encode("dog"), middle)
+    assert [request.prompt for request in backend.requests] == [
+        filled,
+        (first, last, *encode("dog"), middle),
+        tuple(encode("fox")),
+        filled,
+    ]
 
 
 async def test_every_parameter_reaches_the_backend(
