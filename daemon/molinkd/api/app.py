@@ -10,6 +10,7 @@ from msgspec import json
 from molinkd.api.backend import Backend
 from molinkd.api.body import Bodies
 from molinkd.api.catalogue import Catalogue
+from molinkd.api.embeddings import EmbeddingRoutes
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.generator import Generator
 from molinkd.api.guard import OLLAMA, Guard
@@ -18,6 +19,7 @@ from molinkd.api.messages.routes import MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
 from molinkd.api.ollama.formats import envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
+from molinkd.api.openapi import OpenAPIRoute
 from molinkd.api.page import ChatPage
 from molinkd.api.problem import Envelope, Problem, internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
@@ -66,9 +68,14 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
             web.get("/", ChatPage().handle),
         ]
     )
-    app.add_routes(OllamaRoutes(backend, bodies, catalogue, generator).table)
-    app.add_routes(ResponseRoutes(bodies, generator).table)
-    app.add_routes(MessageRoutes(bodies, generator).table)
+    for table in (
+        EmbeddingRoutes(bodies).table,
+        OllamaRoutes(backend, bodies, catalogue, generator).table,
+        ResponseRoutes(bodies, generator).table,
+        MessageRoutes(bodies, generator).table,
+        OpenAPIRoute().table,
+    ):
+        app.add_routes(table)
     app.on_response_prepare.append(shell.add_headers)
     return app
 

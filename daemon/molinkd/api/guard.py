@@ -19,7 +19,7 @@ from molinkd.api.endpoint_settings import ApiSettings, is_loopback
 from molinkd.api.problem import Problem, ProblemError
 
 #: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
-OPEN_PATHS = frozenset({"/", "/health", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/readyz"})
 #: Where Ollama's routes are.
 OLLAMA = "/api/"
 _FORM = "application/x-www-form-urlencoded"
