@@ -27,6 +27,7 @@ from molinkd.api.protocol import EndpointProtocol
 from molinkd.api.request_id import give_id, id_of
 from molinkd.api.responses.routes import ResponseRoutes
 from molinkd.api.routes import OpenAIRoutes
+from molinkd.api.running import RunningAnswers
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +38,13 @@ _HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy":
 
 #: What reads the bodies of an application's requests.
 BODIES = web.AppKey("bodies", Bodies)
+
+#: Its answers, which may be given time to end.
+ANSWERS = web.AppKey("answers", RunningAnswers)
+
+#: A client that has waited for longer than this, in seconds, for nothing is told not to ask again
+#: by itself: official clients would wait twice more.
+_WAITED_S = 3.0
 
 #: The status under which a request counts whose client left before its answer was complete.
 _CLIENT_LEFT = "499"
@@ -54,6 +62,7 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
     app[BODIES] = bodies = Bodies(settings)
     catalogue = Catalogue(backend)
     generator = Generator(backend, settings, recorder, reader, catalogue)
+    app[ANSWERS] = generator.running
     routes = OpenAIRoutes(backend, bodies, catalogue, generator)
     status = _StatusRoutes(backend, recorder)
     app.add_routes(
@@ -118,6 +127,8 @@ class _Shell:
         self._guard.origins.mark(request, response)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             self._guard.check(request)
             preflight = self._guard.origins.preflight(request)
@@ -130,6 +141,8 @@ class _Shell:
                 _LOG.exception("%s %s (%s) failed", request.method, request.path, id_of(request))
                 problem = internal()
             answer = problem.response(_envelope(request.path))
+            if problem.status == 503 and loop.time() - began > _WAITED_S:
+                answer.headers["X-Should-Retry"] = "false"
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
             return answer

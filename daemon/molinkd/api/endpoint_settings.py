@@ -42,7 +42,10 @@ class ApiSettings:
     keepalive_s: float = 75.0
     #: A client that takes nothing for this long loses its answer.
     stall_timeout_s: float = 60.0
-    #: How long running answers may go on when the endpoint stops.
+    #: After how long without an event a stream says that it is still there.
+    keepalive_event_s: float = 10.0
+    #: How long running answers may go on when the endpoint stops, and then their last words.
+    finish_s: float = 0.0
     grace_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -66,7 +69,13 @@ class ApiSettings:
             self.max_choices,
             self.min_body_rate,
         )
-        times = (self.header_timeout_s, self.body_timeout_s, self.keepalive_s, self.stall_timeout_s)
+        times = (
+            self.header_timeout_s,
+            self.body_timeout_s,
+            self.keepalive_s,
+            self.keepalive_event_s,
+            self.stall_timeout_s,
+        )
         if min(*bounds, *times) <= 0:
             raise UsageError("every limit and timeout of the endpoint must be above 0")
 

@@ -36,6 +36,10 @@ class Format(Protocol):
         """The events of ``piece``."""
         ...
 
+    def keepalive(self) -> bytes:
+        """What adds nothing, for a client that would think that nobody is there."""
+        ...
+
     def closing(self, usage: Usage) -> bytes:
         """The events that end a stream."""
         ...
@@ -71,6 +75,10 @@ class _EventParts:
         self._with_usage = with_usage
         self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
+
+    def keepalive(self) -> bytes:
+        """A comment."""
+        return b": waiting\n\n"
 
     def closing(self, usage: Usage) -> bytes:
         """Where figures were asked for, a chunk with them and no choices; then the end."""

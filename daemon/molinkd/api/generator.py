@@ -25,6 +25,7 @@ from molinkd.api.problem import internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.request_id import id_of
 from molinkd.api.request_plan import Plan, best_of, check_counts, make_plan
+from molinkd.api.running import RunningAnswers
 from molinkd.api.schema import ChatBody, GenerationBody
 from molinkd.api.server_events import EventStream
 
@@ -62,6 +63,7 @@ class Generator:
         self._recorder = recorder
         self._reader = reader
         self._catalogue = catalogue
+        self.running = RunningAnswers()
 
     async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         """The answer to ``request``, which has asked for ``ask``.
@@ -79,7 +81,8 @@ class Generator:
         async def emit(index: int, piece: TextPiece) -> None:
             answers[index].append(piece)
 
-        await generate_all(self._backend, plan, self._recorder, usage, emit)
+        async with self.running.one():
+            await generate_all(self._backend, plan, self._recorder, usage, emit)
         if plan.chooses:
             plan, answers = best_of(plan, answers, usage.scores)
             form = ask.form(plan)
@@ -123,7 +126,9 @@ class Generator:
 
         try:
             try:
-                await generate_all(self._backend, plan, self._recorder, usage, emit)
+                async with self.running.one():
+                    stream.keep_alive(form.keepalive, self._settings.keepalive_event_s)
+                    await generate_all(self._backend, plan, self._recorder, usage, emit)
                 stream.push(form.closing(usage))
             except Exception as error:
                 if not stream.begun or isinstance(error, ConnectionError):

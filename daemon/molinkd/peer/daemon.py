@@ -294,6 +294,7 @@ class Daemon:
             resources, leadership, lambda: url, partial(self._revoked, swarm), self._is_twin
         )
         stack.push_async_callback(node.close)
+        endpoint = None
         if not self._launch.pc:
             endpoint = Endpoint(self._settings, node.requests)
             await endpoint.start()
@@ -304,6 +305,8 @@ class Daemon:
         )
         # All say goodbye at once, so that the others change their ring once.
         stack.push_async_callback(lambda: asyncio.gather(node.goodbye(), devices.close()))
+        if endpoint is not None:
+            stack.push_async_callback(endpoint.close)  # answers end before the others are told
         node.start(measured)
         self._node = node
         here = from_here(self._settings.host)
