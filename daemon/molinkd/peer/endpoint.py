@@ -10,8 +10,8 @@ from molinkd.api.prompt_reader import PromptProcesses
 from molinkd.peer.platform import child_options
 from molinkd.peer.settings import Settings
 
-#: Windows waits no longer for a program whose console or session ends.
-MAX_FINISH_S = 3.0 if sys.platform == "win32" else 3600.0
+#: Windows waits only some seconds for a program whose console or session ends.
+MAX_FINISH_S = 3.0 if sys.platform == "win32" else 20.0
 
 
 class Endpoint:

@@ -114,8 +114,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pipeline: PipelineSettings = PipelineSettings()
     #: Seconds for which a request waits while no pipeline can serve it.
     hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
-    #: Seconds for which running answers may go on when the daemon ends.
-    finish: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 10.0
+    #: Seconds for which running answers may go on when the daemon ends; nobody waits longer for it.
+    finish: Annotated[float, msgspec.Meta(ge=0, le=20)] = 10.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
     token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
     #: For how many PCs a join token of ``molink up`` is.

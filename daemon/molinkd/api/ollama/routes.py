@@ -134,7 +134,7 @@ async def _shown(model: ServedModel) -> dict[str, Any]:
         "model": model.name,
         "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "size": model.size,
-        "digest": model.root,
+        "digest": model.root.partition(":")[0],
         "details": {
             "parent_model": "",
             "format": "safetensors",
