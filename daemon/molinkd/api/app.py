@@ -15,7 +15,7 @@ from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.generator import Generator
 from molinkd.api.guard import OLLAMA, Guard
 from molinkd.api.messages.formats import envelope as message_envelope
-from molinkd.api.messages.routes import MessageRoutes
+from molinkd.api.messages.routes import MESSAGES, MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
 from molinkd.api.ollama.formats import envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
@@ -121,7 +121,10 @@ class _Shell:
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """What every answer says."""
-        headers = {**_HEADERS, "X-Request-Id": id_of(request)}
+        own = id_of(request)
+        headers = {**_HEADERS, "X-Request-Id": own}
+        if request.path.startswith(MESSAGES):
+            headers["Request-Id"] = own  # as Anthropic's clients read it
         for name, value in headers.items():
             response.headers.setdefault(name, value)
         self._guard.origins.mark(request, response)
@@ -167,7 +170,7 @@ class _Shell:
 
 def _envelope(path: str) -> Envelope | None:
     """How errors of that route look, where not as OpenAI's."""
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES):
         return message_envelope
     return ollama_envelope if path.startswith(OLLAMA) else None
 

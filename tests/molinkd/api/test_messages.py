@@ -39,6 +39,7 @@ def test_whole(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
         system=[{"type": "text", "text": "Be brief."}],
         extra_body={"temperature": 0.5, "top_k": 4},  # newer clients have no names for them
     )
+    assert (answer._request_id or "").startswith("req_")
     part = answer.content[0]
     assert part.type == "text"
     assert part.text == backend.answer

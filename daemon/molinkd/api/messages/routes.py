@@ -9,6 +9,8 @@ from molinkd.api.messages.formats import MessageFormat
 from molinkd.api.messages.schema import CountRequest, MessageRequest
 from molinkd.api.schema import decode_struct
 
+#: Where its routes are.
+MESSAGES = "/v1/messages"
 _NAMES = {"stop": "stop_sequences"}
 
 
@@ -23,8 +25,8 @@ class MessageRoutes:
     def table(self) -> list[web.RouteDef]:
         """All routes."""
         return [
-            web.post("/v1/messages", self.create),
-            web.post("/v1/messages/count_tokens", self.count),
+            web.post(MESSAGES, self.create),
+            web.post(f"{MESSAGES}/count_tokens", self.count),
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
