@@ -240,7 +240,7 @@ async def test_contexts_that_are_too_long(
         ("POST", "/v1/models", 405),
         ("GET", "/v1", 404),
         ("GET", "/v2/models", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/nonsense", 404),
         ("GET", "/../../etc/passwd", 404),
         ("DELETE", "/", 405),
     ],
