@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from molink.swarm.generation import GeneratedToken
 from molink.text.stops import StopStrings
@@ -98,16 +98,14 @@ class ChoiceText:
             text += stop
         end = self._emitted + len(text)
         self._pending = [entry for entry in self._pending if entry.offset < end]
-        return self._piece(text, "stop", stop)
+        return replace(self._piece(text, "stop"), stop=stop)
 
-    def _piece(
-        self, text: str, finish: FinishReason | None = None, stop: str | None = None
-    ) -> TextPiece:
+    def _piece(self, text: str, finish: FinishReason | None = None) -> TextPiece:
         self._emitted += len(text)
         logprobs: Sequence[TokenLogprob] = ()
         if self._pending:
             logprobs, self._pending = self._pending, []
-        return TextPiece(text, logprobs, finish, stop)
+        return TextPiece(text, logprobs, finish)
 
 
 def _finite(logprob: float) -> float:
