@@ -263,6 +263,9 @@ class Fleet:
                 self.commons.send(peer, Unassign(pipeline=worker.pipeline))
         for one in self.deployments:
             one.reported(event, now)
+        known = {one.pipeline for one in self.deployments}
+        if not any(one.adopting for one in self.deployments):
+            self.commons.decide(*self.registry.end_stale_routes(peer, known))
 
     def _notify(self, now: float) -> None:
         """Tell the people at PCs that get no stage what they can do about it, once."""

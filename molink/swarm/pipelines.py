@@ -81,6 +81,11 @@ class Pipelines:
         return self.formation is not None and self.formation.state == "ready"
 
     @property
+    def adopting(self) -> bool:
+        """Whether it was committed before this coordinator began, and may still serve."""
+        return self.formation is not None and self.formation.state == "adopting"
+
+    @property
     def used(self) -> frozenset[str]:
         """Peers that have, or are about to have, a worker of one of its pipelines."""
         retiring = self.retiring[0].peers if self.retiring is not None else ()
@@ -225,7 +230,7 @@ class Pipelines:
     def publish(self) -> None:
         """Tell every peer that is there where requests go, if it doesn't know yet."""
         formation = self.formation
-        if formation is not None and formation.state == "adopting":
+        if self.adopting:
             return  # what the peers know of a running pipeline stays true meanwhile
         ready = formation.record if formation is not None and self.ready else None
         route = instructions.route(

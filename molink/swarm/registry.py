@@ -28,6 +28,8 @@ RECONNECT_TIMEOUT = 0.5
 TOGETHER = 1.0
 #: So many reports in a row that show other routes than the peer was told: they came to nothing.
 MAX_ASTRAY = 6
+#: So many reports in a row that show a pipeline that is no more: the peer hasn't heard that.
+MAX_STALE = 4
 #: A header has to hold sixteen stages' addresses: more than these few of a peer aren't passed on.
 MAX_ADDRESSES = 3
 
@@ -45,6 +47,14 @@ class PeerSession:
     #: Reports in a row that show other routes than those.
     astray: int = 0
     notice: str = ""
+    #: Pipelines that reports show though there are none such: in how many reports in a row.
+    stale: dict[str, int] = field(default_factory=dict)
+
+    def find_stale(self, known: Collection[str]) -> list[str]:
+        """Pipelines that the peer has to be told again are no more: none of ``known``."""
+        shown = {pipeline for pipeline, _, _ in self.report.routes or ()}
+        self.stale = {one: self.stale.get(one, 0) + 1 for one in sorted(shown.difference(known))}
+        return [one for one, reports in self.stale.items() if reports % MAX_STALE == 0]
 
     def find_astray(self) -> None:
         """Forget what the peer was told of routes if its reports go on showing something else.
@@ -225,6 +235,11 @@ class Registry:
         for session in self.sessions.values():
             session.routes.pop(pipeline, None)
         return self.broadcast(RouteGone(pipeline=pipeline))
+
+    def end_stale_routes(self, peer: str, known: Collection[str]) -> list[Decision]:
+        """Tell a peer of pipelines that ended while it had no session: all but those ``known``."""
+        stale = self.sessions[peer].find_stale(known)
+        return [SendMessage(peer, RouteGone(pipeline=pipeline)) for pipeline in stale]
 
     def holders(self, model: str) -> tuple[str, ...]:
         """Peers that are there and can serve every file of a model, in the order of joining."""

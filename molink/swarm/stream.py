@@ -92,8 +92,17 @@ class Stream:
     """State machine of one request. Keys of its submissions are ``<key>.<attempt>``."""
 
     def __init__(
-        self, key: str, request: GenerationRequest, limits: StreamLimits, now: float
+        self,
+        key: str,
+        request: GenerationRequest,
+        limits: StreamLimits,
+        now: float,
+        since: float | None = None,
     ) -> None:
+        """``since`` when nothing has been there that could serve it; ``None``: there is, or may be.
+
+        What others have waited for in vain, it doesn't wait for anew.
+        """
         self.key = key
         self.request = request
         self.state: StreamState = "waiting"
@@ -114,12 +123,12 @@ class Stream:
         self._abandoned: tuple[HeadEpoch, str] | None = None
         self._available: HeadEpoch | None = None
         #: When the present wait began; ``None`` once a token has come since.
-        self._waiting_since: float | None = now
+        self._waiting_since: float | None = now if since is None else since
         self._submitted_at = now
         self._retry_at = now
         #: The last sign that a pipeline is being formed, and when it came.
         self._sign = 0
-        self._sign_at = now
+        self._sign_at = now if since is None else since
         self._fruitless = 0
         #: Whether the last submission was the first one in its epoch.
         self._fresh = True

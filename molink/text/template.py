@@ -35,6 +35,7 @@ class ChatTemplate:
     ) -> None:
         if len(source) > MAX_SOURCE:
             raise BrokenModel(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
+        self.source = source
         self._special = dict(special)
         self._limits = (produced, cpu_s)
         self._lock = threading.Lock()

@@ -141,6 +141,10 @@ class Tokenizer:
         skip = self.special_ids if skip_special else frozenset()
         return IncrementalDetokenizer(self._pieces, skip, continues=continues)
 
+    def id_of(self, text: str) -> int | None:
+        """The id of the token that is ``text``; ``None`` if there is none."""
+        return self._id_of(text)
+
     def _id_of(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
         return self._backend.token_to_id(text) if isinstance(text, str) else None

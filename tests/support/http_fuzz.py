@@ -62,6 +62,49 @@ COMMON: dict[str, Any] = {
     "guided_grammar": None,
     "user": "someone",
 }
+#: Bodies of the other protocols' routes.
+OTHERS: dict[str, dict[str, Any]] = {
+    "/api/chat": {
+        "model": "tiny:latest",
+        "messages": [{"role": "user", "content": "hello", "images": []}],
+        "stream": False,
+        "options": {"num_predict": 4, "stop": ["x"], "top_k": 3, "seed": 7},
+        "keep_alive": "5m",
+        "think": False,
+        "logprobs": True,
+    },
+    "/api/generate": {
+        "prompt": "hello",
+        "system": "be brief",
+        "raw": False,
+        "stream": False,
+        "options": {"num_predict": 4, "temperature": 0.5},
+    },
+    "/api/show": {"model": "tiny", "verbose": False},
+    "/v1/responses": {
+        "model": "tiny",
+        "instructions": "be brief",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {"type": "reasoning", "summary": []},
+        ],
+        "max_output_tokens": 4,
+        "text": {"format": {"type": "text"}},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "metadata": {"a": "b"},
+    },
+    "/v1/messages": {
+        "model": "tiny",
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "be brief"}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "stop_sequences": ["x"],
+        "thinking": {"type": "disabled"},
+    },
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/embeddings": {"model": "tiny", "input": ["hello"]},
+}
 TEXTS = (
     "",
     "x",
@@ -131,9 +174,9 @@ def _mutate(body: dict[str, Any], rng: Random) -> None:
     elif what < 0.75:
         body[rng.choice([*COMMON, *CHAT, *COMPLETION])] = _value(rng)
     elif what < 0.85 and isinstance(container, dict):
-        del container[key]
+        container.pop(key, None)
     elif isinstance(container, dict):
-        container[str(key) + rng.choice(["", "_", "\x00", "$"])] = container[key]
+        container[str(key) + rng.choice(["", "_", "\x00", "$"])] = container.get(key)
     else:
         container[key] = [container[key]] * rng.choice([0, 2, 100])
 
@@ -158,6 +201,16 @@ def random_body(rng: Random) -> tuple[str, bytes]:
     body: dict[str, Any] = json.loads(json.dumps(CHAT if chats else COMPLETION))
     for name in rng.sample(list(COMMON), rng.randrange(5)):
         body[name] = json.loads(json.dumps(COMMON[name]))
+    return ("chat/completions" if chats else "completions"), _spoilt(body, rng)
+
+
+def random_other(rng: Random) -> tuple[str, bytes]:
+    """A path of another protocol and a body for it."""
+    path = rng.choice(list(OTHERS))
+    return path, _spoilt(json.loads(json.dumps(OTHERS[path])), rng)
+
+
+def _spoilt(body: dict[str, Any], rng: Random) -> bytes:
     for _ in range(rng.randrange(4)):
         _mutate(body, rng)
         if len(json.dumps(body)) > MAX_BODY:
@@ -166,8 +219,7 @@ def random_body(rng: Random) -> tuple[str, bytes]:
     data = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     if rng.random() < 0.15:
         data = _damage(data, rng)
-    data = data[:MAX_BODY]
-    return ("chat/completions" if chats else "completions"), data
+    return data[:MAX_BODY]
 
 
 _HEADERS = (

@@ -73,6 +73,7 @@ def report(
     prefetched: Prefetched | None = None,
     block_size: int = 1,
     pc: str = "",
+    routes: tuple[tuple[str, int, bool], ...] | None = None,
 ) -> PeerReport:
     return PeerReport(
         name=name.upper(),
@@ -87,6 +88,7 @@ def report(
         workers=workers,
         prefetched=prefetched,
         pc=pc,
+        routes=routes,
     )
 
 

@@ -386,3 +386,29 @@ def test_one_pipeline_at_a_time_is_committed_for_each(both: Paper) -> None:
     assert [newest[one.key] for one in both.fleet.deployments] == [
         one.formation.record for one in both.fleet.deployments
     ]
+
+
+def test_a_peer_hears_again_of_a_pipeline_that_is_no_more(both: Paper) -> None:
+    """It had no session when that ended, or its coordinator was another one."""
+    own = {one.pipeline for one in both.fleet.deployments}
+    routes = tuple((pipeline, 1, True) for pipeline in ("p0", *sorted(own)))
+    both.take()
+    told: list[Any] = []
+    for _ in range(4):
+        both.report("c", routes=routes)
+        told += both.take()
+    assert [m for p, m in told if isinstance(m, RouteGone)] == [RouteGone(pipeline="p0")]
+    assert {p for p, m in told if isinstance(m, RouteGone)} == {"c"}
+
+
+def test_who_adopts_ends_no_pipeline_by_hearsay(kit: Kit) -> None:
+    paper = start(kit, "ab", wish("x", min_stages=2))
+    record = paper.deployment("x").formation.record
+    again = kit.Paper(
+        "a", "b", "c", desired=wish("x", min_stages=2), pipeline=record, last=(record.epoch, 1)
+    )
+    assert again.deployment("x").adopting
+    for _ in range(8):
+        again.report("c", routes=(("p0", 1, True),))
+    assert again.deployment("x").adopting
+    assert not [m for _, m in again.take() if isinstance(m, RouteGone)]

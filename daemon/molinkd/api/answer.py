@@ -14,50 +14,95 @@ Emit = Callable[[int, TextPiece], Awaitable[None]]
 
 
 class Usage:
-    """What ``usage`` reports of one request: tokens of its prompts and of all its answers."""
+    """What an answer reports of itself: tokens of its prompts and choices, and what they took.
 
-    def __init__(self, prompt_tokens: int) -> None:
+    Times are of ``time.perf_counter``: ``began`` when the request was read, ``loaded`` when its
+    model's tokenizer was there, ``first`` and ``last`` when its first and its last token came.
+    """
+
+    def __init__(self, prompt_tokens: int, began: float, loaded: float) -> None:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
+        self.began, self.loaded = began, loaded
+        self.first = self.last = 0.0
         self._cached: dict[int, int] = {}
+        #: How likely each choice's answer is.
+        self.scores: dict[int, float] = {}
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were in the prefix cache."""
+        return sum(self._cached.values())
+
+    @property
+    def prompt_s(self) -> float:
+        """Seconds until the first token, after the model was loaded."""
+        return max(self.first - self.loaded, 0.0)
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.last - self.first
+
+    def token(self, now: float) -> None:
+        """A token came, of any choice."""
+        self.first = self.first or now
+        self.last = now
 
     def count(self, choice: ChoicePlan, text: ChoiceText) -> None:
         """Add an answer that is over. A prompt with ``n`` answers is counted once."""
         self.completion_tokens += text.tokens
+        self.scores[choice.index] = text.score
         cached = min(text.cached, self._cached.get(choice.prompt, text.cached))
         self._cached[choice.prompt] = cached
 
     def as_json(self) -> dict[str, object]:
-        """The ``usage`` object."""
+        """OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def timings(self) -> dict[str, float]:
+        """llama-server's ``timings`` object; the time until the first token is the prompt's."""
+        computed = self.prompt_tokens - self.cached_tokens
+        return {
+            "cache_n": self.cached_tokens,
+            **_pace("prompt", computed, self.prompt_s),
+            **_pace("predicted", self.completion_tokens, self.answer_s),
         }
 
 
+def _pace(name: str, tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": seconds * 1e3,
+        f"{name}_per_token_ms": seconds * 1e3 / tokens if tokens else 0.0,
+        f"{name}_per_second": tokens / seconds if seconds else 0.0,
+    }
+
+
 async def generate_all(
-    backend: Backend, plan: Plan, recorder: RequestRecorder, emit: Emit
-) -> Usage:
-    """Run every choice of ``plan`` at once, handing what they add to ``emit``.
+    backend: Backend, plan: Plan, recorder: RequestRecorder, usage: Usage, emit: Emit
+) -> None:
+    """Run every choice of ``plan`` at once, counted in ``usage``; what they add goes to ``emit``.
 
     A choice that fails ends the others. When this coroutine is cancelled, so are they.
 
     Raises:
         MolinkError: what the backend raised; of several choices' errors, the first.
     """
-    usage = Usage(plan.prompt_tokens)
     if len(plan.choices) == 1:
         await _generate(backend, plan, plan.choices[0], usage, recorder, emit)
-        return usage
+        return
     try:
         async with asyncio.TaskGroup() as group:
             for choice in plan.choices:
                 group.create_task(_generate(backend, plan, choice, usage, recorder, emit))
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
-    return usage
 
 
 async def _generate(
@@ -73,7 +118,7 @@ async def _generate(
     tokens = backend.generate(choice.request)
     try:
         async for token in tokens:
-            timer.token()
+            usage.token(timer.token())
             piece = text.add(token)
             if piece is not None:
                 await emit(choice.index, piece)

@@ -9,14 +9,25 @@ from msgspec import json
 
 from molinkd.api.backend import Backend
 from molinkd.api.body import Bodies
+from molinkd.api.catalogue import Catalogue
+from molinkd.api.embeddings import EmbeddingRoutes
 from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.guard import Guard
+from molinkd.api.generator import Generator
+from molinkd.api.guard import OLLAMA, Guard
+from molinkd.api.messages.formats import envelope as message_envelope
+from molinkd.api.messages.routes import MESSAGES, MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, exposition
+from molinkd.api.ollama.formats import envelope as ollama_envelope
+from molinkd.api.ollama.routes import OllamaRoutes
+from molinkd.api.openapi import OpenAPIRoute
 from molinkd.api.page import ChatPage
-from molinkd.api.problem import Problem, internal, problem_of
+from molinkd.api.problem import Envelope, Problem, internal, problem_of
 from molinkd.api.prompt_reader import PromptReader
 from molinkd.api.protocol import EndpointProtocol
+from molinkd.api.request_id import give_id, id_of
+from molinkd.api.responses.routes import ResponseRoutes
 from molinkd.api.routes import OpenAIRoutes
+from molinkd.api.running import RunningAnswers
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,6 +38,13 @@ _HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy":
 
 #: What reads the bodies of an application's requests.
 BODIES = web.AppKey("bodies", Bodies)
+
+#: Its answers, which may be given time to end.
+ANSWERS = web.AppKey("answers", RunningAnswers)
+
+#: A client that has waited for longer than this, in seconds, for nothing is told not to ask again
+#: by itself: official clients would wait twice more.
+_WAITED_S = 3.0
 
 #: The status under which a request counts whose client left before its answer was complete.
 _CLIENT_LEFT = "499"
@@ -42,7 +60,10 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
     shell = _Shell(Guard(settings), recorder, settings)
     app = web.Application(middlewares=[shell.handle])
     app[BODIES] = bodies = Bodies(settings)
-    routes = OpenAIRoutes(backend, settings, recorder, bodies, reader)
+    catalogue = Catalogue(backend)
+    generator = Generator(backend, settings, recorder, reader, catalogue)
+    app[ANSWERS] = generator.running
+    routes = OpenAIRoutes(backend, bodies, catalogue, generator)
     status = _StatusRoutes(backend, recorder)
     app.add_routes(
         [
@@ -56,7 +77,15 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
             web.get("/", ChatPage().handle),
         ]
     )
-    app.on_response_prepare.append(_add_headers)
+    for table in (
+        EmbeddingRoutes(bodies).table,
+        OllamaRoutes(backend, bodies, catalogue, generator).table,
+        ResponseRoutes(bodies, generator).table,
+        MessageRoutes(bodies, generator).table,
+        OpenAPIRoute().table,
+    ):
+        app.add_routes(table)
+    app.on_response_prepare.append(shell.add_headers)
     return app
 
 
@@ -71,6 +100,7 @@ class _Shell:
     @web.middleware
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """aiohttp's middleware."""
+        give_id(request)
         connection = request.protocol if isinstance(request.protocol, EndpointProtocol) else None
         if connection is not None:
             connection.request_began()
@@ -89,18 +119,33 @@ class _Shell:
             route = resource.canonical if resource is not None else "other"
             self._recorder.requests[route, status] += 1
 
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """What every answer says."""
+        own = id_of(request)
+        headers = {**_HEADERS, "X-Request-Id": own}
+        if request.path.startswith(MESSAGES):
+            headers["Request-Id"] = own  # as Anthropic's clients read it
+        for name, value in headers.items():
+            response.headers.setdefault(name, value)
+        self._guard.origins.mark(request, response)
+
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             self._guard.check(request)
-            return await handler(request)
+            preflight = self._guard.origins.preflight(request)
+            return await handler(request) if preflight is None else preflight
         except ConnectionError:
             raise
         except Exception as error:
             problem = problem_of(error, f"{request.method} {request.path}")
             if problem is None:
-                _LOG.exception("%s %s failed", request.method, request.path)
+                _LOG.exception("%s %s (%s) failed", request.method, request.path, id_of(request))
                 problem = internal()
-            answer = problem.response()
+            answer = problem.response(_envelope(request.path))
+            if problem.status == 503 and loop.time() - began > _WAITED_S:
+                answer.headers["X-Should-Retry"] = "false"
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
             return answer
@@ -121,6 +166,13 @@ class _Shell:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the client takes nothing") from None
+
+
+def _envelope(path: str) -> Envelope | None:
+    """How errors of that route look, where not as OpenAI's."""
+    if path.startswith(MESSAGES):
+        return message_envelope
+    return ollama_envelope if path.startswith(OLLAMA) else None
 
 
 class _StatusRoutes:
@@ -148,8 +200,3 @@ class _StatusRoutes:
             body=exposition(self._registry),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
-
-
-async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    for name, value in _HEADERS.items():
-        response.headers.setdefault(name, value)

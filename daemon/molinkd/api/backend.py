@@ -14,7 +14,8 @@ class ServedModel:
 
     ``folder`` is a local folder with at least config, tokenizer and chat template (never weights
     that only other peers have). ``context`` is in tokens. Requests of up to ``short_context`` are
-    computed as the model was trained at first (LongRoPE); 0: there is no such bound.
+    computed as the model was trained at first (LongRoPE); 0: there is no such bound. ``size`` is of
+    all its weights, in bytes, 0 if not known, and ``root`` names its content.
     """
 
     name: str
@@ -22,6 +23,8 @@ class ServedModel:
     context: int
     created: int
     short_context: int = 0
+    size: int = 0
+    root: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from molink.swarm.generation import GeneratedToken
 from molink.text.stops import StopStrings
@@ -28,11 +28,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What a token added to an answer; the last one has ``finish``."""
+    """What a token added to an answer; the last one has ``finish``.
+
+    ``stop`` is the stop string at which it ended.
+    """
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
     finish: FinishReason | None = None
+    stop: str | None = None
 
 
 class ChoiceText:
@@ -51,12 +55,14 @@ class ChoiceText:
         self._emitted = 0
         self.tokens = 0
         self.cached = 0
+        self._logprob = 0.0
 
     def add(self, token: GeneratedToken) -> TextPiece | None:
         """What the client sees of ``token``; ``None`` if nothing yet."""
         if self.tokens == 0:
             self.cached = token.cached
         self.tokens += 1
+        self._logprob += _finite(token.logprob)
         if token.finish == "stop":
             return self._last("stop")
         if self._wants_logprobs:
@@ -70,6 +76,11 @@ class ChoiceText:
             return self._last(token.finish, text)
         return self._piece(text) if text else None
 
+    @property
+    def score(self) -> float:
+        """The mean logprob of its tokens; means nothing where none was asked for."""
+        return self._logprob / max(self.tokens, 1)
+
     def _take(self, text: str) -> str:
         self._seen += len(text)
         return self._stops.push(text)
@@ -81,12 +92,13 @@ class ChoiceText:
         return self._piece(text + self._stops.flush(), finish)
 
     def _stopped(self, text: str) -> TextPiece:
-        assert self._stops.matched is not None
+        stop = self._stops.matched
+        assert stop is not None
         if self._include_stop:
-            text += self._stops.matched
+            text += stop
         end = self._emitted + len(text)
         self._pending = [entry for entry in self._pending if entry.offset < end]
-        return self._piece(text, "stop")
+        return replace(self._piece(text, "stop"), stop=stop)
 
     def _piece(self, text: str, finish: FinishReason | None = None) -> TextPiece:
         self._emitted += len(text)

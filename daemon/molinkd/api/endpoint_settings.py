@@ -1,9 +1,11 @@
 """How the endpoint is set up."""
 
 import ipaddress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from molink.errors import UsageError
+from molinkd.api.cors import AllowedOrigins
 
 MIB = 2**20
 
@@ -12,9 +14,11 @@ MIB = 2**20
 class ApiSettings:
     """Settings of one endpoint. Times in seconds, sizes in bytes.
 
-    ``host`` is the address the endpoint binds; beyond loopback it needs an ``api_key``.
+    ``host`` is the address the endpoint binds; beyond loopback it needs an API key: ``api_key``, or
+    several in ``api_keys``, each with its name.
     ``allowed_hosts`` are further names under which clients may call it (the ``Host`` header), for
-    instance the name of this PC or of a reverse proxy; ``*`` allows every name.
+    instance the name of this PC or of a reverse proxy; ``*`` allows every name. ``cors_origins``
+    are the pages that may use it beside its own (see :class:`AllowedOrigins`).
     ``max_choices`` bounds prompts × ``n`` of one request.
 
     Raises:
@@ -23,7 +27,9 @@ class ApiSettings:
 
     host: str = "127.0.0.1"
     api_key: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
     allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 2 * MIB
     max_connections: int = 512
     #: Bodies that may be under way at once.
@@ -36,13 +42,22 @@ class ApiSettings:
     keepalive_s: float = 75.0
     #: A client that takes nothing for this long loses its answer.
     stall_timeout_s: float = 60.0
-    #: How long running answers may go on when the endpoint stops.
+    #: After how long without an event a stream says that it is still there.
+    keepalive_event_s: float = 10.0
+    #: How long running answers may go on when the endpoint stops, and then their last words.
+    finish_s: float = 0.0
     grace_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise UsageError("the API key is empty: set a real one, or none at all")
-        if not self.loopback and self.api_key is None:
+        for name, key in self.keys:
+            if not key.strip():
+                raise UsageError(f"the API key {name!r} is empty: set a real one, or none at all")
+        if AllowedOrigins(self.cors_origins).any and not self.keys:
+            raise UsageError(
+                "`cors_origins`: with * every page that this PC opens could use the endpoint: set "
+                "an API key too, or name the origins"
+            )
+        if not self.loopback and not self.keys:
             raise UsageError(
                 f"the endpoint would listen on {self.host}, where others can reach it, without an "
                 "API key: set one with --api-key (or MOLINK_API_KEY), or listen on 127.0.0.1"
@@ -54,9 +69,21 @@ class ApiSettings:
             self.max_choices,
             self.min_body_rate,
         )
-        times = (self.header_timeout_s, self.body_timeout_s, self.keepalive_s, self.stall_timeout_s)
+        times = (
+            self.header_timeout_s,
+            self.body_timeout_s,
+            self.keepalive_s,
+            self.keepalive_event_s,
+            self.stall_timeout_s,
+        )
         if min(*bounds, *times) <= 0:
             raise UsageError("every limit and timeout of the endpoint must be above 0")
+
+    @property
+    def keys(self) -> tuple[tuple[str, str], ...]:
+        """All keys, each after its name; that of ``api_key`` is empty."""
+        single = () if self.api_key is None else (("", self.api_key),)
+        return (*single, *self.api_keys.items())
 
     @property
     def loopback(self) -> bool:

@@ -12,14 +12,21 @@ from typing import Any, ClassVar, Protocol
 from msgspec import json
 
 from molink.text.tokenizer import Tokenizer
+from molinkd.api.answer import Usage
 from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
+from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
 
 DONE = b"data: [DONE]\n\n"
+#: Server-sent events.
+EVENTS = "text/event-stream"
 
 
 class Format(Protocol):
-    """How one route's answers look."""
+    """How one route's answers look; an object of it is for one answer."""
+
+    #: Of a stream.
+    content_type: str
 
     def opening(self, index: int) -> bytes:
         """Events before the first piece of choice ``index``; may be empty."""
@@ -29,11 +36,19 @@ class Format(Protocol):
         """The events of ``piece``."""
         ...
 
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """The event that ends a stream whose client asked for usage figures."""
+    def keepalive(self) -> bytes:
+        """What adds nothing, for a client that would think that nobody is there."""
         ...
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
+    def closing(self, usage: Usage) -> bytes:
+        """The events that end a stream."""
+        ...
+
+    def failure(self, problem: Problem) -> bytes:
+        """What ends a stream that has begun and can't go on."""
+        ...
+
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """The answer in one object; ``answers`` has the pieces of each choice."""
         ...
 
@@ -42,6 +57,7 @@ class _EventParts:
     """What the events of both formats are put together from."""
 
     #: How ids begin; what a whole answer and an event are called; the field that holds the text.
+    content_type = EVENTS
     _id: ClassVar[str]
     _object: ClassVar[str]
     _chunk: ClassVar[str]
@@ -56,12 +72,28 @@ class _EventParts:
             self._head + b'"choices":[{"index":%d,"%s":' % (choice.index, self._field)
             for choice in plan.choices
         ]
+        self._with_usage = with_usage
         self._end = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
 
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """A chunk without choices."""
-        return self._head + b'"choices":[],"usage":' + json.encode(usage) + b"}\n\n"
+    def keepalive(self) -> bytes:
+        """A comment."""
+        return b": waiting\n\n"
+
+    def closing(self, usage: Usage) -> bytes:
+        """Where figures were asked for, a chunk with them and no choices; then the end."""
+        if not self._with_usage:
+            return DONE
+        figures = {"choices": [], "usage": usage.as_json(), "timings": usage.timings()}
+        return self._head + json.encode(figures)[1:] + b"\n\n" + DONE
+
+    def _object_of(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        figures = {"usage": usage.as_json(), "timings": usage.timings()}
+        return json.encode({**self._whole, "choices": choices, **figures})
+
+    def failure(self, problem: Problem) -> bytes:
+        """The envelope, as an event."""
+        return b"event: error\ndata: " + problem.body() + b"\n\n"
 
 
 class ChatFormat(_EventParts):
@@ -90,12 +122,12 @@ class ChatFormat(_EventParts):
             event += piece.finish.encode() + b'"}]' + self._end
         return event
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            message = {"role": "assistant", "content": _text(pieces), "refusal": None}
-            logprobs = self._logprobs(_logprobs(pieces)) if self._top >= 0 else None
+            message = {"role": "assistant", "content": text_of(pieces), "refusal": None}
+            logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {
                     "index": index,
@@ -104,19 +136,11 @@ class ChatFormat(_EventParts):
                     "finish_reason": pieces[-1].finish,
                 }
             )
-        return json.encode({**self._whole, "choices": choices, "usage": usage})
+        return self._object_of(choices, usage)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = []
-        for entry in entries:
-            top = [self._token(*pair) for pair in entry.top[: self._top]]
-            content.append({**self._token(entry.token, entry.logprob), "top_logprobs": top})
+        content = logprob_entries(entries, self._top, self._tokenizer)
         return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token)
-        text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
 class CompletionFormat(_EventParts):
@@ -146,20 +170,20 @@ class CompletionFormat(_EventParts):
             start + b',"logprobs":' + logprobs + b',"finish_reason":' + finish + b"}]" + self._end
         )
 
-    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: dict[str, object]) -> bytes:
+    def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``text_completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            logprobs = self._logprobs(_logprobs(pieces)) if self._top >= 0 else None
+            logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {
                     "index": index,
-                    "text": self._echoes[index] + _text(pieces),
+                    "text": self._echoes[index] + text_of(pieces),
                     "logprobs": logprobs,
                     "finish_reason": pieces[-1].finish,
                 }
             )
-        return json.encode({**self._whole, "choices": choices, "usage": usage})
+        return self._object_of(choices, usage)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
@@ -182,6 +206,25 @@ class CompletionFormat(_EventParts):
         return _token_text(self._tokenizer, token)
 
 
+def logprob_entries(
+    entries: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Tokens with their bytes and logprobs, and ``top`` others in their place, as chats have it."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
+
+    return [
+        {
+            **shown(entry.token, entry.logprob),
+            "top_logprobs": [shown(*pair) for pair in entry.top[: max(top, 0)]],
+        }
+        for entry in entries
+    ]
+
+
 def _token_text(tokenizer: Tokenizer, token: int) -> str:
     """A token as text; one that is part of a character as OpenAI writes it, ``bytes:\\xe4``."""
     data = tokenizer.token_bytes(token)
@@ -191,11 +234,13 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _text(pieces: Sequence[TextPiece]) -> str:
+def text_of(pieces: Sequence[TextPiece]) -> str:
+    """All that they say."""
     return "".join(piece.text for piece in pieces)
 
 
-def _logprobs(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
+def logprobs_of(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
+    """Those of all their tokens."""
     return [entry for piece in pieces for entry in piece.logprobs]
 
 

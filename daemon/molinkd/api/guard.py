@@ -2,7 +2,9 @@
 
 A page of another site can send requests to ``localhost`` (a form post, a ``fetch`` without reading
 the answer), and by DNS rebinding it can even pose as the same site. So the ``Host`` must be a name
-of ours, an ``Origin`` must be our own, and a ``POST`` must be JSON, which no form can send.
+of ours, an ``Origin`` must be our own or one that the owner allows, and a ``POST`` must be JSON,
+which no form can send. Ollama's clients send theirs without saying so, or as ``curl`` does: that
+passes at its routes, unless a browser says that a page of another site asks.
 """
 
 import hmac
@@ -12,18 +14,24 @@ import socket
 from aiohttp import hdrs, web
 from yarl import URL
 
+from molinkd.api.cors import AllowedOrigins
 from molinkd.api.endpoint_settings import ApiSettings, is_loopback
 from molinkd.api.problem import Problem, ProblemError
 
 #: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
-OPEN_PATHS = frozenset({"/", "/health", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/health", "/openapi.json", "/readyz"})
+#: Where Ollama's routes are.
+OLLAMA = "/api/"
+_FORM = "application/x-www-form-urlencoded"
+_CALLER = web.RequestKey("caller", str)
 
 
 class Guard:
     """Checks each request before anything else looks at it."""
 
     def __init__(self, settings: ApiSettings) -> None:
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._keys = settings.keys
+        self.origins = AllowedOrigins(settings.cors_origins)
         self._loopback = settings.loopback
         names = {name.lower().rstrip(".") for name in settings.allowed_hosts}
         if not settings.loopback:
@@ -32,7 +40,7 @@ class Guard:
         self._names = frozenset(names)
 
     def check(self, request: web.BaseRequest) -> None:
-        """Let ``request`` pass.
+        """Let ``request`` pass, and note the name of its key: :func:`caller`.
 
         Raises:
             ProblemError: a foreign host or origin (403), no JSON (415), or no valid key (401).
@@ -47,8 +55,9 @@ class Guard:
         self._check_origin(request, host[0])
         if request.method == hdrs.METH_POST:
             _check_content(request)
-        if self._key is not None and request.path not in OPEN_PATHS:
-            self._check_key(request)
+        preflight = request.method == hdrs.METH_OPTIONS  # browsers send it without the key
+        if self._keys and request.path not in OPEN_PATHS and not preflight:
+            request[_CALLER] = self._name_of_key(request)
 
     def _is_ours(self, host: str) -> bool:
         try:
@@ -64,21 +73,45 @@ class Guard:
 
     def _check_origin(self, request: web.BaseRequest, host: str) -> None:
         for origin in request.headers.getall(hdrs.ORIGIN, []):
-            if origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-                raise _forbidden("a page of another site can't use this endpoint", "invalid_origin")
+            own = (f"http://{host}".lower(), f"https://{host}".lower())
+            if origin.lower() not in own and origin not in self.origins:
+                raise _forbidden(
+                    "a page of another site can't use this endpoint, unless its owner names the "
+                    "origin in `cors_origins` (--cors-origin)",
+                    "invalid_origin",
+                )
 
-    def _check_key(self, request: web.BaseRequest) -> None:
-        assert self._key is not None
+    def _name_of_key(self, request: web.BaseRequest) -> str:
         scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("X-Api-Key", "")  # as Anthropic's clients send it
         given = key.strip().encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
+        # All are compared, so that the time tells nothing.
+        found = [name for name, own in self._keys if hmac.compare_digest(given, own.encode())]
+        if not found:
             text = "a valid API key is needed: send `Authorization: Bearer KEY`"
             problem = Problem(401, text, "authentication_error", None, "invalid_api_key")
             raise ProblemError(problem)
+        return found[0]
+
+
+def caller(request: web.BaseRequest) -> str:
+    """Who asks: the name of the key that was sent, else the client's address."""
+    return request.get(_CALLER) or request.remote or ""
+
+
+def _is_json(request: web.BaseRequest) -> bool:
+    """Whether the body is said to be JSON, or at Ollama's routes may be; a form's never is."""
+    kind = request.headers.get(hdrs.CONTENT_TYPE)
+    if kind is not None and request.content_type == "application/json":
+        return True
+    if not request.path.startswith(OLLAMA) or (kind is not None and request.content_type != _FORM):
+        return False
+    return request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
 
 
 def _check_content(request: web.BaseRequest) -> None:
-    if request.headers.get(hdrs.CONTENT_TYPE) is None or request.content_type != "application/json":
+    if not _is_json(request):
         text = "the body must be JSON: send `Content-Type: application/json`"
         raise ProblemError(Problem(415, text, code="unsupported_media_type"))
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from molink.errors import PortInUse, UsageError
-from molinkd.api.app import BODIES, create_app
+from molinkd.api.app import ANSWERS, BODIES, create_app
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.prompt_reader import PromptReader
@@ -141,6 +141,7 @@ class EndpointServer:
                         listener = await self._listen(connections, self._port)
             finally:
                 listener.close()
+            await app[ANSWERS].finish(self._settings.finish_s)
         finally:
             await runner.cleanup()
             await self._reader.close()

@@ -61,8 +61,8 @@ class GenerationTimer:
         self._recorder = recorder
         self._start = self._last = time.perf_counter()
 
-    def token(self) -> None:
-        """A token came."""
+    def token(self) -> float:
+        """A token came; returns the time."""
         now = time.perf_counter()
         recorder = self._recorder
         if self._last == self._start:
@@ -71,6 +71,7 @@ class GenerationTimer:
             recorder.between_tokens.observe(now - self._last)
         recorder.generated_tokens += 1
         self._last = now
+        return now
 
     def end(self) -> None:
         """The answer is over, one way or another."""

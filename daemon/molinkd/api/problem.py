@@ -1,6 +1,7 @@
 """Errors as clients see them: OpenAI's envelope ``{"error": {message, type, param, code}}``."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -38,18 +39,21 @@ class Problem:
     code: str | None = None
     retry_after: float | None = None
 
-    def body(self) -> bytes:
-        """The envelope as JSON."""
-        fields = {
+    def fields(self) -> dict[str, str | None]:
+        """What is in the envelope."""
+        return {
             "message": self.message,
             "type": self.type,
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": fields})
 
-    def response(self) -> web.Response:
-        """The envelope as an answer."""
+    def body(self) -> bytes:
+        """The envelope as JSON."""
+        return msgspec.json.encode({"error": self.fields()})
+
+    def response(self, envelope: "Envelope | None" = None) -> web.Response:
+        """The envelope as an answer: OpenAI's, or another protocol's."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -57,13 +61,17 @@ class Problem:
             headers["WWW-Authenticate"] = "Bearer"
         answer = web.Response(
             status=self.status,
-            body=self.body(),
+            body=self.body() if envelope is None else envelope(self),
             headers=headers,
             content_type="application/json",
         )
         if self.status in (408, 413):
             answer.force_close()  # what is left of the body is not worth reading
         return answer
+
+
+#: How a protocol writes an error.
+Envelope = Callable[[Problem], bytes]
 
 
 class ProblemError(Exception):

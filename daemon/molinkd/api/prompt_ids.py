@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from molink.errors import ContextTooLong, RequestError
+from molink.text.infill import infill_ids
 from molinkd.api.offer import Offer
 from molinkd.api.prompt_messages import PromptIds
 from molinkd.api.schema import ChatBody, ChatMessage, CompletionBody
@@ -26,8 +27,9 @@ def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
         ContextTooLong: it is so long that it can't fit.
         RequestError: a part that isn't text, no template, or messages that it refuses.
     """
-    if body.echo:
-        raise RequestError("`echo` is not supported for conversations", "echo")
+    asked = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
+    for name in [name for name, value in asked.items() if value]:
+        raise RequestError(f"`{name}` is not supported for conversations", name)
     template = offer.tokenizer.template
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
@@ -65,7 +67,9 @@ def completion_prompts(body: CompletionBody, offer: Offer) -> list[PromptIds]:
 
 def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Offer) -> PromptIds:
     if isinstance(prompt, str):
-        return PromptIds(_encoded(prompt, field, offer), prompt if body.echo else "")
+        special = not body.suffix
+        ids: Sequence[int] = _encoded(prompt, field, offer, special=special, empty=not special)
+        return PromptIds(_with_suffix(ids, body, offer), prompt if body.echo else "")
     tokenizer = offer.tokenizer
     if not isinstance(prompt, list) or not _all_ids(prompt):
         raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
@@ -75,12 +79,28 @@ def _completion_prompt(prompt: Any, field: str, body: CompletionBody, offer: Off
                 f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
             )
     text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
-    return PromptIds(_not_empty(prompt, field), text)
+    return PromptIds(_with_suffix(_not_empty(prompt, field), body, offer), text)
 
 
-def _encoded(text: str, field: str, offer: Offer, *, special: bool = True) -> tuple[int, ...]:
+def _with_suffix(ids: Sequence[int], body: CompletionBody, offer: Offer) -> tuple[int, ...]:
+    """The prompt ``ids`` with what comes after the answer, where the client says that."""
+    if not body.suffix:
+        return tuple(ids)
+    after = _encoded(body.suffix, "suffix", offer, special=False, empty=True)
+    filled = infill_ids(offer.tokenizer, ids, after)
+    if filled is None:
+        text = f"`suffix`: {offer.model.name} doesn't know how to fill a gap; leave it out"
+        raise RequestError(text, "suffix")
+    return tuple(filled)
+
+
+def _encoded(
+    text: str, field: str, offer: Offer, *, special: bool = True, empty: bool = False
+) -> tuple[int, ...]:
+    """The ids of ``text``, which may be ``empty``; with ``special`` as a prompt of its own."""
     _check_length(len(text), field, offer)
-    return _not_empty(offer.tokenizer.encode(text, special=special), field)
+    ids = offer.tokenizer.encode(text, special=special)
+    return tuple(ids) if empty else _not_empty(ids, field)
 
 
 def _check_messages(messages: Sequence[ChatMessage], offer: Offer) -> None:

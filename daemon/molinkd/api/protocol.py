@@ -9,8 +9,9 @@ from aiohttp.abc import AbstractAccessLogger
 from molink.plaintext import printable
 from molinkd.api.body import Bodies
 from molinkd.api.endpoint_settings import ApiSettings
-from molinkd.api.guard import OPEN_PATHS
+from molinkd.api.guard import OPEN_PATHS, caller
 from molinkd.api.problem import Problem, internal
+from molinkd.api.request_id import id_of
 
 _ACCESS_LOG = logging.getLogger("molinkd.api.access")
 
@@ -29,7 +30,17 @@ class AccessLog(AbstractAccessLogger):
         """aiohttp's: ``request`` was answered, in ``time`` seconds."""
         level = logging.DEBUG if request.path in _PROBES else logging.INFO
         path = printable(request.path[:256])
-        self.logger.log(level, "%s %s %d %.3f s", request.method, path, response.status, time)
+        who = printable(caller(request)[:64])
+        self.logger.log(
+            level,
+            "%s %s %d %.3f s, for %s, %s",
+            request.method,
+            path,
+            response.status,
+            time,
+            who,
+            id_of(request),
+        )
 
 
 class EndpointProtocol(web.RequestHandler):

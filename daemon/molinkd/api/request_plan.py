@@ -1,7 +1,10 @@
 """From a request's fields to what the backend is asked for: sampling, limits, stops, seeds."""
 
+import dataclasses
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -17,6 +20,8 @@ from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
 COMPLETION_MAX_TOKENS = 16
 #: Characters of prompts that the answers to one request may repeat, all together.
 MAX_ECHOED = 4 * 2**20
+
+Piece = TypeVar("Piece")
 
 _SEED_BITS = 52
 _SEED_MASK = (1 << _SEED_BITS) - 1
@@ -44,10 +49,18 @@ class Plan:
     stops: tuple[str, ...]
     #: -1 for none, else how many alternatives each token's logprobs show.
     logprobs: int
+    #: Answers to each prompt that are generated, and how many of them are shown.
+    generated: int
+    shown: int
     include_stop: bool
     skip_special: bool
     #: Whether the answer goes on from the prompt's text, rather than being a text of its own.
     continues: bool
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some answers are generated only to be compared."""
+        return self.generated > self.shown
 
 
 def check_counts(body: GenerationBody, maximum: int) -> None:
@@ -56,12 +69,17 @@ def check_counts(body: GenerationBody, maximum: int) -> None:
     Raises:
         RequestError: there are more.
     """
-    answers = count = body.n or 1
+    count = body.n or 1
+    answers = generated = _generated(body)
+    if generated < count:
+        raise RequestError(f"`best_of`: {generated}, but `n` is {count}", "best_of")
+    if generated > count and body.stream:
+        raise RequestError("`best_of`: which answer is best is not known in a stream", "best_of")
     if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
         texts = sum(not isinstance(item, int) for item in body.prompt)
         answers *= max(1, texts)
     if answers > maximum:
-        field = "n" if count > 1 else "prompt"
+        field = "best_of" if generated > count else "n" if count > 1 else "prompt"
         raise RequestError(f"`{field}`: {answers} answers; at most {maximum}", field)
 
 
@@ -73,12 +91,15 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts) -> Plan:
         ContextTooLong: a prompt and its answer don't fit the model's context.
     """
     tokenizer, prompts = offer.tokenizer, read.prompts
-    count = body.n or 1
+    count, shown = _generated(body), body.n or 1
     echoed = count * sum(len(prompt.text) for prompt in prompts)
     if echoed > MAX_ECHOED:
         text = f"`echo`: the prompts of all answers have {echoed} characters; at most {MAX_ECHOED}"
         raise RequestError(text, "echo")
     sampling = _sampling(body, tokenizer)
+    logprobs = sampling.logprobs
+    if count > shown:  # by which they are compared
+        sampling = msgspec.structs.replace(sampling, logprobs=max(logprobs, 0))
     stop_ids = _stop_ids(body, tokenizer)
     choices: list[ChoicePlan] = []
     for number, prompt in enumerate(prompts):
@@ -99,12 +120,35 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts) -> Plan:
         choices=tuple(choices),
         prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         stops=_stops(body),
-        logprobs=sampling.logprobs,
+        logprobs=logprobs,
+        generated=count,
+        shown=shown,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         # A grammar counts each byte, a leading space too.
         continues=isinstance(body, CompletionBody) or bool(read.grammar),
     )
+
+
+def _generated(body: GenerationBody) -> int:
+    """How many answers are generated for each prompt."""
+    best_of = body.best_of if isinstance(body, CompletionBody) else None
+    return best_of or body.n or 1
+
+
+def best_of(
+    plan: Plan, answers: Sequence[list[Piece]], scores: Mapping[int, float]
+) -> tuple[Plan, list[list[Piece]]]:
+    """``plan`` and ``answers`` with those of each prompt that are shown, likeliest first."""
+    kept: list[int] = []
+    for prompt in sorted({choice.prompt for choice in plan.choices}):
+        own = [choice.index for choice in plan.choices if choice.prompt == prompt]
+        own.sort(key=lambda index: -scores[index])
+        kept += own[: plan.shown]
+    choices = tuple(
+        dataclasses.replace(plan.choices[old], index=new) for new, old in enumerate(kept)
+    )
+    return dataclasses.replace(plan, choices=choices), [answers[index] for index in kept]
 
 
 def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> Sampling:
@@ -184,24 +228,21 @@ def _max_tokens(body: GenerationBody, offer: Offer, prompt: int) -> int:
             f"{offer.model.name} is {context}, the answer included",
             field,
         )
-    asked, field = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
-        default = offer.tokenizer.defaults.max_new_tokens
-        if isinstance(body, CompletionBody):
-            default = COMPLETION_MAX_TOKENS
+        asked, field = body.max_tokens, "max_tokens"
+    if asked == 0:
+        raise RequestError(f"`{field}`: 1 at least; -1: as many as fit", field)
+    if asked is None or asked < 0:
+        default = None
+        if asked is None:
+            limit = offer.tokenizer.defaults.max_new_tokens
+            default = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else limit
         if prompt <= offer.model.short_context // 2:
             # Nobody asked for so long an answer that all of it had to be computed in another way.
             context = min(context, offer.model.short_context)
         return min(default or context, context - prompt)
-    if prompt + asked > context:
-        raise ContextTooLong(
-            f"`{field}`: {prompt} tokens of the prompt and {asked} of the answer exceed the "
-            f"context of {offer.model.name}, {context}",
-            field,
-        )
-    return asked
+    return min(asked, context - prompt)
 
 
 def _derived_seed(seed: int, copy: int) -> int:

@@ -24,7 +24,9 @@ MAX_STOP_LENGTH = 256
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+#: -1: as many as fit. More than fit are as many as fit.
+MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -73,7 +75,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     json_schema: Any = None
     min_tokens: Any = None
     use_beam_search: Any = None
-    best_of: Any = None
     prompt_logprobs: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
@@ -83,7 +84,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
     chat_template: Any = None
     documents: Any = None
-    suffix: Any = None
 
 
 #: Values beside null, false, 0, "", [] and {} that ask for nothing.
@@ -91,7 +91,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "best_of": (1,),
     "add_generation_prompt": (True,),
     "truncate_prompt_tokens": (-1,),
 }
@@ -104,8 +103,9 @@ class GenerationBody(Unsupported, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    max_tokens: Positive | None = None
+    n: Count | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
@@ -159,12 +159,13 @@ class ChatBody(GenerationBody, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -173,9 +174,14 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[Any]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+    #: What comes after the answer.
+    suffix: str | None = None
+    #: How many answers are generated, of which the ``n`` likeliest count.
+    best_of: Count | None = None
 
 
 Body = TypeVar("Body", bound=Unsupported)
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -187,14 +193,23 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     Raises:
         RequestError: it is no valid JSON, or a field is missing, wrong or not supported.
     """
+    body = decode_struct(data, kind)
+    _refuse_unsupported(body, kind)
+    return body
+
+
+def decode_struct(data: bytes, kind: type[AnyStruct]) -> AnyStruct:
+    """``data`` (JSON) as a ``kind`` of any protocol.
+
+    Raises:
+        RequestError: it is no valid JSON, or a field is missing or wrong.
+    """
     try:
-        body = msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    _refuse_unsupported(body, kind)
-    return body
 
 
 def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:

@@ -1,7 +1,7 @@
-"""Server-sent events: one stream to one client, cheap per event, bounded in memory."""
+"""Streamed answers: server-sent events, or lines; cheap per event, bounded in memory."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -18,7 +18,7 @@ class EventStream:
     pushed within one round of the event loop leaves in one write.
     """
 
-    def __init__(self, request: web.Request, stall_timeout_s: float) -> None:
+    def __init__(self, request: web.Request, stall_timeout_s: float, content_type: str) -> None:
         self._request = request
         self._stall_timeout = stall_timeout_s
         self._buffer = bytearray()
@@ -27,8 +27,10 @@ class EventStream:
         self._room.set()
         self._writer: asyncio.Task[None] | None = None
         self._ended = False
+        self._pushed = asyncio.get_running_loop().time()
+        self._breath: asyncio.Task[None] | None = None
         self.response = web.StreamResponse(headers=_HEADERS)
-        self.response.content_type = "text/event-stream"
+        self.response.content_type = content_type
         self.response.charset = "utf-8"
 
     @property
@@ -37,13 +39,26 @@ class EventStream:
         return self._writer is not None
 
     def push(self, event: bytes) -> None:
-        """Send ``event``, a whole ``data: …`` block; wait with :meth:`room` before the next."""
+        """Send a whole ``data: …`` block, or line; wait with :meth:`room` before the next."""
         self._buffer += event
+        self._pushed = asyncio.get_running_loop().time()
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())
         self._wake.set()
         if len(self._buffer) >= HIGH_WATER:
             self._room.clear()
+
+    def keep_alive(self, event: Callable[[], bytes], seconds: float) -> None:
+        """Push ``event()`` whenever nothing has been pushed for so many seconds."""
+
+        async def breathe() -> None:
+            loop = asyncio.get_running_loop()
+            while True:
+                await asyncio.sleep(self._pushed + seconds - loop.time())
+                if loop.time() - self._pushed >= seconds:
+                    self.push(event())
+
+        self._breath = asyncio.create_task(breathe())
 
     async def room(self) -> None:
         """Wait until the client has taken enough.
@@ -63,6 +78,7 @@ class EventStream:
             ConnectionError: the client has gone.
         """
         self._ended = True
+        self._stop_breath()
         self._wake.set()
         if self._writer is not None:
             await self._patiently(self._writer)
@@ -70,6 +86,7 @@ class EventStream:
 
     async def abandon(self) -> None:
         """Stop writing, for a client that has gone or takes nothing; its connection is cut."""
+        self._stop_breath()
         if self._writer is None:
             return
         if self._request.transport is not None:
@@ -78,6 +95,10 @@ class EventStream:
         await asyncio.wait([self._writer])
         if not self._writer.cancelled():
             self._writer.exception()  # known already: the client has gone
+
+    def _stop_breath(self) -> None:
+        if self._breath is not None:
+            self._breath.cancel()
 
     async def _write(self) -> None:
         try:

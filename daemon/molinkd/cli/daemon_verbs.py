@@ -82,6 +82,24 @@ KeyOption = Annotated[
     typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
 ]
 
+AllowedHostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--allowed-hosts",
+        "--allowed-host",
+        help="Names by which clients may call the endpoint, such as host.docker.internal.",
+    ),
+]
+CorsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cors-origins",
+        "--cors-origin",
+        help="Origins of pages that may use the endpoint: https://chat.example, several with "
+        "commas.",
+    ),
+]
+
 
 def up(
     model: ModelOption = None,
@@ -126,6 +144,8 @@ def up(
         ),
     ] = None,
     api_key: KeyOption = None,
+    allowed_hosts: AllowedHostsOption = None,
+    cors_origins: CorsOption = None,
     background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:
@@ -167,6 +187,8 @@ def join(
     pause_times: PauseTimesOption = None,
     pause_when_busy: PauseWhenBusyOption = None,
     api_key: KeyOption = None,
+    allowed_hosts: AllowedHostsOption = None,
+    cors_origins: CorsOption = None,
     background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:

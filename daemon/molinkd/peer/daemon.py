@@ -294,16 +294,16 @@ class Daemon:
             resources, leadership, lambda: url, partial(self._revoked, swarm), self._is_twin
         )
         stack.push_async_callback(node.close)
-        if not self._launch.pc:
-            endpoint = Endpoint(self._settings, node.requests)
-            await endpoint.start()
-            stack.push_async_callback(endpoint.close)
-            url = endpoint.url
         devices = self._devices = FurtherDevices(
             self._all, self._home, resources.me, resources.context, self._announce
         )
         # All say goodbye at once, so that the others change their ring once.
         stack.push_async_callback(lambda: asyncio.gather(node.goodbye(), devices.close()))
+        if not self._launch.pc:
+            endpoint = Endpoint(self._settings, node.requests)
+            await endpoint.start()
+            stack.push_async_callback(endpoint.close)  # answers end before the others are told
+            url = endpoint.url
         node.start(measured)
         self._node = node
         here = from_here(self._settings.host)

@@ -1,6 +1,7 @@
 """The chat endpoint as a part of the daemon: it runs in a thread of its own."""
 
 import asyncio
+import sys
 
 from molinkd.api.backend import Backend
 from molinkd.api.endpoint_settings import ApiSettings
@@ -8,6 +9,9 @@ from molinkd.api.http_server import EndpointServer
 from molinkd.api.prompt_reader import PromptProcesses
 from molinkd.peer.platform import child_options
 from molinkd.peer.settings import Settings
+
+#: Windows waits only some seconds for a program whose console or session ends.
+MAX_FINISH_S = 3.0 if sys.platform == "win32" else 20.0
 
 
 class Endpoint:
@@ -18,8 +22,11 @@ class Endpoint:
         api = ApiSettings(
             host=settings.endpoint_host,
             api_key=settings.api_key,
+            api_keys=settings.api_keys,
             allowed_hosts=settings.allowed_hosts,
+            cors_origins=settings.cors_origins,
             max_body_bytes=settings.max_body,
+            finish_s=min(settings.finish, MAX_FINISH_S),
         )
         self._port = settings.endpoint_port
         self._server = EndpointServer(backend, api, PromptProcesses(child_options()))
@@ -34,7 +41,7 @@ class Endpoint:
         await asyncio.to_thread(self._server.start, self._port)
 
     async def close(self) -> None:
-        """Stop; running answers get a moment."""
+        """Stop, once running answers have ended or had their time. May be called twice."""
         await asyncio.to_thread(self._server.stop)
 
     @property

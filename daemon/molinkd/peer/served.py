@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from molink.checkpoint.config import ModelConfig
 from molink.errors import MolinkError
@@ -12,6 +13,7 @@ from molink.swarm.supply import Supply
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer.store import Store
+from molinkd.peer.stored import stored_manifest
 
 log = logging.getLogger(__name__)
 
@@ -103,4 +105,21 @@ class ServedModels:
         )
         config = await asyncio.to_thread(ModelConfig.load, folder)
         context = self._context(route.model) or config.context  # as known by now
-        return ServedModel(route.model, folder, context, int(time.time()), config.short_context)
+        size = await asyncio.to_thread(_weight_bytes, folder, route.root)
+        return ServedModel(
+            route.model,
+            folder,
+            context,
+            int(time.time()),
+            config.short_context,
+            size,
+            route.root,
+        )
+
+
+def _weight_bytes(folder: Path, root: str) -> int:
+    """Bytes of a model's weights, most of which may be on other PCs."""
+    manifest = stored_manifest(folder, root)
+    if manifest is not None:
+        return sum(part.nbytes for part in manifest.tensors.values())
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -7,7 +7,7 @@ import platform
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.home import Home
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+KeyName = Annotated[str, msgspec.Meta(pattern=r"^[\w.-]{1,32}$")]
 
 _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
@@ -65,8 +66,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     porch_port: Port = PORCH_PORT
     #: Demanded by the endpoint; necessary where it is bound beyond loopback.
     api_key: str | None = None
+    #: Further ones, by the name of who has it.
+    api_keys: Annotated[dict[KeyName, str], msgspec.Meta(max_length=64)] = {}
     #: Further names under which clients may call the endpoint (their ``Host`` header).
     allowed_hosts: tuple[str, ...] = ()
+    #: Pages that may use the endpoint beside its own: origins, ``scheme://*``, ``*``.
+    cors_origins: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
     stage: str = "auto"
     #: ``cpu``, ``cuda:N``, several of these with commas, or ``auto``: all GPUs, or the CPU.
@@ -109,6 +114,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pipeline: PipelineSettings = PipelineSettings()
     #: Seconds for which a request waits while no pipeline can serve it.
     hold: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
+    #: Seconds for which running answers may go on when the daemon ends; nobody waits longer for it.
+    finish: Annotated[float, msgspec.Meta(ge=0, le=20)] = 10.0
     #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
     token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
     #: For how many PCs a join token of ``molink up`` is.
@@ -211,7 +218,7 @@ def _in_words(error: str, values: Layer) -> str:
     if told is None:
         return error
     name = told["field"]
-    value = values.get(name)
+    value = "…" if name.startswith("api_key") else values.get(name)
     bound = _BOUND.match(told["what"])
     if bound is None:
         return f"`{name}` can't be {value!r}: {told['what']}"
@@ -269,6 +276,13 @@ def parse_memory(text: str) -> int | Share:
     return Share(percent)
 
 
+#: How settings are read that are amounts of memory.
+_AMOUNTS: Mapping[str, Callable[[str], int | Share]] = {
+    "memory": parse_memory,
+    "max_body": parse_size,
+}
+
+
 def port_range(first: int) -> tuple[int, int]:
     """Ports to try, from ``first`` on (half-open); 0 lets the system choose one."""
     return (first, min(65536, first + PORTS_TRIED)) if first else (0, 1)
@@ -278,15 +292,16 @@ def _parse(name: str, value: object, where: str) -> object:
     """Text of the environment or a TOML value in the form that the field wants."""
     if not isinstance(value, str):
         return value
-    if name in ("memory", "max_body"):
+    if name in _AMOUNTS:
         try:
-            return parse_memory(value) if name == "memory" else parse_size(value)
+            return _AMOUNTS[name](value)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     if name == "device":
         return ",".join(part.strip() for part in value.split(","))
-    if name in ("advertise", "allowed_hosts", "pause_times"):
-        return [part.strip() for part in value.split(",") if part.strip()]
+    if name in ("advertise", "allowed_hosts", "api_keys", "cors_origins", "pause_times"):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        return _named_keys(parts, where) if name == "api_keys" else parts
     if name in ("chunk_tokens", "micro_batches"):
         if value.strip().lower() == "auto":
             return 0
@@ -300,6 +315,13 @@ def _parse(name: str, value: object, where: str) -> object:
             raise UsageError(f"{where}: worker_ports is FIRST-LAST, not {value!r}")
         return [first.strip(), last.strip()]
     return value
+
+
+def _named_keys(parts: list[str], where: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in parts]
+    if not all(equals for _, equals, _ in pairs):
+        raise UsageError(f"{where}: `api_keys` is NAME=KEY, several with commas")
+    return {name.strip(): key.strip() for name, _, key in pairs}
 
 
 def _pc_name() -> str:

@@ -80,6 +80,8 @@ class Requests:
         self._models: tuple[ServedModel, ...] = ()
         self._ready: frozenset[str] = frozenset()
         self._counters: Counter[str] = Counter()
+        #: Models that nothing can serve: since when that is so, and the last sign that one forms.
+        self._unserved: dict[str, tuple[float, int]] = {}
         #: Requests that waited for a pipeline which is ready again, and whom to tell of them.
         self._replaying: set[str] = set()
         self._on_replayed: Callable[[], None] | None = None
@@ -137,10 +139,19 @@ class Requests:
     def heads_changed(self, model: str) -> None:
         """The usable heads of a model may have changed."""
         targets = self._heads.targets(model)
+        self._note_unserved(model, bool(targets))
         self._ready = self._ready | {model} if targets else self._ready - {model}
         for active in list(self._active.values()):
             if active.stream.request.model == model:
                 self._choose(active, targets)
+
+    def _note_unserved(self, model: str, served: bool) -> None:
+        """Since when nothing can serve a model, and nothing gets on with being formed."""
+        sign = self._heads.forming(model)
+        if served or not any(route.model == model for route in self._heads.routes):
+            self._unserved.pop(model, None)
+        elif model not in self._unserved or sign not in (0, self._unserved[model][1]):
+            self._unserved[model] = (self._clock.time(), sign)
 
     def until_replayed(self, model: str, call: Callable[[], None]) -> None:
         """Call once every request for ``model`` that waits now has a token, or is over."""
@@ -192,7 +203,8 @@ class Requests:
     # --- one request ---
 
     def _open(self, key: str, request: GenerationRequest, feed: Feed) -> None:
-        stream = Stream(key, request, self._limits, self._clock.time())
+        since, _ = self._unserved.get(request.model, (None, 0))
+        stream = Stream(key, request, self._limits, self._clock.time(), since)
         active = self._active[key] = _Active(stream, feed)
         self._counters["started"] += 1
         self._choose(active, self._heads.targets(request.model))

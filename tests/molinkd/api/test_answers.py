@@ -3,14 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from aiohttp.test_utils import TestClient
 
 from molink.wire.messages.data import Sampling
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import CONTEXT, FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -193,6 +195,52 @@ async def test_prompts(
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
+async def test_the_likeliest_of_several(client: TestClient, backend: FakeBackend) -> None:
+    likely = {0: -3.0, 1: -1.0, 2: -2.0}
+    texts = {0: "worst", 1: "best", 2: "second"}
+    plain = backend._token
+
+    async def generate(request: Any) -> Any:
+        number = len(backend.requests)
+        backend.requests.append(request)
+        assert request.sampling.logprobs == 0
+        for place, token in enumerate([*backend.tokenizer.encode(texts[number % 3]), 1]):
+            yield replace(plain(request, place, token), logprob=likely[number % 3])
+
+    backend.generate = generate  # type: ignore[method-assign]
+    answer = await post(client, "completions", prompt=["x", "y"], n=2, best_of=3, echo=True)
+    shown = [(choice["index"], choice["text"]) for choice in answer["choices"]]
+    assert shown == [(0, "xbest"), (1, "xsecond"), (2, "ybest"), (3, "ysecond")]
+    assert answer["choices"][0]["logprobs"] is None
+    tokens = sum(len(backend.tokenizer.encode(text)) + 1 for text in texts.values())
+    assert answer["usage"]["completion_tokens"] == 2 * tokens
+
+
+async def test_a_gap_is_filled(
+    model_folder: Path, tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tiny")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    marks = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    tokenizer.add_special_tokens(marks)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    backend = FakeBackend(folder)
+    async with serve(backend) as client:
+        await post(client, "completions", prompt="fox", suffix="dog")
+        await post(client, "completions", prompt="", suffix="dog")
+        await post(client, "completions", prompt="fox", suffix="")
+        await client.post("/api/generate", json={"prompt": "fox", "suffix": "dog"})
+    encode = backend.tokenizer.encode
+    first, last, middle = (tokenizer.token_to_id(mark) for mark in marks)
+    filled = (first, *encode("fox"), last, *encode("dog"), middle)
+    assert [request.prompt for request in backend.requests] == [
+        filled,
+        (first, last, *encode("dog"), middle),
+        tuple(encode("fox")),
+        filled,
+    ]
+
+
 async def test_every_parameter_reaches_the_backend(
     client: TestClient, backend: FakeBackend
 ) -> None:
@@ -230,6 +278,31 @@ async def test_every_parameter_reaches_the_backend(
     )
     assert request.stop_ids == (*backend.tokenizer.eos_ids, 9)
     assert request.max_tokens == 12
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", [-1, 10**9, CONTEXT])
+async def test_as_many_tokens_as_fit(
+    client: TestClient, backend: FakeBackend, field: str, limit: int
+) -> None:
+    await chat(client, **{field: limit})
+    await post(client, "completions", prompt="x", **{field: limit})
+    for request in backend.requests:
+        assert request.max_tokens == CONTEXT - len(request.prompt)
+
+
+async def test_timings(client: TestClient, backend: FakeBackend) -> None:
+    whole = await chat(client)
+    chunks = await events(
+        client, "chat/completions", messages=HI, stream_options={"include_usage": True}
+    )
+    for timings in (whole["timings"], chunks[-1]["timings"]):
+        assert timings["cache_n"] == 3
+        assert timings["prompt_n"] == len(backend.requests[0].prompt) - 3
+        assert timings["predicted_n"] == whole["usage"]["completion_tokens"]
+        assert timings["prompt_ms"] > 0
+        rate = timings["predicted_n"] / timings["predicted_ms"] * 1000
+        assert timings["predicted_per_second"] == pytest.approx(rate)
 
 
 async def test_what_a_client_leaves_out_is_as_the_models_authors_want_it(

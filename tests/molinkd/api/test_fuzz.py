@@ -2,18 +2,20 @@
 
 import asyncio
 import http.client
+import io
 import json
 import random
 import re
 from collections.abc import Iterator
 
+import aiohttp
 import pytest
 
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.prompt_reader import PromptProcesses
 from tests.support.fake_backend import FakeBackend
-from tests.support.http_fuzz import random_body, random_bytes
+from tests.support.http_fuzz import OTHERS, random_body, random_bytes, random_other
 
 #: Quick enough that a request which never becomes complete holds nothing up.
 QUICK = ApiSettings(
@@ -77,6 +79,38 @@ def test_bodies(fuzzed: EndpointServer, seed: int, count: int) -> None:
         seen.add(response.status)
     connection.close()
     assert {200, 400, 404} <= seen
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        (5, 1000),
+        pytest.param(6, 200_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+    ],
+)
+async def test_bodies_of_other_protocols(fuzzed: EndpointServer, seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    seen: set[tuple[str, int]] = set()
+    root = f"http://127.0.0.1:{fuzzed.port}"
+    async with aiohttp.ClientSession() as session:
+        for number in range(count):
+            path, data = random_other(rng)
+            headers = {"Content-Type": "application/json"}
+            async with session.post(
+                root + path, data=io.BytesIO(data), headers=headers
+            ) as response:
+                answer = await response.read()
+            shown = f"{number} of seed {seed}: {path}: {data[:2000]!r}\n{answer[:2000]!r}"
+            assert response.status < 500, shown
+            if response.status != 200:
+                assert json.loads(answer)["error"], shown
+            elif answer.startswith(b"event:"):
+                assert answer.endswith(b"}\n\n"), shown
+            else:
+                assert json.loads(answer.splitlines()[-1]), shown
+            seen.add((path, response.status))
+    assert {path for path, status in seen if status == 400} == set(OTHERS)
+    assert {path for path, status in seen if status == 200} == set(OTHERS) - {"/v1/embeddings"}
 
 
 @pytest.mark.parametrize("fuzzed", [QUICK], indirect=True, ids=["quick"])

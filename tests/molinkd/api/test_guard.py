@@ -3,11 +3,14 @@
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient
 
 from molink.errors import UsageError
 from molinkd.api.endpoint_settings import ApiSettings, is_loopback
+from molinkd.api.http_server import EndpointServer
+from tests.support.direct_reader import DirectReader
 
 BODY = b'{"model":"tiny","prompt":"x"}'
 
@@ -169,3 +172,103 @@ def test_limits_must_make_sense() -> None:
 def test_loopback(host: str) -> None:
     assert is_loopback(host)
     assert ApiSettings(host=host).loopback
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("https://chat.example:8080", True),
+        ("HTTPS://Chat.Example:8080", True),
+        ("https://chat.example", False),
+        ("https://chat.example:8080.evil.example", False),
+        ("vscode-webview://0a1b", True),
+        ("app://obsidian.md", True),
+        ("app://other", False),
+        ("null", False),
+    ],
+)
+async def test_pages_of_origins_that_the_owner_names(
+    backend: Any, serve: Any, origin: str, allowed: bool
+) -> None:
+    origins = ("https://chat.example:8080/", "vscode-webview://*", "app://obsidian.md")
+    async with serve(backend, ApiSettings(cors_origins=origins, api_key="k")) as client:
+        ask = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type",
+            "Access-Control-Request-Private-Network": "true",
+        }
+        preflight = await client.options("/v1/completions", headers=ask)
+        assert preflight.status == (204 if allowed else 403)
+        headers = {"Origin": origin, "Content-Type": "application/json"}
+        without_key = await client.post("/v1/completions", data=BODY, headers=headers)
+        assert without_key.status == (401 if allowed else 403)
+        headers["Authorization"] = "Bearer k"
+        answer = await client.post("/v1/completions", data=BODY, headers=headers)
+        assert answer.status == (200 if allowed else 403)
+        for response in (preflight, without_key, answer):
+            shown = response.headers.get("Access-Control-Allow-Origin")
+            assert shown == (origin if allowed else None)
+            assert ("Origin" in response.headers.get("Vary", "")) is allowed
+    if allowed:
+        assert preflight.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+        assert preflight.headers["Access-Control-Allow-Private-Network"] == "true"
+        assert "x-request-id" in answer.headers["Access-Control-Expose-Headers"]
+
+
+async def test_a_preflight_of_nobody(client: TestClient) -> None:
+    assert (await client.options("/v1/models")).status == 405
+
+
+async def test_every_page_needs_a_key(backend: Any, serve: Any) -> None:
+    with pytest.raises(UsageError, match="API key"):
+        ApiSettings(cors_origins=("*",))
+    async with serve(backend, ApiSettings(cors_origins=("*",), api_key="k")) as client:
+        headers = {"Origin": "null", "Authorization": "Bearer k"}
+        response = await client.get("/v1/models", headers=headers)
+        assert response.headers["Access-Control-Allow-Origin"] == "null"
+
+
+@pytest.mark.parametrize(
+    "origin", ["", "chat.example", "https://a/b", "https://*", "https://*.example", "http://*"]
+)
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(UsageError, match="cors_origins"):
+        ApiSettings(cors_origins=(origin,))
+
+
+async def test_keys_with_names(backend: Any, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    settings = ApiSettings(api_key="main", api_keys={"phone": "p1", "attic": "a1"})
+    async with serve(backend, settings) as client:
+        for key, status in (("main", 200), ("p1", 200), ("a1", 200), ("phone", 401)):
+            response = await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert response.status == status
+        response = await client.get("/v1/models", headers={"X-Api-Key": "a1"})
+        assert response.status == 200
+    with pytest.raises(UsageError, match="phone"):
+        ApiSettings(api_keys={"phone": " "})
+    ApiSettings(host="0.0.0.0", api_keys={"phone": "p1"})
+
+
+async def test_the_log_names_key_and_request(
+    backend: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "molinkd.api.access")
+    endpoint = EndpointServer(backend, ApiSettings(api_keys={"phone": "p1"}), DirectReader())
+    endpoint.start(0)
+    headers = {"Authorization": "Bearer p1", "X-Request-Id": "mine-1"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        answer = await session.get(f"{endpoint.url}/models")
+        assert answer.headers["X-Request-Id"] == "mine-1"
+    await asyncio.to_thread(endpoint.stop)
+    assert "for phone, mine-1" in caplog.text
+    assert "p1" not in caplog.text
+
+
+async def test_request_ids(client: TestClient) -> None:
+    ids = set()
+    for given in ("", "a b", "x" * 129):
+        response = await client.get("/v1/nothing", headers={"X-Request-Id": given})
+        ids.add(response.headers["X-Request-Id"])
+    assert len(ids) == 3
+    assert all(one.startswith("req_") for one in ids)

@@ -238,3 +238,16 @@ def test_several_devices_are_named_with_commas(tmp_path: Path) -> None:
     settings = load_settings(Home(tmp_path), {"device": "cuda:1, cpu"}, {})
     assert settings.device == "cuda:1,cpu"
     assert settings.devices == ("cuda:1", "cpu")
+
+
+def test_keys_of_the_endpoint_have_names(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[api_keys]\nphone = "a=b"\n', encoding="utf-8")
+    assert load_settings(Home(tmp_path), {}, {}).api_keys == {"phone": "a=b"}
+    given = {"MOLINK_API_KEYS": "phone=a=b, attic=c", "MOLINK_CORS_ORIGINS": "https://a.b, app://*"}
+    settings = load_settings(Home(tmp_path), {}, given)
+    assert settings.api_keys == {"phone": "a=b", "attic": "c"}
+    assert settings.cors_origins == ("https://a.b", "app://*")
+    for wrong in ("secret", "my phone=secret", "=secret"):
+        with pytest.raises(UsageError, match="api_keys") as told:
+            load_settings(Home(tmp_path), {}, {"MOLINK_API_KEYS": wrong})
+        assert "secret" not in str(told.value)

@@ -23,11 +23,13 @@ from molink.wire.messages.data import (
     Token,
     Tokens,
 )
+from molink.wire.messages.instructions import Route
 from molinkd.api.backend import Backend, Figures, ServedModel
 from molinkd.peer.running_clock import RunningClock
 from molinkd.peer.streams import PROMPT_PART, Requests, prompt_parts
 
 MODEL = ServedModel("m", Path(), 128, 0)
+ROUTE = Route(pipeline="p1", epoch=1, model="m", ready=False, head=None, context=128)
 
 
 class FakeHeads:
@@ -39,6 +41,10 @@ class FakeHeads:
         self.on_send: Callable[[DataMessage], None] = lambda _: None
         self.error: MolinkError | None = None
         self.sign = 0
+
+    @property
+    def routes(self) -> list[Route]:
+        return [ROUTE]
 
     def forming(self, model: str) -> int:
         return self.sign
@@ -236,6 +242,42 @@ async def test_a_connection_that_just_broke_is_a_pause(
 
     asyncio.get_running_loop().call_later(0.05, mended)
     assert await collect(requests, ask(2)) == [100, 101]
+
+
+class StillClock:
+    """A clock that only the test moves, and whose timers never go off."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: object, *args: object) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(3600, lambda: None)
+
+
+async def test_what_others_have_waited_for_in_vain_is_refused_at_once(heads: FakeHeads) -> None:
+    clock = StillClock()
+    limits = StreamLimits(hold_s=30.0)
+    requests = Requests(heads, limits, Figures, clock)  # type: ignore[arg-type]
+    requests.serve([MODEL])
+    heads.usable = []
+    requests.heads_changed("m")
+    clock.now = 31.0
+    requests.heads_changed("m")  # nothing new
+    with pytest.raises(Unavailable, match="for 31 s"):
+        await asyncio.wait_for(collect(requests, ask()), 60)
+    heads.sign = 1  # a pipeline is being formed: that is worth a wait
+    requests.heads_changed("m")
+    hopeful = asyncio.create_task(collect(requests, ask(2)))
+    await asyncio.sleep(0.01)
+    assert not hopeful.done()
+    heads.on_send = answering(requests, heads, 2)
+    heads.usable = [HeadEpoch("p1", 1)]
+    requests.heads_changed("m")
+    assert await asyncio.wait_for(hopeful, 60) == [100, 101]
+    requests.close()
 
 
 async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:

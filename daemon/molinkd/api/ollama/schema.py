@@ -1,0 +1,160 @@
+"""The bodies of Ollama's routes, and what they mean in OpenAI's.
+
+Options of how a model is loaded or computed (``num_gpu``, ``num_thread``, …) and ``keep_alive`` are
+accepted and have no effect: models are placed by the swarm, and stay. So is ``num_ctx``: the whole
+context is there for every request.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from molink.errors import RequestError
+from molink.wire.messages.data import RepetitionPenalty
+from molinkd.api.adapting import message, refuse_tools
+from molinkd.api.schema import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Penalty,
+    StopString,
+    TopLogprobs,
+)
+
+Kind = TypeVar("Kind", bound=GenerationBody)
+Context = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+Think = bool | Literal["low", "medium", "high"]
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """``options``; further ones are of no concern here."""
+
+    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**53)] | None = None
+    num_ctx: Context | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: (
+        Annotated[str, msgspec.Meta(max_length=MAX_STOP_LENGTH)]
+        | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
+        | None
+    ) = None
+
+
+class Named(msgspec.Struct, kw_only=True):
+    """What names a model; older clients say ``name``."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def asked(self) -> str | None:
+        """The model's name, as it is served: ``latest`` is no name of ours."""
+        name = self.model or self.name
+        return None if name is None else name.removesuffix(":latest")
+
+
+class Asking(Named, kw_only=True):
+    """What both routes that generate have in common."""
+
+    stream: bool | None = None
+    options: Options | None = None
+    keep_alive: str | int | float | None = None
+    think: Think | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    format: Any = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """A message of ``/api/chat``."""
+
+    role: str
+    content: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[Any] | None = None
+    tool_name: str | None = None
+    thinking: str | None = None
+
+
+class ChatRequest(Asking, kw_only=True):
+    """``POST /api/chat``."""
+
+    messages: list[Message] = []
+    tools: list[Any] | None = None
+
+    def as_openai(self) -> ChatBody:
+        """The body of the same request at ``/v1/chat/completions``.
+
+        Raises:
+            RequestError: it asks for what is not there.
+        """
+        refuse_tools({"tools": self.tools, "format": self.format})
+        messages = []
+        for index, one in enumerate(self.messages):
+            where = f"messages[{index}]"
+            if one.role == "tool":
+                raise RequestError(f"`{where}.role`: tools are not supported", f"{where}.role")
+            refuse_tools({f"{where}.images": one.images, f"{where}.tool_calls": one.tool_calls})
+            made = message(one.role, one.content, where)
+            made.reasoning_content = one.thinking
+            messages.append(made)
+        return _filled(ChatBody(model=self.asked, messages=messages), self)
+
+
+class GenerateRequest(Asking, kw_only=True):
+    """``POST /api/generate``."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    context: list[Any] | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+    def as_openai(self) -> GenerationBody:
+        """The body of the same request: of a chat, unless it is to be taken as it is.
+
+        Raises:
+            RequestError: it asks for what is not there.
+        """
+        refuse_tools({"format": self.format, "images": self.images, "template": self.template})
+        if self.context:
+            text = "`context` is not supported: send the conversation to /api/chat"
+            raise RequestError(text, "context")
+        prompt = self.prompt or ""
+        if self.raw or self.suffix:
+            body = CompletionBody(model=self.asked, prompt=prompt, suffix=self.suffix)
+            return _filled(body, self)
+        messages = [] if self.system is None else [message("system", self.system, "system")]
+        messages.append(message("user", prompt, "prompt"))
+        return _filled(ChatBody(model=self.asked, messages=messages), self)
+
+
+def _filled(body: Kind, asking: Asking) -> Kind:
+    """``body`` with what the options say."""
+    options = asking.options or Options()
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop"):
+        setattr(body, name, getattr(options, name))
+    body.presence_penalty = options.presence_penalty
+    body.frequency_penalty = options.frequency_penalty
+    body.repetition_penalty = options.repeat_penalty
+    limit = options.num_predict
+    body.max_tokens = limit if limit is not None and limit > 0 else -1
+    if isinstance(body, ChatBody):
+        body.logprobs, body.top_logprobs = asking.logprobs, asking.top_logprobs
+        if isinstance(asking.think, bool):
+            body.chat_template_kwargs = {"enable_thinking": asking.think}
+        else:
+            body.reasoning_effort = asking.think
+    elif isinstance(body, CompletionBody) and asking.logprobs:
+        body.logprobs = asking.top_logprobs or 0
+    return body

@@ -1,0 +1,81 @@
+"""``/openapi.json``: the routes that there are, and their bodies as msgspec describes them."""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import json
+
+import molink
+from molinkd.api.embeddings import EmbeddingRequest
+from molinkd.api.messages.schema import CountRequest, MessageRequest
+from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, Named
+from molinkd.api.responses.schema import ResponseRequest
+from molinkd.api.schema import ChatBody, CompletionBody
+
+#: What each route takes that takes anything.
+TAKES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponseRequest,
+    "/v1/messages": MessageRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/api/chat": ChatRequest,
+    "/api/generate": GenerateRequest,
+    "/api/show": Named,
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), EmbeddingRequest),
+}
+_REFERENCE = "#/components/schemas/{name}"
+
+
+class OpenAPIRoute:
+    """``/openapi.json``."""
+
+    @property
+    def table(self) -> list[web.RouteDef]:
+        """The route."""
+        return [web.get("/openapi.json", self.handle)]
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """What can be asked here (OpenAPI 3.1)."""
+        routes = tuple(
+            (route.method.lower(), route.resource.canonical, route.handler.__doc__ or "")
+            for route in request.app.router.routes()
+            if route.resource is not None and route.method != "HEAD"
+        )
+        return web.Response(body=_document(routes), content_type="application/json")
+
+
+@cache
+def _document(routes: tuple[tuple[str, str, str], ...]) -> bytes:
+    kinds = list(dict.fromkeys(TAKES.values()))
+    schemas, components = json.schema_components(kinds, ref_template=_REFERENCE)
+    by_kind = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, about in routes:
+        operation: dict[str, Any] = {
+            "summary": about.strip().splitlines()[0],
+            "responses": {
+                "200": {"description": "The answer; a stream where one is asked for."},
+                "default": {"description": "Why not: an error in the form of its protocol."},
+            },
+        }
+        if path in TAKES:
+            content = {"application/json": {"schema": by_kind[TAKES[path]]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        if "{name}" in path:
+            operation["parameters"] = [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        paths.setdefault(path, {})[method] = operation
+    key = {"type": "http", "scheme": "bearer"}
+    return json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "molink", "version": molink.__version__},
+            "paths": paths,
+            "components": {"schemas": components, "securitySchemes": {"key": key}},
+            "security": [{}, {"key": []}],
+        }
+    )

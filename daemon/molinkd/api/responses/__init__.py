@@ -1,0 +1,1 @@
+"""OpenAI's newer API: ``/v1/responses``."""

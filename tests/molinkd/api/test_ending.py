@@ -1,0 +1,134 @@
+"""What clients see while nothing can serve, and when the endpoint ends."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp.test_utils import TestClient
+
+from molink.errors import Unavailable
+from molinkd.api import app as app_module
+from molinkd.api.endpoint_settings import ApiSettings
+from molinkd.api.http_server import EndpointServer
+from tests.support.direct_reader import DirectReader
+from tests.support.fake_backend import FakeBackend
+
+HI: Any = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "tiny", "messages": HI}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sign", "end"),
+    [
+        ("/v1/chat/completions", {"stream": True}, b": waiting\n", b"data: [DONE]\n\n"),
+        ("/v1/messages", {"stream": True, "max_tokens": 99}, b"event: ping\n", b'_stop"}\n\n'),
+        ("/api/chat", {}, b'"content":""},"done":false}\n', b"}\n"),
+        ("/v1/responses", {"stream": True, "input": "hi"}, b": waiting\n", b"}\n\n"),
+    ],
+)
+async def test_a_client_that_waits_hears_that_somebody_is_there(
+    backend: FakeBackend, serve: Any, path: str, body: dict[str, Any], sign: bytes, end: bytes
+) -> None:
+    backend.gate = asyncio.Semaphore(0)
+    async with serve(backend, ApiSettings(keepalive_event_s=0.01)) as client:
+        response = await client.post(path, json={**CHAT, **body})
+        assert (await response.content.readline()).endswith(sign)
+        for _ in range(200):
+            backend.gate.release()
+        rest = await response.read()
+    assert rest.endswith(end)
+    assert b'"H"' in rest
+
+
+async def test_what_fails_while_it_waits_is_told_in_the_stream(
+    backend: FakeBackend, serve: Any
+) -> None:
+    backend.gate, backend.error = asyncio.Semaphore(0), Unavailable("nobody came")
+    async with serve(backend, ApiSettings(keepalive_event_s=0.01)) as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        await response.content.readline()
+        backend.gate.release()
+        assert b"nobody came" in await response.read()
+    assert backend.running == 0
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_who_has_waited_does_not_wait_twice_more(
+    endpoint: EndpointServer, backend: FakeBackend, waited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "_WAITED_S", -1.0 if waited else 60.0)
+    backend.error = Unavailable("nobody came")
+    with (
+        openai.OpenAI(base_url=endpoint.url, api_key="-", max_retries=1) as ask,
+        pytest.raises(openai.InternalServerError) as told,
+    ):
+        ask.chat.completions.create(model="tiny", messages=HI)
+    assert told.value.response.headers["Retry-After"] == "1"
+    assert len(backend.requests) == (1 if waited else 2)
+
+
+@pytest.fixture
+def ending(backend: FakeBackend) -> Iterator[EndpointServer]:
+    endpoint = EndpointServer(backend, ApiSettings(finish_s=60.0), DirectReader())
+    endpoint.start(0)
+    yield endpoint
+    endpoint.stop()
+
+
+async def until_it_listens_no_more(endpoint: EndpointServer) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+            writer.close()
+
+
+async def test_streams_are_finished(ending: EndpointServer, backend: FakeBackend) -> None:
+    backend.gate = asyncio.Semaphore(1)
+    async with aiohttp.ClientSession() as session:
+        response = await session.post(
+            f"{ending.url}/chat/completions", json={**CHAT, "stream": True}
+        )
+        await response.content.readline()
+        stopping = threading.Thread(target=ending.stop)
+        stopping.start()
+        await until_it_listens_no_more(ending)
+        assert ending.loop is not None
+        for _ in range(200):
+            ending.loop.call_soon_threadsafe(backend.gate.release)
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+    await asyncio.to_thread(stopping.join)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_takes_too_long_is_told_why(backend: FakeBackend, stream: bool) -> None:
+    endpoint = EndpointServer(backend, ApiSettings(finish_s=0.05), DirectReader())
+    endpoint.start(0)
+    backend.gate = asyncio.Semaphore(1)
+    async with aiohttp.ClientSession() as session:
+        asked = asyncio.create_task(
+            session.post(f"{endpoint.url}/chat/completions", json={**CHAT, "stream": stream})
+        )
+        assert endpoint.loop is not None
+        waiting = asyncio.run_coroutine_threadsafe(backend.until_running(1), endpoint.loop)
+        await asyncio.wrap_future(waiting)
+        if stream:
+            await (await asked).content.readline()
+        await asyncio.to_thread(endpoint.stop)
+        response = await asked
+        assert response.status == (200 if stream else 503)
+        assert b"molink is ending on this PC" in await response.read()
+    assert backend.running == 0
+
+
+async def test_models_that_can_serve_nothing_fail_at_once(
+    client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "models", list)
+    response = await client.post("/v1/chat/completions", json=CHAT)
+    assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    assert "X-Should-Retry" not in response.headers

@@ -1,0 +1,84 @@
+"""``/openapi.json`` says what the routes do."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from aiohttp.test_utils import TestClient
+
+from molinkd.api.openapi import TAKES
+from tests.support.fake_backend import FakeBackend
+
+HI = [{"role": "user", "content": "hi"}]
+#: A body that each route takes; routes that are not here refuse all.
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI, "stop": ["x"], "max_tokens": -1},
+    "/v1/completions": {"prompt": ["a", [97]], "best_of": 2},
+    "/v1/responses": {"input": [{"role": "user", "content": "hi"}]},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/api/chat": {"messages": HI, "options": {"num_predict": 3}, "think": "low"},
+    "/api/generate": {"prompt": "hi", "keep_alive": "5m"},
+    "/api/show": {"model": "tiny"},
+}
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"temperature": 3}),
+    ("/v1/chat/completions", {"messages": []}),
+    ("/v1/completions", {"stop": ["x"] * 17}),
+    ("/v1/responses", {"input": None}),
+    ("/v1/messages", {"max_tokens": "9"}),
+    ("/api/chat", {"options": {"num_predict": 1.5}}),
+    ("/api/show", {"model": 5}),
+]
+
+
+@pytest.fixture
+async def document(client: TestClient) -> dict[str, Any]:
+    return await (await client.get("/openapi.json")).json()
+
+
+def schema_of(document: dict[str, Any], path: str) -> dict[str, Any]:
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    return {**content["application/json"]["schema"], "components": document["components"]}
+
+
+async def test_every_route_is_there(client: TestClient, document: dict[str, Any]) -> None:
+    assert document["openapi"] == "3.1.0"
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], path
+            assert ("requestBody" in operation) == (method == "post"), path
+            address = path.replace("{name}", "tiny")
+            response = await client.request(method, address, json={} if method == "post" else None)
+            assert response.status in (200, 400), path
+    assert set(TAKES) <= set(document["paths"])
+    routes = {
+        route.resource.canonical
+        for route in client.app.router.routes()  # type: ignore[union-attr]
+        if route.resource is not None
+    }
+    assert routes == set(document["paths"])
+
+
+@pytest.mark.parametrize("path", GOOD)
+async def test_what_it_allows_is_taken(
+    client: TestClient, document: dict[str, Any], path: str
+) -> None:
+    jsonschema.Draft202012Validator(schema_of(document, path)).validate(GOOD[path])
+    assert (await client.post(path, json=GOOD[path])).status == 200
+
+
+@pytest.mark.parametrize(("path", "change"), BAD)
+async def test_what_it_forbids_is_refused(
+    client: TestClient, document: dict[str, Any], path: str, change: dict[str, Any]
+) -> None:
+    body = {**GOOD[path], **change}
+    assert not jsonschema.Draft202012Validator(schema_of(document, path)).is_valid(body)
+    assert (await client.post(path, json=body)).status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed", "/api/embeddings"])
+async def test_embeddings_are_refused(client: TestClient, path: str, backend: FakeBackend) -> None:
+    response = await client.post(path, json={"model": "tiny", "input": "x"})
+    assert response.status == 400
+    assert "`model`: tiny makes no embeddings" in await response.text()
