@@ -24,8 +24,12 @@ REMEMBERED = 900.0
 _SAME = 0.1
 #: A rate is news if it differs from what the last placement saw by this part of it.
 _NEWS = 0.25
-#: How many times as fast a device may have been than it was measured to be, on a busy PC.
-_NOISE = 4.0
+#: How many times as fast a device may have been than it was measured to be, on a busy PC; and a
+#: stage of it, which takes longer to be measured.
+_NOISE, _STAGE_NOISE = 4.0, 1.5
+#: A decode step that is shorter than so many of what each takes whatever its weights are says
+#: nothing of how fast these are read.
+_LEAST_STEPS = 4.0
 
 
 def measured_rate(
@@ -34,8 +38,12 @@ def measured_rate(
     """Bytes/s at which a peer reads weights, if a decode step of these layers takes ``seconds``."""
     costs = Costs.of(Footprint.of(facts, setup_of(candidate, common)))
     nbytes = costs.seconds(layers[1] - layers[0], 1.0, closes=layers[1] == facts.layers)
-    # A step of hardly any weights says nothing of how fast they are read.
     return nbytes / max(seconds - candidate.step, seconds / 2)
+
+
+def says_enough(candidate: Candidate, seconds: float) -> bool:
+    """Whether a decode step that takes so long has weights enough to say how fast they are read."""
+    return seconds >= _LEAST_STEPS * candidate.step
 
 
 @dataclass(slots=True)
@@ -100,25 +108,32 @@ class Paces:
 
         A stage reads less than its device could; those of which nothing is known count as their
         kind does, or any newcomer would look faster than who serves. Devices of one name count as
-        the one of them that reads fastest, until a stage there has measured itself: each is
-        measured once, and whatever else its PC does then only takes away from it.
+        the one of them that reads fastest: each is measured once, and so is each stage, and
+        whatever else its PC does then only takes away from it. A pace that has stayed is believed.
         """
-        candidates = _levelled(candidates)
+        candidates = _levelled(candidates, _NOISE)
         shares: dict[bool, list[float]] = defaultdict(list)
         for one in candidates:
             rate = self.rate(one.peer)
             if rate is not None and one.read_rate > 0:
                 shares[one.cuda].append(rate / one.read_rate)
         share = {kind: median(found) for kind, found in shares.items()}
-        return tuple(
+        rated = [
             replace(one, read_rate=self.rate(one.peer) or one.read_rate * share.get(one.cuda, 1.0))
             for one in candidates
-        )
+        ]
+        levelled = _levelled([one for one in rated if not self._is_paced(one.peer)], _STAGE_NOISE)
+        known = {one.peer: one for one in levelled}
+        return tuple(known.get(one.peer, one) for one in rated)
 
     def rate(self, peer: str) -> float | None:
         """Bytes/s, ``None`` if its stages have measured nothing."""
         known = self._measured.get(peer)
         return None if known is None else known.rate / known.pace
+
+    def _is_paced(self, peer: str) -> bool:
+        known = self._measured.get(peer)
+        return known is not None and known.pace != 1.0
 
     def placed(self, candidates: Sequence[Candidate]) -> None:
         """A model is being placed by these rates."""
@@ -131,10 +146,10 @@ class Paces:
             self.news |= abs(rate - seen) > _NEWS * max(rate, seen)
 
 
-def _levelled(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+def _levelled(candidates: Iterable[Candidate], noise: float) -> tuple[Candidate, ...]:
     """With devices of one name, of whatever PC, as fast as the fastest of them.
 
-    One that is slower by more than :data:`_NOISE` is used otherwise: on fewer threads, say.
+    One that is slower by more than ``noise`` times is used otherwise: on fewer threads, say.
     """
     candidates = tuple(candidates)
     best: dict[tuple[str, bool], float] = {}
@@ -144,7 +159,7 @@ def _levelled(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
             best[kind] = max(one.read_rate, best.get(kind, 0.0))
     return tuple(
         replace(one, read_rate=fastest)
-        if (fastest := best.get((one.device, one.cuda), one.read_rate)) <= _NOISE * one.read_rate
+        if (fastest := best.get((one.device, one.cuda), one.read_rate)) <= noise * one.read_rate
         else one
         for one in candidates
     )

@@ -12,7 +12,7 @@ from molink.facts.footprint import StageSetup
 from molink.swarm.backoff import Backoff
 from molink.swarm.formation import Formation
 from molink.swarm.links import Links
-from molink.swarm.paces import Paces, measured_rate
+from molink.swarm.paces import Paces, measured_rate, says_enough
 from molink.swarm.placement import (
     ROWS,
     Aim,
@@ -220,7 +220,7 @@ class Planner:
             seconds = stage.profile.decode_s(rows)
             session = registry.sessions.get(stage.peer)
             offer = None if session is None else self._offer(stage.peer, session.report)
-            if seconds > 0 and offer is not None:
+            if offer is not None and seconds > 0 and says_enough(offer, seconds):
                 rate = measured_rate(desired.facts, offer, setup, stage.layers, seconds)
                 self.paces.loaded(stage.peer, (stage.layers, stage.profile, rows), rate)
 

@@ -7,7 +7,7 @@ import pytest
 
 from molink.facts.footprint import StageSetup
 from molink.facts.model import ModelFacts
-from molink.swarm.paces import REMEMBERED, STAYS, Paces, measured_rate
+from molink.swarm.paces import REMEMBERED, STAYS, Paces, measured_rate, says_enough
 from molink.swarm.placement import STEP_S, Aim, Candidate, Placement, place
 
 GB = 10**9
@@ -46,7 +46,7 @@ def test_what_was_measured_counts_and_newcomers_are_as_their_kind() -> None:
     assert rates(paces, pc("a"), pc("b", 200e9)) == [100e9, 200e9]
 
 
-def test_devices_of_one_name_are_alike_until_a_stage_has_measured_itself() -> None:
+def test_devices_of_one_name_are_alike_until_a_stage_has_measured_itself_to_be_slower() -> None:
     paces = Paces()
     slow, fast = (
         replace(pc("a", 30e9), device="RTX 3060"),
@@ -62,6 +62,22 @@ def test_devices_of_one_name_are_alike_until_a_stage_has_measured_itself() -> No
     paces.loaded("a", "profile", 30e9)
     paces.loaded("b", "profile", 90e9)
     assert rates(paces, slow, fast) == [30e9, 90e9]
+
+
+def test_so_are_their_stages_until_a_pace_has_stayed() -> None:
+    paces = Paces()
+    one, other, third = (replace(pc(name), device="RTX 3060") for name in "abc")
+    paces.loaded("a", "profile", 60e9)
+    paces.loaded("b", "profile", 85e9)
+    assert rates(paces, one, other, third) == [85e9, 85e9, 85e9], "a median of those measured: 72.5"
+    assert rates(paces, pc("a"), pc("b")) == [60e9, 85e9], "nobody knows what these are"
+    tell(paces, 1.3, 0.0, 2 * STAYS)
+    assert rates(paces, one, other)[0] == pytest.approx(60e9 / 1.3)
+
+
+def test_a_step_of_hardly_any_weights_says_nothing() -> None:
+    assert not says_enough(pc("a"), 3 * STEP_S)
+    assert says_enough(pc("a"), 5 * STEP_S)
 
 
 def test_one_noisy_measurement_decides_no_placement() -> None:
