@@ -14,7 +14,10 @@ def swarm_processes() -> tuple[dict[psutil.Process, str], list[str]]:
     They come from ``molink status --json``.
     """
     command = [sys.executable, "-m", "molinkd", "status", "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, encoding="utf-8")
+    # Its exit code says whether the swarm is ready, too.
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, encoding="utf-8")
+    if not done.stdout:
+        raise SystemExit(f"`molink status` ended with exit code {done.returncode}")
     peers: list[dict[str, Any]] = json.loads(done.stdout)["peers"]
     found: dict[psutil.Process, str] = {}
     for peer in peers:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from molink.wire.messages.requests import (
 )
 from molink.wire.sockets.endpoints import endpoints
 from molink.wire.sockets.loop import EventLoop
+from molinkd.cli.swarm_status import read_status
 from molinkd.peer.demo import demo_homes, first_peer
 from molinkd.peer.home import Home
 from molinkd.peer.membership import Membership, read_membership
@@ -36,6 +38,8 @@ from molinkd.peer.runfile import RunFile, read_run_file
 CONNECT_S = 3.0
 #: Seconds for the answer, for which the daemon may have to ask the coordinator.
 ANSWER_S = 15.0
+#: Seconds between two looks at a swarm that isn't ready yet.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +90,38 @@ def _not_running(home: Home) -> Unavailable:
 
 def fetch_status(found: Found, *, outlook: bool = False) -> dict[str, Any]:
     """``molink status --json`` of the daemon's swarm, perhaps with what a PC more would bring."""
+    status: dict[str, Any] = json.loads(_status_text(found, outlook=outlook))
+    return status
+
+
+def _status_text(found: Found, *, outlook: bool = False) -> bytes:
     question = StatusRequest(ref=0, outlook=outlook)
     try:
-        _, payload = ask(found, question)
+        return ask(found, question)[1]
     except ConnectionBroken:
         # A daemon opens its port anew when a member is shut out; to ask twice changes nothing.
-        _, payload = ask(found, question)
-    status: dict[str, Any] = json.loads(payload)
-    return status
+        return ask(found, question)[1]
+
+
+def wait_status(home: Path | None, wait: float) -> tuple[Found, bytes]:
+    """The daemon here and ``molink status --json`` as UTF-8, once all models are ready.
+
+    After ``wait`` seconds as it is then.
+
+    Raises:
+        MolinkError: no daemon runs here even then, or it doesn't answer.
+    """
+    until = time.monotonic() + wait
+    while True:
+        try:
+            found = need_daemon(home)
+            text = _status_text(found)
+            if read_status(text).ready or time.monotonic() >= until:
+                return found, text
+        except Unavailable:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
 
 
 def served(status: dict[str, Any]) -> list[str]:

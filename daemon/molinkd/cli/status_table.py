@@ -1,7 +1,6 @@
-"""``molink status`` for people."""
+"""``molink status`` for people: fits a terminal of 80 columns."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -11,62 +10,115 @@ from molink.plaintext import printable
 from molink.swarm.terms import epoch_text
 from molink.wire.messages.reports import TransferState
 from molinkd.cli.console import transfer_text
+from molinkd.cli.swarm_status import (
+    ModelStatus,
+    Peer,
+    PipelineStatus,
+    Status,
+    TransferStatus,
+    WorkerStatus,
+    device_name,
+)
+from molinkd.cli.units import size
 
 
 def show_status(
-    state: dict[str, Any], *, demo: bool, typed: Callable[[str], str] = "`molink {}`".format
+    status: Status, *, demo: bool, typed: Callable[[str], str] = "`molink {}`".format
 ) -> None:
     """Print the state of a swarm; ``typed`` is the ``Home.typed`` of the home here."""
     console = Console(highlight=False)
-    title = f"Swarm {state['swarm']}" + (" (demo)" if demo else "")
-    console.print(_text(f"{title}, {_models(state)}", "bold"))
-    coordinator = state.get("coordinator")
-    if not isinstance(coordinator, dict) or coordinator.get("state") != "running":
-        console.print(_text(f"Only what this PC knows: {state.get('trouble')}", "yellow"))
-    elif not state.get("pipelines"):
-        console.print(_text(f"No pipeline: {state.get('trouble')}"))
-    console.print(_peers(state.get("peers", ())))
-    for peer in state.get("peers", ()):
-        if peer.get("reason"):
-            console.print(_text(f"{peer.get('name')} is {peer['reason']}", "yellow"))
-        for one in peer.get("transfers", ()):
-            console.print(_text(f"{peer.get('name')} {_transfer(one)}"))
-    if state.get("files"):
-        console.print(_text(state["files"], "yellow"))
-    for pipeline in state.get("pipelines", ()):
-        of = f" of {pipeline['model']}" if len(state["pipelines"]) > 1 else ""
+    console.print(_title(status, demo=demo))
+    for warning in _warnings_first(status):
+        console.print(_text(warning, "yellow"))
+    console.print(_work(status))
+    console.print()
+    console.print(_machines(status))
+    for peer in status.peers:
+        if peer.reason:
+            console.print(_text(f"{peer.name} is {peer.reason}", "yellow"))
+        for transfer in peer.transfers:
+            console.print(_text(f"{peer.name} {_transfer(transfer)}"))
+    if status.files:
+        console.print(_text(status.files, "yellow"))
+    for pipeline in status.pipelines:
+        of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
         console.print(_text(_pipeline(pipeline, of)))
-    for one in state.get("knocks", ()):
-        approve = typed(f"approve {one['code']}")
-        text = f"{one['name']} ({one['address']}) wants to join: {approve}"
+    for knock in status.knocks:
+        approve = typed(f"approve {knock.code}")
+        text = f"{knock.name} ({knock.address}) wants to join: {approve}"
         console.print(_text(f"{text} if it shows that code", "yellow"))
-    revoked = [f"{one['name']} ({one['id']})" for one in state.get("revoked", ())]
-    if revoked:
-        console.print(_text(f"Revoked: {', '.join(revoked)}"))
-    for one in state.get("cut_off", ()):
-        text = f"{one['name']} ({one['peer']}) was cut off by {one['by']}: {one['reason']}"
+    if status.revoked:
+        revoked = ", ".join(f"{one.name} ({one.id})" for one in status.revoked)
+        console.print(_text(f"Revoked: {revoked}"))
+    for cut in status.cut_off:
+        text = f"{cut.name} ({cut.peer}) was cut off by {cut.by}: {cut.reason}"
         console.print(_text(text, "yellow"))
 
 
-def _peers(peers: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    versions = {peer["version"] for peer in peers if peer.get("version")}
+def _title(status: Status, *, demo: bool) -> Text:
+    name = f"{status.name} ({status.swarm})" if status.name else status.swarm
+    title = _text(f"Swarm {name}{' (demo)' if demo else ''}, {_models(status)}: ", "bold")
+    ready = ("ready", "bold green") if status.ready else ("not ready", "bold red")
+    return title.append(*ready)
+
+
+def _warnings_first(status: Status) -> Iterator[str]:
+    if status.coordinator.state != "running":
+        yield f"Only what this PC knows: {status.trouble}"
+    elif not status.pipelines:
+        yield f"No pipeline: {status.trouble}"
+
+
+def _work(status: Status) -> Table:
+    """What each PC does: one line for each of its stages."""
+    table = _table("peer", "address", "role", "layers", ">memory", ">tokens/s", wrap="peer role")
+    rates = {
+        pipeline.id: pipeline.head.tokens_per_s
+        for pipeline in status.pipelines
+        if pipeline.head is not None
+    }
+    for peer in status.peers:
+        leads = ", leads" if peer.id == status.leader else ""
+        for worker in peer.workers or (None,):
+            rate = rates.get(worker.pipeline) if worker is not None else None
+            cells = (
+                peer.name,
+                peer.address,
+                _role(peer, worker) + leads,
+                "none" if worker is None else f"{worker.layers[0]}:{worker.layers[1]}",
+                _memory(peer, worker),
+                "" if rate is None else f"{rate:.1f}",
+            )
+            table.add_row(*map(_text, cells))
+    return table
+
+
+def _machines(status: Status) -> Table:
+    """What each PC is."""
+    versions = {peer.version for peer in status.peers if peer.version}
     differ = ("version",) if len(versions) > 1 else ()
-    for column in ("peer", "state", "stage", "copy", "device", "endpoint", "pid", *differ):
-        table.add_column(column)
-    for peer in peers:
-        stages = ", ".join(_stage(worker) for worker in peer.get("workers", ()))
-        cells = (
-            peer.get("name"),
-            peer.get("state"),
-            stages or peer.get("paused") or "none",
-            _copy(peer.get("copied", 0)),
-            peer.get("device"),
-            peer.get("endpoint"),
-            peer.get("daemon_pid"),
-            *(peer.get(column) for column in differ),
+    table = _table("peer", "id", "device", "copy", "endpoint", *differ, wrap="peer device")
+    for peer in status.peers:
+        device = device_name(peer.device)
+        cells = (peer.name, peer.id, device, _copy(peer.copied), peer.endpoint, peer.version)
+        table.add_row(*map(_text, cells[: len(table.columns)]))
+    return table
+
+
+def _table(*columns: str, wrap: str) -> Table:
+    """A table without cells that are cut; figures of columns with ``>`` stand to the right.
+
+    ``wrap`` are the columns that get narrower where there is no room.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        name = column.lstrip(">")
+        table.add_column(
+            name,
+            justify="left" if name == column else "right",
+            overflow="fold",
+            no_wrap=name not in wrap.split(),
         )
-        table.add_row(*(_text(str(cell or "")) for cell in cells))
     return table
 
 
@@ -75,18 +127,32 @@ def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def _stage(worker: dict[str, Any]) -> str:
-    first, last = worker["layers"]
-    state = worker.get("state", "")
-    return f"layers {first}:{last}" + (f" ({state})" if state not in ("", "ready") else "")
+def _role(peer: Peer, worker: WorkerStatus | None) -> str:
+    if peer.state != "here":
+        return peer.state
+    if worker is None:
+        return peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
+    role = f"stage {worker.stage}" if worker.stage else "head"
+    return f"{role} {worker.doing}" if worker.doing else role
 
 
-def _transfer(one: dict[str, Any]) -> str:
-    source = one.get("from", "")
+def _memory(peer: Peer, worker: WorkerStatus | None) -> str:
+    """What weights and KV take of what molink may use there."""
+    load = worker.load if worker is not None else None
+    if not peer.memory:
+        return ""
+    used = load.weights + load.kv if load is not None else 0
+    if not used:
+        return size(peer.memory)
+    (taken, unit), (all_of_it, same) = size(used).split(" "), size(peer.memory).split(" ")
+    return f"{taken}{'' if unit == same else f' {unit}'}/{all_of_it} {same}"
+
+
+def _transfer(one: TransferStatus) -> str:
     state = TransferState(
-        model=one["model"], done=one["bytes"], total=one["total"], rate=one["rate"], source=source
+        model=one.model, done=one.bytes, total=one.total, rate=round(one.rate), source=one.source
     )
-    return f"{'copies' if one.get('copy') else 'fetches'} {transfer_text(state)}"
+    return f"{'copies' if one.copy else 'fetches'} {transfer_text(state)}"
 
 
 def _copy(percent: int) -> str:
@@ -94,24 +160,34 @@ def _copy(percent: int) -> str:
     return "whole" if percent == 100 else f"{percent} %" if percent else ""
 
 
-def _models(state: dict[str, Any]) -> str:
+def _models(status: Status) -> str:
     """What is to be served."""
-    models = state.get("models", ())
-    if len(models) > 1:
-        return "models " + ", ".join(map(_model, models))
-    only = {"name": state.get("model") or "none", "quantize": state.get("quantize", "none")}
-    return f"model {_model(models[0] | only if models else only)}"
+    if len(status.models) > 1:
+        return "models " + ", ".join(map(_model, status.models))
+    told = status.models[0] if status.models else ModelStatus()
+    only = ModelStatus(
+        name=status.model or "none",
+        quantize=status.quantize,
+        replicas=told.replicas,
+        ready=told.ready,
+        stopped=told.stopped,
+    )
+    return f"model {_model(only)}"
 
 
-def _model(model: dict[str, Any]) -> str:
-    kept, replicas = model.get("quantize", "none"), model.get("replicas", 1)
-    times = f" ({model.get('ready', 0)} of {replicas} replicas ready)" if replicas > 1 else ""
-    times = " (stopped)" if model.get("stopped") else times
-    return f"{model['name']}{f' in {kept}' if kept != 'none' else ''}{times}"
+def _model(model: ModelStatus) -> str:
+    kept, replicas = model.quantize, model.replicas
+    times = f" ({model.ready} of {replicas} replicas ready)" if replicas > 1 else ""
+    times = " (stopped)" if model.stopped else times
+    return f"{model.name}{f' in {kept}' if kept != 'none' else ''}{times}"
 
 
-def _pipeline(pipeline: dict[str, Any], of: str) -> str:
-    ready = "ready" if pipeline.get("ready") else "not ready"
-    reason = f": {pipeline['reason']}" if pipeline.get("reason") else ""
-    epoch = epoch_text(pipeline["epoch"])
-    return f"Pipeline {pipeline['id']}{of} (epoch {epoch}) is {ready}{reason}"
+def _pipeline(pipeline: PipelineStatus, of: str) -> str:
+    ready = "ready" if pipeline.ready else "not ready"
+    reason = f": {pipeline.reason}" if pipeline.reason else ""
+    head, epoch = pipeline.head, epoch_text(pipeline.epoch)
+    busy = ""
+    if pipeline.ready and not reason and head is not None:
+        rate = f"{head.tokens_per_s:.1f} tokens/s"
+        busy = f": {head.running} requests, {head.waiting} waiting, {rate}"
+    return f"Pipeline {pipeline.id}{of} (epoch {epoch}) is {ready}{reason}{busy}"

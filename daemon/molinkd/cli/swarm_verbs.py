@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from molink.errors import UsageError
+from molink.errors import Unavailable, UsageError
 from molink.plaintext import printable
 
 HomeOption = Annotated[
@@ -17,19 +17,26 @@ HomeOption = Annotated[
 
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    wait: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds to wait for it to be ready, or for molink to start."),
+    ] = 0.0,
     home: HomeOption = None,
 ) -> None:
-    """Show the swarm: its peers, their stages, and whether it can serve."""
+    """Show the swarm and its peers; exit code 0 if all its models can be used, else 6."""
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
+    from molinkd.cli.swarm_status import read_status
     from molinkd.peer.home import Home
 
-    found = local_daemon.need_daemon(home)
-    state = local_daemon.fetch_status(found)
+    found, text = local_daemon.wait_status(home, wait)
+    state = read_status(text)
     if as_json:
-        print(json.dumps(state, indent=2))
+        print(json.dumps(json.loads(text), indent=2))
     else:
         show_status(state, demo=found.demo, typed=Home.find(home).typed)
+    if not state.ready:
+        raise typer.Exit(Unavailable.exit_code)
 
 
 def chat(

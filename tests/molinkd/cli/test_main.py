@@ -252,6 +252,34 @@ def test_a_status_that_is_cut_off_is_asked_for_again(
     assert asked == [found, found]
 
 
+def test_status_ends_by_whether_the_swarm_is_ready(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = {"id": "p1", "model": "m", "ready": False}
+    state = {"swarm": "s", "coordinator": {"state": "running"}, "pipelines": [pipeline]}
+    slept: list[float] = []
+
+    def wait(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            RunFile.of_this_process(1, "http://a").save(Home(home).create().run_file)
+        else:
+            pipeline["ready"] = True
+
+    def ask(_: object, message: StatusRequest) -> tuple[StatusRequest, bytes]:
+        return message, json.dumps(state).encode()
+
+    monkeypatch.setattr("molinkd.cli.local_daemon.time.sleep", wait)
+    monkeypatch.setattr(local_daemon, "ask", ask)
+    assert run(["status"]) == 6
+    assert (run(["status", "--wait", "60"]), len(slept)) == (0, 2), "for molink, then for a model"
+    assert run(["status", "--json"]) == 0
+    pipeline["ready"] = False
+    capsys.readouterr()
+    assert run(["status", "--json"]) == 6
+    assert json.loads(capsys.readouterr().out) == state
+
+
 def test_commands_start_without_heavy_imports() -> None:
     code = (
         "import sys; from molinkd.cli.main import run; run(['--help']);"

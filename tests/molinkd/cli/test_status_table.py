@@ -1,18 +1,25 @@
 """``molink status`` for people."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from molink.swarm.terms import next_epoch, next_term
 from molinkd.cli.status_table import show_status
+from molinkd.cli.swarm_status import read_status
+from tests.molinkd.cli.top import swarms
 
-STATE = {
+STATE: dict[str, Any] = {
     "swarm": "home",
     "coordinator": {"state": "running", "addresses": []},
     "model": "m",
     "trouble": "",
     "peers": [
         {
+            "id": "f00",
             "name": "[red]pc[/red]",
+            "address": "192.168.1.7",
             "state": "here",
             "device": "cpu: x",
             "endpoint": "http://e",
@@ -24,13 +31,18 @@ STATE = {
 }
 
 
+def show(state: dict[str, Any], *, demo: bool = False) -> None:
+    """Print a status as it comes from a daemon."""
+    show_status(read_status(msgspec.json.encode(state)), demo=demo)
+
+
 def test_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    peers = [{**STATE["peers"][0], "copied": copied} for copied in (0, 43, 100)]  # type: ignore[index]
-    show_status({**STATE, "peers": peers, "files": "Only pc has all files of m"}, demo=False)
+    peers = [{**STATE["peers"][0], "copied": copied} for copied in (0, 43, 100)]
+    show({**STATE, "peers": peers, "files": "Only pc has all files of m"})
     out = capsys.readouterr().out
     assert "Only pc has all files of m" in out
-    words = [line.split() for line in out.splitlines() if "[red]" in line]
+    words = [line.split() for line in out.splitlines() if "f00" in line]
     assert [("%" in line, "whole" in line) for line in words] == [
         (False, False),
         (True, False),
@@ -40,32 +52,31 @@ def test_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    show_status(STATE, demo=True)
+    show(STATE, demo=True)
     out = capsys.readouterr().out
     # What peers call themselves is text, not markup.
-    for text in ("home (demo)", "[red]pc[/red]", "layers 0:4 (loading)", "why not", "epoch 3"):
+    for text in ("home (demo)", "[red]pc[/red]", "head loading", "0:4", "why not", "epoch 3"):
         assert text in out
 
 
 def test_an_epoch_after_a_change_of_leader(capsys: pytest.CaptureFixture[str]) -> None:
     term = next_term(next_term(0, "a"), "b")
-    show_status(
+    show(
         {**STATE, "pipelines": [{"id": "p1", "epoch": next_epoch(7, term), "ready": True}]},
-        demo=False,
     )
     assert "(epoch 2.1)" in capsys.readouterr().out
 
 
 def test_how_weights_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    show_status({**STATE, "quantize": "nf4"}, demo=False)
-    show_status({**STATE, "quantize": "none"}, demo=False)
+    show({**STATE, "quantize": "nf4"})
+    show({**STATE, "quantize": "none"})
     quantized, plain = capsys.readouterr().out.split("Swarm ")[1:]
     assert "model m in nf4" in quantized
     assert " in " not in plain.splitlines()[0]
 
 
 def test_an_unreachable_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
-    show_status({**STATE, "coordinator": {"state": "unreachable"}, "trouble": "gone"}, demo=False)
+    show({**STATE, "coordinator": {"state": "unreachable"}, "trouble": "gone"})
     assert "Only what this PC knows: gone" in capsys.readouterr().out
 
 
@@ -75,7 +86,7 @@ def test_what_peers_say_drives_no_terminal(capsys: pytest.CaptureFixture[str]) -
     pipeline = {"id": evil, "epoch": 1, "ready": False, "reason": evil}
     cut_off = {"peer": evil, "name": evil, "by": "us", "reason": evil}
     changes = {"model": evil, "peers": [peer], "pipelines": [pipeline], "cut_off": [cut_off]}
-    show_status({**STATE, **changes}, demo=False)
+    show({**STATE, **changes})
     out = capsys.readouterr().out
     assert "PWNED" in out
     assert not set("\x1b\x07") & set(out)
@@ -86,13 +97,13 @@ def test_members_that_were_cut_off(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     cut_off = {"peer": "p", "name": "pc", "by": "this PC's control socket", "reason": "nonsense"}
-    show_status({**STATE, "cut_off": [cut_off]}, demo=False)
+    show({**STATE, "cut_off": [cut_off]})
     out = capsys.readouterr().out
     assert "pc (p) was cut off by this PC's control socket: nonsense" in out
 
 
 def test_why_there_is_no_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
-    show_status({**STATE, "pipelines": [], "trouble": "no model was asked for"}, demo=False)
+    show({**STATE, "pipelines": [], "trouble": "no model was asked for"})
     assert "No pipeline: no model was asked for" in capsys.readouterr().out
 
 
@@ -101,8 +112,8 @@ def test_transfers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     fetched = {"model": "m", "bytes": 2_000_000, "total": 10_000_000, "rate": 4_000_000}
     copied = {**fetched, "rate": 0, "from": "tv", "copy": True}
     transfers = [{**fetched, "eta_s": 2.0, "from": "nas", "copy": False}, copied]
-    peer = {**STATE["peers"][0], "name": "pc", "transfers": transfers}  # type: ignore[index]
-    show_status({**STATE, "peers": [peer]}, demo=False)
+    peer = {**STATE["peers"][0], "name": "pc", "transfers": transfers}
+    show({**STATE, "peers": [peer]})
     out = capsys.readouterr().out
     assert "pc fetches m from nas: 2 of 10 MB, 4.0 MB/s, 2 s left" in out
     assert "pc copies m from tv: 2 of 10 MB\n" in out
@@ -112,12 +123,10 @@ def test_versions_are_shown_where_they_differ(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    (one,) = STATE["peers"]  # type: ignore[misc]
-    show_status({**STATE, "peers": [{**one, "version": "1.0"}] * 2}, demo=False)
+    (one,) = STATE["peers"]
+    show({**STATE, "peers": [{**one, "version": "1.0"}] * 2})
     assert "1.0" not in capsys.readouterr().out
-    show_status(
-        {**STATE, "peers": [{**one, "version": "1.0"}, {**one, "version": "1.1"}]}, demo=False
-    )
+    show({**STATE, "peers": [{**one, "version": "1.0"}, {**one, "version": "1.1"}]}, demo=False)
     out = capsys.readouterr().out
     assert "version" in out
     assert "1.0" in out
@@ -137,11 +146,45 @@ def test_several_models(
         {"id": id, "model": model, "epoch": 3, "ready": ready}
         for id, model, ready in (("p1", "m", True), ("p2", "n", True), ("p3", "n", False))
     ]
-    show_status({**STATE, "models": models, "pipelines": pipelines}, demo=False)
+    show({**STATE, "models": models, "pipelines": pipelines})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Swarm home, models m in nf4, n (1 of 2 replicas ready), o (stopped)"
+    assert lines[0] == (
+        "Swarm home, models m in nf4, n (1 of 2 replicas ready), o (stopped): ready"
+    )
     assert [line for line in lines if line.startswith("Pipeline")] == [
         "Pipeline p1 of m (epoch 3) is ready",
         "Pipeline p2 of n (epoch 3) is ready",
         "Pipeline p3 of n (epoch 3) is not ready",
     ]
+
+
+def test_who_does_what(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it in 80 columns, without a cell that is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    state = swarms.serving()
+    first, second = state["peers"][:2]
+    first |= {"address": "192.168.178.123", "endpoint": "http://127.0.0.1:5465", "copied": 100}
+    second["workers"][0] |= {"state": "fetching", "fetching": {"done": 1, "total": 4}}
+    state["peers"][3] |= {"stage": "none"}
+    show({**state, "name": "den", "leader": first["id"]})
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == "Swarm den (home), model qwen3-8b: ready"
+    assert "peer address role layers memory tokens/s" in lines
+    assert "alice 192.168.178.123 head, leads 0:8 4.0/12.0 GB 21.4" in lines
+    assert "bob stage 1 fetching 25 % 8:16 4.0/12.0 GB 21.4" in lines
+    assert any(line.startswith("laptop endpoint only none") for line in lines)
+    assert any(line.startswith("attic away none") for line in lines)
+    assert f"alice {first['id']} cuda 0: RTX 3060 whole http://127.0.0.1:5465" in lines
+    assert "Pipeline p1 (epoch 3) is ready: 2 requests, 1 waiting, 21.4 tokens/s" in lines
+
+
+def test_what_is_ready() -> None:
+    ready, other = ({"id": one, "model": one, "ready": one == "a"} for one in "ab")
+    for pipelines, expected in (([], False), ([ready], True), ([ready, other], False)):
+        state = {**STATE, "pipelines": pipelines}
+        assert read_status(msgspec.json.encode(state)).ready == expected
+    replica = {"id": "a2", "model": "a", "ready": False}
+    state = {**STATE, "pipelines": [replica, ready]}
+    assert read_status(msgspec.json.encode(state)).ready, "another replica serves it"

@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.plaintext import printable
-from molinkd.cli.top.status import HeadStatus, Link, Peer, PipelineStatus, Request, Status, Worker
+from molinkd.cli.swarm_status import (
+    HeadStatus,
+    Link,
+    Peer,
+    PipelineStatus,
+    Request,
+    Status,
+    WorkerStatus,
+    device_name,
+    percent,
+)
 
 #: Characters of a text from elsewhere that are looked at.
 _LONGEST = 400
@@ -69,11 +79,7 @@ class RingView:
     blocks: int
     micro_batches: int
     requests: tuple[RequestView, ...]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all its requests that are shown, together."""
-        return sum(one.tokens_per_s for one in self.requests if one.state == "decode")
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,7 @@ def make_view(status: Status, *, demo: bool = False) -> View:
     return View(
         swarm=plain(status.swarm) + (" (demo)" if demo else ""),
         model=", ".join(plain(one) for one in _models(status)) or "no model",
-        ready=_ready(status),
+        ready=status.ready,
         here=here,
         away=len(pcs) - here,
         notices=_first(list(_notices(status, names))),
@@ -198,14 +204,6 @@ def _models(status: Status) -> list[str]:
     return named or ([status.model] if status.model else [])
 
 
-def _ready(status: Status) -> bool:
-    """Whether each model has a pipeline that is ready."""
-    ready: dict[str, bool] = {}
-    for one in status.pipelines:
-        ready[one.model] = ready.get(one.model, False) or one.ready
-    return bool(ready) and all(ready.values())
-
-
 def _ring(
     pipeline: PipelineStatus, peers: dict[str, Peer], names: dict[str, str], *, alone: bool
 ) -> RingView:
@@ -233,6 +231,7 @@ def _ring(
             )
             for one in head.requests
         ),
+        tokens_per_s=head.tokens_per_s,
     )
 
 
@@ -241,11 +240,7 @@ def _phase(request: Request) -> str:
     if request.state != "prefill":
         return plain(request.state)
     known = request.prompt + request.generated
-    return f"prefill {_percent(request.computed, known)}"
-
-
-def _percent(done: int, total: int) -> str:
-    return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"
+    return f"prefill {percent(request.computed, known)}"
 
 
 def _stage(
@@ -262,35 +257,22 @@ def _stage(
         number=number,
         pc=names.get(stage.peer, plain(stage.peer)),
         layers=_layers(stage.layers),
-        device=_device(stage.device),
+        device=plain(device_name(stage.device)),
         used=load.weights + load.kv if load is not None else 0,
         memory=peer.memory if peer is not None else 0,
         busy=load.busy if load is not None else None,
         bubbles=load.bubbles if load is not None else None,
         decode_s=stage.decode_s,
-        doing=_doing(worker) if worker is not None else "not there",
+        doing=plain(worker.doing) if worker is not None else "not there",
         link=link,
     )
 
 
-def _worker(peer: Peer | None, pipeline: str, number: int) -> Worker | None:
+def _worker(peer: Peer | None, pipeline: str, number: int) -> WorkerStatus | None:
     """The worker of a stage, as its PC reports it."""
     workers = peer.workers if peer is not None and peer.state == "here" else ()
     mine = (one for one in workers if (one.pipeline, one.stage) == (pipeline, number))
     return next(mine, None)
-
-
-def _doing(worker: Worker) -> str:
-    if worker.state == "ready":
-        return ""
-    done = worker.fetching
-    part = f" {_percent(done.done, done.total)}" if done is not None else ""
-    return f"{plain(worker.state)}{part}"
-
-
-def _device(text: str) -> str:
-    """Its name without what all of them begin with."""
-    return plain(text).replace("NVIDIA ", "").replace("GeForce ", "")
 
 
 def _layers(layers: tuple[int, int]) -> str:
@@ -298,9 +280,13 @@ def _layers(layers: tuple[int, int]) -> str:
 
 
 def _other(peer: Peer) -> PcView:
-    stages = [f"{_layers(one.layers)} {_doing(one) or 'ready'}" for one in peer.workers]
+    stages = [f"{_layers(one.layers)} {plain(one.doing) or 'ready'}" for one in peer.workers]
     return PcView(
-        plain(peer.name), plain(peer.state), _device(peer.device), peer.memory, ", ".join(stages)
+        plain(peer.name),
+        plain(peer.state),
+        plain(device_name(peer.device)),
+        peer.memory,
+        ", ".join(stages),
     )
 
 

@@ -1,4 +1,4 @@
-"""What ``molink top`` reads of ``molink status --json``: an explicit schema.
+"""What ``molink status`` and ``molink top`` read of ``molink status --json``: an explicit schema.
 
 What is not told (an older daemon, a swarm without a model) has a default, and what is new to this
 version is passed over.
@@ -23,9 +23,10 @@ class Bytes(msgspec.Struct, frozen=True):
     total: Count = 0
 
 
-class Transfer(msgspec.Struct, frozen=True, rename={"source": "from"}):
+class TransferStatus(msgspec.Struct, frozen=True, rename={"source": "from"}):
     """Files that come to a PC, in bytes; bytes/s. ``copy``: nobody waits for them."""
 
+    model: str = ""
     bytes: Count = 0
     total: Count = 0
     rate: Amount = 0.0
@@ -61,7 +62,7 @@ class StageUse(msgspec.Struct, frozen=True):
     link: Link = Link()
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerStatus(msgspec.Struct, frozen=True):
     """A stage as its own PC reports it."""
 
     layers: LayerRange
@@ -71,6 +72,14 @@ class Worker(msgspec.Struct, frozen=True):
     fetching: Bytes | None = None
     load: StageUse | None = None
 
+    @property
+    def doing(self) -> str:
+        """What it does instead of serving, and how far that is; empty if nothing."""
+        if self.state in ("", "ready"):
+            return ""
+        done = self.fetching
+        return self.state if done is None else f"{self.state} {percent(done.done, done.total)}"
+
 
 class Peer(msgspec.Struct, frozen=True):
     """A member of the swarm."""
@@ -78,13 +87,21 @@ class Peer(msgspec.Struct, frozen=True):
     id: str
     name: str = ""
     state: str = ""
+    address: str = ""
+    endpoint: str = ""
+    version: str = ""
     device: str = ""
     memory: Count = 0
+    #: Layers that it offers to hold (``none``: only an endpoint), and why it doesn't for now.
+    stage: str = ""
+    paused: str = ""
     reason: str = ""
+    #: How much of the models lies on its disk, in percent.
+    copied: Count = 0
     #: Of a further device of a PC: the id of the PC's own peer.
     pc: str = ""
-    transfers: tuple[Transfer, ...] = ()
-    workers: tuple[Worker, ...] = ()
+    transfers: tuple[TransferStatus, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
 
 
 class PlacedStage(msgspec.Struct, frozen=True):
@@ -118,6 +135,11 @@ class HeadStatus(msgspec.Struct, frozen=True):
     micro_batches: Count = 0
     requests: tuple[Request, ...] = ()
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all its requests that are told, together."""
+        return sum(one.tokens_per_s for one in self.requests if one.state == "decode")
+
 
 class PipelineStatus(msgspec.Struct, frozen=True):
     """A pipeline and its stages in ring order; none are known while it can't be formed."""
@@ -142,9 +164,17 @@ class KnockStatus(msgspec.Struct, frozen=True):
 class CutOff(msgspec.Struct, frozen=True):
     """A member that this PC has cut off."""
 
+    peer: str = ""
     name: str = ""
     by: str = ""
     reason: str = ""
+
+
+class RevokedStatus(msgspec.Struct, frozen=True):
+    """A peer that was shut out."""
+
+    id: str = ""
+    name: str = ""
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True):
@@ -157,15 +187,21 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """A model that is to be served; one that was ``stopped`` is not, for now."""
 
     name: str = ""
+    quantize: str = "none"
+    replicas: Count = 1
+    ready: Count = 0
     stopped: bool = False
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The swarm."""
+    """The swarm ``swarm`` (an id), called ``name``, which the peer ``leader`` leads."""
 
     swarm: str = ""
+    name: str = ""
+    leader: str = ""
     coordinator: CoordinatorStatus = CoordinatorStatus()
     model: str | None = None
+    quantize: str = "none"
     models: tuple[ModelStatus, ...] = ()
     peers: tuple[Peer, ...] = ()
     pipelines: tuple[PipelineStatus, ...] = ()
@@ -175,6 +211,25 @@ class Status(msgspec.Struct, frozen=True):
     clock: Amount | None = None
     cut_off: tuple[CutOff, ...] = ()
     knocks: tuple[KnockStatus, ...] = ()
+    revoked: tuple[RevokedStatus, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether each model that is served has a pipeline that is ready, and there is one."""
+        ready: dict[str, bool] = {}
+        for one in self.pipelines:
+            ready[one.model] = ready.get(one.model, False) or one.ready
+        return bool(ready) and all(ready.values())
+
+
+def percent(done: int, total: int) -> str:
+    """How much of it is done, in words."""
+    return f"{min(100, 100 * done // total)} %" if total > 0 else "0 %"
+
+
+def device_name(text: str) -> str:
+    """A device's name without what all of them begin with."""
+    return text.replace("NVIDIA ", "").replace("GeForce ", "")
 
 
 def read_status(text: bytes) -> Status:
