@@ -30,18 +30,23 @@ INTERRUPTED = 130
 
 TraceOption = Annotated[
     Path | None,
-    typer.Option(help="Sizes and arrivals from an Azure (.csv) or Mooncake (.jsonl) trace."),
+    typer.Option(
+        help="Sizes and arrivals from an Azure (.csv) or Mooncake (.jsonl) trace.  [default: none]"
+    ),
 ]
 RateOption = Annotated[
     float | None,
     typer.Option(
-        help="Requests per second (Poisson), or inf for all at once. "
-        "Default: the trace's own times, without a trace inf."
+        help="Requests per second (Poisson), or inf for all at once.  "
+        "[default: the trace's own times, without a trace inf]"
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option(help="Default: the first that the server lists.")]
+ModelOption = Annotated[
+    str | None, typer.Option(help="Its name.  [default: the first that the server lists]")
+]
 KeyOption = Annotated[
-    str | None, typer.Option(envvar="MOLINK_API_KEY", help="Bearer token of the server.")
+    str | None,
+    typer.Option(envvar="MOLINK_API_KEY", help="Bearer token of the server.  [default: none]"),
 ]
 EosOption = Annotated[
     bool, typer.Option(help="Ask for answers of full length (an extension of vLLM and molink).")
@@ -60,8 +65,8 @@ def bench() -> None:
 def serve(
     url: Annotated[str, typer.Option(help="The server's root, or its /v1.")],
     trace: TraceOption = None,
-    input_tokens: Annotated[int | None, typer.Option(help="Per prompt. Default: 128.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(help="Per answer. Default: 64.")] = None,
+    input_tokens: Annotated[int | None, typer.Option(help="Per prompt.  [default: 128]")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Per answer.  [default: 64]")] = None,
     rate: RateOption = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once, at maximum.")] = 16,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all, at maximum.")] = 100,
@@ -74,7 +79,10 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Send requests to any OpenAI-style endpoint; report TTFT, TPOT, ITL, latency, throughput."""
+    """Send requests to any OpenAI-style endpoint, and time them.
+
+    Reports TTFT, TPOT, ITL, latency and throughput.
+    """
     plan = _plan(trace, input_tokens, output_tokens, rate, requests, seed)
     endpoint = BenchTarget(url, api, model, api_key, ignore_eos)
     notes = Console(stderr=True)

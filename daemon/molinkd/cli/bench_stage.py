@@ -29,7 +29,7 @@ def stage(
         str,
         typer.Option("--model", "-m", help="Folder, GGUF file, OWNER/NAME or molink-demo."),
     ] = DEMO_MODEL,
-    layers: Annotated[str | None, typer.Option(help="Layers A:B.  \\[default: all]")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers A:B.  [default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[
         int, typer.Option("--threads", "-t", min=0, help="On the CPU; 0 = torch's default.")
@@ -41,7 +41,7 @@ def stage(
     ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Measure one stage on this PC: times of decode steps and prefill chunks, and what limits them.
+    """Measure one stage on this PC: its steps, and what limits it.
 
     Compares with the memory bandwidth and the matrix products that the device is measured to have.
     """

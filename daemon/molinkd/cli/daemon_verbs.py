@@ -17,69 +17,95 @@ from molinkd.cli.swarm_verbs import HomeOption
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder, GGUF file, OWNER/NAME or molink-demo.  \\[default: the one served last]"
+        help="Folder, GGUF file, OWNER/NAME or molink-demo.  [default: the one served last]"
     ),
 ]
 StageOption = Annotated[
-    str | None, typer.Option(help="Layers to hold here: auto, none or A:B.  \\[default: auto]")
+    str | None, typer.Option(help="Layers to hold here: auto, none or A:B.  [default: auto]")
 ]
-NameOption = Annotated[str | None, typer.Option(help="This PC's name in the swarm.")]
+NameOption = Annotated[
+    str | None, typer.Option(help="This PC's name in the swarm.  [default: the PC's own]")
+]
 HostOption = Annotated[
     str | None,
-    typer.Option(help="Address for other PCs to reach this one at.  \\[default: all interfaces]"),
+    typer.Option(help="Address for other PCs to reach this one at.  [default: all interfaces]"),
 ]
 AdvertiseOption = Annotated[
-    str | None, typer.Option(help="Addresses to tell to others, comma separated.")
+    str | None,
+    typer.Option(help="Addresses to tell to others, comma separated.  [default: this PC's]"),
 ]
 EndpointHostOption = Annotated[
-    str | None, typer.Option(help="Address of the chat endpoint.  \\[default: 127.0.0.1]")
+    str | None, typer.Option(help="Address of the chat endpoint.  [default: 127.0.0.1]")
 ]
 EndpointPortOption = Annotated[
-    int | None, typer.Option("--endpoint-port", "--port", help="\\[default: 5465]")
+    int | None,
+    typer.Option(
+        "--endpoint-port",
+        "--port",
+        help="Port of the chat endpoint; taken: an error.  [default: 5465, or the next free one]",
+    ),
 ]
 CoordinatorPortOption = Annotated[
-    int | None, typer.Option(help="For the coordinator while it runs here. \\[default: 5466]")
+    int | None,
+    typer.Option(
+        help="Of the coordinator while it runs here.  [default: 5466, or the next free one]"
+    ),
 ]
-ControlPortOption = Annotated[int | None, typer.Option(help="\\[default: 5467]")]
-WorkerPortsOption = Annotated[str | None, typer.Option(help="FIRST-LAST.  \\[default: 5468-5479]")]
+ControlPortOption = Annotated[
+    int | None, typer.Option(help="Port for other PCs.  [default: 5467, or the next free one]")
+]
+WorkerPortsOption = Annotated[
+    str | None, typer.Option(help="Ports of the stages here, FIRST-LAST.  [default: 5468-5479]")
+]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda:N, or several: cuda:0,cuda:1.  \\[default: all GPUs, or the CPU]"),
+    typer.Option(help="cpu, cuda:N, or several: cuda:0,cuda:1.  [default: all GPUs, or the CPU]"),
 ]
 MemoryOption = Annotated[
     str | None,
-    typer.Option(help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET)."),
+    typer.Option(
+        help="Memory that the stage may use: 6GB or 80% (MOLINK_VRAM_BUDGET).  "
+        "[default: by the device]"
+    ),
 ]
 PauseTimesOption = Annotated[
     str | None,
-    typer.Option(help="Times of the day without layers here: 18:00-23:30, several with commas."),
+    typer.Option(
+        help="Times of the day without layers here: 18:00-23:30, several with commas.  "
+        "[default: none]"
+    ),
 ]
 PauseWhenBusyOption = Annotated[
     Literal["off", "on", "auto"] | None,
     typer.Option(
         help="Hold no layers while something else uses the GPU. auto: if it drives a screen.  "
-        "\\[default: auto]"
+        "[default: auto]"
     ),
 ]
 QuantizeOption = Annotated[
     Quantize | None,
-    typer.Option(help="Keep the layers' weights in 8 or 4 bits.  \\[default: none]"),
+    typer.Option(help="Keep the layers' weights in 8 or 4 bits.  [default: none]"),
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="Compute threads on the CPU.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="Compute threads on the CPU.  [default: its cores]")
+]
 ChunkOption = Annotated[
     str | None,
-    typer.Option(help="Rows of a prefill chunk: a number, or as measured.  \\[default: auto]"),
+    typer.Option(help="Rows of a prefill chunk: a number, or as measured.  [default: auto]"),
 ]
 SchedulingOption = Annotated[
     str | None,
-    typer.Option("--scheduling-policy", help="Whose turn it is among requests.  \\[default: fcfs]"),
+    typer.Option("--scheduling-policy", help="Whose turn it is among requests.  [default: fcfs]"),
 ]
 BackgroundOption = Annotated[
     bool, typer.Option("--background", help="Return once it runs; `molink down` ends it.")
 ]
 KeyOption = Annotated[
     str | None,
-    typer.Option(help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY)."),
+    typer.Option(
+        help="Key that the endpoint demands; needed beyond loopback (MOLINK_API_KEY).  "
+        "[default: none]"
+    ),
 ]
 
 AllowedHostsOption = Annotated[
@@ -119,28 +145,26 @@ def up(
     scheduling_policy: SchedulingOption = None,
     pause_times: PauseTimesOption = None,
     pause_when_busy: PauseWhenBusyOption = None,
-    dtype: Annotated[
-        DTypeChoice | None, typer.Option(help="Compute in.  \\[default: auto]")
-    ] = None,
+    dtype: Annotated[DTypeChoice | None, typer.Option(help="Compute in.  [default: auto]")] = None,
     quantize: QuantizeOption = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Most tokens of prompt and answer.  \\[default: what the model has]"),
+        typer.Option(help="Most tokens of prompt and answer.  [default: what the model has]"),
     ] = None,
     min_peers: Annotated[
-        int | None, typer.Option(help="Peers with a stage to wait for at first.  \\[default: 1]")
+        int | None, typer.Option(help="Peers with a stage to wait for at first.  [default: 1]")
     ] = None,
     objective: Annotated[
         Objective | None,
         typer.Option(
             help="Place stages for one stream's time per token, or for the tokens per second of "
-            "many.  \\[default: latency]"
+            "many.  [default: latency]"
         ),
     ] = None,
     min_stages: Annotated[
         int | None,
         typer.Option(
-            help="Stages to have at least, if there are so many PCs. \\[default: min-peers]"
+            help="Stages to have at least, if there are so many PCs.  [default: min-peers]"
         ),
     ] = None,
     api_key: KeyOption = None,
@@ -149,7 +173,10 @@ def up(
     background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Start a swarm on this PC: coordinator, a stage, and the chat endpoint."""
+    """Start a swarm on this PC, with a chat endpoint.
+
+    Options are kept for the next start; `molink config` shows them, and where each setting is from.
+    """
     options = dict(locals())
     _run("up", home, options, model=options.pop("model"))
 
@@ -165,10 +192,16 @@ def join(
         ),
     ] = None,
     swarm: Annotated[
-        str | None, typer.Option(help="Name or id of the swarm, where this network has several.")
+        str | None,
+        typer.Option(
+            help="Name or id of the swarm, where this network has several.  [default: ask]"
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Have the swarm serve this model if it serves none yet.")
+        str | None,
+        typer.Option(
+            help="Have the swarm serve this model if it serves none yet.  [default: none]"
+        ),
     ] = None,
     stage: StageOption = None,
     name: NameOption = None,
@@ -192,7 +225,11 @@ def join(
     background: BackgroundOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Add this PC to a swarm: with a token, or by a code that is approved there."""
+    """Add this PC to a swarm.
+
+    With a token, or by a code that is approved there. Options are kept for the next start; `molink
+    config` shows them, and where each setting is from.
+    """
     options = dict(locals())
     token, swarm = options.pop("token"), options.pop("swarm")
     if token == "-":
@@ -204,7 +241,10 @@ def join(
 
 def demo(
     ask: Annotated[
-        str | None, typer.Option(help="Print the answer to one question, then end.")
+        str | None,
+        typer.Option(
+            help="Print the answer to one question, then end.  [default: run until Ctrl-C]"
+        ),
     ] = None,
     peers: Annotated[int, typer.Option(min=1, max=8, help="How many daemons to run.")] = 3,
     dtype: Annotated[DTypeChoice, typer.Option(help="Compute in.")] = "auto",
@@ -215,12 +255,12 @@ def demo(
         str | None,
         typer.Option(
             help="smollm2 (a small real one, fetched once), or as of `up`.  "
-            "\\[default: the bundled demo model]"
+            "[default: the bundled demo model]"
         ),
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Run a whole swarm on this PC with the bundled model, until Ctrl-C."""
+    """Run a whole swarm on this PC with a small model, to try it."""
     from molink.checkpoint.source import local_model
     from molinkd.cli.demonstration import run_demo
     from molinkd.cli.small_model import fetch_small_model
@@ -234,7 +274,9 @@ def demo(
 
 def coordinator(
     host: HostOption = None,
-    port: Annotated[int | None, typer.Option(help="\\[default: 5466]")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Where PCs reach it.  [default: 5466, or the next free one]")
+    ] = None,
     advertise: AdvertiseOption = None,
     name: NameOption = None,
     home: HomeOption = None,

@@ -10,7 +10,7 @@ from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 
 DeviceOption = Annotated[
-    str | None, typer.Option(help="Only that one of this PC's devices: cuda:1.  \\[default: all]")
+    str | None, typer.Option(help="Only that one of this PC's devices: cuda:1.  [default: all]")
 ]
 
 #: How often the swarm is looked at, in seconds.
@@ -24,7 +24,7 @@ def drain(
     device: DeviceOption = None,
     home: HomeOption = None,
 ) -> None:
-    """Hold no layers on this PC: the others take them, and memory is free.
+    """Hold no layers on this PC: others take them, memory is free.
 
     It lasts until `molink resume`, or until molink is started here again.
     """
@@ -65,7 +65,7 @@ def resume(device: DeviceOption = None, home: HomeOption = None) -> None:
 
 
 def rebalance(home: HomeOption = None) -> None:
-    """Place all models anew over the PCs that are here, as if nothing served them yet.
+    """Place all models anew over the PCs that are here.
 
     By itself the swarm leaves what serves where it is, unless another ring is much better. Answers
     go on meanwhile.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def down(home: HomeOption = None) -> None:
-    """End the daemon on this PC; it stays a member, and the others go on."""
+    """End the daemon on this PC, which stays a member."""
     from molinkd.peer.home import Home
     from molinkd.peer.runfile import read_run_file
 
@@ -36,7 +36,8 @@ def down(home: HomeOption = None) -> None:
 
 def leave(
     dissolve: Annotated[
-        bool, typer.Option(help="On the PC of `molink up`: end the swarm for everyone.")
+        bool,
+        typer.Option("--dissolve", help="On the PC of `molink up`: end the swarm for everyone."),
     ] = False,
     home: HomeOption = None,
 ) -> None:

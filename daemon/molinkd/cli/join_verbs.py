@@ -37,7 +37,10 @@ def approve(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Let a PC in that runs `molink join`, if it shows the same code; or list those that ask."""
+    """Let a PC in that shows the same code, or list who asks.
+
+    That PC runs `molink join`.
+    """
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 

@@ -13,53 +13,53 @@ _LATE = (
     (
         "top",
         "molinkd.cli.top.verb:top",
-        "Watch the swarm: stages, links, requests, transfers and events, as they are now.",
+        "Watch the swarm at work: stages, links, requests, events.",
     ),
     (
         "run",
         "molinkd.cli.model_verbs:run_model",
-        "Have the swarm serve a model, unless it does, wait for it, and chat with it.",
+        "Have the swarm serve a model, wait for it, and chat with it.",
     ),
     (
         "apply",
         "molinkd.cli.apply:apply",
-        "Have the swarm serve the models that a file names, and no others; twice is as once.",
+        "Have the swarm serve the models of a file, and no others.",
     ),
     (
         "pull",
         "molinkd.cli.model_verbs:pull",
-        "Have a model on this PC: fetch what is missing of it from the Hugging Face hub.",
+        "Fetch what is missing of a model from the Hugging Face hub.",
     ),
     (
         "list",
         "molinkd.cli.model_verbs:list_models",
-        "Show the models on this PC: their size, where they lie, and which one is served.",
+        "Show the models on this PC: size, place, which is served.",
     ),
     (
         "rm",
         "molinkd.cli.model_verbs:rm",
-        "Delete a model from this PC's disk; never one that is served, nor a folder of yours.",
+        "Delete a model from this PC's disk.",
     ),
     (
         "stop",
         "molinkd.cli.model_verbs:stop",
-        "Have the swarm serve a model no more, or none at all: its memory is free; PCs stay.",
+        "Have the swarm serve a model no more, or none at all.",
     ),
     (
         "plan",
         "molinkd.cli.plan:plan",
-        "Placement, micro-batches and predicted times of a ring, without starting anything.",
+        "Predict placement and times of a ring; starts nothing.",
     ),
     (
         "doctor",
         "molinkd.cli.doctor.verb:doctor",
-        "Look for what is wrong on this PC, and say which command mends it.",
+        "Look for what is wrong here, and which command mends it.",
     ),
     ("logs", "molinkd.cli.logs:logs", "Show what molink wrote down on this PC."),
     (
         "simulate",
         "molinkd.cli.simulate:simulate_command",
-        "Run a trace through a ring of stages in virtual time, with the deciders of the product.",
+        "Run a trace through a ring of stages in virtual time.",
     ),
 )
 
@@ -73,13 +73,17 @@ _GROUPS = (
     ("bench", "molinkd.cli.bench_serve:bench_app", "Measure a server, or this PC."),
 )
 
+LATE_NAMES = tuple(name for name, _, _ in _LATE)
+GROUP_NAMES = tuple(name for name, _, _ in _GROUPS)
+
 
 def add_late(
     app: typer.Typer, arguments: Sequence[str], wrap: Callable[[Command], Command]
 ) -> None:
     """Add the real commands, wrapped, if ``arguments`` name them, else their lines in the help."""
     for name, where, text in _LATE:
-        app.command(name, help=text)(wrap(_load(where) if name in arguments else _stand_in))
+        command = _load(where) if name in arguments else _stand_in
+        app.command(name, short_help=text)(wrap(command))
 
 
 def add_groups(app: typer.Typer, arguments: Sequence[str]) -> None:

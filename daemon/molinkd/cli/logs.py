@@ -42,7 +42,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last.")] = 50,
     process: Annotated[
-        str | None, typer.Option(help="Only of the daemon, a worker, the coordinator …")
+        str | None,
+        typer.Option(
+            help="Only of the daemon, a worker, the coordinator and so on.  [default: all]"
+        ),
     ] = None,
     level: Annotated[Level, typer.Option(help="Only from that level on.")] = "debug",
     as_json: Annotated[bool, typer.Option("--json", help="Print each as JSON.")] = False,

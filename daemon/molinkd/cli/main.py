@@ -24,7 +24,12 @@ _HELP = "Pool the PCs you already own into one LLM server."
 def build(arguments: Sequence[str]) -> typer.Typer:
     """The command line; groups that take long to import only if ``arguments`` name them."""
     app = typer.Typer(
-        name="molink", help=_HELP, add_completion=False, pretty_exceptions_enable=False
+        name="molink",
+        help=_HELP,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        # Rich's markup eats what stands in brackets, and its boxes need more than 80 columns.
+        rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_root)
     commands: list[Callable[..., None]] = [

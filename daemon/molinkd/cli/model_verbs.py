@@ -51,7 +51,7 @@ T = TypeVar("T")
 def pull(
     model: ModelArgument,
     layers: Annotated[
-        str | None, typer.Option(help="Only the files that have layers A:B.  \\[default: all]")
+        str | None, typer.Option(help="Only the files that have layers A:B.  [default: all]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -99,7 +99,7 @@ def list_models(
 def rm(
     model: Annotated[str, typer.Argument(help="As `molink list` shows it.")],
     hf_cache: Annotated[
-        bool, typer.Option(help="Delete it from the Hugging Face cache too.")
+        bool, typer.Option("--hf-cache", help="Delete it from the Hugging Face cache too.")
     ] = False,
     home: HomeOption = None,
 ) -> None:
@@ -123,7 +123,8 @@ def run_model(
         float, typer.Option(help="Seconds to wait for it once its files are here.")
     ] = 600.0,
     api_key: Annotated[
-        str | None, typer.Option(envvar="MOLINK_API_KEY", help="If the endpoint wants one.")
+        str | None,
+        typer.Option(envvar="MOLINK_API_KEY", help="Key of the endpoint.  [default: none]"),
     ] = None,
     home: HomeOption = None,
 ) -> None:
@@ -151,7 +152,7 @@ def run_model(
 
 def stop(
     model: Annotated[
-        str | None, typer.Argument(help="Only this one of several.  \\[default: all]")
+        str | None, typer.Argument(help="Only this one of several.  [default: all]")
     ] = None,
     home: HomeOption = None,
 ) -> None:

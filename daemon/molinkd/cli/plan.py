@@ -30,7 +30,7 @@ def plan(
             min=1,
             max=MAX_STAGES,
             help="Stages of the ring at least; so many PCs if one device is named.  "
-            "\\[default: 3 PCs of one device]",
+            "[default: 3 PCs of one device]",
         ),
     ] = None,
     device: Annotated[
@@ -42,7 +42,10 @@ def plan(
     ] = "rtx4090",
     model: Annotated[
         Path | None,
-        typer.Option(help="Folder of the model (its config.json is enough), or its GGUF file."),
+        typer.Option(
+            help="Folder of the model (its config.json is enough), or its GGUF file.  "
+            "[default: --model-profile]"
+        ),
     ] = None,
     model_profile: Annotated[
         str, typer.Option(help="Shape of the model: a name, or a .toml file.")

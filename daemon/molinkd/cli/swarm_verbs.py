@@ -11,7 +11,7 @@ from molink.plaintext import printable
 
 HomeOption = Annotated[
     Path | None,
-    typer.Option(help="State folder.  \\[default: MOLINK_HOME, else the platform's own]"),
+    typer.Option(help="State folder.  [default: MOLINK_HOME, else the platform's own]"),
 ]
 
 
@@ -23,7 +23,10 @@ def status(
     ] = 0.0,
     home: HomeOption = None,
 ) -> None:
-    """Show the swarm and its peers; exit code 0 if all its models can be used, else 6."""
+    """Show the swarm: its peers, their stages, if it serves.
+
+    Exit code 0 if all its models can be used, else 6.
+    """
     from molinkd.cli import local_daemon
     from molinkd.cli.status_table import show_status
     from molinkd.cli.swarm_status import read_status
@@ -44,15 +47,24 @@ def chat(
         None
     ),
     url: Annotated[
-        str | None, typer.Option(help="Endpoint.  \\[default: that of the molink on this PC]")
+        str | None, typer.Option(help="Endpoint.  [default: that of the molink on this PC]")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first there is.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Its name.  [default: the first there is]")
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="MOLINK_API_KEY", help="If the endpoint wants one.")
+        str | None,
+        typer.Option(envvar="MOLINK_API_KEY", help="Key of the endpoint.  [default: none]"),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 = always the same.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System prompt.  [default: the model's]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer.  [default: what fits]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 = always the same.  [default: the model's]")
+    ] = None,
     home: HomeOption = None,
 ) -> None:
     """Chat with the model: a conversation, or one question."""
@@ -83,12 +95,16 @@ def invite(
         bool, typer.Option("--list", help="Show the invitations that there are, and who used them.")
     ] = False,
     end: Annotated[
-        str | None, typer.Option(metavar="ID", help="End that one; its members stay.")
+        str | None,
+        typer.Option(metavar="ID", help="End that one; its members stay.  [default: none]"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Print a new join token for another PC; or list the invitations, or end one."""
+    """Print a new join token for another PC.
+
+    Or list the invitations that there are, or end one.
+    """
     from molink.swarm.invitations import MAX_USES, PREFIX
     from molinkd.cli import local_daemon
     from molinkd.cli.invitation_table import named, show_invitations, who_stays
@@ -123,7 +139,7 @@ def revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
     home: HomeOption = None,
 ) -> None:
-    """Shut a peer out of the swarm for good; only on the swarm's first PC."""
+    """Shut a peer out of the swarm, on the swarm's first PC."""
     from molinkd.cli import local_daemon
     from molinkd.cli.invitation_table import who_stays
     from molinkd.peer.home import Home
@@ -142,7 +158,7 @@ def un_revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer that was revoked.")],
     home: HomeOption = None,
 ) -> None:
-    """Let a peer that was revoked into the swarm again; only on the swarm's first PC."""
+    """Let a peer in again that was revoked, on the first PC."""
     from molinkd.cli import local_daemon
     from molinkd.peer.home import Home
 

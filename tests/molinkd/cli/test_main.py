@@ -38,13 +38,6 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage" in capsys.readouterr().out
 
 
-def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["up", "--help"]) == 0
-    out = capsys.readouterr().out
-    for value in ("5465", "5466", "5467"):
-        assert f"[default: {value}]" in out
-
-
 def test_no_arguments_list_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     out = capsys.readouterr().out

@@ -29,7 +29,10 @@ def the_service() -> Service:
 
 @service_app.command()
 def install(home: HomeOption = None) -> None:
-    """Have this PC's part in its swarm run from now on, and again when the PC was switched off."""
+    """Have this PC's part in its swarm run from now on.
+
+    Also when the PC was switched off and on, and again if it has died.
+    """
     place = Home.find(home)
     member = _member(place)
     service = the_service()

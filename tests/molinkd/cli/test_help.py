@@ -1,0 +1,52 @@
+"""What the help says of each command, and that it fits 80 columns."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from molinkd.cli.late import GROUP_NAMES, LATE_NAMES
+from molinkd.cli.main import build, run
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All commands with the words that name them; groups among them."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [
+        ((), typer.main.get_command(build([*LATE_NAMES, *GROUP_NAMES])))
+    ]
+    while waiting:
+        words, command = waiting.pop()
+        yield words, command
+        inner = getattr(command, "commands", {})
+        waiting += [((*words, name), one) for name, one in inner.items()]
+
+
+NAMES = [words for words, _ in commands()]
+
+
+def test_every_option_has_a_text_and_shows_its_default() -> None:
+    lacking = []
+    for words, command in commands():
+        with typer.Context(command, info_name=" ".join(("molink", *words))) as context:
+            for param in command.params:
+                text = (param.get_help_record(context) or ("", ""))[1]
+                said = text.partition("[default:")[0].partition("[env var:")[0].strip()
+                optional = param.param_type_name == "option" and not param.required
+                off = getattr(param, "is_flag", False) and not param.default
+                if not said or (optional and not off and "[default:" not in text):
+                    lacking.append((*words, param.name, text))
+    assert lacking == []
+
+
+@pytest.mark.parametrize("words", NAMES, ids=" ".join)
+def test_it_fits_80_columns_without_a_word_that_is_cut(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "..." not in out.replace("[ARGS]...", "").replace("COMMAND [ARGS]...", "")
+    assert "…" not in out
+    assert "\\[" not in out
