@@ -75,8 +75,10 @@ class EndpointServer:
             host = "127.0.0.1"
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}/v1"
 
-    def start(self, port: int = DEFAULT_PORT) -> int:
-        """Listen on ``port``, or on the next free one; 0 takes any. Returns the port taken.
+    def start(self, port: int = DEFAULT_PORT, stop: int | None = None) -> int:
+        """Listen on ``port``, or on the next free one below ``stop``; 0 takes any.
+
+        Returns the port taken. ``None``: as many are tried as usual.
 
         Raises:
             PortInUse: neither ``port`` nor one of the next is free.
@@ -85,7 +87,7 @@ class EndpointServer:
         if self._thread is not None:
             raise UsageError("the endpoint has already been started")
         self._thread = threading.Thread(
-            target=self._run, args=(port,), name="molink-endpoint", daemon=True
+            target=self._run, args=(port, stop), name="molink-endpoint", daemon=True
         )
         self._thread.start()
         if not self._started.wait(_START_TIMEOUT_S):
@@ -105,10 +107,10 @@ class EndpointServer:
                 loop.call_soon_threadsafe(stopping.set)
             thread.join()
 
-    def _run(self, port: int) -> None:
+    def _run(self, port: int, stop: int | None) -> None:
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(self._serve(port))
+                runner.run(self._serve(port, stop))
         except BaseException as error:
             self._failure = error
             if self._started.is_set():
@@ -116,7 +118,7 @@ class EndpointServer:
         finally:
             self._started.set()
 
-    async def _serve(self, port: int) -> None:
+    async def _serve(self, port: int, stop: int | None) -> None:
         loop = asyncio.get_running_loop()
         app = create_app(self._backend, self._settings, self._reader)
         runner = web.AppRunner(
@@ -129,7 +131,7 @@ class EndpointServer:
         try:
             assert runner.server is not None
             connections = Connections(runner.server, self._settings, app[BODIES])
-            listener = await self._listen(connections, port)
+            listener = await self._listen(connections, port, stop)
             try:
                 stopping = self._stopping = asyncio.Event()
                 self._loop = loop
@@ -146,11 +148,14 @@ class EndpointServer:
             await runner.cleanup()
             await self._reader.close()
 
-    async def _listen(self, connections: Connections, port: int) -> asyncio.Server:
+    async def _listen(
+        self, connections: Connections, port: int, stop: int | None = None
+    ) -> asyncio.Server:
         loop = asyncio.get_running_loop()
         host = self._settings.host
-        last = min(port + PORT_TRIES, 65536) if port else 1
-        for candidate in range(port, last):
+        if stop is None:
+            stop = min(port + PORT_TRIES, 65536) if port else 1
+        for candidate in range(port, stop):
             try:
                 listener = await loop.create_server(
                     connections.create, host, candidate, backlog=_FIRST_BACKLOG
@@ -164,8 +169,9 @@ class EndpointServer:
                     copy.listen(_BACKLOG)
             self._port = int(listener.sockets[0].getsockname()[1])
             return listener
+        span = f"port {port} is" if stop == port + 1 else f"ports {port} to {stop - 1} are"
         raise PortInUse(
-            f"ports {port} to {last - 1} are taken (or not allowed) on {host}: free one, or choose "
+            f"{span} taken (or not allowed) on {host}: free one, or choose "
             "another with --endpoint-port"
         )
 

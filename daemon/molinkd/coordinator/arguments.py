@@ -27,6 +27,7 @@ class Options:
     state, taken if it is newer than the state) and ``lost`` (a peer that is known not to be there)
     are what the daemon knows; ``swarm`` is the one whose state has to be there.
     ``porch`` is the port where PCs may knock, or a free one below it (0: any); ``None`` for none.
+    ``only_port``: where ``port`` is taken no other is.
     """
 
     state: Path
@@ -43,6 +44,7 @@ class Options:
     swarm: str = ""
     max_peers: int | None = None
     porch: int | None = None
+    only_port: bool = False
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -52,7 +54,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     )
     parser.add_argument("--state", type=Path, required=True, help="folder of the swarm's state")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on")
-    parser.add_argument("--port", type=_port, help="port to listen on; the next free one is taken")
+    parser.add_argument("--port", type=_port, help="port to listen on, or the next free one")
     parser.add_argument("--name", default=socket.gethostname(), help="name of a new swarm")
     parser.add_argument(
         "--address", action="append", default=[], help="address at which peers reach this PC"
@@ -68,6 +70,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser.add_argument("--lost", default="", help="id of a peer that is known not to be there")
     parser.add_argument("--swarm", default="", help="id of the swarm whose state has to be there")
     parser.add_argument("--porch", type=_port, help="port where PCs may ask to be let in")
+    parser.add_argument(
+        "--only-port", action="store_true", help="fail where the port is in use; take no other"
+    )
     given = parser.parse_args(_bind_members(arguments))
     return Options(
         state=given.state,
@@ -84,6 +89,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         lost=given.lost,
         swarm=given.swarm,
         porch=given.porch,
+        only_port=given.only_port,
     )
 
 

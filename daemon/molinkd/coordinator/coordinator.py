@@ -234,7 +234,8 @@ class Coordinator:
         if asked == 0:
             return self._server.bind(host, (0, 1), _OPTION)
         first = asked or DEFAULT_PORT
-        return self._server.bind(host, (first, max(LAST_PORT, first + 10)), _OPTION)
+        stop = first + 1 if self._options.only_port else max(LAST_PORT, first + 10)
+        return self._server.bind(host, (first, stop), _OPTION)
 
     async def _tick(self) -> None:
         while True:

@@ -211,6 +211,8 @@ def coordinator_process(
             options += ["--swarm", membership.swarm]
         if settings.discovery:
             options += ["--porch", str(settings.porch_port)]
+        if membership is None and "coordinator_port" in settings.chosen_ports:
+            options += ["--only-port"]  # members of a swarm know its port already
         if lost:
             options += ["--lost", lost.pop()]  # only the first run knows
         for address in advertised(settings.host, settings.advertise):

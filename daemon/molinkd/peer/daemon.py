@@ -42,7 +42,6 @@ from molinkd.peer.replica_file import ReplicaFile
 from molinkd.peer.resources import Resources
 from molinkd.peer.runfile import RunFile
 from molinkd.peer.service import AboutLeader, Service, UserCommands
-from molinkd.peer.settings import port_range
 from molinkd.peer.transfers import Transfers
 
 #: Until the answer to an order to stop is out, in seconds.
@@ -265,7 +264,7 @@ class Daemon:
             on_blocked=partial(offenders.blocked, "this PC's control socket"),
         )
         service.send = server.send
-        server.bind(settings.host, port_range(settings.control_port), "--control-port")
+        server.bind(settings.host, settings.tries("control_port"), "--control-port")
         stack.push_async_callback(server.close)
         return Resources(
             settings,

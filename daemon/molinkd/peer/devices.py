@@ -79,6 +79,7 @@ def device_settings(settings: Settings, device: str, name: str) -> Settings:
         name=name,
         stage="auto",
         endpoint_port=0,
+        chosen_ports=(),
         discovery=False,
         relay=False,
         copies=False,

@@ -28,17 +28,17 @@ class Endpoint:
             max_body_bytes=settings.max_body,
             finish_s=min(settings.finish, MAX_FINISH_S),
         )
-        self._port = settings.endpoint_port
+        self._ports = settings.tries("endpoint_port")
         self._server = EndpointServer(backend, api, PromptProcesses(child_options()))
 
     async def start(self) -> None:
-        """Listen on the port of the settings, or the next free one.
+        """Listen on the port of the settings, or the next free one if nobody has chosen it.
 
         Raises:
-            PortInUse: no port is free.
+            PortInUse: it is taken, or all are.
             UsageError: the address is none of this PC's.
         """
-        await asyncio.to_thread(self._server.start, self._port)
+        await asyncio.to_thread(self._server.start, *self._ports)
 
     async def close(self) -> None:
         """Stop, once running answers have ended or had their time. May be called twice."""

@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     control_port: Port = 5467
     #: First and last port for stages, both included.
     worker_ports: tuple[Port, Port] = (5468, 5479)
+    #: Which of the three single ports somebody has chosen: where these are taken, no other is.
+    chosen_ports: tuple[str, ...] = ()
     #: Whether the swarm announces itself on the local network while it is led from here, PCs there
     #: may ask to be let in, and ``molink join`` without a token looks for swarms.
     discovery: bool = True
@@ -154,6 +156,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.worker_ports[0] > self.worker_ports[1]:
             raise ValueError("`worker_ports` is a first and a last port")
 
+    def tries(self, name: str) -> tuple[int, int]:
+        """Ports to try for one that is called ``name`` (half-open); 0 lets the system choose."""
+        first: int = getattr(self, name)
+        tried = 1 if name in self.chosen_ports or not first else PORTS_TRIED
+        return first, min(65536, first + tried)
+
     @property
     def devices(self) -> tuple[str, ...]:
         """What ``device`` names, one after the other."""
@@ -162,12 +170,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 #: What a user may set.
 NAMES = (
-    *(name for name in Settings.__struct_fields__ if name != "pipeline"),
+    *(name for name in Settings.__struct_fields__ if name not in ("pipeline", "chosen_ports")),
     *PipelineSettings.__struct_fields__,
 )
 
-#: How many ports are tried where the first is taken.
+#: How many ports are tried where the first is taken, and nobody has chosen it.
 PORTS_TRIED = 16
+_SINGLE_PORTS = ("endpoint_port", "coordinator_port", "control_port")
 
 #: Settings given in one place, before they are put together.
 Layer = Mapping[str, Any]
@@ -205,6 +214,8 @@ def build(layer: Layer, below: Settings, where: str) -> Settings:
             known = ", ".join(sorted(NAMES))
             raise UsageError(f"{where}: there is no setting {name!r}; known are {known}")
         (inner if name in inner else values)[name] = _parse(name, value, where)
+    chosen = {*below.chosen_ports, *(name for name in _SINGLE_PORTS if name in layer)}
+    values["chosen_ports"] = tuple(sorted(chosen))
     try:
         pipeline = msgspec.convert(inner, PipelineSettings, strict=False)
         return msgspec.convert(values | {"pipeline": pipeline}, Settings, strict=False)
@@ -281,11 +292,6 @@ _AMOUNTS: Mapping[str, Callable[[str], int | Share]] = {
     "memory": parse_memory,
     "max_body": parse_size,
 }
-
-
-def port_range(first: int) -> tuple[int, int]:
-    """Ports to try, from ``first`` on (half-open); 0 lets the system choose one."""
-    return (first, min(65536, first + PORTS_TRIED)) if first else (0, 1)
 
 
 def _parse(name: str, value: object, where: str) -> object:

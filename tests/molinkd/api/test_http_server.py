@@ -51,6 +51,13 @@ def test_the_next_free_port(backend: Any) -> None:
         first.stop()
 
 
+def test_a_port_that_was_chosen_is_taken_or_none(backend: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} is taken"):
+            EndpointServer(backend, ApiSettings(), DirectReader()).start(port, port + 1)
+
+
 def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "PORT_TRIES", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:

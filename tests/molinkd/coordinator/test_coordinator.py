@@ -689,6 +689,9 @@ async def test_a_port_that_is_taken(scene: Scene, tmp_path: Path, kit: Kit) -> N
         stack.push_async_callback(other.stop)
         await other.start(port=scene.port)
         assert scene.port < other.port < scene.port + 12 or other.port >= module.DEFAULT_PORT
+        await other.stop()
+        with pytest.raises(PortInUse, match=f"port {scene.port} is in use"):
+            await other.start(port=scene.port, only_port=True)
     assert issubclass(PortInUse, UsageError)
 
 

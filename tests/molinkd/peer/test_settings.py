@@ -9,14 +9,15 @@ import pytest
 
 from molink.errors import UsageError
 from molink.facts.settings import PipelineSettings
+from molinkd.peer.devices import device_settings
 from molinkd.peer.home import Home
 from molinkd.peer.settings import (
     NAMES,
+    PORTS_TRIED,
     Settings,
     Share,
     load_settings,
     parse_size,
-    port_range,
 )
 
 
@@ -220,10 +221,20 @@ def test_stage_ranges() -> None:
     assert Settings(stage="none").stage == "none"
 
 
-def test_port_ranges() -> None:
-    assert port_range(0) == (0, 1)
-    assert port_range(5467)[0] == 5467
-    assert port_range(65535) == (65535, 65536)
+def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
+    home = Home(tmp_path).create()
+    defaults = load_settings(home, {}, {})
+    assert defaults.tries("control_port") == (5467, 5467 + PORTS_TRIED)
+    home.config.write_text("coordinator_port = 5466", encoding="utf-8")
+    chosen = load_settings(home, {"endpoint_port": 5465}, {}, {"control_port": 65535})
+    assert chosen.tries("endpoint_port") == (5465, 5466), "the number of the default, but chosen"
+    assert chosen.tries("control_port") == (65535, 65536)
+    assert chosen.chosen_ports == ("control_port", "coordinator_port", "endpoint_port")
+    environment = load_settings(home, {}, {"MOLINK_ENDPOINT_PORT": "0"})
+    assert environment.tries("endpoint_port") == (0, 1)
+    assert device_settings(chosen, "cuda:1", "pc/cuda:1").tries("control_port")[1] == 65536
+    with pytest.raises(UsageError, match="no setting 'chosen_ports'"):
+        load_settings(home, {}, {}, {"chosen_ports": "x"})
 
 
 def test_the_example_can_be_copied(tmp_path: Path) -> None:
