@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from molink.errors import UsageError, WorkerError
+from molink.errors import PortInUse, UsageError, WorkerError
 from molink.swarm.leading import Lead
 from molink.wire.sockets.curve import KeyPair
 from molinkd.peer.addresses import advertised
@@ -157,8 +157,9 @@ class CoordinatorProcess:
         self.announcement = None
         if self._announced is not None and not self._announced.done() and self._child is not None:
             last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
+            kind = PortInUse if code == PortInUse.exit_code else UsageError
             self._announced.set_exception(
-                UsageError(f"the coordinator can't start: {last or how_it_ended(code)}")
+                kind(f"the coordinator can't start: {last or how_it_ended(code)}")
             )
 
     async def _keep(self) -> None:
@@ -197,7 +198,10 @@ def coordinator_process(
     ``leader`` is this peer; empty where no daemon stands beside it.
     """
     settings, home = host.settings, host.home
-    lost = [deed.lost] if deed.lost else []
+    #: Only the first run is told.
+    once = ["--lost", deed.lost] if deed.lost else []
+    if membership is None and "coordinator_port" in settings.chosen_ports:
+        once.append("--only-port")  # of a swarm that exists the members know the port
 
     def arguments(port: int) -> list[str]:
         options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
@@ -211,12 +215,10 @@ def coordinator_process(
             options += ["--swarm", membership.swarm]
         if settings.discovery:
             options += ["--porch", str(settings.porch_port)]
-        if membership is None and "coordinator_port" in settings.chosen_ports:
-            options += ["--only-port"]  # members of a swarm know its port already
-        if lost:
-            options += ["--lost", lost.pop()]  # only the first run knows
         for address in advertised(settings.host, settings.advertise):
             options += ["--address", address]
+        options += once
+        once.clear()
         return options
 
     port = settings.coordinator_port

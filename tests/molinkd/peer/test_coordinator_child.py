@@ -1,14 +1,20 @@
 """The supervised coordinator process, with stand-ins for the real one."""
 
+import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from molink.errors import UsageError
+from molink.errors import PortInUse, UsageError
+from molink.swarm.leading import Lead
+from molink.wire.sockets.curve import KeyPair
 from molinkd.peer import coordinator_child as coordinator_module
-from molinkd.peer.coordinator_child import CoordinatorProcess
+from molinkd.peer.coordinator_child import CoordinatorProcess, coordinator_process
+from molinkd.peer.home import Home
+from molinkd.peer.settings import Settings, load_settings
 from tests.support.net import Net
 
 GOOD = """
@@ -79,3 +85,22 @@ async def test_why_it_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the state is damaged"):
         await process.start()
     await process.close()
+
+
+async def test_a_chosen_port_that_is_taken_keeps_its_exit_code(tmp_path: Path) -> None:
+    """With the real program; a swarm's first coordinator takes no other port."""
+    home = Home(tmp_path / "home").create()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = {"host": "127.0.0.1", "coordinator_port": port, "discovery": False}
+        host = ChosenPort(load_settings(home, options, {}), home, home.keys())
+        process = coordinator_process(host, None, None, Lead(0), leader="")
+        with pytest.raises(PortInUse, match=f"port {port} is in use"):
+            await process.start()
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPort:
+    settings: Settings
+    home: Home
+    keys: KeyPair
