@@ -66,6 +66,11 @@ _LATE = (
 #: The same of each group.
 _GROUPS = (
     (
+        "config",
+        "molinkd.cli.config:config_app",
+        "Show what is set on this PC, and where each setting is from.",
+    ),
+    (
         "service",
         "molinkd.cli.service.verbs:service_app",
         "Keep molink running on this PC, from each start on.",

@@ -9,6 +9,8 @@ import msgspec
 from molink.errors import UsageError
 from molink.wire.sockets.secrets import write_secret
 
+_Option = str | int | float | bool
+
 
 def read_options(path: Path) -> dict[str, Any]:
     """What was given on the command line last, by setting; nothing if nothing was.
@@ -17,7 +19,7 @@ def read_options(path: Path) -> dict[str, Any]:
         UsageError: the file is there but can't be read.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str | int | float | bool])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Option | list[_Option]])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
@@ -34,6 +36,7 @@ def write_options(path: Path, options: Mapping[str, Any]) -> None:
 def as_typed(options: Mapping[str, Any]) -> str:
     """The options as a person types them, but for secrets: ``--stage none --threads 2``."""
     return " ".join(
-        f"--{name.replace('_', '-')} {'…' if name == 'api_key' else value}"
+        f"--{name.replace('_', '-')} {'…' if name == 'api_key' else one}"
         for name, value in options.items()
+        for one in (value if isinstance(value, list) else [value])
     )

@@ -32,6 +32,7 @@ _PERCENT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*%\s*$")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
 _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
+_NAMED = re.compile(r"[`']([a-z_]+)[`']")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
@@ -134,11 +135,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
         if _DEVICE.match(self.device) is None:
             raise ValueError(
-                f"--device is auto, cpu, cuda:N or several of these with commas, not "
+                f"`device` is auto, cpu, cuda:N or several of these with commas, not "
                 f"{self.device!r}"
             )
         if match[1] is not None and len(self.devices) > 1:
-            raise ValueError("`stage` A:B is for a PC with one --device; others take auto")
+            raise ValueError("`stage` A:B is for a PC with one `device`; others take auto")
         for text in self.pause_times:
             DailyTime.parse(text)
         for text in self.advertise:
@@ -193,16 +194,44 @@ def load_settings(
     ``remembered`` are the options of the last start.
 
     Raises:
-        UsageError: a value can't be used; says where it came from.
+        UsageError: a value can't be used; says where it came from, and how one is forgotten.
     """
-    settings = build({}, Settings(name=_pc_name()), "the defaults")
-    common = platformdirs.user_config_path("molink", False) / "config.toml"
-    for path in (common, home.config):
-        settings = build(read_toml(path), settings, str(path))
-    settings = build(remembered, settings, "the options of the last start")
-    settings = build(from_environment(environment), settings, "the environment (MOLINK_*)")
+    settings = build({}, default_settings(), "the defaults")
     given = {name: value for name, value in options.items() if value is not None}
-    return build(given, settings, "the command line")
+    above = {*given, *from_environment(environment)}
+    kept = {name: value for name, value in remembered.items() if name not in above}
+    try:
+        for where, layer in (*layers(home, environment, kept), ("the command line", given)):
+            settings = build(layer, settings, where)
+    except UsageError as error:
+        blamed = next((one for one in _NAMED.findall(str(error)) if one in kept), None)
+        if blamed is None:
+            raise
+        forget = home.typed(f"config unset {blamed}")
+        text = f"`{blamed}` is as at the last start; {forget} forgets that"
+        raise UsageError(f"{error} ({text})") from None
+    return settings
+
+
+def default_settings() -> Settings:
+    """Those of a PC where nothing is set."""
+    return Settings(name=_pc_name())
+
+
+def layers(
+    home: Home, environment: Mapping[str, str], remembered: Layer
+) -> tuple[tuple[str, Layer], ...]:
+    """What is set beside the command line, and where; later ones win.
+
+    Raises:
+        UsageError: a file can't be read.
+    """
+    common = platformdirs.user_config_path("molink", False) / "config.toml"
+    return (
+        *((str(path), read_toml(path)) for path in (common, home.config)),
+        ("the options of the last start", remembered),
+        ("the environment (MOLINK_*)", from_environment(environment)),
+    )
 
 
 def build(layer: Layer, below: Settings, where: str) -> Settings:

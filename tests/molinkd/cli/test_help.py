@@ -1,5 +1,6 @@
 """What the help says of each command, and that it fits 80 columns."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,6 @@ def test_it_fits_80_columns_without_a_word_that_is_cut(
     assert run([*words, "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "..." not in out.replace("[ARGS]...", "").replace("COMMAND [ARGS]...", "")
+    assert not re.search(r"[^]]\.\.\.$", out, re.M)
     assert "…" not in out
     assert "\\[" not in out

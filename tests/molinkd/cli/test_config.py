@@ -1,0 +1,112 @@
+"""What is set on a PC, where it is from, and how it is forgotten."""
+
+import json
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from molinkd.cli.main import run
+from molinkd.peer.home import Home
+from molinkd.peer.launch import Launch
+from molinkd.peer.remembered import read_options, write_options
+from molinkd.peer.settings import NAMES
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(platformdirs, "user_config_path", lambda *_: tmp_path / "common")
+    return Home(tmp_path / "home").create()
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_where_each_value_is_from(
+    home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["config"]) == 0
+    assert shown(capsys)[0] == "Nothing is set on this PC: all settings have their defaults."
+    home.config.write_text('name = "file"\nhold = 5', encoding="utf-8")
+    write_options(home.options, {"name": "last", "api_key": "secret", "pause_times": ["7:00-8:00"]})
+    monkeypatch.setenv("MOLINK_VRAM_BUDGET", "6GB")
+    assert run(["config"]) == 0
+    lines = shown(capsys)
+    assert lines[:6] == [
+        "setting value from",
+        "api_key … the options of the last start",
+        f"hold 5 {home.config}",
+        "memory 6GB the environment (MOLINK_*)",
+        "name last the options of the last start",
+        "pause_times 7:00-8:00 the options of the last start",
+    ]
+    assert run(["config", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == set(NAMES)
+    assert told["worker_ports"] == {"value": "5468-5479", "from": "default"}
+    assert told["api_key"]["value"] == "…"
+
+
+def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    home.config.write_text("hold = 5", encoding="utf-8")
+    write_options(home.options, {"stage": "none", "endpoint_port": 1, "new": [1]})
+    for wrong, why in (
+        (["hold"], f"it comes from {home.config}"),
+        (["threads"], "it has its default, 0"),
+        (["nonsense"], "there is no setting `nonsense`"),
+        ([], "--all"),
+        (["stage", "--all"], "--all"),
+    ):
+        assert run(["config", "unset", *wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert len(read_options(home.options)) == 3
+    assert run(["config", "unset", "endpoint-port", "new"]) == 0
+    assert read_options(home.options) == {"stage": "none"}
+    assert run(["config", "unset", "--all"]) == 0
+    assert read_options(home.options) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "name"),
+    [
+        ({"threads": -1}, [], "threads"),
+        ({"old_one": "x"}, [], "old_one"),
+        ({"device": "gpu"}, [], "device"),
+        ({"stage": "0:4"}, ["--device", "cuda:0,cuda:1"], "stage"),
+    ],
+)
+def test_a_remembered_value_that_is_wrong_now_can_be_forgotten(
+    options: dict[str, str | int],
+    arguments: list[str],
+    name: str,
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launches: list[Launch] = []
+    monkeypatch.setattr(
+        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+    )
+    write_options(home.options, options)
+    assert run(["up", *arguments]) == 2
+    assert f"`molink config unset {name}` forgets that" in capsys.readouterr().err
+    assert run(["config"]) == (0 if arguments else 2), "it is shown all the same"
+    assert f"{name} " in capsys.readouterr().out
+    assert run(["config", "unset", name]) == 0
+    assert run(["up", *arguments]) == 0
+    assert len(launches) == 1
+
+
+def test_what_is_given_now_counts_instead_of_what_is_wrong(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[Launch] = []
+    monkeypatch.setattr(
+        "molinkd.cli.starting.run_daemon", lambda launch, _: launches.append(launch)
+    )
+    write_options(home.options, {"threads": -1})
+    assert run(["up", "--threads", "2"]) == 0
+    assert launches[0].settings.threads == 2
