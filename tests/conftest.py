@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Tests share the machine with each other and with what they start; many threads only slow them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# As in a terminal where .venv is activated: hints say `molink`, not its path.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+
 # Each process that tests start would compile all of molink anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -200,7 +200,7 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
     with VethPair() as pair, ExitStack() as stack:
         up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *CPU)
         stack.callback(up.stop)
-        tools.wait_for(lambda: "run molink join there" in up.output, up)
+        tools.wait_for(lambda: "is let in by a code" in up.output, up)
         join = Seated(
             pair, 1, tmp_path / "second", "join", "--name", "second", "--stage", "none", *CPU
         )

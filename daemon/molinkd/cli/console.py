@@ -15,6 +15,7 @@ from molink.wire.messages.reports import TransferState
 from molinkd.cli.doorbell import Doorbell
 from molinkd.cli.typed_lines import TypedLines
 from molinkd.cli.units import long_time
+from molinkd.peer.command_line import joining
 from molinkd.peer.launch import (
     AnyEvent,
     Invitation,
@@ -32,12 +33,12 @@ from molinkd.peer.launch import (
 SAY_S = 5.0
 
 
-def adding(uses: int, typed: Callable[[str], str]) -> str:
-    """What comes before a join token for so many PCs; ``typed`` as in :class:`DaemonConsole`."""
+def adding(token: str, uses: int, typed: Callable[[str], str]) -> str:
+    """How so many PCs are added by ``token``; ``typed`` as in :class:`DaemonConsole`."""
+    begin, more = f"To add up to {uses} PCs", ""
     if uses == 1:
-        invite = typed("invite")
-        return f"To add a PC, run this there (for each further PC, {invite} prints a token):"
-    return f"To add up to {uses} PCs, run there:"
+        begin, more = "To add a PC", f" (for each further PC, {typed('invite')} prints a token)"
+    return f"{begin}, install molink there and run this in its folder{more}:\n\n{joining(token)}"
 
 
 def transfer_text(one: TransferState) -> str:
@@ -113,10 +114,11 @@ class DaemonConsole:
             case Listening():
                 self._listening(event)
             case Invitation():
+                self._line(f"\n{escape(adding(event.token, event.uses, self._typed))}\n")
                 if event.discovery:
-                    self._line("\nTo add a PC of this network, run [bold]molink join[/bold] there.")
-                self._line(f"\n{adding(event.uses, self._typed)}\n")
-                self._line(f"  molink join {escape(event.token)}\n")
+                    self._line(
+                        "A PC of this network may leave the token out: it is let in by a code.\n"
+                    )
             case KnocksNow():
                 self._knocks(event)
             case StageNow():

@@ -65,9 +65,6 @@ async def _run(home: Home, settings: Settings, known: Membership | None) -> None
             ttl, uses = settings.token_ttl, settings.token_uses
             invite = await asyncio.to_thread(local_daemon.fetch_invite, home, ttl, uses)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
-            print(
-                f"{adding(uses, home.typed)}\n\n  molink join {printable(invite.token)}\n",
-                flush=True,
-            )
+            print(printable(adding(invite.token, uses, home.typed), keep="\n") + "\n", flush=True)
             print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
             await stopped.wait()

@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -15,6 +12,7 @@ import platformdirs
 from molink.errors import UsageError
 from molink.wire.sockets.curve import KeyPair
 from molink.wire.sockets.secrets import load_keys, private_folder
+from molinkd.peer.command_line import program, quoted
 from molinkd.peer.platform import lock_file, unlock_file
 
 
@@ -35,13 +33,12 @@ class Home:
     def typed(self, command: str) -> str:
         """`` `molink COMMAND` `` as it is typed on this PC for this home: hints to a person.
 
-        With ``--home`` where it isn't the one that is taken without.
+        With molink's path where it isn't on the PATH, and with ``--home`` where it isn't the one
+        that is taken without.
         """
         if self.root == Home.find().root:
-            return f"`molink {command}`"
-        root = str(self.root)
-        quoted = subprocess.list2cmdline([root]) if sys.platform == "win32" else shlex.quote(root)
-        return f"`molink {command} --home {quoted}`"
+            return f"`{program()} {command}`"
+        return f"`{program()} {command} --home {quoted(str(self.root))}`"
 
     def create(self) -> "Home":
         """Make the folder if it isn't there.

@@ -301,5 +301,14 @@ def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> Non
     console.show(KnocksNow(knocks=(pc, other)))
     out = capsys.readouterr().out
     assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is told of once"
+
+
+def test_the_terminal_says_how_pcs_are_added(capsys: pytest.CaptureFixture[str]) -> None:
+    console = DaemonConsole()
     console.show(Invitation(token="molink-x", discovery=True))
-    assert "run molink join there" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "  .venv/bin/molink join molink-x" in lines
+    assert r"  .venv\Scripts\molink join molink-x" in lines
+    assert "is let in by a code" in lines[-2]
+    console.show(Invitation(token="molink-x", uses=3))
+    assert "To add up to 3 PCs" in capsys.readouterr().out

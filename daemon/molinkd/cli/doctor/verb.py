@@ -16,6 +16,7 @@ from molinkd.cli.doctor.gather import gather
 from molinkd.cli.doctor.network import judge_network
 from molinkd.cli.doctor.place import judge_place
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.peer.command_line import typed
 from molinkd.peer.home import Home
 
 
@@ -76,9 +77,10 @@ def report(findings: list[Finding]) -> str:
     amiss = [one for one in findings if one.level != "ok" and one.commands]
     # Problems first, in the order of the checks.
     for one in sorted(amiss, key=lambda finding: finding.level != "problem"):
-        lines += ["", f"{one.check}:", *(f"    {printable(text)}" for text in one.commands)]
+        lines += ["", f"{one.check}:", *(f"    {printable(typed(text))}" for text in one.commands)]
     if any(one.fix is not None for one in findings):
-        lines += ["", "`molink doctor --fix` mends the folder of molink's state by itself."]
+        fix = typed("molink doctor --fix")
+        lines += ["", f"`{fix}` mends the folder of molink's state by itself."]
     counts = [sum(one.level == level for one in findings) for level in ("problem", "warning")]
     lines += ["", f"{_count(counts[0], 'problem')}, {_count(counts[1], 'warning')}."]
     return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""Commands as they can be typed on this PC, or pasted on another one."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from molinkd.peer.command_line import invoked, program, quoted, typed
+
+WINDOWS = sys.platform == "win32"
+SCRIPT = "molink.exe" if WINDOWS else "molink"
+
+
+@pytest.fixture
+def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its folder of programs; nothing is on the PATH."""
+    folder = tmp_path / "a b" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    (folder / SCRIPT).write_text("#!python of a b\n", encoding="utf-8")
+    (folder / SCRIPT).chmod(0o755)
+    return folder
+
+
+def test_molink_is_called_by_its_path_unless_it_is_on_the_path(
+    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = invoked([str(venv / SCRIPT)])
+    assert program() == full
+    assert full[0] in "'&", "it is quoted"
+    monkeypatch.chdir(venv.parent)
+    assert program() == str(Path("bin", SCRIPT))
+    assert typed("molink up  # or: molink join; see molink's state").startswith(
+        f"{program()} up  # or: {program()} join; see molink's"
+    )
+    there = tmp_path / "path"
+    there.mkdir()
+    shutil.copy(venv / SCRIPT, there)
+    assert program() == "molink"
+    (there / SCRIPT).write_text("another molink\n", encoding="utf-8")
+    assert program() == str(Path("bin", SCRIPT))
+
+
+def test_without_a_script_python_runs_it(venv: Path) -> None:
+    (venv / SCRIPT).unlink()
+    assert program() == invoked([str(venv / "python"), "-m", "molinkd"])
+
+
+def test_quotes() -> None:
+    assert invoked(["/a b/molink", "x"], windows=False) == "'/a b/molink' x"
+    assert invoked([r"C:\venv\molink.exe", "x"], windows=True) == r"C:\venv\molink.exe x"
+    # PowerShell takes a quoted word for a text, unless it is told to run it.
+    assert invoked([r"C:\a b\molink.exe", "x"], windows=True) == r'& "C:\a b\molink.exe" x'
+    assert quoted(r"C:\Users\$x's", windows=True) == r"'C:\Users\$x''s'"
+    assert quoted(r"C:\Users\ä", windows=True) == '"C:\\Users\\ä"'
