@@ -22,6 +22,7 @@ place is kept.
   --ask TEXT      with --demo: print the answer to TEXT and exit
   --test          then install what the checks need and run all of them
   --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
+  --path          put molink on your PATH (default: ask in a terminal, else leave it)
   --python PATH   which Python (default: the first that is 3.11 or newer)
   --help          this text
 '@
@@ -43,12 +44,13 @@ function Die([string[]] $Lines) {
 }
 
 function Read-Options([string[]] $Words) {
-    $options = @{ Demo = $false; Ask = $null; Test = $false; Flavour = ''; Python = ''; Help = $false }
+    $options = @{ Demo = $false; Ask = $null; Test = $false; Flavour = ''; Python = ''; Path = $false; Help = $false }
     for ($i = 0; $i -lt $Words.Count; $i++) {
         $name = $Words[$i] -replace '^--?', ''
         switch ($name) {
             'demo' { $options.Demo = $true }
             'test' { $options.Test = $true }
+            'path' { $options.Path = $true }
             'help' { $options.Help = $true }
             { $_ -in 'cpu', 'cuda' } {
                 if ($options.Flavour -and $options.Flavour -ne $name) {
@@ -268,6 +270,34 @@ function Install-Molink([string] $Extra, [string] $Flavour) {
     Set-Content -LiteralPath (Join-Path $Venv ".molink-$Extra") -Value (Get-State $Extra $Flavour) -Encoding UTF8
 }
 
+# Puts a copy of molink.exe (which knows where its Python is) into a folder of its own on the user's
+# PATH, where --path or a person says so; .venv\Scripts there would put this Python before others.
+function Add-ToPath([bool] $Wanted) {
+    $folder = Join-Path $env:LOCALAPPDATA 'Programs\molink'
+    $copy = Join-Path $folder 'molink.exe'
+    $key = Get-Item -LiteralPath 'HKCU:\Environment'
+    $before = $key.GetValue('Path', '', 'DoNotExpandEnvironmentNames')
+    $parts = @($before -split ';' | Where-Object { $_ })
+    $known = ($parts -contains $folder) -and (Test-Path -LiteralPath $copy)
+    if (-not $known -and -not $Wanted) {
+        if ([Console]::IsInputRedirected -or -not [Environment]::UserInteractive) {
+            Write-Host "To call it as molink from any folder: install.ps1 --path (makes a copy in $folder)"
+            return
+        }
+        $answer = Read-Host "Put molink on your PATH, by a copy in $folder? [y/N]"
+        if ($answer -notmatch '^(y|yes)$') { return }
+    }
+    if (-not (Test-Path -LiteralPath $folder)) { New-Item -ItemType Directory -Path $folder | Out-Null }
+    Copy-Item -LiteralPath (Join-Path $Venv 'Scripts\molink.exe') -Destination $copy -Force
+    if ($parts -notcontains $folder) {
+        Set-ItemProperty -LiteralPath 'HKCU:\Environment' -Name 'Path' -Type ExpandString `
+            -Value ((@($parts) + $folder) -join ';')
+        # Tells other programs that the environment has changed.
+        [Environment]::SetEnvironmentVariable('MOLINK_INSTALLED', $null, 'User')
+    }
+    if (-not $known) { Write-Host "In a new terminal molink can be called from any folder ($copy)" }
+}
+
 function Invoke-Check([string] $Name, [string[]] $Arguments) {
     Say $Name
     Invoke-Python $Arguments
@@ -301,6 +331,7 @@ $extra = 'base'
 if ($options.Test) { $extra = 'test' }
 Install-Molink $extra $flavour
 if ($options.Test) { Invoke-Checks }
+if ($options.Path) { Add-ToPath $true }
 if ($options.Demo) {
     $demo = @('-m', 'molinkd', 'demo')
     if ($null -ne $options.Ask) {
@@ -314,4 +345,5 @@ if ($options.Demo) {
 }
 if (-not $options.Test) {
     Say 'molink is installed: try .venv\Scripts\molink demo, or .venv\Scripts\molink up'
+    if (-not $options.Path) { Add-ToPath $false }
 }

@@ -20,6 +20,7 @@ place is kept.
   --ask TEXT      with --demo: print the answer to TEXT and exit
   --test          then install what the checks need and run all of them
   --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
+  --path          put molink on your PATH (default: ask in a terminal, else leave it)
   --python PATH   which Python (default: the first on the PATH that is 3.11 or newer)
   --help          this text
 TXT
@@ -38,11 +39,12 @@ die() {
 }
 
 parse() {
-  demo='' ask='' asked='' checks='' flavour='' python=''
+  demo='' ask='' asked='' checks='' flavour='' python='' path=''
   while [ $# -gt 0 ]; do
     case $1 in
       --demo) demo=1 ;;
       --test) checks=1 ;;
+      --path) path=1 ;;
       --cpu | --cuda)
         [ -z "$flavour" ] || [ "$flavour" = "${1#--}" ] || die "--cpu and --cuda exclude each other"
         flavour=${1#--}
@@ -234,6 +236,35 @@ install() {
   state "$extra" >".venv/.molink-$extra"
 }
 
+# Puts a link to molink on the PATH, where --path or a person says so.
+offer_path() {
+  local program=$PWD/.venv/bin/molink folder=$HOME/.local/bin answer=''
+  if ! [ "$folder/molink" -ef "$program" ]; then
+    if [ -z "$path" ]; then
+      if ! [ -t 0 ] || ! [ -t 1 ]; then
+        echo "To call it as molink from any folder: ./install.sh --path (makes a link in $folder)"
+        return 0
+      fi
+      read -r -p "Put molink on your PATH, by a link in $folder? [y/N] " answer || answer=''
+      case $answer in [yY] | [yY][eE][sS]) ;; *) return 0 ;; esac
+    fi
+    if [ -e "$folder/molink" ] && ! [ -L "$folder/molink" ]; then
+      die "$folder/molink is there, and is no link: take it away first, then run ./install.sh --path"
+    fi
+    mkdir -p "$folder"
+    ln -sfn "$program" "$folder/molink"
+    echo "$folder/molink is a link to molink now; rm takes it away"
+  fi
+  case :$PATH: in
+    *":$folder:"*) ;;
+    *)
+      echo "$folder is not on your PATH: add this line to ~/.profile, and open a new terminal"
+      # shellcheck disable=SC2016
+      echo '  export PATH="$HOME/.local/bin:$PATH"'
+      ;;
+  esac
+}
+
 check() {
   local name=$1
   shift
@@ -261,10 +292,12 @@ main() {
   [ -z "$explicit" ] || echo "$explicit" >.venv/.molink-flavour
   if [ -n "$checks" ]; then install test; else install base; fi
   if [ -n "$checks" ]; then run_checks; fi
+  if [ -n "$path" ]; then offer_path; fi
   if [ -n "$asked" ]; then exec .venv/bin/python -m molinkd demo --ask "$ask"; fi
   if [ -n "$demo" ]; then exec .venv/bin/python -m molinkd demo; fi
   if [ -z "$checks" ]; then
     say "molink is installed: try .venv/bin/molink demo, or .venv/bin/molink up"
+    [ -n "$path" ] || offer_path
   fi
 }
 

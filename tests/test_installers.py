@@ -1,7 +1,9 @@
 """What ``install.sh`` and ``install.ps1`` say and choose; neither is run here."""
 
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,15 +18,21 @@ POWER = (ROOT / "install.ps1").read_text(encoding="utf-8")
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_powershell.language()))
 #: Commands of Windows PowerShell 5.1 that the script may use.
 BUILT_IN = {
+    "Copy-Item",
     "ForEach-Object",
     "Get-Content",
     "Get-FileHash",
+    "Get-Item",
     "Join-Path",
+    "New-Item",
     "New-Object",
+    "Out-Null",
+    "Read-Host",
     "Remove-Item",
     "Select-Object",
     "Select-String",
     "Set-Content",
+    "Set-ItemProperty",
     "Set-Location",
     "Test-Path",
     "Where-Object",
@@ -32,7 +40,8 @@ BUILT_IN = {
 }
 #: Variables that PowerShell sets itself.
 AUTOMATIC = {"_", "args", "false", "matches", "null", "true", "lastexitcode", "psscriptroot"} | {
-    "psversiontable"
+    "psversiontable",
+    "localappdata",
 }
 
 
@@ -136,3 +145,38 @@ def test_what_nvidia_smi_says_is_read() -> None:
     assert cuda_index.ask((sys.executable, "-c", "print('560.94, 8.6')")) == "560.94, 8.6\n"
     assert cuda_index.ask(("no-such-program",)) == ""
     assert cuda_index.ask((sys.executable, "-c", "import sys; sys.exit(9)")) == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no bash; install.ps1 isn't run")
+def test_the_path_is_only_changed_where_that_is_wanted(tmp_path: Path) -> None:
+    """The function of the shell script, beside a stand-in for molink."""
+    begin = SHELL.index("offer_path() {")
+    function = SHELL[begin : SHELL.index("\n}\n", begin) + 3]
+    program = tmp_path / "clone" / ".venv" / "bin" / "molink"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    link = tmp_path / "home" / ".local" / "bin" / "molink"
+
+    def offer(path: str) -> str:
+        script = f'set -eu; die() {{ echo "$1"; exit 1; }}; path={path!r}\n{function}\noffer_path'
+        environment = {"HOME": str(tmp_path / "home"), "PATH": os.environ["PATH"]}
+        return subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path / "clone",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+
+    assert "./install.sh --path" in offer("")
+    assert not link.exists()
+    said = offer("1")
+    assert "is not on your PATH" in said
+    assert link.resolve() == program
+    assert "is a link" not in offer("1"), "it is there"
+    link.unlink()
+    link.write_text("of somebody", encoding="utf-8")
+    assert "is no link" in offer("1")
+    assert link.read_text(encoding="utf-8") == "of somebody"
