@@ -4,7 +4,7 @@ import functools
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -26,7 +26,6 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="molink",
         help=_HELP,
-        add_completion=False,
         pretty_exceptions_enable=False,
         # Rich's markup eats what stands in brackets, and its boxes need more than 80 columns.
         rich_markup_mode=None,
@@ -90,13 +89,22 @@ def speak_utf8(streams: Iterable[TextIO | None]) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:
-        build(arguments)(args=list(arguments), prog_name="molink")
+        app = build([*arguments, *_completed(os.environ)])
+        app(args=list(arguments), prog_name="molink")
     except MolinkError as error:
         print(printable(f"molink: {error}", keep="\n"), file=sys.stderr)
         return error.exit_code
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _completed(environment: Mapping[str, str]) -> list[str]:
+    """The words typed so far if a shell asks how they go on: typer's completion."""
+    if "_MOLINK_COMPLETE" not in environment:
+        return []
+    typed = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
+    return typed.split()
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:

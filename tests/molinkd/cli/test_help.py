@@ -51,3 +51,25 @@ def test_it_fits_80_columns_without_a_word_that_is_cut(
     assert not re.search(r"[^]]\.\.\.$", out, re.M)
     assert "…" not in out
     assert "\\[" not in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("molink un-", ["un-revoke"]),
+        ("molink top --o", ["--once"]),  # of a command that is imported only when it is named
+        ("molink config un", ["unset"]),
+        ("molink up --quantize n", ["none", "nf4"]),
+    ],
+)
+def test_shells_are_told_how_words_go_on(
+    typed: str,
+    found: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("_MOLINK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert run([]) == 0
+    assert capsys.readouterr().out.split() == found
