@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.folder import scan_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
 from molink.checkpoint.source import local_model, local_name
@@ -75,7 +76,9 @@ class Described:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Described":
-        """The model of a folder, whose ``config.json`` is enough, or of a GGUF file (or part).
+        """The model of a folder, or of a GGUF file (or part).
+
+        A folder's ``config.json`` is enough; where its weights are there, they say how they stay.
 
         Raises:
             ModelError: it isn't there, is broken, or is of a model that can't be served.
@@ -86,8 +89,9 @@ class Described:
             config, tensors = gguf_model(file)
             facts = model_facts(config, local_name(found), tensors)
         else:
-            config = ModelConfig.load(folder, "bf16")
-            facts = model_facts(config, local_name(found))
+            config = ModelConfig.load(found, "bf16")
+            weights = scan_tensors(found) if any(found.glob("*.safetensors")) else {}
+            facts = model_facts(config, local_name(found), weights)
         shape = ModelProfile(
             name=facts.name,
             source=str(folder),

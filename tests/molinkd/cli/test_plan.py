@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
-from molink.checkpoint.source import demo_model
+from molink.checkpoint.source import Uncounted, demo_model
+from molink.checkpoint.unpacking import unpacked
 from molinkd.cli.main import run
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
@@ -101,18 +103,22 @@ def test_a_gguf_file_takes_the_room_of_its_blocks(
         (tmp_path / f"{name}.toml").write_text(plain + more, encoding="utf-8")
     whole = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0)
     part = write_gguf(folder, tmp_path / "parts.gguf", Kind.Q8_0, part=8)
+    # As `molink up` makes it once, and as the other PCs fetch it.
+    unpacked_one = unpacked(whole, tmp_path / "unpacked", Uncounted(), Event())
     stages = {
         (name, path): planned(
             capsys, "--stages", "1", "--device", f"{tmp_path}/{name}.toml", "--model", str(path)
         )["stages"][0]
         for name in ("numbers", "blocks")
-        for path in (whole, part)
+        for path in (whole, part, unpacked_one)
     }
     kept, numbers = stages["blocks", whole], stages["numbers", whole]
     # 34 bytes for 32 weights; norms are not in blocks.
     assert kept["weights"] == pytest.approx(numbers["weights"] * 34 / 64, rel=0.02)
     assert kept["step_s"] < numbers["step_s"]
     assert stages["blocks", part] == kept
+    assert stages["blocks", unpacked_one] == kept
+    assert stages["numbers", unpacked_one] == numbers
 
 
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
