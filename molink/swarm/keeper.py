@@ -65,13 +65,13 @@ class StopWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class TellCoordinator:
     """Tell the coordinator."""
 
     message: StageLoaded | StageReady | StageFailed
 
 
-Decision = Fetch | StartWorker | TellWorker | StopWorker | Tell
+Decision = Fetch | StartWorker | TellWorker | StopWorker | TellCoordinator
 FromStage = Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked
 
 
@@ -101,7 +101,7 @@ class Keeper:
             return []
         if stage is not None and stage.state != "failed" and _same_worker(stage.assign, message):
             if stage.state == "ready" and message.epoch == stage.assign.epoch:
-                return [Tell(each) for each in stage.repeated()]
+                return [TellCoordinator(each) for each in stage.repeated()]
             stage.assign, stage.neighbour, stage.profiles = message, None, {}
             if stage.loaded is None:
                 return []
@@ -188,7 +188,7 @@ class Keeper:
         if not stage.unsure:
             return []
         stage.unsure = False
-        return [Tell(stage.now_loaded())] if stage.loaded is not None else []
+        return [TellCoordinator(stage.now_loaded())] if stage.loaded is not None else []
 
     def _lifeless(self, stage: KeptStage, what: str) -> list[Decision]:
         """A worker is there, but of no use."""
@@ -236,7 +236,7 @@ class Keeper:
         stage.state, stage.loaded, stage.reason = "failed", None, reason
         stage.no_room, stage.no_files, stage.unsure = no_room, no_files, False
         failed = stage.now_failed(reason, no_room=no_room, no_files=no_files)
-        return [StopWorker(generation, kill=kill), Tell(failed)]
+        return [StopWorker(generation, kill=kill), TellCoordinator(failed)]
 
     def worker_said(self, generation: int, message: FromStage) -> list[Decision]:
         """A worker reports."""
@@ -251,7 +251,7 @@ class Keeper:
         match message:
             case Loaded():
                 stage.state, stage.loaded = "loaded", message
-                return [Tell(stage.now_loaded())]
+                return [TellCoordinator(stage.now_loaded())]
             case Formed():
                 return self._formed(stage, message.epoch)
             case WorkerFailed():
@@ -260,18 +260,18 @@ class Keeper:
                 if message.epoch != stage.assign.epoch:
                     return []
                 stage.neighbour = stage.now_failed(message.reason, next_lost=True)
-                return [Tell(stage.neighbour)]
+                return [TellCoordinator(stage.neighbour)]
             case MemberBlocked():
                 if not message.previous or message.epoch != stage.assign.epoch:
                     return []
                 stage.neighbour = stage.now_failed(message.reason, previous_blocked=True)
-                return [Tell(stage.neighbour)]
+                return [TellCoordinator(stage.neighbour)]
 
     def _formed(self, stage: KeptStage, epoch: int) -> list[Decision]:
         if epoch != stage.assign.epoch or epoch != stage.forming:
             return []
         stage.state = "ready"
-        return [Tell(stage.now_ready())]
+        return [TellCoordinator(stage.now_ready())]
 
     # --- state ---
 
@@ -302,9 +302,11 @@ class Keeper:
         """All assignments in one line, for a person."""
         return ", ".join(stage.describe() for stage in self._stages.values()) or "no stage"
 
-    def repeat(self) -> list[Tell]:
+    def repeat(self) -> list[TellCoordinator]:
         """What to tell again to a coordinator whose connection was lost in between."""
-        return [Tell(each) for stage in self._stages.values() for each in stage.repeated()]
+        return [
+            TellCoordinator(each) for stage in self._stages.values() for each in stage.repeated()
+        ]
 
     def validate(self) -> None:
         """Check the invariants.

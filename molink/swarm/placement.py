@@ -29,7 +29,7 @@ from molink.swarm.kv_room import CONVERSATION, is_worth, rooms
 from molink.swarm.links import Links
 from molink.swarm.partition import Costs, Gap, Runner, Split, share_out
 from molink.swarm.ring_search import search
-from molink.swarm.rings import Hops, HopTimes, Ring, Task, judge
+from molink.swarm.rings import Hops, HopTimes, JudgedRing, Task, judge
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.Form`.
 MAX_STAGES = 16
@@ -96,7 +96,7 @@ class Placement:
     """Stages in ring order; ``spares`` are auto peers that got no layers.
 
     ``tokens`` is for how many tokens' KV there is room at least. ``turn`` and ``cost`` are those of
-    :class:`~molink.swarm.rings.Ring`, in seconds; 0 where peers have named their layers.
+    :class:`~molink.swarm.rings.JudgedRing`, in seconds; 0 where peers have named their layers.
     """
 
     stages: tuple[Placed, ...]
@@ -239,7 +239,7 @@ class _Placer:
     def ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         """The best ring, or the one that serves if it is nearly as good."""
         hops = self.hops()
-        found: Ring | None = None
+        found: JudgedRing | None = None
         for tokens in rooms(self.facts, self.aim.objective):
             runners = [self.runner(c, tokens) for c in self.free]
             task = Task(self.facts.layers, runners, hops, self.aim.objective, MAX_STAGES)
@@ -253,7 +253,9 @@ class _Placer:
             raise _NoPlacement(self.shortage(self.gaps()))
         return self.placement(task, self.kept(needed, found, serving), room)
 
-    def kept(self, task: Task, found: Ring, serving: Sequence[tuple[str, LayerRange]]) -> Ring:
+    def kept(
+        self, task: Task, found: JudgedRing, serving: Sequence[tuple[str, LayerRange]]
+    ) -> JudgedRing:
         """The ring that serves, unless ``found`` is worth a change."""
         index = {one.peer: i for i, one in enumerate(task.runners)}
         if not serving or not all(peer in index for peer, _ in serving):
@@ -280,7 +282,7 @@ class _Placer:
 
         return [[hop(one, other) for other in self.free] for one in self.free]
 
-    def placement(self, task: Task, ring: Ring, tokens: int) -> Placement:
+    def placement(self, task: Task, ring: JudgedRing, tokens: int) -> Placement:
         """A ring's stages."""
         stages: list[Placed] = []
         at = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 
-from molink.swarm.rings import Ring, Task, fill, lines_of, quick
+from molink.swarm.rings import JudgedRing, Task, fill, lines_of, quick
 
 #: Changes of a ring that are tried from each beginning: the control plane waits meanwhile.
 _TRIES = 2000
@@ -28,23 +28,23 @@ class Growth:
         self._most = min(task.most, task.layers, len(able))
         self._least = min(least, self._most)
 
-    def best(self, starts: Iterable[tuple[int, ...]]) -> Ring | None:
+    def best(self, starts: Iterable[tuple[int, ...]]) -> JudgedRing | None:
         """The best that is found from any of ``starts``."""
-        found: Ring | None = None
+        found: JudgedRing | None = None
         for start in starts:
             ring = self._improved(start)
             if ring is not None and self._beats(ring, found):
                 found = ring
         return found
 
-    def _beats(self, ring: Ring, found: Ring | None) -> bool:
+    def _beats(self, ring: JudgedRing, found: JudgedRing | None) -> bool:
         if found is not None:
             stages, others = (min(len(one.order), self._least) for one in (ring, found))
             if stages != others:
                 return stages > others
         return ring.better(found)
 
-    def _improved(self, order: tuple[int, ...]) -> Ring | None:
+    def _improved(self, order: tuple[int, ...]) -> JudgedRing | None:
         worth, left = self._worth(order), _TRIES
         changes = self._changes(order, worth)
         while left and (changed := next(changes, None)) is not None:

@@ -12,7 +12,7 @@ from math import inf
 
 from molink.facts.model import Objective
 from molink.swarm.ring_growth import Growth
-from molink.swarm.rings import FLIGHTS, SAME, Ring, Task, even, fill
+from molink.swarm.rings import FLIGHTS, SAME, JudgedRing, Task, even, fill
 
 #: Most peers of which the best ring is found for certain.
 EXACT = 8
@@ -21,7 +21,7 @@ EXACT = 8
 SLACK = 0.02
 
 
-def search(task: Task, least: int = 1, slack: float = SLACK) -> Ring | None:
+def search(task: Task, least: int = 1, slack: float = SLACK) -> JudgedRing | None:
     """The best ring of ``least`` stages or more; of as many as can be, if there is none.
 
     ``slack`` is the part of a turn that evener stages may cost (see :data:`SLACK`). ``None``: the
@@ -35,10 +35,10 @@ def search(task: Task, least: int = 1, slack: float = SLACK) -> Ring | None:
     return found and even(task, found, slack)
 
 
-def _choose(rings: dict[int, Ring], least: int) -> Ring | None:
+def _choose(rings: dict[int, JudgedRing], least: int) -> JudgedRing | None:
     """The best of at least so many stages, or of the most that there are."""
     enough = [count for count in rings if count >= least] or sorted(rings)[-1:]
-    best: Ring | None = None
+    best: JudgedRing | None = None
     for count in sorted(enough):
         if rings[count].better(best):
             best = rings[count]
@@ -49,9 +49,9 @@ def _choose(rings: dict[int, Ring], least: int) -> Ring | None:
 _Way = tuple[float, float, tuple[int, ...]]
 
 
-def _exact(task: Task, able: Sequence[int]) -> dict[int, Ring]:
+def _exact(task: Task, able: Sequence[int]) -> dict[int, JudgedRing]:
     """The best ring of each number of stages."""
-    best: dict[int, Ring] = {}
+    best: dict[int, JudgedRing] = {}
     pace = sorted(able, key=lambda i: (task.lines[i][0].each, i))
     for order_of in _ways(task, able):
         ring = _best_of(task, order_of, pace, best.get(len(order_of[2])))
@@ -103,8 +103,8 @@ def _best_of(
     task: Task,
     way: _Way,
     pace: Sequence[int],
-    best: Ring | None,
-) -> Ring | None:
+    best: JudgedRing | None,
+) -> JudgedRing | None:
     """The best ring of that way if it is better than ``best``: most are dismissed by a sum."""
     length, busy, order = way
     total = _total(task, order, pace, inf)

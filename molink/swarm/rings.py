@@ -55,7 +55,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class JudgedRing:
     """Indices of runners in ring order, and the layers of each.
 
     ``turn`` and ``slowest`` (stage) are in seconds. ``cost`` is what the objective makes least:
@@ -68,14 +68,14 @@ class Ring:
     turn: float
     slowest: float
 
-    def better(self, other: "Ring | None") -> bool:
+    def better(self, other: "JudgedRing | None") -> bool:
         """Whether it costs less, or the same with a shorter turn."""
         if other is None or self.cost < other.cost * (1 - SAME):
             return True
         return self.cost <= other.cost * (1 + SAME) and self.turn < other.turn * (1 - SAME)
 
 
-def judge(task: Task, order: Sequence[int], counts: Sequence[int]) -> Ring | None:
+def judge(task: Task, order: Sequence[int], counts: Sequence[int]) -> JudgedRing | None:
     """A ring that is there, as a search would see it; ``None`` if it can't be."""
     way = _way(task, order)
     lines = lines_of(task, order)
@@ -115,13 +115,13 @@ def _ring(
     lines: Sequence[Line],
     counts: Sequence[int],
     way: tuple[float, float],
-) -> Ring:
+) -> JudgedRing:
     times = [line.seconds(count) for line, count in zip(lines, counts, strict=True)]
     turn, slowest = way[0] + sum(times), max(times)
     cost = turn
     if task.objective == "throughput":
         cost = max(slowest, way[1], turn / (FLIGHTS * len(order)))
-    return Ring(tuple(order), tuple(counts), cost, turn, slowest)
+    return JudgedRing(tuple(order), tuple(counts), cost, turn, slowest)
 
 
 def _split(layers: int, lines: Sequence[Line], ceiling: float = inf) -> list[int] | None:
@@ -138,7 +138,7 @@ def _split(layers: int, lines: Sequence[Line], ceiling: float = inf) -> list[int
     return counts if left == 0 else None
 
 
-def fill(task: Task, order: Sequence[int]) -> Ring | None:
+def fill(task: Task, order: Sequence[int]) -> JudgedRing | None:
     """The best ring of that order."""
     way = _way(task, order)
     lines = lines_of(task, order)
@@ -176,7 +176,7 @@ def _level(lines: Sequence[Line], counts: list[int]) -> list[int]:
     return counts
 
 
-def even(task: Task, ring: Ring, slack: float) -> Ring:
+def even(task: Task, ring: JudgedRing, slack: float) -> JudgedRing:
     """The most even split of the same ring that costs hardly more."""
     way, lines = _way(task, ring.order), lines_of(task, ring.order)
     assert way is not None

@@ -18,7 +18,7 @@ from molink.swarm.keeper import (
     Keeper,
     StartWorker,
     StopWorker,
-    Tell,
+    TellCoordinator,
     TellWorker,
     tells_more,
 )
@@ -295,7 +295,7 @@ class Daemon(Process):
                     self._tell(generation, message)
                 case StopWorker(generation, kill):
                     self._stop(generation, kill=kill)
-                case Tell(message):
+                case TellCoordinator(message):
                     self.session.tell(message)
         self.keeper.validate()
         if any(tells_more(decision) for decision in decisions):

@@ -10,7 +10,7 @@ from molink.swarm.keeper import (
     Keeper,
     StartWorker,
     StopWorker,
-    Tell,
+    TellCoordinator,
     TellWorker,
 )
 from molink.wire.messages.instructions import Assign, Form, StageAddress, StageProfile
@@ -71,14 +71,14 @@ def start() -> Start:
     )
 
 
-def told(epoch: int = 1) -> Tell:
-    return Tell(
+def told(epoch: int = 1) -> TellCoordinator:
+    return TellCoordinator(
         StageLoaded(pipeline="p1", epoch=epoch, stage=0, port=5468, max_blocks=100, profile=PROFILE)
     )
 
 
-def ready(epoch: int = 1) -> Tell:
-    return Tell(StageReady(pipeline="p1", epoch=epoch, stage=0))
+def ready(epoch: int = 1) -> TellCoordinator:
+    return TellCoordinator(StageReady(pipeline="p1", epoch=epoch, stage=0))
 
 
 def state(keeper: Keeper) -> tuple[str, int]:
@@ -186,7 +186,7 @@ def test_a_worker_that_ends_before_it_holds_other_layers_has_failed() -> None:
     keeper.assign(assign(epoch=2, layers=(0, 6)))
     reason = "ended by signal 9"
     failed = StageFailed(pipeline="p1", epoch=2, stage=0, reason=reason)
-    assert keeper.failed(1, reason) == [StopWorker(1), Tell(failed)]
+    assert keeper.failed(1, reason) == [StopWorker(1), TellCoordinator(failed)]
     assert keeper.fetched(1, start()) == []
     keeper.validate()
 
@@ -226,7 +226,9 @@ def test_the_same_assignment_again_repeats_what_was_told() -> None:
 
 def test_a_failed_worker_is_reported_once_and_replaced() -> None:
     keeper = running()
-    failed = Tell(StageFailed(pipeline="p1", epoch=1, stage=0, reason="OutOfMemory: no room"))
+    failed = TellCoordinator(
+        StageFailed(pipeline="p1", epoch=1, stage=0, reason="OutOfMemory: no room")
+    )
     report = WorkerFailed(kind="OutOfMemory", message="no room")
     assert keeper.worker_said(1, report) == [StopWorker(1), failed]
     assert keeper.failed(1, "exited with code 1") == []
@@ -241,7 +243,7 @@ def test_files_that_cannot_be_had() -> None:
     decisions = keeper.failed(1, "no source")
     assert decisions == [
         StopWorker(1),
-        Tell(StageFailed(pipeline="p1", epoch=1, stage=0, reason="no source")),
+        TellCoordinator(StageFailed(pipeline="p1", epoch=1, stage=0, reason="no source")),
     ]
     assert keeper.fetched(1, start()) == []
 
@@ -249,7 +251,7 @@ def test_files_that_cannot_be_had() -> None:
 def test_a_lost_neighbour_is_told_but_not_our_failure() -> None:
     keeper = running()
     (tell,) = keeper.worker_said(1, NextStageLost(epoch=1, reason="silent"))
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, TellCoordinator)
     assert isinstance(tell.message, StageFailed)
     assert tell.message.next_lost
     assert state(keeper) == ("ready", 1)
@@ -260,7 +262,7 @@ def test_a_previous_stage_that_was_cut_off_is_to_blame() -> None:
     keeper = running()
     blocked = MemberBlocked(epoch=1, peer="b", reason="nonsense", previous=True)
     (tell,) = keeper.worker_said(1, blocked)
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, TellCoordinator)
     assert isinstance(tell.message, StageFailed)
     assert (tell.message.previous_blocked, tell.message.next_lost) == (True, False)
     assert state(keeper) == ("ready", 1)
@@ -328,7 +330,7 @@ def test_a_worker_that_serves_is_asked_now_and_then() -> None:
     assert watched(keeper, 2.0, 3.5) == []
     (stop, tell) = watched(keeper, 5.5, 0.5)
     assert stop == StopWorker(1, kill=True)
-    assert isinstance(tell, Tell)
+    assert isinstance(tell, TellCoordinator)
     assert isinstance(tell.message, StageFailed)
     assert tell.message.reason == "the worker has not answered for 4.0 s"
     keeper.validate()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from molink.swarm import ring_search
 from molink.swarm.partition import Costs, Runner
 from molink.swarm.ring_search import EXACT, search
-from molink.swarm.rings import FLIGHTS, HopTimes, Ring, Task, judge
+from molink.swarm.rings import FLIGHTS, HopTimes, JudgedRing, Task, judge
 
 GB = 10**9
 
@@ -181,7 +181,7 @@ def test_what_grows_among_many_peers_is_nearly_the_best() -> None:
 def least_of_all(task: Task) -> float | None:
     """The best ring among more peers than are searched exactly: leave out one after the other."""
     n = len(task.runners)
-    found: list[Ring] = []
+    found: list[JudgedRing] = []
     for out in range(n):
         kept = [i for i in range(n) if i != out]
         hops = [[task.hops[i][j] for j in kept] for i in kept]
@@ -234,7 +234,7 @@ def test_peers_that_are_all_alike_are_searched_once(monkeypatch: pytest.MonkeyPa
     asked: list[list[int]] = []
     exact = ring_search._exact
 
-    def counted(task: Task, able: list[int]) -> dict[int, Ring]:
+    def counted(task: Task, able: list[int]) -> dict[int, JudgedRing]:
         asked.append(able)
         return exact(task, able)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from molink.checkpoint.folder import ModelFolder
 from molink.errors import FilesMissing, MolinkError, UsageError
-from molink.facts.footprint import Load, StageSetup
+from molink.facts.footprint import StageSetup, StepRows
 from molink.facts.identity import peer_id
 from molink.facts.kernels import INSTEAD
 from molink.facts.memory_plan import MemoryPlan, plan_memory
@@ -26,7 +26,7 @@ from molink.swarm.keeper import (
     Keeper,
     StartWorker,
     StopWorker,
-    Tell,
+    TellCoordinator,
     TellWorker,
     tells_more,
 )
@@ -221,7 +221,7 @@ class Assignments:
                     if fetch is not None:
                         fetch.cancel()
                     self.supervisor.stop(generation, kill=kill)
-                case Tell(message):
+                case TellCoordinator(message):
                     if isinstance(message, StageFailed):
                         self.recovery.noticed(self._now(), time.time())
                     self._tell(message)
@@ -406,7 +406,7 @@ def plan_stage(
         narrow=measured.device.narrow,
         dtype=assign.dtype,
         quantize=assign.quantize,
-        load=Load(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
+        load=StepRows(settings.chunk_tokens or MAX_CHUNK_ROWS, settings.max_running),
     )
     return plan_memory(
         msgspec.structs.replace(folder.facts(assign.model), context=_context(folder, assign)),

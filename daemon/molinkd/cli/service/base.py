@@ -29,7 +29,7 @@ class ServiceStatus(NamedTuple):
     detail: str
 
 
-class Service(Protocol):
+class SystemService(Protocol):
     """The service ``molink`` of the user who asks. All raise :class:`MolinkError`."""
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ _INSTEAD = (
 
 
 class SystemdService:
-    """See :class:`molinkd.cli.service.base.Service`."""
+    """See :class:`molinkd.cli.service.base.SystemService`."""
 
     def __init__(self, run: Run = run_command, environment: Mapping[str, str] = os.environ) -> None:
         self._run = run

@@ -18,7 +18,7 @@ _SCHTASKS = str(Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "s
 
 
 class TaskSchedulerService:
-    """See :class:`molinkd.cli.service.base.Service`."""
+    """See :class:`molinkd.cli.service.base.SystemService`."""
 
     def __init__(self, run: Run = run_command) -> None:
         self._run = run

@@ -10,7 +10,7 @@ import typer
 from molink.errors import UsageError
 from molink.plaintext import printable
 from molinkd.cli.ending import end_daemon
-from molinkd.cli.service.base import Service
+from molinkd.cli.service.base import SystemService
 from molinkd.cli.service.systemd import SystemdService
 from molinkd.cli.service.task_scheduler import TaskSchedulerService
 from molinkd.cli.starting import start
@@ -22,7 +22,7 @@ from molinkd.peer.runfile import read_run_file
 service_app = typer.Typer(help="Keep molink running on this PC, from each start on.")
 
 
-def the_service() -> Service:
+def the_service() -> SystemService:
     """That of this PC's system."""
     return TaskSchedulerService() if sys.platform == "win32" else SystemdService()
 
