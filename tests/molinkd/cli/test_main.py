@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import molink
+from molink import errors
 from molink.errors import ConnectionBroken, Unavailable, UsageError
 from molink.wire.messages.requests import RevokeReply, StatusRequest
 from molinkd.cli import local_daemon
@@ -297,6 +298,26 @@ def test_the_daemon_never_imports_torch() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+KINDS = [
+    one
+    for one in vars(errors).values()
+    if isinstance(one, type) and issubclass(one, errors.MolinkError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_error_ends_with_its_exit_code(
+    kind: type[errors.MolinkError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codes of docs/settings.md, which tests/test_errors.py compares with these classes."""
+
+    def fail(*_: object) -> None:
+        raise kind("it failed")
+
+    monkeypatch.setattr(local_daemon, "need_daemon", fail)
+    assert run(["status"]) == kind.exit_code
 
 
 def test_errors_drive_no_terminal(
