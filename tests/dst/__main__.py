@@ -1,11 +1,17 @@
-"""``python -m tests.dst SEED [several]``: one seed again, with all that happened."""
+"""``python -m tests.dst SEED [several] [late] [alone]``: one seed again, with all that happened."""
 
 import sys
 
 from tests.dst.world import World
 
 if __name__ == "__main__":
-    world = World(int(sys.argv[1]), several="several" in sys.argv, verbose=True)
+    world = World(
+        int(sys.argv[1]),
+        several="several" in sys.argv,
+        late="late" in sys.argv,
+        faults="alone" not in sys.argv,
+        verbose=True,
+    )
     try:
         print(world.run())
     except Exception:

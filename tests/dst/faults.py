@@ -22,7 +22,8 @@ LONG = 12.0
 class Faults:
     """Drawn and entered in the agenda when it is made; ``until`` is when the last one is over."""
 
-    def __init__(self, world: "World", rng: Random) -> None:
+    def __init__(self, world: "World", rng: Random, *, late: bool, others: bool) -> None:
+        """``late``: coordinators read late at times; ``others``: all else goes wrong."""
         self._world = world
         self._rng = rng
         self.until = 0.0
@@ -48,7 +49,8 @@ class Faults:
             (1, self._leave),
         ]
         weights, actions = zip(*kinds, strict=True)
-        for action in rng.choices(actions, weights, k=rng.choice((3, 3, 3, 4, 5))):
+        drawn = rng.choices(actions, weights, k=rng.choice((3, 3, 3, 4, 5))) if others else []
+        for action in [*drawn, *([self._read_late] * 2 if late else ())]:
             at = rng.uniform(*BEGIN)
             self.until = max(self.until, at)
             world.agenda.at(at, action)
@@ -129,6 +131,15 @@ class Faults:
 
     def _freeze_coordinator(self) -> None:
         self._freeze(self._coordinator())
+
+    def _read_late(self) -> None:
+        """So many others want the leader's CPU that it doesn't read in time, but ticks."""
+        coordinator = self._coordinator()
+        if coordinator is not None:
+            late, seconds = self._rng.uniform(0.5, 6.0), self._a_while()
+            self._say(f"{coordinator} reads {late:.1f} s late for {seconds:.1f} s")
+            coordinator.read_late(late, seconds)
+            self._for(late + seconds, lambda: None, may_cost=False)
 
     # --- PCs -------------------------------------------------------------------------------------
 

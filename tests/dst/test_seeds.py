@@ -3,8 +3,11 @@
 A seed that fails is seen again with ``python -m tests.dst SEED``.
 """
 
+from functools import partial
+
 import pytest
 
+from molink.swarm.registry import Registry
 from tests.dst.world import REQUESTS, run, run_all
 
 #: Seeds of CI and all seeds; how many a test runs.
@@ -32,6 +35,22 @@ def test_nothing_is_lost_of_two_models(first: int) -> None:
     outcomes = run_all(range(first, first + SHARE), several=True)
     whole = sum(outcome.ends.count("whole") for outcome in outcomes)
     assert whole > 0.8 * SHARE * REQUESTS
+
+
+def test_nothing_is_lost_where_the_leader_reads_late() -> None:
+    """Beside all other faults."""
+    seeds = 25
+    outcomes = run_all(range(seeds), late=True)
+    assert sum(any("reads" in said for said in one.faults) for one in outcomes) > seeds // 2
+    assert sum(outcome.ends.count("whole") for outcome in outcomes) > 0.8 * seeds * REQUESTS
+
+
+def test_who_is_not_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is placed anew because the leader is late; without `Tick.behind` it is."""
+    alone = partial(run_all, range(12), late=True, faults=False)
+    assert {outcome.counts["epochs"] for outcome in alone()} == {1}
+    monkeypatch.setattr(Registry, "heard", lambda self, behind: None)
+    assert sum(outcome.counts["epochs"] > 1 for outcome in alone()) > 6
 
 
 def test_a_seed_is_the_same_again() -> None:

@@ -80,10 +80,19 @@ class Outcome:
 class World:
     """Everything there is for one seed."""
 
-    def __init__(self, seed: int, *, several: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        several: bool = False,
+        late: bool = False,
+        faults: bool = True,
+        verbose: bool = False,
+    ) -> None:
         """``several``: two models are served, each with its own number of layers.
 
-        Of every other seed the first one has two pipelines, where there are enough PCs.
+        Of every other seed the first one has two pipelines, where there are enough PCs. ``late``:
+        coordinators read late at times. ``faults``: there are others.
         """
         self.seed = seed
         self.rng = rng = Random(seed)
@@ -114,7 +123,7 @@ class World:
         self.clients = [self._client(number) for number in range(REQUESTS)]
         for client in self.clients:
             self.agenda.at(client.at, self._ask, client)
-        self.faults = Faults(self, rng)
+        self.faults = Faults(self, rng, late=late, others=faults)
 
     # --- who is there ----------------------------------------------------------------------------
 
@@ -417,13 +426,13 @@ def _mode(rng: Random) -> Mode:
     )
 
 
-def run(seed: int, *, several: bool = False, verbose: bool = False) -> Outcome:
+def run(seed: int, *, several: bool = False, late: bool = False, faults: bool = True) -> Outcome:
     """Run a seed.
 
     Raises:
         Failure: something did not hold; says how to see it again.
     """
-    world = World(seed, several=several, verbose=verbose)
+    world = World(seed, several=several, late=late, faults=faults)
     gc.disable()  # a sixth of the time
     try:
         return world.run()
@@ -431,13 +440,16 @@ def run(seed: int, *, several: bool = False, verbose: bool = False) -> Outcome:
         story = "\n".join(world.story)
         raise Failure(
             f"seed {seed}: {type(error).__name__}: {error}\n{story}\n"
-            f"again: python -m tests.dst {seed}{' several' if several else ''}"
+            f"again: python -m tests.dst {seed}{' several' * several}{' late' * late}"
+            f"{' alone' * (not faults)}"
         ) from error
     finally:
         gc.enable()
 
 
-def run_all(seeds: Iterable[int], *, several: bool = False) -> list[Outcome]:
+def run_all(
+    seeds: Iterable[int], *, several: bool = False, late: bool = False, faults: bool = True
+) -> list[Outcome]:
     """Run them until one fails.
 
     Raises:
@@ -445,7 +457,7 @@ def run_all(seeds: Iterable[int], *, several: bool = False) -> list[Outcome]:
     """
     outcomes = []
     for seed in seeds:
-        outcomes.append(run(seed, several=several))
+        outcomes.append(run(seed, several=several, late=late, faults=faults))
         if seed % 20 == 0:
             gc.collect()
     return outcomes
