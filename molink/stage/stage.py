@@ -1,6 +1,6 @@
 """A stage: a contiguous range of a model's layers on one device, with its KV pool."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -85,12 +85,13 @@ class Stage:
         quantize: Quantize = "none",
         held: HeldWeights | None = None,
         avoid: Collection[str] = (),
+        on_layer: Callable[[int], None] = lambda _: None,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Their projections are quantized as they are read, or stay as a quantized checkpoint has
         them. What is ``held`` was loaded so already. Kernels to ``avoid`` are named as in
-        :mod:`molink.facts.kernels`.
+        :mod:`molink.facts.kernels`. ``on_layer`` is told how many layers there are by then.
 
         Raises:
             UsageError: there is no such device, or the checkpoint is quantized in another way.
@@ -101,7 +102,9 @@ class Stage:
         computed = choose_dtype(dtype, config.dtype, place)
         operators = create_operators(config, TORCH_DTYPES[computed], place, avoid)
         with WeightReader(folder, TORCH_DTYPES[computed], place, quantize, avoid) as reader:
-            decoder = load_decoder(reader, config, operators, layers, held or HeldWeights())
+            decoder = load_decoder(
+                reader, config, operators, layers, held or HeldWeights(), on_layer
+            )
         travel = choose_travel(dtype, config.dtype)
         return cls(config, layers, decoder, place, computed, travel, avoid=avoid)
 

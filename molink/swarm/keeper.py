@@ -276,13 +276,15 @@ class Keeper:
     # --- state ---
 
     def states(
-        self, transfers: Mapping[int, tuple[int, int]], paces: Mapping[str, float]
+        self, transfers: Mapping[int, tuple[int, int, int]], paces: Mapping[str, float]
     ) -> tuple[WorkerState, ...]:
         """All assignments, as the report to the coordinator shows them.
 
-        ``transfers`` has, by generation, the bytes that are here and those that there are in all;
-        ``paces``, by pipeline, how many times as long its steps take as they should.
+        ``transfers`` has, by generation, the bytes that are here, those that there are in all, and
+        how many come in a second; ``paces``, by pipeline, how many times as long its steps take as
+        they should.
         """
+        none = 0, 0, 0
         return tuple(
             WorkerState(
                 pid=stage.pid,
@@ -291,8 +293,9 @@ class Keeper:
                 layers=stage.assign.layers,
                 state=stage.state,
                 epoch=stage.assign.epoch,
-                done=transfers.get(stage.generation, (0, 0))[0],
-                total=transfers.get(stage.generation, (0, 0))[1],
+                done=transfers.get(stage.generation, none)[0],
+                total=transfers.get(stage.generation, none)[1],
+                rate=transfers.get(stage.generation, none)[2],
                 pace=paces.get(pipeline, 0.0),
             )
             for pipeline, stage in self._stages.items()

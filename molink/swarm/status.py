@@ -195,7 +195,8 @@ def show_report(report: PeerReport) -> dict[str, Any]:
                 "stage": worker.stage,
                 "layers": list(worker.layers),
                 "state": worker.state,
-                "fetching": _bytes((worker.done, worker.total)),
+                "fetching": _bytes(worker, "fetching"),
+                "loading": _loading(worker),
                 "load": _stage_load(report, worker),
             }
             for worker in report.workers
@@ -203,9 +204,19 @@ def show_report(report: PeerReport) -> dict[str, Any]:
     }
 
 
-def _bytes(done_of: tuple[int, int]) -> dict[str, int] | None:
-    """How far a transfer is; ``None`` where there is none."""
-    return {"done": done_of[0], "total": done_of[1]} if done_of[1] else None
+def _bytes(worker: WorkerState, state: str) -> dict[str, Any] | None:
+    """How far a worker is that is in that state; ``None`` if it isn't, or hasn't told."""
+    told = worker.state == state and worker.total
+    return {"done": worker.done, "total": worker.total} if told else None
+
+
+def _loading(worker: WorkerState) -> dict[str, Any] | None:
+    """As :func:`_bytes`, with bytes/s, and the seconds that are left."""
+    found = _bytes(worker, "loading")
+    if found is None:
+        return None
+    seconds = eta(worker.total - worker.done, worker.rate)
+    return found | {"rate": worker.rate, "eta_s": None if seconds is None else round(seconds, 1)}
 
 
 def _stage_load(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:

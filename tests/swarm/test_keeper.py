@@ -102,8 +102,8 @@ def test_from_assignment_to_ready() -> None:
     keeper = Keeper()
     assert keeper.assign(assign()) == [Fetch(1, assign())]
     assert state(keeper) == ("fetching", 1)
-    (shown,) = keeper.states({1: (5, 9), 2: (1, 1)}, {"p1": 1.5})
-    assert (shown.done, shown.total, shown.pace) == (5, 9, 1.5)
+    (shown,) = keeper.states({1: (5, 9, 2), 2: (1, 1, 0)}, {"p1": 1.5})
+    assert (shown.done, shown.total, shown.rate, shown.pace) == (5, 9, 2, 1.5)
     assert keeper.fetched(1, start()) == [StartWorker(1, start())]
     keeper.started(1, 4711)
     assert keeper.states({}, {})[0].pid == 4711

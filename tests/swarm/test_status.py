@@ -48,6 +48,7 @@ def test_the_shape(running: Paper) -> None:
                 "layers": [2, 4],
                 "state": "ready",
                 "fetching": None,
+                "loading": None,
                 "load": None,
             }
         ],

@@ -36,6 +36,8 @@ def show_status(
     for peer in status.peers:
         if peer.reason:
             console.print(_text(f"{peer.name} is {peer.reason}", "yellow"))
+        for line in filter(None, map(_loading, peer.workers)):
+            console.print(_text(f"{peer.name} {line}"))
         for transfer in peer.transfers:
             console.print(_text(f"{peer.name} {_transfer(transfer)}"))
     if status.files:
@@ -146,6 +148,16 @@ def _memory(peer: Peer, worker: WorkerStatus | None) -> str:
         return size(peer.memory)
     (taken, unit), (all_of_it, same) = size(used).split(" "), size(peer.memory).split(" ")
     return f"{taken}{'' if unit == same else f' {unit}'}/{all_of_it} {same}"
+
+
+def _loading(worker: WorkerStatus) -> str:
+    """How far it is with loading its layers into memory; empty if that isn't told."""
+    one = worker.loading
+    if one is None:
+        return ""
+    layers = f"layers {worker.layers[0]}:{worker.layers[1]}"
+    state = TransferState(model=layers, done=one.done, total=one.total, rate=round(one.rate))
+    return f"loads {transfer_text(state)}"
 
 
 def _transfer(one: TransferStatus) -> str:

@@ -23,6 +23,13 @@ class Bytes(msgspec.Struct, frozen=True):
     total: Count = 0
 
 
+class LoadingBytes(Bytes, frozen=True):
+    """How far loading into memory is; bytes/s, and the seconds that are left if that is known."""
+
+    rate: Amount = 0.0
+    eta_s: Amount | None = None
+
+
 class TransferStatus(msgspec.Struct, frozen=True, rename={"source": "from"}):
     """Files that come to a PC, in bytes; bytes/s. ``copy``: nobody waits for them."""
 
@@ -70,6 +77,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     stage: Count = 0
     state: str = ""
     fetching: Bytes | None = None
+    loading: LoadingBytes | None = None
     load: StageUse | None = None
 
     @property
@@ -77,7 +85,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         """What it does instead of serving, and how far that is; empty if nothing."""
         if self.state in ("", "ready"):
             return ""
-        done = self.fetching
+        done = self.loading or self.fetching
         return self.state if done is None else f"{self.state} {percent(done.done, done.total)}"
 
 

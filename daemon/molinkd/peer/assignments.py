@@ -167,7 +167,8 @@ class Assignments:
 
     def states(self) -> tuple[WorkerState, ...]:
         """All stages of this peer."""
-        transfers = {number: p.shown for number, p in self._progress.items()}
+        fetched = {number: (*p.shown, 0) for number, p in self._progress.items()}
+        transfers = self.supervisor.loading() | fetched
         return self._keeper.states(transfers, self.supervisor.gauges("stage_decode_pace"))
 
     def layers(self) -> LayerRange:

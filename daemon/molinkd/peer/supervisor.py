@@ -17,9 +17,12 @@ import msgspec
 
 from molink.files import plain_name
 from molink.swarm.keeper import FromStage
+from molink.swarm.throughput import Throughput
 from molink.wire.messages.load import MAX_HEADS, MAX_STAGES, Load
 from molink.wire.messages.pipe import (
     FromWorker,
+    Loaded,
+    Loading,
     Members,
     Start,
     Stats,
@@ -59,6 +62,9 @@ class _WorkerChild:
     #: A spare that doesn't give way: it is sooner ready than another process.
     early: bool = False
     stats: Stats | None = None
+    #: While it loads: how far that is, and how fast.
+    loading: Loading | None = None
+    speed: Throughput | None = None
     #: Whether it has said anything: until then it imports and loads, and has nothing to put away.
     spoke: bool = False
     stopping: bool = False
@@ -197,7 +203,7 @@ class Supervisor:
         if worker is None:
             return
         if isinstance(message, Start):
-            worker.start = message
+            worker.start, worker.loading, worker.speed = message, None, None
             worker.child.rename(*self._names(message))
         self._send(worker, message)
 
@@ -271,6 +277,14 @@ class Supervisor:
         heads = [stats.head for stats in said if stats.head is not None]
         return Load(tuple(stages[:MAX_STAGES]), tuple(heads[:MAX_HEADS]))
 
+    def loading(self) -> dict[int, tuple[int, int, int]]:
+        """By generation: bytes that are loaded, those that there are in all, and bytes/s."""
+        return {
+            generation: (worker.loading.done, worker.loading.total, round(worker.speed.rate))
+            for generation, worker in self._workers.items()
+            if worker.loading is not None and worker.speed is not None
+        }
+
     def gauge(self, pipeline: str, name: str) -> float | None:
         """A gauge of the worker of a pipeline; 0 as long as it is unknown, ``None`` without one."""
         for worker in self._workers.values():
@@ -289,7 +303,14 @@ class Supervisor:
     def _said(self, worker: _WorkerChild, message: object) -> None:
         if worker.stopping:
             return
+        if isinstance(message, Loading):
+            now = asyncio.get_running_loop().time()
+            worker.loading, worker.speed = message, worker.speed or Throughput(now, message.done)
+            worker.speed.observe(message.done, now)
+            return
         worker.spoke = True
+        if isinstance(message, Loaded):
+            worker.loading = None
         if isinstance(message, Warmed):
             worker.warm = True
             self._spare_news.set()

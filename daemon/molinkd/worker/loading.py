@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,23 +23,27 @@ from molinkd.worker.executor import Executor
 log = logging.getLogger(__name__)
 
 
-def load_engine(start: Start) -> Engine:
+#: Is told how many bytes of a stage's weights are loaded, and how many there are.
+TellLoading = Callable[[int, int], None]
+
+
+def load_engine(start: Start, tell: TellLoading = lambda *_: None) -> Engine:
     """The stage of ``start``, loaded and measured.
 
     Raises:
         MolinkError: it can't be loaded.
     """
-    return _engine(start, _load_stage(start))
+    return _engine(start, tell, _load_stage(start, tell))
 
 
-def _change_engine(old: Stage, before: Start, start: Start) -> Engine:
+def _change_engine(old: Stage, before: Start, tell: TellLoading, start: Start) -> Engine:
     """The stage of ``start`` in place of ``old``, that of ``before``."""
     held = old.hand_over(start.layers)
     if _weights(before) != _weights(start):
         held = HeldWeights()
     release_cached()
     log.info("layers %s are held already", sorted(held.blocks) or "none")
-    return _engine(start, _load_stage(start, held))
+    return _engine(start, tell, _load_stage(start, tell, held))
 
 
 def _weights(start: Start) -> tuple[object, ...]:
@@ -46,14 +51,14 @@ def _weights(start: Start) -> tuple[object, ...]:
     return start.model_dir, start.dtype, start.device, start.quantize, start.avoid
 
 
-def _engine(start: Start, stage: Stage) -> Engine:
+def _engine(start: Start, tell: TellLoading, stage: Stage) -> Engine:
     began = time.perf_counter()
     profile = _profile(stage, start)
     return Engine(
         stage,
         profile,
         partial(Executor, stage),
-        partial(_change_engine, stage, start),
+        partial(_change_engine, stage, start, tell),
         grammars=_grammars(stage, start),
         profile_s=time.perf_counter() - began,
     )
@@ -63,7 +68,7 @@ def _grammars(stage: Stage, start: Start) -> Grammars | None:
     return Grammars(Path(start.model_dir), stage.config.vocab_size) if stage.is_last else None
 
 
-def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
+def _load_stage(start: Start, tell: TellLoading, held: HeldWeights | None = None) -> Stage:
     folder = ModelFolder.open(Path(start.model_dir), start.layers)
     if start.max_context > folder.config.context:
         raise UsageError(
@@ -72,6 +77,12 @@ def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
         )
     limit_memory(start.device, start.memory)
     avoid = _prove(start, folder.config) if start.proofs else start.avoid
+
+    def on_layer(layers: int) -> None:
+        first, last = start.layers
+        total = sum(folder.tensors[name].nbytes for name in folder.stage_tensors(first, last))
+        tell(total * layers // (last - first), total)
+
     return Stage.load(
         folder,
         start.layers,
@@ -80,6 +91,7 @@ def _load_stage(start: Start, held: HeldWeights | None = None) -> Stage:
         quantize=start.quantize,
         held=held,
         avoid=avoid,
+        on_layer=on_layer,
     )
 
 

@@ -1,13 +1,14 @@
 """What a worker's process does once it knows its stage, or what stage it is to be ready for."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from molink.checkpoint.folder import ModelFolder
 from molink.stage.warm_up import warm_up
-from molink.wire.messages.pipe import Start, Warm
+from molink.wire.messages.pipe import Loading, Start, Warm
 from molink.wire.sockets.loop import EventLoop
 from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.loading import load_engine
@@ -22,9 +23,13 @@ def run_worker(start: Start, pipe: DaemonPipe) -> None:
     """
     if start.threads:
         torch.set_num_threads(start.threads)
+
+    def tell(done: int, total: int) -> None:
+        pipe.send(Loading(done=done, total=total))
+
     # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(Worker(start, pipe, load_engine).run())
+        runner.run(Worker(start, pipe, partial(load_engine, tell=tell)).run())
 
 
 def warm_worker(warm: Warm) -> None:

@@ -1,6 +1,6 @@
 """The part of a decoder that a stage holds: its layers, and the ends of the model it touches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -121,29 +121,34 @@ def load_decoder(
     operators: RowOperators,
     layers: tuple[int, int],
     held: HeldWeights = _NOTHING,
+    on_layer: Callable[[int], None] = lambda _: None,
 ) -> Decoder:
     """Layers ``first:last`` and the ends of the model that the range touches.
 
-    Those that are ``held`` are taken over, all others are loaded.
+    Those that are ``held`` are taken over, all others are loaded; ``on_layer`` is told how many
+    there are by then.
     """
     first, last = layers
     opens, closes = first == 0, last == config.layers
     scale = float(torch.tensor(config.embedding_scale, dtype=reader.dtype)) if opens else 1.0
-    blocks = tuple(
-        replace(held.blocks[layer], index=index)
-        if layer in held.blocks
-        else load_block(reader, config, operators, layer, index)
-        for index, layer in enumerate(range(first, last))
-    )
+    blocks = []
+    for index, layer in enumerate(range(first, last)):
+        on_layer(index)
+        known = held.blocks.get(layer)
+        if known is None:
+            blocks.append(load_block(reader, config, operators, layer, index))
+        else:
+            blocks.append(replace(known, index=index))
+    on_layer(len(blocks))
     norm, embedding, head = held.norm, held.embedding, held.head
     if closes and norm is None:
         norm = operators.norm(reader.read(FINAL_NORM))
     if opens and closes and config.tied and embedding is None:
         both = reader.tied(EMBEDDING)
-        return Decoder(config, both, blocks, norm, both, scale)
+        return Decoder(config, both, tuple(blocks), norm, both, scale)
     if opens and embedding is None:
         embedding = reader.table(EMBEDDING)
     if closes and head is None:
         name = EMBEDDING if config.tied else OUTPUT_HEAD
         head = reader.projection([name.removesuffix(".weight")], False)
-    return Decoder(config, embedding, blocks, norm, head, scale)
+    return Decoder(config, embedding, tuple(blocks), norm, head, scale)

@@ -123,6 +123,13 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     stuck: bool = False
 
 
+class Loading(Message, frozen=True, kw_only=True, tag="loading"):
+    """How far loading is: ``done`` of ``total`` bytes of the stage's files."""
+
+    done: Count
+    total: Count
+
+
 class Loaded(Message, frozen=True, kw_only=True, tag="loaded"):
     """Weights are loaded and the data socket is bound to ``port``.
 
@@ -185,7 +192,9 @@ class Stats(Message, frozen=True, kw_only=True, tag="stats"):
 
 
 ToWorker = Warm | Start | Members | FormRing | Ping
-FromWorker = Warmed | Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked | Stats
+FromWorker = (
+    Warmed | Loading | Loaded | Formed | Pong | WorkerFailed | NextStageLost | MemberBlocked | Stats
+)
 
 T = TypeVar("T")
 

@@ -23,7 +23,8 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
     ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or Form (``ready``) that the
     worker has carried out: a restarted coordinator adopts a running pipeline by it.
-    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked. ``pace`` is how many
+    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked; while it is
+    ``loading``, so many are in memory, and ``rate`` more come each second. ``pace`` is how many
     times as long as the stage's profile says its decode steps take at present; 0 = not measured.
     """
 
@@ -35,6 +36,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
     epoch: Count = 0
     done: Count = 0
     total: Count = 0
+    rate: Count = 0
     pace: Annotated[float, msgspec.Meta(ge=0, le=MAX_PACE)] = 0.0
 
 

@@ -119,6 +119,18 @@ def test_transfers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert "pc copies m from tv: 2 of 10 MB\n" in out
 
 
+def test_how_far_loading_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    loading = {"done": 2_000_000_000, "total": 4_000_000_000, "rate": 500_000_000}
+    workers = [{"layers": [0, 4], "state": "loading", "loading": loading}]
+    show({**STATE, "peers": [{**STATE["peers"][0], "name": "pc", "workers": workers}]})
+    out = capsys.readouterr().out
+    assert "pc loads layers 0:4: 2000 of 4000 MB, 500.0 MB/s, 4 s left\n" in out
+    assert "head loading 50 %" in out
+
+
 def test_versions_are_shown_where_they_differ(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

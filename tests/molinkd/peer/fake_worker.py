@@ -2,7 +2,7 @@
 
 ``how``: ``good``, ``crash`` (after it has loaded), ``deaf`` (ignores everything, even the end of
 its input), ``mute`` (the same, and says nothing), ``garbage``, ``cold`` (as a spare, it is never
-ready).
+ready), ``loads`` (without an end).
 """
 
 import sys
@@ -15,6 +15,7 @@ from molink.wire.messages.pipe import (
     Formed,
     FormRing,
     Loaded,
+    Loading,
     Members,
     Ping,
     Pong,
@@ -43,6 +44,9 @@ def main() -> None:
         if isinstance(message, Warm) and how != "cold":
             write_pipe(sink, Warmed())
         elif isinstance(message, Start):
+            if how == "loads":
+                write_pipe(sink, Loading(done=1, total=4))
+                continue
             write_pipe(sink, Loaded(port=4242, max_blocks=10, weight_bytes=1))
             if how == "crash":
                 print("RuntimeError: out of luck", file=sys.stderr, flush=True)

@@ -190,6 +190,15 @@ async def test_a_spare_is_the_next_worker(
     assert [generation for generation, _ in heard.exits] == [2]
 
 
+@pytest.mark.parametrize("heard", ["loads"], indirect=True)
+async def test_how_far_loading_is_is_known_while_it_lasts(heard: Heard) -> None:
+    heard.supervisor.start(1, START, MEMBERS)
+    await until(lambda: heard.supervisor.loading() == {1: (1, 4, 0)})
+    heard.supervisor.stop(1)
+    await until(lambda: heard.supervisor.loading() == {})
+    assert heard.messages == []
+
+
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
 async def test_a_spare_that_is_not_ready_is_not_waited_for(
     heard: Heard, monkeypatch: pytest.MonkeyPatch

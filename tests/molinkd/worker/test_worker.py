@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import molinkd.worker.loading
+from molink.checkpoint.folder import ModelFolder
 from molink.errors import MolinkError
 from molink.facts.identity import peer_id
 from molink.facts.profile import Profile
@@ -31,6 +32,7 @@ from molink.wire.sockets.create import create_client
 from molink.wire.sockets.curve import KeyPair
 from molinkd.worker.loading import load_engine
 from molinkd.worker.worker import Worker
+from tests.support.models import MakeModel
 
 KEYS, PREVIOUS = KeyPair.generate(), KeyPair.generate()
 PROFILE = Profile(decode=((1, 0.1),), prefill=((16, 0.2),))
@@ -117,7 +119,7 @@ def members(*keys: KeyPair) -> Members:
 
 @asynccontextmanager
 async def running(
-    monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]
+    monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]
 ) -> AsyncIterator[tuple[FakePipe, Worker, "asyncio.Task[None]"]]:
     monkeypatch.setattr(molinkd.worker.loading, "_load_stage", load)
     monkeypatch.setattr(molinkd.worker.loading, "profile_stage", lambda *_, **__: PROFILE)
@@ -135,7 +137,7 @@ async def running(
 async def test_running_out_of_memory_while_loading_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load(_: Any) -> Any:
+    def load(*_: Any) -> Any:
         raise NO_MEMORY
 
     async with running(monkeypatch, load) as (pipe, _, task):
@@ -153,16 +155,27 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
     monkeypatch.setattr(module, "limit_memory", lambda *given: done.append(given))
     monkeypatch.setattr(
-        module.Stage, "load", lambda *given, **more: done.append((*given[1:], more))
+        module.Stage,
+        "load",
+        lambda *given, on_layer, **more: done.append((*given[1:], more)),
     )
     order = msgspec.structs.replace(
         start(), device="cuda:1", memory=8 << 30, quantize="nf4", avoid=("int8",)
     )
-    module._load_stage(order)
+    module._load_stage(order, print)
     assert done == [
         ("cuda:1", 8 << 30),
         ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "avoid": ("int8",)}),
     ]
+
+
+def test_how_far_loading_is_is_told(make_model: MakeModel, tmp_path: Path) -> None:
+    model = ModelFolder.open(make_model(tmp_path / "model"))
+    told: list[tuple[int, int]] = []
+    order = msgspec.structs.replace(start(), model_dir=str(model.path), layers=(0, 2))
+    molinkd.worker.loading._load_stage(order, lambda *bytes: told.append(bytes))
+    total = sum(model.tensors[name].nbytes for name in model.stage_tensors(0, 2))
+    assert told == [(0, total), (total // 2, total), (total, total)]
 
 
 def test_kernels_are_tried_before_anything_is_loaded(
@@ -183,7 +196,7 @@ def test_kernels_are_tried_before_anything_is_loaded(
     order = msgspec.structs.replace(
         start(), quantize="int8", avoid=("compiled-rows",), proofs=str(path)
     )
-    module._load_stage(order)
+    module._load_stage(order, print)
     given = (path, folder.config, torch.device("cpu"), "f32", "int8", 4, ("compiled-rows",))
     assert done == [given, ("int8", "compiled-rows")]
 
@@ -191,7 +204,7 @@ def test_kernels_are_tried_before_anything_is_loaded(
 async def test_running_out_of_memory_for_blocks_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running(monkeypatch, lambda _: FakeStage(NO_MEMORY)) as (pipe, _, task):
+    async with running(monkeypatch, lambda *_: FakeStage(NO_MEMORY)) as (pipe, _, task):
         pipe.order(ring(1))
         with pytest.raises(MolinkError):
             await task
@@ -204,7 +217,7 @@ async def test_a_repeated_order_is_answered_again(
     monkeypatch: pytest.MonkeyPatch, net: Any
 ) -> None:
     stage = FakeStage()
-    async with running(monkeypatch, lambda _: stage) as (pipe, _, _task):
+    async with running(monkeypatch, lambda *_: stage) as (pipe, _, _task):
         for epoch in (3, 3, 2, 4):
             pipe.order(ring(epoch))
         await net.until(lambda: len(pipe.said(Formed)) == 3)
@@ -215,7 +228,7 @@ async def test_a_repeated_order_is_answered_again(
 async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
     monkeypatch: pytest.MonkeyPatch, net: Any
 ) -> None:
-    async with running(monkeypatch, lambda _: FakeStage()) as (pipe, worker, _):
+    async with running(monkeypatch, lambda *_: FakeStage()) as (pipe, worker, _):
         pipe.order(members(PREVIOUS))
         pipe.order(ring(1))
         await net.until(lambda: pipe.said(Formed))
