@@ -1,6 +1,7 @@
 """Starts this PC's daemon, here or in the background, with the options of its last start."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from typing import IO, Any, Literal
@@ -80,15 +81,35 @@ def start(
     launch = Launch(
         home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
     )
+    try:
+        pid = _run(launch, home, show, background=background)
+    except MolinkError as error:
+        error.args = (f"{error}{_how_to_forget(str(error), as_before, home)}",)
+        raise
     if background:
-        pid = _start_detached(launch, home.create(), show)
         console.say(
             f"It runs in the background (process {pid}): {home.typed('status')} shows the swarm, "
             f"{home.typed('logs')} what it does, {home.typed('down')} ends it."
         )
-        return
-    with log_to_file(home, settings.log_level):
+
+
+def _run(launch: Launch, home: Home, show: Announce, *, background: bool) -> int:
+    """Returns the process id of a daemon in the background, else 0 once it has ended."""
+    if background:
+        return _start_detached(launch, home.create(), show)
+    with log_to_file(home, launch.settings.log_level):
         run_daemon(launch, show)
+    return 0
+
+
+def _how_to_forget(error: str, remembered: Mapping[str, Any], home: Home) -> str:
+    """Said of an error that names an option which was given at another start."""
+    for name in remembered:
+        option = f"--{name.replace('_', '-')}"
+        if re.search(rf"{option}\b", error):
+            forget = home.typed(f"config unset {name}")
+            return f" ({option} is as at the last start; {forget} forgets that)"
+    return ""
 
 
 def _start_detached(launch: Launch, home: Home, show: Announce) -> int:

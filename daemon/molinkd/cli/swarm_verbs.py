@@ -1,6 +1,7 @@
 """Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``revoke`` …"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -103,10 +104,12 @@ def invite(
 ) -> None:
     """Print a new join token for another PC.
 
-    Or list the invitations that there are, or end one.
+    In a terminal with the command that takes it. Or list the invitations that there are, or
+    end one.
     """
     from molink.swarm.invitations import MAX_USES, PREFIX
     from molinkd.cli import local_daemon
+    from molinkd.cli.console import adding
     from molinkd.cli.invitation_table import named, show_invitations, who_stays
     from molinkd.peer.home import Home
 
@@ -132,7 +135,12 @@ def invite(
     else:
         made = local_daemon.fetch_invite(place, ttl * 3600, uses)
         shown = {"id": made.id.removeprefix(PREFIX), "token": made.token, "uses": uses}
-        print(json.dumps(shown) if as_json else printable(made.token))
+        if as_json:
+            print(json.dumps(shown))
+        elif sys.stdout.isatty():
+            print(printable(adding(made.token, uses, place.typed), keep="\n"))
+        else:
+            print(printable(made.token))
 
 
 def revoke(

@@ -6,6 +6,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from molink.errors import PortInUse
 from molinkd.cli.main import run
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
@@ -98,6 +99,23 @@ def test_a_remembered_value_that_is_wrong_now_can_be_forgotten(
     assert run(["config", "unset", name]) == 0
     assert run(["up", *arguments]) == 0
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--port", "2"]])
+def test_a_remembered_port_that_is_taken_can_be_forgotten(
+    arguments: list[str],
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def taken(*_: object) -> None:
+        raise PortInUse("port 1 is taken: choose another with --endpoint-port")
+
+    monkeypatch.setattr("molinkd.cli.starting.run_daemon", taken)
+    write_options(home.options, {"endpoint_port": 1})
+    assert run(["up", *arguments]) == 4
+    forgets = "`molink config unset endpoint_port` forgets that" in capsys.readouterr().err
+    assert forgets == (not arguments)
 
 
 def test_what_is_given_now_counts_instead_of_what_is_wrong(
