@@ -25,11 +25,10 @@ def program(windows: bool = sys.platform == "win32") -> str:
         # The installer puts a copy (Windows) or a link on the PATH.
         if found is not None and filecmp.cmp(found, script, shallow=False):
             return "molink"
-    except OSError:
-        pass
-    here = Path.cwd()
-    near = script.is_relative_to(here)
-    return invoked([str(script.relative_to(here) if near else script)], windows)
+        script = script.relative_to(Path.cwd())
+    except (OSError, ValueError):
+        pass  # it isn't below the folder that we are in, if that is still there
+    return invoked([str(script)], windows)
 
 
 def invoked(words: list[str], windows: bool = sys.platform == "win32") -> str:

@@ -13,7 +13,7 @@ import pytest
 import molink
 from molink import errors
 from molink.errors import ConnectionBroken, Unavailable, UsageError
-from molink.wire.messages.requests import RevokeReply, StatusRequest
+from molink.wire.messages.requests import Invite, RevokeReply, StatusRequest
 from molinkd.cli import local_daemon
 from molinkd.cli.demonstration import sample
 from molinkd.cli.invitation_table import show_invitations, who_stays
@@ -155,6 +155,20 @@ def test_a_token_leaves_the_command_line(
     launches.clear()
     assert run(line[3:]) == 0
     assert (calls, [launch.token for launch in launches]) == ([], ["molink-y"])
+
+
+def test_a_token_is_shown_with_its_command_to_people_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Invite(ref=0, id="molink-ab", token="molink-token")
+    monkeypatch.setattr(local_daemon, "fetch_invite", lambda *_: made)
+    assert run(["invite"]) == 0
+    assert capsys.readouterr().out == "molink-token\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(["invite", "--uses", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("To add up to 2 PCs, install molink there and run this in its folder:")
+    assert "  .venv/bin/molink join molink-token\n" in out
 
 
 def test_invitations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
