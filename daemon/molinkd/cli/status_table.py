@@ -27,34 +27,38 @@ def show_status(
 ) -> None:
     """Print the state of a swarm; ``typed`` is the ``Home.typed`` of the home here."""
     console = Console(highlight=False)
-    console.print(_title(status, demo=demo))
+
+    def say(text: str, style: str = "") -> None:
+        console.print(_text(text, style), soft_wrap=True)
+
+    console.print(_title(status, demo=demo), soft_wrap=True)
     for warning in _warnings_first(status):
-        console.print(_text(warning, "yellow"))
+        say(warning, "yellow")
     console.print(_work(status))
     console.print()
     console.print(_machines(status))
     for peer in status.peers:
         if peer.reason:
-            console.print(_text(f"{peer.name} is {peer.reason}", "yellow"))
+            say(f"{peer.name} is {peer.reason}", "yellow")
         for line in filter(None, map(_loading, peer.workers)):
-            console.print(_text(f"{peer.name} {line}"))
+            say(f"{peer.name} {line}")
         for transfer in peer.transfers:
-            console.print(_text(f"{peer.name} {_transfer(transfer)}"))
+            say(f"{peer.name} {_transfer(transfer)}")
     if status.files:
-        console.print(_text(status.files, "yellow"))
+        say(status.files, "yellow")
     for pipeline in status.pipelines:
         of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
-        console.print(_text(_pipeline(pipeline, of)))
+        say(_pipeline(pipeline, of))
     for knock in status.knocks:
         approve = typed(f"approve {knock.code}")
         text = f"{knock.name} ({knock.address}) wants to join: {approve}"
-        console.print(_text(f"{text} if it shows that code", "yellow"))
+        say(f"{text} if it shows that code", "yellow")
     if status.revoked:
         revoked = ", ".join(f"{one.name} ({one.id})" for one in status.revoked)
-        console.print(_text(f"Revoked: {revoked}"))
+        say(f"Revoked: {revoked}")
     for cut in status.cut_off:
         text = f"{cut.name} ({cut.peer}) was cut off by {cut.by}: {cut.reason}"
-        console.print(_text(text, "yellow"))
+        say(text, "yellow")
 
 
 def _title(status: Status, *, demo: bool) -> Text:

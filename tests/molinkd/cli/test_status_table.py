@@ -200,3 +200,12 @@ def test_what_is_ready() -> None:
     replica = {"id": "a2", "model": "a", "ready": False}
     state = {**STATE, "pipelines": [replica, ready]}
     assert read_status(msgspec.json.encode(state)).ready, "another replica serves it"
+
+
+def test_lines_are_whole_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    models = [{"name": "m" * 60}, {"name": "n", "replicas": 2, "ready": 1}]
+    show({**STATE, "name": "den", "models": models})
+    assert ", n (1 of 2 replicas ready): not ready\n" in capsys.readouterr().out
