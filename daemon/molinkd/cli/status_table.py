@@ -77,7 +77,9 @@ def _warnings_first(status: Status) -> Iterator[str]:
 
 def _work(status: Status) -> Table:
     """What each PC does: one line for each of its stages."""
-    table = _table("peer", "address", "role", "layers", ">memory", ">tokens/s", wrap="peer role")
+    table = _table(
+        "peer", "address", "role", "layers", ">memory", ">tokens/s", wrap="peer address role"
+    )
     rates = {
         pipeline.id: pipeline.head.tokens_per_s
         for pipeline in status.pipelines
