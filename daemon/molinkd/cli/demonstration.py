@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.status import Status
@@ -72,7 +72,7 @@ class DemoConsole:
         for url in urls:
             self._line(f"  {url}")
         self._line("\nTry:\n")
-        self._line(f"{sample(urls[0])}\n")
+        self._line(f"{sample(urls[0], home.typed)}\n")
         page = f"{swarm.peers[0].endpoint}/"
         self._line(f"or {home.typed('chat')}, or {page} in a browser. Ctrl-C ends it.")
 
@@ -86,10 +86,11 @@ class DemoConsole:
         self._console.print(printable(text, keep="\n"), markup=False)
 
 
-def sample(url: str, platform: str = sys.platform) -> str:
-    """A command to try, in words that the platform's shell takes."""
+def sample(url: str, typed: Callable[[str], str], platform: str = sys.platform) -> str:
+    """A command to try, in words that the platform's shell takes; ``typed`` is ``Home.typed``."""
     if platform == "win32":
-        return f'  molink chat "{_QUESTION}"'
+        chat = typed(f'chat "{_QUESTION}"')
+        return f"  {chat.strip('`')}"
     return (
         f"  curl -N {url}/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(_SAMPLE)}'"

@@ -389,6 +389,7 @@ def test_pipes_get_utf8() -> None:
 
 
 def test_the_sample_suits_the_shell() -> None:
-    assert sample("http://u/v1", "win32").strip() == 'molink chat "What is molink?"'
-    curl = sample("http://u/v1", "linux")
+    typed = "`x/molink {}`".format
+    assert sample("http://u/v1", typed, "win32").strip() == 'x/molink chat "What is molink?"'
+    curl = sample("http://u/v1", typed, "linux")
     assert json.loads(curl.split("'")[-2])["stream"] is True
