@@ -16,7 +16,7 @@ from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
 from molinkd.peer.remembered import read_options, write_options
-from molinkd.peer.settings import NAMES, default_settings, layers, load_settings
+from molinkd.peer.settings import NAMES, SECRETS, default_settings, layers, load_settings
 
 config_app = typer.Typer()
 
@@ -87,13 +87,13 @@ def sources(
     found = {name: (_text(name, defaults[name]), DEFAULT) for name in sorted(NAMES)}
     for where, layer in layers(home, environment, remembered):
         for name, value in layer.items():
-            text = "…" if name == "api_key" else _text(name, value)
+            text = "…" if name in SECRETS and value else _text(name, value)
             found[name] = (text, where)
     return found
 
 
 def _text(name: str, value: Any) -> str:
-    if value in (None, "", [], ()):
+    if value in (None, "", [], (), {}):
         return "none"
     if isinstance(value, (list, tuple)):
         return ("-" if name == "worker_ports" else ", ").join(map(str, value))

@@ -113,7 +113,8 @@ AllowedHostsOption = Annotated[
     typer.Option(
         "--allowed-hosts",
         "--allowed-host",
-        help="Names by which clients may call the endpoint, such as host.docker.internal.",
+        help="Names by which clients may call the endpoint, such as host.docker.internal.  "
+        "[default: none]",
     ),
 ]
 CorsOption = Annotated[
@@ -122,7 +123,7 @@ CorsOption = Annotated[
         "--cors-origins",
         "--cors-origin",
         help="Origins of pages that may use the endpoint: https://chat.example, several with "
-        "commas.",
+        "commas.  [default: none]",
     ),
 ]
 

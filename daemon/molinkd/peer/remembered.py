@@ -8,6 +8,7 @@ import msgspec
 
 from molink.errors import UsageError
 from molink.wire.sockets.secrets import write_secret
+from molinkd.peer.settings import SECRETS
 
 _Option = str | int | float | bool
 
@@ -36,7 +37,7 @@ def write_options(path: Path, options: Mapping[str, Any]) -> None:
 def as_typed(options: Mapping[str, Any]) -> str:
     """The options as a person types them, but for secrets: ``--stage none --threads 2``."""
     return " ".join(
-        f"--{name.replace('_', '-')} {'…' if name == 'api_key' else one}"
+        f"--{name.replace('_', '-')} {'…' if name in SECRETS else one}"
         for name, value in options.items()
         for one in (value if isinstance(value, list) else [value])
     )

@@ -175,6 +175,9 @@ NAMES = (
     *PipelineSettings.__struct_fields__,
 )
 
+#: Which of them are shown to nobody.
+SECRETS = ("api_key", "api_keys")
+
 #: How many ports are tried where the first is taken, and nobody has chosen it.
 PORTS_TRIED = 16
 _SINGLE_PORTS = ("endpoint_port", "coordinator_port", "control_port")

@@ -31,14 +31,17 @@ def test_where_each_value_is_from(
 ) -> None:
     assert run(["config"]) == 0
     assert shown(capsys)[0] == "Nothing is set on this PC: all settings have their defaults."
-    home.config.write_text('name = "file"\nhold = 5', encoding="utf-8")
+    home.config.write_text(
+        'name = "file"\nhold = 5\napi_keys = {phone = "secret"}', encoding="utf-8"
+    )
     write_options(home.options, {"name": "last", "api_key": "secret", "pause_times": ["7:00-8:00"]})
     monkeypatch.setenv("MOLINK_VRAM_BUDGET", "6GB")
     assert run(["config"]) == 0
     lines = shown(capsys)
-    assert lines[:6] == [
+    assert lines[:7] == [
         "setting value from",
         "api_key … the options of the last start",
+        f"api_keys … {home.config}",
         f"hold 5 {home.config}",
         "memory 6GB the environment (MOLINK_*)",
         "name last the options of the last start",
@@ -48,7 +51,7 @@ def test_where_each_value_is_from(
     told = json.loads(capsys.readouterr().out)
     assert set(told) == set(NAMES)
     assert told["worker_ports"] == {"value": "5468-5479", "from": "default"}
-    assert told["api_key"]["value"] == "…"
+    assert "secret" not in json.dumps(told)
 
 
 def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
