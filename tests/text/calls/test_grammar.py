@@ -1,6 +1,7 @@
 """Grammars of calls: what they let through, the parsers read."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -9,6 +10,10 @@ import pytest
 from molink.errors import RequestError
 from molink.text.calls.create import AnswerFormat, create_parser
 from molink.text.calls.grammar import call_grammar
+from molink.text.grammar import compile_grammar, grammar_of
+from molink.text.matcher import load_vocabulary
+from molink.text.tokenizer import Tokenizer
+from tests.support.fake_backend import build_model
 from tests.text.calls.answers import THINK, called, read
 
 TOOLS: dict[str, Any] = {
@@ -76,7 +81,7 @@ def allows(grammar: str, answer: str, special: tuple[str, ...] = ()) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def grammar_of(
+def grammar_for(
     calls: Any, special: tuple[str, ...] = (), *, thinks: bool = False, **options: Any
 ) -> str:
     ids = {text: IDS[text] for text in special}
@@ -85,7 +90,7 @@ def grammar_of(
 
 @pytest.mark.parametrize(("calls", "special", "answer"), ANSWERS)
 def test_calls_are_let_through_and_read(calls: Any, special: tuple[str, ...], answer: str) -> None:
-    grammar = grammar_of(calls, special)
+    grammar = grammar_for(calls, special)
     assert allows(grammar, answer, special)
     parser = create_parser(AnswerFormat(calls), frozenset(TOOLS))
     assert parser is not None
@@ -112,27 +117,43 @@ def test_calls_are_let_through_and_read(calls: Any, special: tuple[str, ...], an
     ],
 )
 def test_several_calls(calls: Any, special: tuple[str, ...], answer: str) -> None:
-    assert allows(grammar_of(calls, special, parallel=True), answer, special)
-    assert not allows(grammar_of(calls, special), answer, special)
+    assert allows(grammar_for(calls, special, parallel=True), answer, special)
+    assert not allows(grammar_for(calls, special), answer, special)
 
 
 @pytest.mark.parametrize("special", [(), ("</think>",)])
 def test_a_thought_may_come_first(special: tuple[str, ...]) -> None:
     call = ANSWERS[2][2]
-    grammar = grammar_of("llama", special, thinks=True)
+    grammar = grammar_for("llama", special, thinks=True)
     assert allows(grammar, call, special)
     assert allows(grammar, f"<think>\nHm < {{}}\n</think>\n\n{call}", special)
     assert not allows(grammar, f"Hm.</think>{call}", special)
-    opened = grammar_of("llama", special, thinks=True, tail="<think>\n")
+    opened = grammar_for("llama", special, thinks=True, tail="<think>\n")
     assert allows(opened, f"Hm.</think>{call}", special)
     assert not allows(opened, call, special)
 
 
+@pytest.mark.parametrize("calls", ["mistral", "harmony"])
+def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
+    """Marks come as their own tokens, not letter by letter, and then the answer may end."""
+    folder = build_model(tmp_path / "m", "", SPECIAL, "<|call|>")
+    tokenizer = Tokenizer.open(folder)
+    form = AnswerFormat(calls)
+    ids = tokenizer.special_tokens(form.markers(tools=True))
+    grammar = grammar_of("grammar", call_grammar(form, TOOLS, ids))
+    matcher = compile_grammar(load_vocabulary(folder, tokenizer.vocab_size), grammar)
+    answer = next(answer for each, _, answer in reversed(ANSWERS) if each == calls)
+    tokens = tokenizer.encode(answer, special=False)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    assert mask == 1 << tokenizer.eos_ids[0]
+
+
 def test_a_model_that_writes_no_calls() -> None:
     with pytest.raises(RequestError, match="not known"):
-        grammar_of(None)
+        grammar_for(None)
 
 
 def test_schemas_are_theirs() -> None:
-    grammar = grammar_of("llama")
+    grammar = grammar_for("llama")
     assert json.dumps(TOOLS["get_weather"])[1:-1] in grammar
