@@ -240,6 +240,16 @@ async def test_thoughts_count_in_usage(serve: Callable[..., Any], tmp_path: Path
         assert message["reasoning_content"]
 
 
+async def test_other_protocols_get_thoughts_as_text(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = backend_of(tmp_path / "tiny", tool_templates.THINKING, "Hm.</think>Yes.")
+    async with serve(model) as client:
+        body = {"model": "tiny", "messages": HI, "stream": False}
+        answer = await (await client.post("/api/chat", json=body)).json()
+        assert answer["message"]["content"] == "Hm.</think>Yes."
+
+
 async def test_the_setting(serve: Callable[..., Any], tmp_path: Path) -> None:
     plain = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     model = backend_of(tmp_path / "tiny", plain, f"[TOOL_CALLS][{CALL}]")
