@@ -256,6 +256,12 @@ def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, 
         config[f"{ours}_token"] = tokens[index]
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata.text("tokenizer.chat_template")
+    if "tokenizer.chat_template.tool_use" in metadata:
+        tool_use = metadata.text("tokenizer.chat_template.tool_use")
+        config["chat_template"] = [
+            {"name": "default", "template": config.get("chat_template")},
+            {"name": "tool_use", "template": tool_use},
+        ]
     if config["add_bos_token"] and "bos_token" not in config:
         config["add_bos_token"] = False
     return config

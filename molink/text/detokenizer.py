@@ -74,14 +74,16 @@ class WindowDetokenizer:
     treat a first token differently.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skip = skip
         self._window: list[int] = []
         self._emitted = 0
 
     def add(self, token: int) -> str:
         """The text that ``token`` completes."""
+        if token in self._skip:
+            return ""
         self._window.append(token)
         held = len(self._window) - self._emitted
         return self._emit(force=held > MAX_HELD_TOKENS)
@@ -105,4 +107,4 @@ class WindowDetokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         with failing_as(BrokenModel):
-            return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
+            return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,7 +1,10 @@
 """Chat templates: a conversation to the text that a model was trained to continue."""
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import msgspec
 from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel, RequestError
 from molink.text.budget import MAX_CPU_S, MAX_PRODUCED, Budget, TemplateTooCostly
+from molink.text.calls.history import CallStyle, find_style
 from molink.text.sandbox import SandboxEnvironment
 
 #: Longest source of a template in characters; the longest of public models is about 30 000.
 MAX_SOURCE = 256 * 1024
+_TOOLS = re.compile(r"\btools\b")
 
 
 class ChatTemplate:
@@ -42,29 +47,38 @@ class ChatTemplate:
         self._environment = SandboxEnvironment()
         #: Whether the template knows the role ``developer``; to others it is ``system``.
         self.knows_developer = "developer" in source
+        self.takes_tools = _TOOLS.search(source) is not None
         try:
             self._template = self._environment.compile_bounded(source)
         except Exception as error:  # Jinja, or Python's own compiler, which raises anything
             raise BrokenModel(f"{where}: the chat template is not valid: {error}") from error
 
+    @cached_property
+    def call_style(self) -> CallStyle:
+        """How the template wants the calls of earlier answers."""
+        return find_style(self.source, lambda messages, tools: self.render(messages, tools=tools))
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt for ``messages``, up to where the answer begins.
 
         ``messages`` are plain JSON values; ``options`` are further variables of the template
-        (``enable_thinking``, …).
+        (``enable_thinking``, …), ``tools`` what the model may call.
 
         Raises:
             RequestError: the template refuses the messages, fails or goes beyond its budget.
         """
         variables = {
-            "tools": None,
             "documents": None,
             "add_generation_prompt": True,
             **self._special,
             **(options or {}),
             "messages": list(messages),
+            "tools": list(tools) if tools else None,
         }
         with self._lock:
             self._environment.budget = Budget(*self._limits)
@@ -81,13 +95,25 @@ class ChatTemplate:
                 ) from error
 
 
-def load_template(
-    folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]
-) -> ChatTemplate | None:
-    """The folder's chat template: ``chat_template.jinja``, or the one in its tokenizer config.
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """A model's chat templates: that for requests with tools may be one of its own."""
 
-    A config may hold several under names; the one called ``default`` counts. ``None`` if there is
-    none: such a model only completes text.
+    default: ChatTemplate | None = None
+    tool_use: ChatTemplate | None = None
+
+    def choose(self, *, tools: bool) -> ChatTemplate | None:
+        """The template for a request, with tools or without."""
+        return self.tool_use if tools and self.tool_use is not None else self.default
+
+
+def load_templates(
+    folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]
+) -> Templates:
+    """The folder's chat templates: ``chat_template.jinja``, or those in its tokenizer config.
+
+    A config may hold several under names: ``default`` and ``tool_use`` count. Without any, a model
+    only completes text.
 
     Raises:
         BrokenModel: a template that can't be compiled.
@@ -95,15 +121,21 @@ def load_template(
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return ChatTemplate(read_bytes(path).decode("utf-8"), special, str(path))
+            return Templates(ChatTemplate(read_bytes(path).decode("utf-8"), special, str(path)))
         except UnicodeDecodeError as error:
             raise BrokenModel(f"{path}: {error}; fetch the file again") from error
     where = str(folder / "tokenizer_config.json")
     source = config.get("chat_template")
-    if isinstance(source, list):
-        source = _named_default(source, where)
     if source is None:
         source, where = _legacy_file(folder / "chat_template.json"), str(folder)
+    named = _named(source, where) if isinstance(source, list) else {"default": source}
+    return Templates(
+        _compiled(named.get("default"), special, where),
+        _compiled(named.get("tool_use"), special, where),
+    )
+
+
+def _compiled(source: Any, special: Mapping[str, Any], where: str) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str):
@@ -111,12 +143,11 @@ def load_template(
     return ChatTemplate(source, special, where)
 
 
-def _named_default(entries: list[Any], where: str) -> Any:
+def _named(entries: list[Any], where: str) -> dict[str, Any]:
     try:
-        templates = {entry["name"]: entry["template"] for entry in entries}
+        return {entry["name"]: entry["template"] for entry in entries}
     except (TypeError, KeyError):
         raise BrokenModel(f"{where}: chat_template is a list without names") from None
-    return templates.get("default")
 
 
 def _legacy_file(path: Path) -> Any:

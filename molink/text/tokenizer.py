@@ -1,6 +1,6 @@
 """A model's tokenizer, from the files of its folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from molink.text.defaults import GenerationDefaults, TokenIds, as_ids
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
 from molink.text.growth import growth_of
 from molink.text.native import failing_as
-from molink.text.template import ChatTemplate, load_template
+from molink.text.template import Templates, load_templates
 from molink.text.token_pieces import create_pieces
 
 #: Longest text in characters, and longest one after the tokenizer's own replacements.
@@ -42,7 +42,8 @@ class Tokenizer:
 
     Safe to use from several threads. Attributes: ``vocab_size`` (ids a prompt may hold),
     ``bos_id``, ``eos_ids`` (each ends an answer), ``special_ids``, ``defaults`` (sampling
-    parameters for requests that give none), ``template`` (``None`` for a base model).
+    parameters for requests that give none), ``templates`` and the default one of them, ``template``
+    (``None`` for a base model), ``added`` (texts of tokens that are kept whole).
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         config: dict[str, Any],
         defaults: GenerationDefaults,
-        template: ChatTemplate | None,
+        templates: Templates,
         vocab_size: int = 0,
         longest: int = MAX_CHARACTERS,
     ) -> None:
@@ -58,10 +59,12 @@ class Tokenizer:
         self._longest = longest
         self._pieces = create_pieces(backend)
         added = backend.get_added_tokens_decoder()
+        self.added = frozenset(token.content for token in added.values())
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = vocab_size or backend.get_vocab_size()
         self.defaults = defaults
-        self.template = template
+        self.templates = templates
+        self.template = templates.default
         self._add_bos: bool | None = config.get("add_bos_token")
         self.bos_id = self._id_of(config.get("bos_token"))
         eos = self._id_of(config.get("eos_token"))
@@ -87,7 +90,7 @@ class Tokenizer:
         defaults = GenerationDefaults.load(folder)
         if defaults.eos_token_id is None and "eos_token" not in config:
             defaults = msgspec.structs.replace(defaults, eos_token_id=model.eos_token_id)
-        template = load_template(folder, config, special)
+        templates = load_templates(folder, config, special)
         with failing_as(lambda reason: BrokenModel(f"{path}: {reason}; fetch the file again")):
             backend = tokenizers.Tokenizer.from_buffer(source)
             backend.no_padding()
@@ -95,7 +98,7 @@ class Tokenizer:
             backend.encode("")  # fails if what is added to each prompt doesn't exist
             inner = model.text_config or _TextModel()
             size = model.vocab_size or inner.vocab_size or 0
-            return cls(backend, config, defaults, template, size, longest)
+            return cls(backend, config, defaults, templates, size, longest)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of ``text``; with ``special`` as a prompt of its own (a BOS where the model has one).
@@ -134,11 +137,26 @@ class Tokenizer:
             return self._pieces.get(token)
         return self.decode([token], skip_special=False).encode("utf-8")
 
-    def detokenizer(self, *, skip_special: bool = True, continues: bool = False) -> Detokenizer:
-        """A fresh detokenizer for one answer; ``continues`` keeps a leading space of it."""
+    def special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of those of ``texts`` that are special tokens."""
+        ids = {text: self._backend.token_to_id(text) for text in texts}
+        return {text: token for text, token in ids.items() if token in self.special_ids}
+
+    def detokenizer(
+        self,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        keep: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
+        """A fresh detokenizer for one answer; ``continues`` keeps a leading space of it.
+
+        ``keep`` are special tokens that are not skipped.
+        """
+        kept = self.special_tokens(keep).values()
+        skip = self.special_ids.difference(kept) if skip_special else frozenset()
         if self._pieces is None:
-            return WindowDetokenizer(self._backend, skip_special=skip_special)
-        skip = self.special_ids if skip_special else frozenset()
+            return WindowDetokenizer(self._backend, skip)
         return IncrementalDetokenizer(self._pieces, skip, continues=continues)
 
     def id_of(self, text: str) -> int | None:

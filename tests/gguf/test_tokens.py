@@ -18,19 +18,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXT = "I'M 12345 ok!!\n\n  x"
 
 
-def made(**values: Any) -> tuple[TokenizerFiles, Tokenizer]:
+def made(*templates: str, **values: Any) -> tuple[TokenizerFiles, Tokenizer]:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    metadata |= {f"tokenizer.chat_template{name}": f"of{name}" for name in templates}
     files = tokenizer_files(Metadata(metadata, "m.gguf"), 2048)
     return files, Tokenizer.from_str(files.tokenizer)
 
 
-def byte_level(pre: str, **values: Any) -> tuple[TokenizerFiles, Tokenizer]:
+def byte_level(pre: str, *templates: str, **values: Any) -> tuple[TokenizerFiles, Tokenizer]:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "he", "hel", "<|im_end|>", "<extra>", "hello"]
     kinds = array("i", [NORMAL] * 258 + [CONTROL, USER_DEFINED, NORMAL])
     merges = ["h e", "he l"]
     given = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": merges}
-    return made(**(given | values))
+    return made(*templates, **(given | values))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,14 @@ def test_how_words_are_cut(pre: str, words: list[str]) -> None:
     _, tokenizer = byte_level(pre)
     cut = tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     assert [TEXT[begin:end] for _, (begin, end) in cut] == words
+
+
+def test_a_template_for_tools() -> None:
+    assert byte_level("qwen2", "")[0].config["chat_template"] == "of"
+    assert byte_level("qwen2", "", ".tool_use")[0].config["chat_template"] == [
+        {"name": "default", "template": "of"},
+        {"name": "tool_use", "template": "of.tool_use"},
+    ]
 
 
 def test_merges_added_tokens_and_ends() -> None:

@@ -12,7 +12,9 @@ class DirectReader:
 
     async def read(self, owner: str, offer: Offer, body: bytes, *, chat: bool) -> Prompts:
         model = offer.model
-        ask = ReadPrompts(str(model.folder), model.name, model.context, chat, body)
+        ask = ReadPrompts(
+            str(model.folder), model.name, model.context, chat, body, offer.answer_format
+        )
         return await asyncio.to_thread(read_prompts, ask, offer.tokenizer)
 
     async def close(self) -> None:

@@ -23,21 +23,26 @@ TEMPLATE = (
 CONTEXT = 512
 
 
-def build_model(folder: Path) -> Path:
-    """A byte-level BPE tokenizer with a chat template, and nothing else of a model."""
+def build_model(
+    folder: Path, template: object = TEMPLATE, special: Sequence[str] = (), eos: str = "<|end|>"
+) -> Path:
+    """A byte-level BPE tokenizer with a chat template, and nothing else of a model.
+
+    ``template`` may be a list of named ones; ``special`` are further special tokens.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|start|>", "<|end|>"],
+        special_tokens=["<|start|>", "<|end|>", *special],
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the quick brown fox says hello world to you"] * 4, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    config = {"eos_token": eos, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

@@ -7,12 +7,26 @@ from typing import Any
 
 Random = random.Random
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Does it.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "enum": [1, 2]}},
+            "required": ["x"],
+        },
+    },
+}
 CHAT: dict[str, Any] = {
     "model": "tiny",
     "messages": [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
         {"role": "user", "content": "naïve 🦊", "name": "n"},
     ],
     "max_completion_tokens": 4,
@@ -20,6 +34,7 @@ CHAT: dict[str, Any] = {
     "top_logprobs": 2,
     "chat_template_kwargs": {"enable_thinking": False},
 }
+TOOLS: dict[str, Any] = {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False}
 COMPLETION: dict[str, Any] = {
     "model": "tiny",
     "prompt": ["hello", [5, 6, 7]],
@@ -199,6 +214,8 @@ def random_body(rng: Random) -> tuple[str, bytes]:
     """A route under ``/v1`` and a body for it."""
     chats = rng.random() < 0.5
     body: dict[str, Any] = json.loads(json.dumps(CHAT if chats else COMPLETION))
+    if chats and rng.random() < 0.5:
+        body |= json.loads(json.dumps(TOOLS))
     for name in rng.sample(list(COMMON), rng.randrange(5)):
         body[name] = json.loads(json.dumps(COMMON[name]))
     return ("chat/completions" if chats else "completions"), _spoilt(body, rng)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from molink.errors import BrokenModel, RequestError
-from molink.text.template import MAX_SOURCE, ChatTemplate, load_template
+from molink.text.template import MAX_SOURCE, ChatTemplate, load_templates
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -274,8 +274,8 @@ def test_a_template_that_is_not_one_is_named(source: str) -> None:
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
-    def render(config: dict[str, Any]) -> str | None:
-        template = load_template(tmp_path, config, {})
+    def render(config: dict[str, Any], *, tools: bool = False) -> str | None:
+        template = load_templates(tmp_path, config, {}).choose(tools=tools)
         return None if template is None else template.render(MESSAGES)
 
     assert render({}) is None
@@ -283,6 +283,10 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "two"}]
     assert render({"chat_template": named}) == "two"
     assert render({"chat_template": named[:1]}) is None
+    assert render({"chat_template": named}, tools=True) == "two"
+    named.append({"name": "tool_use", "template": "five"})
+    assert render({"chat_template": named}) == "two"
+    assert render({"chat_template": named}, tools=True) == "five"
     legacy = tmp_path / "chat_template.json"
     legacy.write_text(json.dumps({"chat_template": "four"}), encoding="utf-8")
     assert render({}) == "four"
@@ -296,4 +300,4 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [5, ["x"], [{"name": "default"}]])
 def test_a_template_of_a_wrong_type_is_named(tmp_path: Path, value: object) -> None:
     with pytest.raises(BrokenModel, match="chat_template"):
-        load_template(tmp_path, {"chat_template": value}, {})
+        load_templates(tmp_path, {"chat_template": value}, {})

@@ -25,6 +25,7 @@ class Usage:
         self.completion_tokens = 0
         self.began, self.loaded = began, loaded
         self.first = self.last = 0.0
+        self._thinking_tokens = 0
         self._cached: dict[int, int] = {}
         #: How likely each choice's answer is.
         self.scores: dict[int, float] = {}
@@ -53,17 +54,21 @@ class Usage:
         """Add an answer that is over. A prompt with ``n`` answers is counted once."""
         self.completion_tokens += text.tokens
         self.scores[choice.index] = text.score
+        self._thinking_tokens += text.thinking_tokens
         cached = min(text.cached, self._cached.get(choice.prompt, text.cached))
         self._cached[choice.prompt] = cached
 
     def as_json(self) -> dict[str, object]:
         """OpenAI's ``usage`` object."""
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self._thinking_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._thinking_tokens}
+        return usage
 
     def timings(self) -> dict[str, float]:
         """llama-server's ``timings`` object; the time until the first token is the prompt's."""

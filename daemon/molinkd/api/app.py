@@ -60,7 +60,7 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptReader) ->
     shell = _Shell(Guard(settings), recorder, settings)
     app = web.Application(middlewares=[shell.handle])
     app[BODIES] = bodies = Bodies(settings)
-    catalogue = Catalogue(backend)
+    catalogue = Catalogue(backend, settings.answer_format)
     generator = Generator(backend, settings, recorder, reader, catalogue)
     app[ANSWERS] = generator.running
     routes = OpenAIRoutes(backend, bodies, catalogue, generator)

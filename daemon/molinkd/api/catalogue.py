@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from molink.errors import ModelNotFound, RequestError, Unavailable
+from molink.text.calls.create import FormatChoice
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.offer import Offer
@@ -12,8 +13,9 @@ from molinkd.api.offer import Offer
 class Catalogue:
     """Finds models by name; a tokenizer is loaded when its model is first asked for."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, answer_format: FormatChoice = "auto") -> None:
         self._backend = backend
+        self._answer_format = answer_format
         self._loads: dict[Path, asyncio.Task[Tokenizer]] = {}
 
     def find(self, name: str | None) -> ServedModel:
@@ -51,7 +53,7 @@ class Catalogue:
             BrokenModel: its tokenizer can't be loaded.
         """
         model = self.find(name)
-        return Offer(model, await self._tokenizer(model.folder))
+        return Offer(model, await self._tokenizer(model.folder), self._answer_format)
 
     async def _tokenizer(self, folder: Path) -> Tokenizer:
         load = self._loads.get(folder)

@@ -3,11 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from molink.swarm.generation import GeneratedToken
+from molink.text.calls.base import CallBegin, CallEnd, Part, Text
 from molink.text.stops import StopStrings
 from molink.wire.messages.data import FinishReason
 from molinkd.api.request_plan import Plan
+
+#: Why an answer ended, as clients are told.
+AnswerFinish = FinishReason | Literal["tool_calls"]
 
 #: OpenAI's stand-in for a probability of nothing.
 MIN_LOGPROB = -9999.0
@@ -30,22 +35,33 @@ class TokenLogprob:
 class TextPiece:
     """What a token added to an answer; the last one has ``finish``.
 
+    ``parts`` has it in order where there is more than content; ``text`` is the content of it.
     ``stop`` is the stop string at which it ended.
     """
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
-    finish: FinishReason | None = None
+    finish: AnswerFinish | None = None
     stop: str | None = None
+    parts: Sequence[Part] = ()
 
 
 class ChoiceText:
-    """Sans-IO: tokens in, pieces out. ``tokens`` and ``cached`` are figures for ``usage``."""
+    """Sans-IO: tokens in, pieces out.
+
+    ``tokens``, ``thinking_tokens`` of them and ``cached`` are figures for ``usage``.
+    """
 
     def __init__(self, plan: Plan) -> None:
+        reading = plan.reading
         self._detokenizer = plan.offer.tokenizer.detokenizer(
-            skip_special=plan.skip_special, continues=plan.continues
+            skip_special=plan.skip_special,
+            continues=plan.continues,
+            keep=frozenset() if reading is None else reading.markers,
         )
+        self._parser = None if reading is None else reading.parser()
+        self._one_call = reading is not None and not reading.parallel
+        self._calls = False
         self._stops = StopStrings(plan.stops)
         self._include_stop = plan.include_stop
         self._wants_logprobs = plan.logprobs >= 0
@@ -54,11 +70,12 @@ class ChoiceText:
         self._seen = 0
         self._emitted = 0
         self.tokens = 0
+        self.thinking_tokens = 0
         self.cached = 0
         self._logprob = 0.0
 
     def add(self, token: GeneratedToken) -> TextPiece | None:
-        """What the client sees of ``token``; ``None`` if nothing yet."""
+        """What the client sees of ``token``; ``None`` if nothing yet. None comes after an end."""
         if self.tokens == 0:
             self.cached = token.cached
         self.tokens += 1
@@ -74,7 +91,9 @@ class ChoiceText:
             return self._stopped(text)
         if token.finish is not None:
             return self._last(token.finish, text)
-        return self._piece(text) if text else None
+        piece = self._piece(text) if text else None
+        self.thinking_tokens += self._parser is not None and self._parser.thinking
+        return piece
 
     @property
     def score(self) -> float:
@@ -85,27 +104,51 @@ class ChoiceText:
         self._seen += len(text)
         return self._stops.push(text)
 
-    def _last(self, finish: FinishReason, text: str = "") -> TextPiece:
+    def _last(self, finish: FinishReason, text: str = "") -> TextPiece | None:
         text += self._take(self._detokenizer.flush())
         if self._stops.matched is not None:
             return self._stopped(text)
         return self._piece(text + self._stops.flush(), finish)
 
-    def _stopped(self, text: str) -> TextPiece:
+    def _stopped(self, text: str) -> TextPiece | None:
         stop = self._stops.matched
         assert stop is not None
         if self._include_stop:
             text += stop
         end = self._emitted + len(text)
         self._pending = [entry for entry in self._pending if entry.offset < end]
-        return replace(self._piece(text, "stop"), stop=stop)
+        piece = self._piece(text, "stop")
+        return None if piece is None else replace(piece, stop=stop)
 
-    def _piece(self, text: str, finish: FinishReason | None = None) -> TextPiece:
+    def _piece(self, text: str, finish: FinishReason | None = None) -> TextPiece | None:
+        """The piece of ``text``; ``None`` if it is held back until more of it is there."""
         self._emitted += len(text)
+        parts, ended = self._parts(text, finish)
+        if self._parser is not None and not parts and ended is None:
+            return None
         logprobs: Sequence[TokenLogprob] = ()
         if self._pending:
             logprobs, self._pending = self._pending, []
-        return TextPiece(text, logprobs, finish)
+        if self._parser is not None:
+            text = "".join(part.text for part in parts if isinstance(part, Text))
+        return TextPiece(text, logprobs, ended, parts=parts)
+
+    def _parts(
+        self, text: str, finish: FinishReason | None
+    ) -> tuple[Sequence[Part], AnswerFinish | None]:
+        """What the parser finds in ``text``, and why the answer ends there."""
+        if self._parser is None:
+            return (), finish
+        parts = self._parser.push(text)
+        if finish is not None:
+            parts += self._parser.finish()
+        self._calls = self._calls or any(isinstance(part, CallBegin) for part in parts)
+        if self._one_call:
+            ends = (index for index, part in enumerate(parts) if isinstance(part, CallEnd))
+            end = next(ends, None)
+            if end is not None:
+                return parts[: end + 1], "tool_calls"
+        return parts, "tool_calls" if self._calls and finish == "stop" else finish
 
 
 def _finite(logprob: float) -> float:

@@ -6,9 +6,12 @@ from typing import Any
 import msgspec
 
 from molink.errors import RequestError
+from molink.text.calls.grammar import call_grammar
 from molink.text.grammar import GrammarKind, check_grammar, grammar_of
 from molink.text.tokenizer import Tokenizer
-from molinkd.api.schema import GenerationBody
+from molinkd.api.offer import Offer
+from molinkd.api.offered_tools import answer_form, enforced_tools
+from molinkd.api.schema import ChatBody, GenerationBody
 
 #: A field, and the kind and the text of what it asks for.
 _Asked = tuple[str, GrammarKind, Any]
@@ -30,10 +33,7 @@ def read_constraint(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
     field, kind, source = asked[0]
     if len(asked) > 1:
         raise RequestError(f"`{field}` and `{asked[1][0]}` can't go together", asked[1][0])
-    if body.ignore_eos:
-        raise RequestError(f"`ignore_eos` and `{field}` can't go together", "ignore_eos")
-    if not tokenizer.eos_ids:
-        raise RequestError(f"`{field}`: this model has no token that ends an answer", field)
+    _check_end(body, tokenizer, field)
     try:
         if kind == "json_schema" and not isinstance(source, str):
             source = msgspec.json.encode(source).decode()
@@ -44,6 +44,40 @@ def read_constraint(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
     except RecursionError:
         raise RequestError(f"`{field}`: it is nested too deeply", field) from None
     return grammar
+
+
+def call_constraint(body: ChatBody, offer: Offer, tail: str) -> bytes:
+    """The grammar of an answer that has to call a tool; empty if it need not.
+
+    ``tail`` is the end of the prompt.
+
+    Raises:
+        RequestError: the schema of a tool is too complex or not supported, or the answer is to have
+            another form besides.
+    """
+    tools = enforced_tools(body)
+    if not tools:
+        return b""
+    for other, _, _ in _asked(body):
+        raise RequestError(f"`tool_choice` and `{other}` can't go together", other)
+    _check_end(body, offer.tokenizer, "tool_choice")
+    form = answer_form(offer, tools=True)
+    parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
+    try:
+        text = call_grammar(form, tools, {}, tail=tail, parallel=parallel)
+        check_grammar(grammar_of("grammar", text))
+        ids = offer.tokenizer.special_tokens(form.markers(tools=True))
+        text = call_grammar(form, tools, ids, tail=tail, parallel=parallel)
+        return grammar_of("grammar", text)
+    except RequestError as error:
+        raise RequestError(f"`tools`: {error}", "tools") from None
+
+
+def _check_end(body: GenerationBody, tokenizer: Tokenizer, field: str) -> None:
+    if body.ignore_eos:
+        raise RequestError(f"`ignore_eos` and `{field}` can't go together", "ignore_eos")
+    if not tokenizer.eos_ids:
+        raise RequestError(f"`{field}`: this model has no token that ends an answer", field)
 
 
 def _asked(body: GenerationBody) -> Iterator[_Asked]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from molink.errors import UsageError
+from molink.text.calls.create import FormatChoice
 from molinkd.api.cors import AllowedOrigins
 
 MIB = 2**20
@@ -35,6 +36,8 @@ class ApiSettings:
     #: Bodies that may be under way at once.
     max_bodies: int = 64
     max_choices: int = 64
+    #: How answers write calls and thoughts: by each model's template, or one way for all models.
+    answer_format: FormatChoice = "auto"
     header_timeout_s: float = 10.0
     #: How late a body may be that comes at ``min_body_rate`` bytes per second.
     body_timeout_s: float = 10.0

@@ -14,6 +14,7 @@ from msgspec import json
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.answer import Usage
 from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
+from molinkd.api.message_parts import delta_json, parts_of, whole_message
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
 
@@ -109,24 +110,29 @@ class ChatFormat(_EventParts):
     def event(self, index: int, piece: TextPiece) -> bytes:
         """A text that was added, then, at the end, the reason."""
         prefix = self._prefixes[index]
+        suffix = self._suffix
+        if piece.logprobs:
+            logprobs = json.encode(self._logprobs(piece.logprobs))
+            suffix = b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end
         event = b""
-        if piece.text or piece.logprobs:
-            event = prefix + b'{"content":' + json.encode(piece.text) + b"}"
-            if piece.logprobs:
-                logprobs = json.encode(self._logprobs(piece.logprobs))
-                event += b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._end
-            else:
-                event += self._suffix
+        for delta in self._deltas(piece):
+            event += prefix + delta + suffix
+            suffix = self._suffix
         if piece.finish is not None:
             event += prefix + b'{},"logprobs":null,"finish_reason":"'
             event += piece.finish.encode() + b'"}]' + self._end
         return event
 
+    def _deltas(self, piece: TextPiece) -> Sequence[bytes]:
+        """What ``piece`` adds to the message; an empty content where only logprobs go out."""
+        deltas = [delta for part in parts_of(piece) if (delta := delta_json(part)) is not None]
+        return deltas or ([b'{"content":""}'] if piece.logprobs else [])
+
     def whole(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            message = {"role": "assistant", "content": text_of(pieces), "refusal": None}
+            message = whole_message(part for piece in pieces for part in parts_of(piece))
             logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {

@@ -7,7 +7,7 @@ the answer looks (:class:`molinkd.api.formats.Format`).
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from aiohttp import web
@@ -37,7 +37,8 @@ class Ask:
     """What a client asks for. ``body`` is a :class:`ChatBody` or a :class:`CompletionBody`.
 
     ``data`` is that body as JSON, where the client's own is one. ``names`` are the protocol's for
-    fields of the body, for errors.
+    fields of the body, for errors. ``parts``: the format shows calls and thoughts too; to others
+    they are text.
     """
 
     body: GenerationBody
@@ -45,6 +46,7 @@ class Ask:
     stream: bool
     data: bytes = b""
     names: Mapping[str, str] = field(default_factory=dict)
+    parts: bool = False
 
 
 class Generator:
@@ -107,6 +109,8 @@ class Generator:
             chat = isinstance(ask.body, ChatBody)
             read = await self._reader.read(caller(request), offer, data, chat=chat)
             plan = make_plan(ask.body, offer, read)
+            if not ask.parts:
+                plan = replace(plan, reading=None)
         except RequestError as error:
             raise _renamed(error, ask.names) from None
         return plan, Usage(plan.prompt_tokens, began, loaded)

@@ -7,9 +7,13 @@ that can be ended (``prompt_process.py``).
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from molink.errors import ContextTooLong, RequestError
+from molink.text.calls.history import fit_calls
 from molink.text.infill import infill_ids
 from molinkd.api.offer import Offer
+from molinkd.api.offered_tools import check_model, tools_in_prompt
 from molinkd.api.prompt_messages import PromptIds
 from molinkd.api.schema import ChatBody, ChatMessage, CompletionBody
 
@@ -18,6 +22,8 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 #: A text with more characters per token of the context than this, plus some, can't fit it.
 _CHARACTERS_PER_TOKEN = 16
 _SPARE_CHARACTERS = 16 * 1024
+#: Characters of a prompt's end that say how the answer begins.
+_TAIL = 128
 
 
 def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
@@ -30,21 +36,27 @@ def chat_prompt(body: ChatBody, offer: Offer) -> PromptIds:
     asked = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
     for name in [name for name, value in asked.items() if value]:
         raise RequestError(f"`{name}` is not supported for conversations", name)
-    template = offer.tokenizer.template
+    tools = tools_in_prompt(body)
+    template = offer.tokenizer.templates.choose(tools=bool(tools))
     if template is None:
         raise RequestError("this model has no chat template; use /v1/completions", "messages")
+    if tools:
+        check_model(offer, template)
     _check_messages(body.messages, offer)
+    _check_length(len(msgspec.json.encode(tools)), "tools", offer)
     messages = [
         _plain_message(message, index, template.knows_developer)
         for index, message in enumerate(body.messages)
     ]
+    if any("tool_calls" in message for message in messages):
+        messages = fit_calls(messages, template.call_style)
     options = dict(body.chat_template_kwargs or {})
     for name in _RESERVED.intersection(options):
         raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    text = template.render(messages, options)
-    return PromptIds(_encoded(text, "messages", offer, special=False))
+    text = template.render(messages, options, tools)
+    return PromptIds(_encoded(text, "messages", offer, special=False), tail=text[-_TAIL:])
 
 
 def completion_prompts(body: CompletionBody, offer: Offer) -> list[PromptIds]:
@@ -117,6 +129,9 @@ def _check_messages(messages: Sequence[ChatMessage], offer: Offer) -> None:
     length += sum(
         len(part.text or "") for parts in texts if isinstance(parts, list) for part in parts
     )
+    length += sum(
+        len(msgspec.json.encode(call)) for message in messages for call in message.tool_calls or ()
+    )
     _check_length(length, "messages", offer)
 
 
@@ -153,10 +168,15 @@ def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> d
         "role": "system" if role == "developer" and not knows_developer else role,
         "content": content or "",
     }
-    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
+    if role == "tool" and not message.tool_call_id:
+        field = f"messages[{index}].tool_call_id"
+        raise RequestError(f"`{field}`: required, but missing", field)
+    if message.tool_calls:
+        plain["tool_calls"] = msgspec.to_builtins(message.tool_calls)
     return plain
 
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
+from molink.text.calls.create import FormatChoice
 from molink.wire.messages.base import Message
 
 #: Bytes of a message; its parts have bounds of their own, so a longer one is garbage.
@@ -28,13 +29,18 @@ class ReadPrompts(Message, frozen=True, tag="read"):
     context: int
     chat: bool
     body: bytes
+    answer_format: FormatChoice = "auto"
 
 
 class PromptIds(msgspec.Struct, frozen=True):
-    """Ids of one prompt; ``text`` only where the answer has to echo it."""
+    """Ids of one prompt; ``text`` only where the answer has to echo it.
+
+    ``tail`` is the end of a conversation's text: a template may begin the answer there.
+    """
 
     ids: tuple[int, ...]
     text: str = ""
+    tail: str = ""
 
 
 class Prompts(Message, frozen=True, tag="prompts"):

@@ -19,7 +19,7 @@ from molink.errors import MolinkError
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.pipe import read_pipe, write_pipe
 from molinkd.api.backend import ServedModel
-from molinkd.api.constraint import read_constraint
+from molinkd.api.constraint import call_constraint, read_constraint
 from molinkd.api.offer import Offer
 from molinkd.api.prompt_ids import chat_prompt, completion_prompts
 from molinkd.api.prompt_messages import (
@@ -42,10 +42,12 @@ def read_prompts(ask: ReadPrompts, tokenizer: Tokenizer) -> Prompts:
         RequestError, ContextTooLong: they can't be read, or don't fit.
     """
     model = ServedModel(ask.name, Path(ask.folder), ask.context, 0)
-    offer = Offer(model, tokenizer)
+    offer = Offer(model, tokenizer, ask.answer_format)
     if ask.chat:
         chat = decode_body(ask.body, ChatBody)
-        return Prompts((chat_prompt(chat, offer),), read_constraint(chat, tokenizer))
+        prompt = chat_prompt(chat, offer)
+        grammar = call_constraint(chat, offer, prompt.tail) or read_constraint(chat, tokenizer)
+        return Prompts((prompt,), grammar)
     completion = decode_body(ask.body, CompletionBody)
     prompts = tuple(completion_prompts(completion, offer))
     return Prompts(prompts, read_constraint(completion, tokenizer))

@@ -78,7 +78,9 @@ class PromptProcesses:
     async def read(self, owner: str, offer: Offer, body: bytes, *, chat: bool) -> Prompts:
         """See :class:`PromptReader`."""
         model = offer.model
-        ask = ReadPrompts(str(model.folder), model.name, model.context, chat, body)
+        ask = ReadPrompts(
+            str(model.folder), model.name, model.context, chat, body, offer.answer_format
+        )
         lane = self._short if len(body) <= SHORT_BODY else self._long
         return await lane.read(owner, offer.tokenizer, ask)
 

@@ -10,9 +10,12 @@ import msgspec
 
 from molink.errors import ContextTooLong, RequestError
 from molink.swarm.generation import GenerationRequest
+from molink.text.calls.base import AnswerParser
+from molink.text.calls.create import AnswerFormat, create_parser
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import MAX_STOP_IDS, Sampling
 from molinkd.api.offer import Offer
+from molinkd.api.offered_tools import answer_form, enforced_tools, offered_names
 from molinkd.api.prompt_messages import Prompts
 from molinkd.api.schema import ChatBody, CompletionBody, GenerationBody
 
@@ -40,6 +43,28 @@ class ChoicePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How an answer is taken apart: its format, the tools it may call, the end of its prompt.
+
+    Without ``parallel`` it ends with its first call.
+    """
+
+    form: AnswerFormat
+    names: frozenset[str]
+    tail: str
+    parallel: bool
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that have to be seen."""
+        return self.form.markers(tools=bool(self.names))
+
+    def parser(self) -> AnswerParser | None:
+        """What takes one answer apart; ``None`` where there is nothing to be found."""
+        return create_parser(self.form, self.names, self.tail)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about one HTTP request that its answers need."""
 
@@ -56,6 +81,8 @@ class Plan:
     skip_special: bool
     #: Whether the answer goes on from the prompt's text, rather than being a text of its own.
     continues: bool
+    #: ``None``: an answer is content only.
+    reading: Reading | None = None
 
     @property
     def chooses(self) -> bool:
@@ -127,6 +154,7 @@ def make_plan(body: GenerationBody, offer: Offer, read: Prompts) -> Plan:
         skip_special=body.skip_special_tokens is not False,
         # A grammar counts each byte, a leading space too.
         continues=isinstance(body, CompletionBody) or bool(read.grammar),
+        reading=_reading(body, offer, read),
     )
 
 
@@ -149,6 +177,20 @@ def best_of(
         dataclasses.replace(plan.choices[old], index=new) for new, old in enumerate(kept)
     )
     return dataclasses.replace(plan, choices=choices), [answers[index] for index in kept]
+
+
+def _reading(body: GenerationBody, offer: Offer, read: Prompts) -> Reading | None:
+    """How answers are read; with ``skip_special_tokens`` off and no tools, as they are.
+
+    An answer that is held to a form is content, unless that form is a call.
+    """
+    if not isinstance(body, ChatBody) or (read.grammar and not enforced_tools(body)):
+        return None
+    names = offered_names(body)
+    if body.skip_special_tokens is False and not names:
+        return None
+    form = answer_form(offer, tools=bool(names))
+    return Reading(form, names, read.prompts[0].tail, body.parallel_tool_calls is not False)
 
 
 def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> Sampling:

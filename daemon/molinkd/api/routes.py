@@ -56,7 +56,9 @@ class OpenAIRoutes:
         def form_of(plan: Plan) -> Format:
             return form(plan, stream and body.includes_usage)
 
-        return await self._generator.answer(request, Ask(body, form_of, stream, data))
+        return await self._generator.answer(
+            request, Ask(body, form_of, stream, data, parts=kind is ChatBody)
+        )
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:

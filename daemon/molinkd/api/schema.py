@@ -19,6 +19,8 @@ from molink.wire.messages.data import (
 )
 
 MAX_STOPS = 16
+MAX_TOOLS = 128
+MAX_CALL_ID = 256
 MAX_STOP_LENGTH = 256
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -144,21 +146,68 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """What a call calls; ``arguments`` are JSON, written as a text or as it is."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a message of the assistant."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, msgspec.Meta(max_length=MAX_CALL_ID)] | None = None
     reasoning_content: str | None = None
+
+
+class FunctionOffer(msgspec.Struct):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionOffer
+
+
+class NamedFunction(msgspec.Struct):
+    """The function of a :class:`NamedChoice`."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct):
+    """``tool_choice``: this function has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -214,6 +263,8 @@ def decode_struct(data: bytes, kind: type[AnyStruct]) -> AnyStruct:
 
 def _refuse_unsupported(body: Unsupported, kind: type[Unsupported]) -> None:
     for name in Unsupported.__struct_fields__:
+        if name in kind.__annotations__:
+            continue  # this route declares it anew: it is supported there
         value = getattr(body, name)
         if value is None or (
             not value and name not in ("web_search_options", "add_generation_prompt")

@@ -160,20 +160,27 @@ def _ask(
 async def _show(conversation: Conversation, console: Console) -> None:
     """Print the next answer as it comes, and remember it, even when it is stopped."""
     said: list[str] = []
+    thinks = False
     try:
         async with aclosing(stream_answer(conversation)) as pieces:
-            async for piece in pieces:
+            async for thought, piece in pieces:
+                if thought and console.is_terminal:
+                    thinks = True
+                    console.out(_printable(thought), style="dim", end="", highlight=False)
+                elif piece and thinks:
+                    thinks = False
+                    console.print("\n")
                 said.append(piece)
                 console.out(_printable(piece), end="", highlight=False)
                 console.file.flush()
         console.print()
     finally:
-        if said:
-            conversation.messages.append({"role": "assistant", "content": "".join(said)})
+        if text := "".join(said):
+            conversation.messages.append({"role": "assistant", "content": text})
 
 
-async def stream_answer(conversation: Conversation) -> AsyncGenerator[str, None]:
-    """The next answer of ``conversation``, piece by piece.
+async def stream_answer(conversation: Conversation) -> AsyncGenerator[tuple[str, str], None]:
+    """The next answer of ``conversation``, piece by piece: what the model thinks, and what it says.
 
     Raises:
         Unavailable: the endpoint can't be reached, or broke off.
@@ -191,7 +198,8 @@ async def stream_answer(conversation: Conversation) -> AsyncGenerator[str, None]
                 for event in parser.feed(data):
                     if event == b"[DONE]":
                         return
-                    yield _content(json.loads(event))
+                    added = json.loads(event)
+                    yield _thought(added), _content(added)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(conversation, error) from error
     except ValueError as error:
@@ -202,8 +210,17 @@ async def stream_answer(conversation: Conversation) -> AsyncGenerator[str, None]
 def _content(event: dict[str, Any]) -> str:
     if "error" in event:
         raise Unavailable(str(event["error"].get("message", "the answer failed")))
+    return _delta(event).get("content") or ""
+
+
+def _thought(event: dict[str, Any]) -> str:
+    return _delta(event).get("reasoning_content") or ""
+
+
+def _delta(event: dict[str, Any]) -> dict[str, Any]:
     choices = event.get("choices") or [{}]
-    return choices[0].get("delta", {}).get("content") or ""
+    delta: dict[str, Any] = choices[0].get("delta", {})
+    return delta
 
 
 async def _first_model(conversation: Conversation) -> str:

@@ -27,6 +27,7 @@ class Endpoint:
             cors_origins=settings.cors_origins,
             max_body_bytes=settings.max_body,
             finish_s=min(settings.finish, MAX_FINISH_S),
+            answer_format=settings.answer_format,
         )
         self._ports = settings.tries("endpoint_port")
         self._server = EndpointServer(backend, api, PromptProcesses(child_options()))

@@ -22,6 +22,7 @@ from molink.head.policies.create import SCHEDULING_POLICIES
 from molink.link.policies.create import POLICIES
 from molink.swarm.nearby import PORCH_PORT
 from molink.swarm.pausing import DailyTime
+from molink.text.calls.create import FormatChoice
 from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.home import Home
 
@@ -125,6 +126,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     token_uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     #: How many PCs may be members of the swarm at once.
     max_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 64
+    #: How answers write calls of tools; ``raw``: nothing is taken out of them.
+    answer_format: FormatChoice = "auto"
     #: Largest body that the endpoint takes, in bytes.
     max_body: Annotated[int, msgspec.Meta(ge=1024)] = 2 << 20
     log_level: Literal["debug", "info", "warning", "error"] = "info"

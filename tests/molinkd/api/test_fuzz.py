@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -14,8 +15,9 @@ import pytest
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.prompt_reader import PromptProcesses
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.http_fuzz import OTHERS, random_body, random_bytes, random_other
+from tests.support.tool_templates import HERMES
 
 #: Quick enough that a request which never becomes complete holds nothing up.
 QUICK = ApiSettings(
@@ -31,8 +33,15 @@ STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 
 @pytest.fixture
+def backend(tmp_path: Path) -> FakeBackend:
+    """A model that takes tools, and calls one."""
+    folder = build_model(tmp_path / "tiny", HERMES)
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    return FakeBackend(folder, "ok" + call, context=4096)
+
+
+@pytest.fixture
 def fuzzed(backend: FakeBackend, request: pytest.FixtureRequest) -> Iterator[EndpointServer]:
-    backend.answer = "ok"
     settings = getattr(request, "param", ApiSettings())
     server = EndpointServer(backend, settings, PromptProcesses({}))
     server.start(0)

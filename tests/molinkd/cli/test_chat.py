@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ class Endpoint(ThreadingHTTPServer):
 
     daemon_threads = False
     pieces: tuple[str, ...] = ("Hel", "lo", " \x1b[31m🦊")
+    thoughts: tuple[str, ...] = ()
     error: tuple[int, str] | None = None
     ends = True
     models: tuple[str, ...] = ("first", "second")
@@ -47,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
             status, message = self.server.error
             self._send(status, json.dumps({"error": {"message": message}}).encode())
             return
-        chunks = [{"choices": [{"delta": {"content": piece}}]} for piece in self.server.pieces]
+        thoughts = [{"reasoning_content": thought} for thought in self.server.thoughts]
+        deltas = [*thoughts, *({"content": piece} for piece in self.server.pieces)]
+        chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
         events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
         self._send(200, (events + ("data: [DONE]\n\n" if self.server.ends else "")).encode())
 
@@ -125,6 +129,24 @@ def test_a_conversation(
     shown = capsys.readouterr().out
     assert "first at " in shown
     assert "Unknown command '/foo'. Commands: /clear, /exit" in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_thoughts_are_shown_in_a_terminal_and_are_no_part_of_the_conversation(
+    endpoint: Endpoint,
+    typing_in: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    endpoint.thoughts = ("H", "m.\x1b[31m")
+    typing_in("one", "two")
+    assert run_chat(endpoint.url) == 0
+    shown = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert ("Hm.[31m\n\nHello" in shown) == terminal
+    assert endpoint.bodies[1]["messages"][1]["content"] == "".join(endpoint.pieces)
 
 
 def test_an_error_is_no_part_of_the_conversation(

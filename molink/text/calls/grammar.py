@@ -1,0 +1,110 @@
+"""Grammars of answers that have to be calls: ``tool_choice`` ``required``, or a named function.
+
+They are in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance). Schemas stand
+in them as they are, so that their references to their own parts hold.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from molink.errors import RequestError
+from molink.text.calls.create import AnswerFormat
+from molink.text.calls.thinking import is_opened
+
+#: JSON as models write it; with white space left open some write it without end.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANYTHING = r"/(.|\n)*/"
+_LINES = r"/\n{0,2}/"
+
+#: Writes a marker, or any text, as a part of a rule.
+Quote = Callable[[str], str]
+
+
+def call_grammar(
+    form: AnswerFormat,
+    tools: Mapping[str, dict[str, Any] | None],
+    ids: Mapping[str, int],
+    *,
+    tail: str = "",
+    parallel: bool = False,
+) -> str:
+    """The grammar of an answer that calls one of ``tools`` (names, and schemas of arguments).
+
+    With ``parallel`` it may be several calls. ``ids`` are those of special tokens: a marker that is
+    none is written as text. ``tail`` is the end of the prompt. A model that thinks may do so first.
+
+    Raises:
+        RequestError: how the model writes calls is not known.
+    """
+
+    def quote(text: str) -> str:
+        return f"<[{ids[text]}]>" if text in ids else json.dumps(text)
+
+    named = "[ARGS]" in ids
+    rules = ["%llguidance {}", *_start(form, quote, ids, tail)]
+    rules.append(f"answer: {_answer(form, quote, named=named, parallel=parallel)}")
+    rules.append("call: " + " | ".join(f"call{number}" for number in range(len(tools))))
+    for number, (name, schema) in enumerate(tools.items()):
+        shape = json.dumps({**(schema or _NOTHING), "x-guidance": _LAYOUT})
+        call = _call(form, quote, name, f"arguments{number}", named=named)
+        rules += [f"call{number}: {call}", f"arguments{number}: %json {shape}"]
+    return "\n".join(rules) + "\n"
+
+
+def _start(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: str) -> list[str]:
+    """An answer: what the model thinks, if it does, then its calls."""
+    if form.calls == "harmony":
+        opening = f'{quote("<|channel|>")} "analysis" {quote("<|message|>")}'
+        behind = f'{quote("<|start|>")} "assistant"'
+        return ["start: thought? answer", *_thought(opening, "<|end|>", behind, quote, ids)]
+    if form.tags is None:
+        return ["start: answer"]
+    opened = is_opened(tail, form.tags[0])
+    opening = "" if opened else quote(form.tags[0])
+    start = "start: thought answer" if opened else "start: thought? answer"
+    return [start, *_thought(opening, form.tags[1], _LINES, quote, ids)]
+
+
+def _thought(
+    opening: str, closing: str, behind: str, quote: Quote, ids: Mapping[str, int]
+) -> list[str]:
+    """Text up to ``closing``, be it a special token or text itself."""
+    if closing in ids:
+        return [f"thought: {opening} {_ANYTHING} {quote(closing)} {behind}"]
+    return [
+        f"thought: {opening} thinking {behind}",
+        f"thinking[suffix={json.dumps(closing)}]: {_ANYTHING}",
+    ]
+
+
+def _answer(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
+    """One call or, where the format has that, several."""
+    match form.calls:
+        case "hermes":
+            return 'call ("\\n" call)*' if parallel else "call"
+        case "mistral" if named:
+            return "call call*" if parallel else "call"
+        case "mistral":
+            calls = 'call (", " call)*' if parallel else "call"
+            return f'{quote("[TOOL_CALLS]")} "[" {calls} "]"'
+        case "llama" | "harmony":
+            return "call"
+    raise RequestError("how this model writes calls is not known", "tool_choice")
+
+
+def _call(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, named: bool) -> str:
+    key = "parameters" if form.calls == "llama" else "arguments"
+    begin = f'{{"name": "{name}", "{key}": '
+    match form.calls:
+        case "hermes":
+            begin, end = quote("\n" + begin), quote("}\n")
+            return f"{quote('<tool_call>')} {begin} {arguments} {end} {quote('</tool_call>')}"
+        case "mistral" if named:
+            return f"{quote('[TOOL_CALLS]')} {quote(name)} {quote('[ARGS]')} {arguments}"
+        case "harmony":
+            begin = quote(f"commentary to=functions.{name} ")
+            kind = f'{quote("<|constrain|>")} "json" {quote("<|message|>")}'
+            return f"{quote('<|channel|>')} {begin} {kind} {arguments}"
+    return f"{quote(begin)} {arguments} {quote('}')}"
