@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from molink.errors import UsageError
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
-from molink.wire.messages.data import MAX_DRAFTS, MAX_MICRO_BATCHES
-
-#: As many drafts as pay.
-AUTO_DRAFTS = -1
+from molink.wire.messages.data import MAX_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)

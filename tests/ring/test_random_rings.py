@@ -25,18 +25,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from molink.errors import Overloaded
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
 from molink.head.job import PATIENCE
-from molink.head.limits import AUTO_DRAFTS, HeadLimits
+from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
 from molink.ring.ends import Collector
 from molink.ring.known import BoardLimits
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.work import SegmentResult, Work
 from molink.wire.messages.data import (
-    MAX_DRAFTS,
     Admit,
     Choice,
     History,

@@ -118,7 +118,7 @@ def _kept_tokens(segment: Segment) -> Sequence[int]:
 
 def _sampling_rows(groups: Sequence[Rows]) -> tuple[int, ...]:
     """Flat index of the last row of each group that samples, and of its rows since its drafts."""
-    indices, end = [], 0
+    indices, end = list[int](), 0
     for rows in groups:
         end += rows.count
         if rows.sample:

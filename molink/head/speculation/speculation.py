@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.job import Job
-from molink.head.limits import AUTO_DRAFTS, HeadLimits
+from molink.head.limits import HeadLimits
 from molink.head.speculation.base import DraftSource
 from molink.head.speculation.drafting import Drafting
-from molink.wire.messages.data import MAX_DRAFTS
 
 #: So many times what a row costs a draft has to promise: profiles and chances are estimates.
 MARGIN = 1.2

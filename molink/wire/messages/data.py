@@ -10,14 +10,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.pace import MAX_PACE
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
 
 #: Rows groups of one volume, bounded so that its header stays under 4 KB.
 MAX_GROUPS = 128
-#: Tokens of one request that are guessed ahead and verified in one volume.
-MAX_DRAFTS = 15
 #: Volumes of one kind (prefill or decode) that a head may have in flight.
 MAX_MICRO_BATCHES = 64
 #: Entries of a logit bias, bounded for the same reason.

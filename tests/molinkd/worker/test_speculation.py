@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from molink.checkpoint.folder import ModelFolder
+from molink.facts.drafts import MAX_DRAFTS
 from molink.head.limits import HeadLimits
 from molink.head.request import HeadRequest
 from molink.head.speculation.lookup import PromptLookup
@@ -16,7 +17,7 @@ from molink.ring.ring import Ring
 from molink.ring.work import Segment, StepDone
 from molink.sim.agenda import Agenda
 from molink.stage.stage import Stage
-from molink.wire.messages.data import MAX_DRAFTS, RingBody, Sampling, Token, Volume
+from molink.wire.messages.data import RingBody, Sampling, Token, Volume
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.rings import Stages, VirtualRing
@@ -124,8 +125,8 @@ def answers(
         Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
         lambda index: tables[index],
         agenda,
+        source,
     )
-    ring.head._speculation._source = source
     found: dict[str, list[Token]] = {}
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
         emission.message
