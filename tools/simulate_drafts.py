@@ -1,8 +1,9 @@
 """What drafts by prompt lookup bring in a ring, in virtual time.
 
     python -m tools.simulate_drafts                      # three RTX 4090, 100 Mbps, 30 ms one way
-    python -m tools.simulate_drafts --bandwidth 1000 --latency 1 --device rtx3060 --streams 1,16
-    python -m tools.simulate_drafts --json > docs/results/drafts.json
+    python -m tools.simulate_drafts rtx3060:1000:1 --streams 1,16 --drafts 4
+    python -m tools.simulate_drafts rtx4090:100:30 rtx4090:20:20 rtx4090:1000:1 rtx3060:1000:1 --json \\
+        > docs/results/drafts.json
 
 Requests are the prompts and greedy answers of a real small model that ``tools.measure_lookup``
 keeps (``docs/results/lookup.json``), token by token: the head's own n-grams draft them, and the
@@ -12,7 +13,7 @@ where eight of its tokens come a second time (``--loops``: whole). ``always wron
 up so that nearly every pass has a draft, and each draft is wrong.
 
 So many streams come at once (1: eight requests, one after another). Shown are the mean time per
-output token and output tokens/s, each also against those without drafts.
+output token and output tokens/s, and how many times better than without drafts each is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import argparse
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -77,45 +79,55 @@ def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 
     return Text(tuple(tokens[:prompt]), tuple(tokens[prompt:]))
 
 
-def scenarios(options: argparse.Namespace) -> Iterator[tuple[str, int, int, Scenario]]:
-    """Kind, streams, drafts, and what to simulate; the one without drafts first."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is compared, and what to simulate."""
+
+    ring: str
+    kind: str
+    streams: int
+    drafts: int
+    scenario: Scenario
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The one without drafts comes before those with them."""
     texts = known_texts(options.answers, loops=options.loops)
     texts["always wrong"] = [wrong_text(seed) for seed in range(8)]
-    link = LinkProfile(bandwidth_mbps=options.bandwidth, latency_ms=options.latency)
-    for kind, mine in texts.items():
-        for streams in options.streams:
-            count, rate = (_ALONE, 1 / _APART) if streams == 1 else (streams, _TOGETHER)
-            sent = tuple(mine[index % len(mine)] for index in range(count))
-            workload = Workload(rate, count / rate, rows=rows_of(sent), arrivals="trace")
-            plain = Scenario(
-                workload, options.stages, options.device, options.model, link, texts=sent
-            )
-            for drafts in options.drafts:
-                yield kind, streams, drafts, replace(plain, draft_tokens=drafts)
+    for ring, kind, streams in product(options.rings, texts, options.streams):
+        device, bandwidth, latency = ring.split(":")
+        link = LinkProfile(bandwidth_mbps=float(bandwidth), latency_ms=float(latency))
+        count, rate = (_ALONE, 1 / _APART) if streams == 1 else (streams, _TOGETHER)
+        sent = tuple(islice(cycle(texts[kind]), count))
+        workload = Workload(rate, count / rate, rows=rows_of(sent), arrivals="trace")
+        plain = Scenario(workload, options.stages, device, options.model, link, texts=sent)
+        for drafts in options.drafts:
+            yield Case(ring, kind, streams, drafts, replace(plain, draft_tokens=drafts))
 
 
 def figures(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each kind, number of streams and of drafts."""
-    planned = list(scenarios(options))
-    outcomes = simulate_all([scenario for *_, scenario in planned], options.processes)
+    """A row for each case."""
+    planned = list(cases(options))
+    outcomes = simulate_all([case.scenario for case in planned], options.processes)
     without: Outcome | None = None
-    for (kind, streams, drafts, _), outcome in zip(planned, outcomes, strict=True):
-        without = outcome if drafts == 0 else without
+    for case, outcome in zip(planned, outcomes, strict=True):
+        without = outcome if case.drafts == 0 else without
         assert without is not None, "the first is the one without drafts"
         report, plain = outcome.report, without.report
         before, after = plain.tpot_s.mean, report.tpot_s.mean
         if report.failed or not before or not after:
-            raise SystemExit(f"{kind}, {streams} streams: {report.first_error}")
+            raise SystemExit(f"{case.kind}, {case.streams} streams: {report.first_error}")
+        together = case.streams > 1
+        rate = report.output_tokens_per_s
         yield {
-            "kind": kind,
-            "streams": streams,
-            "drafts": "auto" if drafts == AUTO_DRAFTS else drafts,
+            "ring": case.ring,
+            "kind": case.kind,
+            "streams": case.streams,
+            "drafts": "auto" if case.drafts == AUTO_DRAFTS else case.drafts,
             "tpot ms": round(1000 * after, 1),
-            "tokens/s": round(report.output_tokens_per_s, 1) if streams > 1 else None,
             "tpot x": round(before / after, 3),
-            "tokens/s x": round(report.output_tokens_per_s / plain.output_tokens_per_s, 3)
-            if streams > 1
-            else None,
+            "tokens/s": round(rate, 1) if together else None,
+            "tokens/s x": round(rate / plain.output_tokens_per_s, 3) if together else None,
             "drafted": outcome.drafted,
             "right": outcome.accepted,
         }
@@ -128,12 +140,12 @@ def _numbers(text: str) -> list[int]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "rings", nargs="*", default=["rtx4090:100:30"], help="DEVICE:MBPS:MILLISECONDS one way"
+    )
     parser.add_argument("--answers", type=Path, default=ANSWERS)
     parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--device", default="rtx4090")
     parser.add_argument("--model", default="qwen-7b")
-    parser.add_argument("--bandwidth", type=float, default=100.0, help="Mbps")
-    parser.add_argument("--latency", type=float, default=30.0, help="ms, one way")
     parser.add_argument("--streams", type=_numbers, default=[1, 4, 16, 64])
     parser.add_argument(
         "--drafts", type=_numbers, default=[2, 4, 8, AUTO_DRAFTS], help="-1: as many as pay"

@@ -121,7 +121,8 @@ class Batcher:
         """Let drafts follow the decode rows, as far as there are blocks for them."""
         riding = len(builder)
         flying = min(self.micro_batches.count, math.ceil(streams / riding)) if riding else 0
-        load = Load(flying, context)
+        prefilling = self._ledger.volumes(prefill=True) > 0 or self._roster.has_prompts
+        load = Load(riding, flying, context, prefilling)
         for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room):
             if self._starved or self._grow(job, len(drafts)) is None:
                 room = len(job.blocks) * self._limits.block_size - len(job.tokens)

@@ -9,7 +9,7 @@ from molink.head.speculation.lookup import PromptLookup
 
 
 def searched(tokens: Sequence[int], k: int, longest: int, shortest: int) -> Sequence[int]:
-    """What followed the latest earlier place of the last tokens, the most of them that there are."""
+    """What followed the latest earlier place of the last tokens, as many of them as can be."""
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         last = tokens[-length:]
         for at in range(len(tokens) - length - 1, -1, -1):
