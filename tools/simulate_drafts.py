@@ -2,8 +2,8 @@
 
     python -m tools.simulate_drafts                      # three RTX 4090, 100 Mbps, 30 ms one way
     python -m tools.simulate_drafts rtx3060:1000:1 --streams 1,16 --drafts 4
-    python -m tools.simulate_drafts rtx4090:100:30 rtx4090:20:20 rtx4090:1000:1 rtx3060:1000:1 --json \\
-        > docs/results/drafts.json
+    python -m tools.simulate_drafts rtx4090:100:30 rtx4090:20:20 rtx4090:1000:1 rtx3060:1000:1 \\
+        --json > docs/results/drafts.json
 
 Requests are the prompts and greedy answers of a real small model that ``tools.measure_lookup``
 keeps (``docs/results/lookup.json``), token by token: the head's own n-grams draft them, and the

@@ -106,7 +106,6 @@ class Speculation:
         most = -1 + min(
             1 + (MAX_DRAFTS if self._auto else self._limits.draft_tokens),
             job.request.max_tokens - job.generated,
-            self._limits.max_context - len(job.tokens),
             job.request.window - (len(job.tokens) - job.credited),
         )
         if most < 1 or (self._auto and not self._pays(chance, replace(load, prefilling=False))):
