@@ -23,6 +23,11 @@ class Drafting:
         self.chance = PRIOR
         self._known = 0
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether drafts were right more often than one could expect."""
+        return self.chance > PRIOR
+
     def verified(self, drafts: int, right: int) -> None:
         """Of ``drafts`` the first ``right`` were; what follows a wrong one tells nothing."""
         for _ in range(right):

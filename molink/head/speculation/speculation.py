@@ -110,6 +110,8 @@ class Speculation:
         )
         if most < 1 or (self._auto and not self._pays(chance, replace(load, prefilling=False))):
             return None
+        if self._auto and load.prefilling and not drafting.is_proven:
+            return None
         drafts = drafting.source.draft(job.tokens, most)
         return _Guess(job, drafts, chance) if drafts else None
 
