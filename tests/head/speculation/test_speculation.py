@@ -55,7 +55,7 @@ def test_a_turn_that_is_mostly_latency_has_room_for_drafts() -> None:
     alone = Load(1, 1, 0)
     assert counts(speculation(), jobs(1, 0.9), alone) == [MAX_DRAFTS]
     assert counts(speculation(), jobs(1, 0.5), alone) == [5]
-    assert counts(speculation(), jobs(1, PRIOR), alone) == [4]
+    assert counts(speculation(), jobs(1, PRIOR), alone) == [3]
     assert counts(speculation(), jobs(1, 0.01), alone) == [0]
 
 
@@ -64,10 +64,10 @@ def test_where_stages_compute_all_the_time_only_good_drafts_pay() -> None:
     alone = Load(1, 1, 0)
     assert counts(speculation(NEAR), jobs(1, 0.9), alone) == [9]
     assert counts(speculation(NEAR), jobs(1, 0.1), alone) == [0]
-    # Of 40 rows in each of two volumes each costs all others a fiftieth: most of a token.
-    full = Load(40, 2, 0)
-    assert counts(speculation(NEAR), jobs(40, 0.9), full) != [0] * 40
-    assert counts(speculation(NEAR), jobs(40, 0.8), full) == [0] * 40
+    # Beside 20 rows in each of two volumes: 2 ms of 58 for 20 tokens.
+    full = Load(20, 2, 0)
+    assert sum(counts(speculation(NEAR), jobs(20, 0.9), full)) > 0
+    assert sum(counts(speculation(NEAR), jobs(20, 0.8), full)) == 0
 
 
 def test_the_best_chances_come_first() -> None:
@@ -115,7 +115,7 @@ def test_drafts_that_are_wrong_end_and_come_again_later() -> None:
     rested = 0
     while not made.drafts([job], alone, ROOM):
         rested += 1
-    assert 30 < rested < 300
+    assert 10 < rested < 100
     made.verified(job, 1, 1)
     assert len(made.drafts([job], alone, ROOM)) == 1
     assert (made.drafted, made.accepted) == (passes + 1, 1)
