@@ -8,6 +8,7 @@ latency rows cost next to nothing; where volumes are full of rows and stages com
 they cost their share, and none is drafted.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -77,7 +78,10 @@ class Speculation:
         if not self._limits.draft_tokens or not jobs:
             return []
         load = replace(load, context=load.context - load.context % _BEFORE)
-        guesses = [guess for job in jobs if (guess := self._guess(job, load)) is not None]
+        least = self._least_chance(load) if self._auto else 0.0
+        guesses = [
+            guess for job in jobs if (guess := self._guess(job, least, load.prefilling)) is not None
+        ]
         chosen = [
             (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
         ]
@@ -98,27 +102,26 @@ class Speculation:
             job.drafting = Drafting(self._source())
         return job.drafting
 
-    def _guess(self, job: Job, load: Load) -> _Guess | None:
-        """What may follow; ``None`` if nobody knows, or even one draft would not pay."""
+    def _guess(self, job: Job, least: float, prefilling: bool) -> _Guess | None:
+        """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafting = self._drafting(job)
         chance = drafting.chance if self._auto else 1.0
+        if chance <= least or (self._auto and prefilling and not drafting.is_proven):
+            return None
         # The last draft may be right, and is followed by a token.
         most = -1 + min(
             1 + (MAX_DRAFTS if self._auto else self._limits.draft_tokens),
             job.request.max_tokens - job.generated,
             job.request.window - (len(job.tokens) - job.credited),
         )
-        if most < 1 or (self._auto and not self._pays(chance, replace(load, prefilling=False))):
-            return None
-        if self._auto and load.prefilling and not drafting.is_proven:
-            return None
-        drafts = drafting.source.draft(job.tokens, most)
+        drafts = drafting.source.draft(job.tokens, most) if most > 0 else ()
         return _Guess(job, drafts, chance) if drafts else None
 
-    def _pays(self, gain: float, load: Load) -> bool:
-        """Whether one row more is worth ``gain`` tokens; not where the stages are unknown."""
+    def _least_chance(self, load: Load) -> float:
+        """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
+        load = replace(load, prefilling=False)
         before, after = self._turn_s(0, load), self._turn_s(1, load)
-        return gain * before > MARGIN * load.rows * (after - before)
+        return MARGIN * load.rows * (after - before) / before if before else math.inf
 
     # --- how many ------------------------------------------------------------------------------
 
