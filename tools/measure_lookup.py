@@ -9,8 +9,8 @@ code and documents: edits of code, summaries with quotes, chat, translations. Th
 played through on the tokens of these answers: the last tokens, ``--longest`` of them, else fewer
 down to ``--shortest``, are looked for earlier in prompt and answer; the up to k tokens that
 followed the latest place are a draft. As many of them are accepted as the answer goes on with, and
-one pass of the model gives these and one token more. Nothing in molink speculates: this measures
-texts.
+one pass of the model gives these and one token more. The drafts are those of molink's head; what
+it gains by them in a ring ``tools.simulate_drafts`` shows.
 
 Shown for each kind and k: tokens of a pass (of all answers; then the least, the median and the most
 of one answer), the share of passes that had a draft, and the share of drafted tokens that were
@@ -37,12 +37,12 @@ from molink.checkpoint.folder import ModelFolder
 from molink.checkpoint.source import Uncounted
 from molink.checkpoint.unpacking import unpacked
 from molink.gguf import blocks, formats, header, parts
+from molink.head.speculation.lookup import LONGEST, SHORTEST, PromptLookup
 from molink.text.tokenizer import Tokenizer
 from tools.greedy import greedy, whole_model
+from tools.simulate_drafts import until_loop
 
 _DOCS = Path(__file__).parents[1] / "docs"
-#: Tokens that an answer has twice if it goes round in circles.
-_LOOP = 8
 #: Characters of a passage that a prompt has.
 _PASSAGE = 700
 _EDITS = (
@@ -143,33 +143,13 @@ def ask(path: Path, count: int, dtype: Any) -> list[Answer]:
 # --- drafts ----------------------------------------------------------------------------------
 
 
-def draft(tokens: Sequence[int], k: int, longest: int, shortest: int) -> Sequence[int]:
-    """What followed the latest earlier place of the last tokens; empty if there is none."""
-    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        last = tokens[-length:]
-        for at in range(len(tokens) - length - 1, -1, -1):
-            if tokens[at : at + length] == last:
-                return tokens[at + length : at + length + k]
-    return ()
-
-
-def until_loop(tokens: list[int]) -> list[int]:
-    """An answer up to where some of its tokens come a second time."""
-    seen: set[tuple[int, ...]] = set()
-    for end in range(_LOOP, len(tokens) + 1):
-        last = tuple(tokens[end - _LOOP : end])
-        if last in seen:
-            return tokens[: end - _LOOP]
-        seen.add(last)
-    return tokens
-
-
 def play(answer: Answer, k: int, longest: int, shortest: int) -> Tally:
     """Prompt lookup over one answer; its first token comes with the prompt."""
+    lookup = PromptLookup(longest, shortest)
     written, passes, with_draft, drafted, accepted = 1, 0, 0, 0, 0
     while written < len(answer.tokens):
         context = answer.prompt + answer.tokens[:written]
-        guess = draft(context, min(k, len(answer.tokens) - written), longest, shortest)
+        guess = lookup.draft(context, min(k, len(answer.tokens) - written))
         right = 0
         while right < len(guess) and guess[right] == answer.tokens[written + right]:
             right += 1
@@ -213,8 +193,8 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--most", type=int, default=8, help="tokens of a draft")
-    parser.add_argument("--longest", type=int, default=4, help="tokens that are looked for")
-    parser.add_argument("--shortest", type=int, default=2)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens that are looked for")
+    parser.add_argument("--shortest", type=int, default=SHORTEST)
     parser.add_argument("--no-loops", action="store_true", help="count up to the first loop only")
     parser.add_argument("--json", action="store_true", help="print the answers too")
     options = parser.parse_args()
@@ -229,7 +209,8 @@ def main() -> None:
                 path = unpacked(path, Path(room), Uncounted(), threading.Event())
             answers = ask(path, options.answer, options.dtype)
     counted = [
-        replace(one, tokens=until_loop(one.tokens)) if options.no_loops else one for one in answers
+        replace(one, tokens=list(until_loop(one.tokens))) if options.no_loops else one
+        for one in answers
     ]
     rows = list(figures(counted, options))
     if options.json:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.dtypes import Compression
 from molink.facts.scalars import Text
 
@@ -24,6 +25,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     chunk_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     #: Whether prefill chunks also go without decode rows, while no stream waits for them.
     unpaired_prefill: bool = True
+    #: Tokens of each request that are guessed ahead and verified in one pass; -1 = as many as pay.
+    draft_tokens: Annotated[int, msgspec.Meta(ge=AUTO_DRAFTS, le=MAX_DRAFTS)] = AUTO_DRAFTS
     #: Whether the KV of requests that are over is kept for others that begin alike.
     prefix_cache: bool = True
     #: How links between stages share their bandwidth (``molink.link.policies.create``).

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from molink.head.job import Job
 from molink.wire.messages.base import Payload
@@ -20,9 +20,9 @@ from molink.wire.messages.data import (
 #: Bytes of a 4 KiB header that row groups may take; the rest is the frame around them.
 _GROUP_BYTES_MAX = 4000
 #: Most bytes of a group without block ids: array, request, start, count, after, array, sample,
-#: no block to copy from. A block id takes ``_BLOCK_BYTES`` at most.
-_GROUP_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1
-_BLOCK_BYTES = 5
+#: no block to copy from, array. A block id takes ``_ID_BYTES`` at most, and so does a draft.
+_GROUP_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
+_ID_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class _Group:
     sample: bool
     released: int
     source: int
+    drafts: tuple[int, ...] = ()
 
 
 class VolumeBuilder:
@@ -73,6 +74,8 @@ class VolumeBuilder:
         self.prefill = prefill
         self._groups: list[_Group] = []
         self._bytes = 0
+        #: Tokens that may be sampled, if each group is.
+        self._samples = 0
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -81,14 +84,25 @@ class VolumeBuilder:
         return any(group.job is job for group in self._groups)
 
     @property
+    def jobs(self) -> list[Job]:
+        """Those of its groups."""
+        return [group.job for group in self._groups]
+
+    @property
     def room(self) -> int:
         """Block ids that one more group may bring along; below 1 the volume is full.
 
         The id of a block to copy from always fits beside them.
         """
-        if len(self._groups) >= MAX_GROUPS:
+        if self._samples >= MAX_GROUPS:
             return 0
-        return (_GROUP_BYTES_MAX - self._bytes - _GROUP_BYTES) // _BLOCK_BYTES - 1
+        return (_GROUP_BYTES_MAX - self._bytes - _GROUP_BYTES) // _ID_BYTES - 1
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts, with a block each, that its groups may still be given."""
+        left = (_GROUP_BYTES_MAX - self._bytes) // (2 * _ID_BYTES)
+        return max(0, min(MAX_GROUPS - self._samples, left))
 
     def add(self, job: Job, count: int, blocks: Sequence[int], released: int) -> None:
         """Issue the next ``count`` rows of ``job``, which bring ``blocks`` to its block table.
@@ -100,8 +114,25 @@ class VolumeBuilder:
         source = job.source if job.issued == job.reused else -1
         group = _Group(job, job.issued, count, tuple(blocks), sample, released, source)
         self._groups.append(group)
-        self._bytes += _GROUP_BYTES + _BLOCK_BYTES * (len(blocks) + (source >= 0))
+        self._bytes += _GROUP_BYTES + _ID_BYTES * (len(blocks) + (source >= 0))
+        self._samples += 1
         job.issued = end
+        job.announced += len(blocks)
+
+    def add_drafts(
+        self, job: Job, drafts: Sequence[int], blocks: Sequence[int], released: int
+    ) -> None:
+        """Let ``drafts`` follow the rows of ``job``, which bring ``blocks`` beside their own."""
+        for index, group in enumerate(self._groups):
+            if group.job is job:
+                self._groups[index] = replace(
+                    group,
+                    blocks=(*group.blocks, *blocks),
+                    released=max(group.released, released),
+                    drafts=tuple(drafts),
+                )
+        self._bytes += _ID_BYTES * (len(drafts) + len(blocks))
+        self._samples += len(drafts)
         job.announced += len(blocks)
 
     def build(self, tick: int) -> HeadVolume:
@@ -115,14 +146,16 @@ class VolumeBuilder:
                 Rows(
                     job.id,
                     group.start,
-                    group.count,
+                    group.count + len(group.drafts),
                     after,
                     group.blocks,
                     group.sample,
                     group.source,
+                    group.drafts,
                 )
             )
             tokens += job.tokens[group.start : end]
+            tokens += group.drafts
             job.last = tick
             job.flight[tick] = group.start
         payload = Payload("i32", (len(tokens),))

@@ -14,6 +14,7 @@ from molink.head.microbatches import MicroBatches
 from molink.head.policies.base import Preemption
 from molink.head.prefix import Match
 from molink.head.roster import Leaving, Roster
+from molink.head.speculation.speculation import Load, Speculation
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data import Admit, Grammar, History, Release, Table
 
@@ -33,13 +34,19 @@ class Batcher:
     A job gets the blocks of its known tokens when it is admitted, as many of them as can be from
     the prefix cache, and grows one by one from then on.
     A decode row that gets no block preempts other jobs; while one is *starved* nobody is admitted,
-    and nobody who would give way to it goes on prefilling.
+    and nobody who would give way to it goes on prefilling. Drafts preempt nobody.
     """
 
     def __init__(
-        self, limits: HeadLimits, roster: Roster, cache: BlockCache, ledger: Ledger
+        self,
+        limits: HeadLimits,
+        roster: Roster,
+        cache: BlockCache,
+        ledger: Ledger,
+        speculation: Speculation,
     ) -> None:
         self._limits = limits
+        self._speculation = speculation
         self._roster = roster
         self._cache = cache
         self._ledger = ledger
@@ -64,6 +71,7 @@ class Batcher:
         """Stages have measured themselves, or their links, anew."""
         self.micro_batches.set_times(times)
         self._chunk.set_profiles(times.profiles)
+        self._speculation.set_times(times)
 
     def compose(self, now: float, *, prefill: bool = True) -> Batch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
@@ -75,6 +83,7 @@ class Batcher:
             self._chunk.set_micro_batches(count)
             if self._ledger.volumes(prefill=False) < count:
                 self._add_decode(decode, streams, now)
+                self._add_drafts(decode, streams, context)
             if prefill:
                 rows = self._prefill_rows(streams, context, now, beside=len(decode) > 0)
                 self._add_prefill(chunk, rows, admitted, now)
@@ -108,9 +117,28 @@ class Batcher:
             else:
                 self._add_rows(builder, job, 1)
 
-    def _grow(self, job: Job) -> int | None:
-        """See to it that the job's last token has a block; how many it got, ``None`` if none."""
-        lacking = self._limits.blocks_for(len(job.tokens)) - len(job.blocks)
+    def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
+        """Let drafts follow the decode rows, as far as there are blocks for them."""
+        riding = len(builder)
+        flying = min(self.micro_batches.count, math.ceil(streams / riding)) if riding else 0
+        prefilling = self._ledger.volumes(prefill=True) > 0 or self._roster.has_prompts
+        load = Load(riding, flying, context, prefilling)
+        for job, drafts in self._speculation.drafts(builder.jobs, load, builder.draft_room):
+            if self._starved or self._grow(job, len(drafts)) is None:
+                room = len(job.blocks) * self._limits.block_size - len(job.tokens)
+                drafts = drafts[:room]
+            if drafts:
+                upto = self._limits.blocks_for(len(job.tokens) + len(drafts))
+                blocks = job.blocks[job.announced : max(upto, job.announced)]
+                released = self._cache.blocks.released_at(blocks)
+                builder.add_drafts(job, drafts, blocks, released)
+
+    def _grow(self, job: Job, drafts: int = 0) -> int | None:
+        """See to it that the job's last token, and what may follow it, have blocks.
+
+        How many it got, ``None`` if there are too few.
+        """
+        lacking = self._limits.blocks_for(len(job.tokens) + drafts) - len(job.blocks)
         if lacking <= 0:
             return 0
         blocks = self._cache.allocate(lacking)

@@ -1,6 +1,6 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from molink.errors import InvariantError, RequestError
@@ -18,6 +18,9 @@ from molink.head.policies.base import SchedulingPolicy
 from molink.head.policies.fcfs import Fcfs
 from molink.head.request import Emission, HeadRequest
 from molink.head.roster import Roster
+from molink.head.speculation.base import DraftSource
+from molink.head.speculation.lookup import PromptLookup
+from molink.head.speculation.speculation import Speculation
 from molink.wire.messages.data import (
     Choice,
     FinishReason,
@@ -45,18 +48,24 @@ class Head:
     ``next`` is to be called whenever stage 0 can take a micro-batch and after every event while it
     is idle; what it returns goes to stage 0's scoreboard in order. What comes out of the tail goes
     to ``sampled``, ``tombstone`` and ``released``. ``now`` is in seconds of any monotonic clock.
-    Whose turn it is ``policy`` decides (first come, first served if none is given).
+    Whose turn it is ``policy`` decides (first come, first served if none is given); ``source``
+    makes what guesses the tokens of a request.
     """
 
     def __init__(
-        self, limits: HeadLimits, epoch: int, policy: SchedulingPolicy | None = None
+        self,
+        limits: HeadLimits,
+        epoch: int,
+        policy: SchedulingPolicy | None = None,
+        source: Callable[[], DraftSource] = PromptLookup,
     ) -> None:
         self.limits = limits
         self.epoch = epoch
         self._cache = BlockCache(limits)
         self._roster = Roster(policy if policy is not None else Fcfs())
         self._ledger = Ledger()
-        self._batcher = Batcher(limits, self._roster, self._cache, self._ledger)
+        self._speculation = Speculation(limits, source)
+        self._batcher = Batcher(limits, self._roster, self._cache, self._ledger, self._speculation)
         self._admission = Admission(limits)
         self._story = Story()
         #: When volumes in flight were issued, by tick.
@@ -141,10 +150,13 @@ class Head:
         """A volume has gone round; returns what its requests' daemons are to be told.
 
         A request that is neither in ``choices`` nor in ``failed`` although its rows were to be
-        sampled counts as failed: nothing waits for a token that will not come.
+        sampled counts as failed: nothing waits for a token that will not come. So does one with
+        tokens for which there were no rows.
         """
         rows_back, seconds = self._back(message.tick, now)
-        choices = {choice.request: choice for choice in message.choices}
+        choices: dict[int, list[Choice]] = {}
+        for choice in message.choices:
+            choices.setdefault(choice.request, []).append(choice)
         failed = set(message.failed)
         emissions = []
         for rows in rows_back:
@@ -155,13 +167,10 @@ class Head:
             self._roster.ran(job, seconds, now)
             if rows.source >= 0:
                 self._cache.copied(job)
-            choice = choices.get(rows.request)
             if rows.request in failed:
                 emissions.append(self._fail(job, _NO_TOKEN, now))
-            elif rows.sample and (choice is None or choice.position != len(job.tokens)):
-                emissions.append(self._fail(job, "the last stage did not sample its token", now))
-            elif rows.sample and choice is not None:
-                emissions.append(self._take(job, choice, tops, now))
+            elif rows.sample:
+                emissions += self._take_all(job, rows, choices.get(rows.request, []), tops, now)
         return emissions
 
     def tombstone(self, tick: int, now: float) -> list[Emission]:
@@ -212,6 +221,8 @@ class Head:
         counters["head_prompt_tokens_total"] = float(batcher.prompt_tokens)
         counters["head_prefill_rows_total"] = float(batcher.prefill_rows)
         counters["head_preemptions_total"] = float(batcher.preemptions)
+        counters["head_draft_tokens_total"] = float(self._speculation.drafted)
+        counters["head_draft_tokens_accepted_total"] = float(self._speculation.accepted)
         counters["head_prefix_hit_tokens_total"] = float(cache.hit_tokens)
         counters["head_prefix_lookup_tokens_total"] = float(cache.lookup_tokens)
         counters["head_prefix_evictions_total"] = float(cache.evictions)
@@ -286,11 +297,27 @@ class Head:
         self._story.add(now, "back", tick, len(rows))
         return rows, now - issued_at
 
+    def _take_all(
+        self, job: Job, rows: Rows, choices: Sequence[Choice], tops: Tops, now: float
+    ) -> list[Emission]:
+        """The tokens of a live request, up to its end."""
+        if not _are_due(choices, len(job.tokens), rows.drafts):
+            return [self._fail(job, "the last stage did not sample its token", now)]
+        if rows.drafts:
+            self._speculation.verified(job, len(rows.drafts), len(choices) - 1)
+        emissions = []
+        for choice in choices:
+            emissions.append(self._take(job, choice, tops, now))
+            if job.state == "gone":
+                break
+        return emissions
+
     def _take(self, job: Job, choice: Choice, tops: Tops, now: float) -> Emission:
         """A token of a live request: keep it and pass it on."""
         self._counts["tokens"] += 1
         if not job.offered:
             self._cache.offer(job)
+        job.issued = len(job.tokens)  # the one before was a row, if only as a draft
         job.tokens.append(choice.token)
         if job.generated == 1:
             job.first_at = now
@@ -345,6 +372,19 @@ class Head:
     def _stray(self, kind: str, tick: int, now: float) -> None:
         self.strays += 1
         self._story.add(now, "stray", kind, tick)
+
+
+def _are_due(choices: Sequence[Choice], position: int, drafts: Sequence[int]) -> bool:
+    """Whether these are tokens from ``position`` on, of which all but the last are ``drafts``.
+
+    The KV of tokens that were neither sampled before nor drafts would be that of others.
+    """
+    if not 1 <= len(choices) <= 1 + len(drafts):
+        return False
+    tokens = [choice.token for choice in choices]
+    positions = [choice.position for choice in choices]
+    right = all(token == draft for token, draft in zip(tokens[:-1], drafts, strict=False))
+    return right and positions == list(range(position, position + len(choices)))
 
 
 def _shown(job: Job, now: float) -> RequestNow:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from molink.head.prefix import ROOT, Match
 from molink.head.request import HeadRequest
+from molink.head.speculation.drafting import Drafting
 
 #: Seconds after which a job whose client takes nothing may have to give way to others.
 PATIENCE = 30.0
@@ -36,11 +37,14 @@ class Job:
     admissions: int = 0
     #: Prompt tokens that the prefix cache had when it was first admitted.
     cached: int = 0
+    #: What guesses its tokens, once it has been asked.
+    drafting: Drafting | None = None
     #: Whether all rows that came back were computed: others may share their KV.
     sound: bool = True
     #: The request id that stages know it by; meaningless while waiting.
     id: int = -1
     #: Tokens whose rows have been issued; a decoding job's last token is issued as a row later.
+    #: Drafts don't count: the rows of those that are wrong are overwritten by what comes next.
     issued: int = 0
     blocks: list[int] = field(default_factory=list)
     #: How many of ``blocks`` the stages have been told of.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from molink.errors import UsageError
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -20,7 +21,9 @@ class HeadLimits:
     ``max_running`` requests that hold blocks and ``max_waiting`` that queue; ``max_context`` tokens
     of a request, prompt and answer together. ``prefix_cache`` is whether the blocks of requests
     that are over are kept for others that begin with the same tokens. Requests that may come to
-    more than ``short_context`` tokens (0: no such bound) share them among themselves only.
+    more than ``short_context`` tokens (0: no such bound) share them among themselves only. A decode
+    row is followed by up to ``draft_tokens`` drafts (:data:`AUTO_DRAFTS`: as
+    :mod:`molink.head.speculation` decides).
     """
 
     blocks: int
@@ -36,6 +39,7 @@ class HeadLimits:
     stages: int = 1
     row_bytes: int = 0
     unpaired: bool = True
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -48,6 +52,7 @@ class HeadLimits:
             "max_waiting": (0, 1 << 20),
             "max_context": (1, 1 << 24),
             "short_context": (0, 1 << 24),
+            "draft_tokens": (AUTO_DRAFTS, MAX_DRAFTS),
         }
         for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)

@@ -76,6 +76,11 @@ class Roster:
         return len(self._waiting)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether an admitted job has rows of known tokens to be issued."""
+        return bool(self._prefilling)
+
+    @property
     def leaving(self) -> Sequence[Leaving]:
         """The admissions whose release has still to be issued."""
         return self._leaving

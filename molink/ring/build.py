@@ -13,6 +13,8 @@ from molink.head.chunk import max_chunk_rows
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.policies.create import create_scheduling_policy
+from molink.head.speculation.base import DraftSource
+from molink.head.speculation.lookup import PromptLookup
 from molink.link.ends import Answering, Connect, LinkName, Timers
 from molink.link.estimate.estimator import LinkEstimator
 from molink.link.incoming import InLink, InLinkEvents
@@ -44,7 +46,7 @@ class RingPlan:
     ``context`` tokens are in the longest request of any head. ``profile`` is this stage's own,
     ``link_policy`` that of its link, ``scheduling_policy`` the head's, ``previous_peer`` the one
     that runs the previous stage. Volumes are cut into pieces as ``cutting`` says, or else as
-    ``cut_through`` and the profile do.
+    ``cut_through`` and the profile do. ``source`` makes what guesses the tokens of a request.
     """
 
     epoch: int
@@ -58,6 +60,7 @@ class RingPlan:
     previous_peer: str = ""
     cutting: Cutting | None = None
     scheduling_policy: str = "fcfs"
+    source: Callable[[], DraftSource] = PromptLookup
 
     @property
     def board(self) -> BoardLimits:
@@ -174,7 +177,7 @@ def build_ring(plan: RingPlan, around: Surroundings) -> Seat:
     front: Front | None = None
     if plan.shape.is_first:
         policy = create_scheduling_policy(plan.scheduling_policy)
-        head = Head(plan.head, plan.epoch, policy)
+        head = Head(plan.head, plan.epoch, policy, plan.source)
         front = Front(head, around.desk(head), plan.shape.vocabulary)
     cutting = plan.cutting or create_cutting(
         plan.profile, cut_through=plan.cut_through, forwards=not plan.shape.is_last

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.ring.ticks import TickSet
-from molink.wire.messages.data import MAX_GRAMMAR, Grammar, History, Rows
+from molink.wire.messages.data import MAX_GRAMMAR, MAX_GROUPS, Grammar, History, Rows, Volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,17 @@ class BoardLimits:
     blocks: int = 1 << 31
     block_size: int = 1 << 16
     waiting_bytes: int = 256 << 20
+
+
+def has_honest_drafts(volume: Volume) -> bool:
+    """Whether all drafts are of decode rows that are sampled from, and one ``Sampled`` has room."""
+    if volume.prefill:
+        return not any(group.drafts for group in volume.rows)
+    proper = all(
+        (group.sample and len(group.drafts) < group.count) or not group.drafts
+        for group in volume.rows
+    )
+    return proper and sum(1 + len(group.drafts) for group in volume.rows) <= MAX_GROUPS
 
 
 @dataclass(slots=True)

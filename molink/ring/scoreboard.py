@@ -40,9 +40,10 @@ admits the reader, so that ``after`` need not name it.
 **Misbehaviour** of other stages is counted, noted in the story, and never wedges this one. A
 message that makes no sense becomes a tombstone: its tick completes here and further on, and the
 head, which knows what it sent, fails the requests concerned. So for a volume with an ``after`` not
-before itself or the same request twice; for rows whose ``after`` is complete but whose request was
-never admitted or has earlier rows that are not complete, or whose block table does not hold them or
-is no honest one, or that copy from no honest block; for an ``Admit`` of an id that is not new; for
+before itself, the same request twice, or drafts that can't be sampled or reported; for rows whose
+``after`` is complete but whose request was never admitted or has earlier rows that are not
+complete, or whose block table does not hold them or is no honest one, or that copy from no honest
+block; for an ``Admit`` of an id that is not new; for
 a ``History`` or ``Table`` of a request that is not live, or that is not the next ids of it, no
 blocks, or late; for whatever exceeds the ``BoardLimits``, which keep the
 memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is ignored;
@@ -59,7 +60,7 @@ from collections.abc import Iterator, Sequence
 
 from molink.errors import InvariantError
 from molink.facts.story import Story
-from molink.ring.known import BoardLimits, KnownRequests
+from molink.ring.known import BoardLimits, KnownRequests, has_honest_drafts
 from molink.ring.pieces import Cutting, WholeVolumes
 from molink.ring.ticks import Releases, TickSet
 from molink.ring.volumes import Volumes
@@ -207,6 +208,7 @@ class Scoreboard:
         if (
             len(requests) < len(volume.rows)
             or any(group.after >= volume.tick for group in volume.rows)
+            or not has_honest_drafts(volume)
             or not 1 <= waiting.arrived <= waiting.total
         ):
             self._refuse(volume.tick, "bad_volumes", now)

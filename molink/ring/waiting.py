@@ -145,4 +145,5 @@ def clip(group: Rows, first: int, count: int) -> Rows:
         blocks=() if first else group.blocks,
         sample=group.sample and first + count == group.count,
         source=-1 if first else group.source,
+        drafts=(),
     )

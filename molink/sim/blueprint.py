@@ -111,4 +111,5 @@ class Blueprint:
             stages=scenario.stages,
             row_bytes=self._row_bytes,
             unpaired=scenario.unpaired,
+            draft_tokens=scenario.draft_tokens,
         )

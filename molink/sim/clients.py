@@ -1,7 +1,7 @@
 """Clients: they send requests when these are due, and note when each token comes."""
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from molink.bench.planned import PlannedRequest
@@ -10,9 +10,9 @@ from molink.errors import InvariantError, MolinkError
 from molink.head.head import Head
 from molink.head.request import Emission, HeadRequest
 from molink.sim.agenda import Agenda
+from molink.sim.texts import Text
 from molink.wire.messages.data import Sampling, Token
 
-_SAMPLING = Sampling(temperature=0.0)
 #: Uncredited tokens: clients that take everything at once never make a stream wait.
 _WINDOW = 1 << 24
 _OWNER = "clients"
@@ -37,12 +37,19 @@ class Clients:
     """Sends ``plan`` to the heads that ``choose`` names, and keeps the time of every token.
 
     ``agenda`` is stopped after the last one. It is the heads' front desk, too. Prompts have no
-    content that could be shared.
+    content that could be shared, unless there are ``texts``.
     """
 
-    def __init__(self, agenda: Agenda, plan: Iterable[PlannedRequest], choose: Choose) -> None:
+    def __init__(
+        self,
+        agenda: Agenda,
+        plan: Iterable[PlannedRequest],
+        choose: Choose,
+        texts: Sequence[Text] = (),
+    ) -> None:
         self._agenda = agenda
         self._choose = choose
+        self._texts = texts
         self._plan = {str(request.index): request for request in plan}
         self._times: dict[str, array[float]] = {key: array("d") for key in self._plan}
         self._errors: dict[str, str] = {}
@@ -80,10 +87,10 @@ class Clients:
         request = HeadRequest(
             _OWNER,
             key,
-            (0,) * (count + there),
+            self._ids(planned, count + there),
             count,
             planned.output_tokens - there,
-            _SAMPLING,
+            Sampling(temperature=0.0, seed=planned.index),
             window=_WINDOW,
         )
         try:
@@ -93,6 +100,13 @@ class Clients:
         else:
             self.deliver(emissions, now)
             serving.pump()
+
+    def _ids(self, planned: PlannedRequest, count: int) -> tuple[int, ...]:
+        """The first ``count`` tokens of prompt and answer."""
+        if not self._texts:
+            return (0,) * count
+        text = self._texts[planned.index % len(self._texts)]
+        return (*text.prompt, *text.answer)[:count]
 
     def forsake(self, serving: ServingRing) -> list[str]:
         """It is gone: those that it served wait, and can be sent again; returns their keys."""
@@ -123,7 +137,7 @@ class Clients:
         """Take tokens and refusals.
 
         Raises:
-            InvariantError: a token came twice, or one is missing before it.
+            InvariantError: a token came twice, another one came, or one is missing before it.
         """
         self.heard_at = now
         for emission in emissions:
@@ -132,11 +146,17 @@ class Clients:
                 times = self._times[message.key]
                 if message.position != self._plan[message.key].input_tokens + len(times):
                     raise InvariantError(f"request {message.key}: position {message.position}")
+                if self._texts and message.token != self._due(message):
+                    raise InvariantError(f"request {message.key}: another token came")
                 times.append(now)
                 if message.finish is not None:
                     self._over(message.key, now)
             else:
                 self._over(message.key, now, message.message)
+
+    def _due(self, message: Token) -> int:
+        text = self._texts[self._plan[message.key].index % len(self._texts)]
+        return text.token(message.position)
 
     def close(self) -> None:
         """A ring has ended: nothing more comes of it."""

@@ -30,7 +30,7 @@ class Pipeline:
         self._blueprint = Blueprint.of(scenario)
         links = [scenario.link_from(stage) for stage in range(scenario.stages)]
         self._pcs = [Pc(Uplink(link.rate, link.queue)) for link in links]
-        self.clients = Clients(self.agenda, plan, lambda _: self._ring)
+        self.clients = Clients(self.agenda, plan, lambda _: self._ring, scenario.texts)
         self._ring = SimRing(
             self.agenda, self._blueprint, self._pcs, lambda _: self.clients, self._broken
         )
@@ -85,6 +85,13 @@ class Pipeline:
     def preemptions(self) -> int:
         """How often a request gave its KV blocks up for another."""
         return int(self._ring.stats()[0]["head_preemptions_total"])
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted, and those of them that were right."""
+        counters, _ = self._ring.stats()
+        accepted = counters["head_draft_tokens_accepted_total"]
+        return int(counters["head_draft_tokens_total"]), int(accepted)
 
     @property
     def computed_s(self) -> list[float]:

@@ -75,11 +75,17 @@ class SimRing:
     def _make_seat(self, index: int) -> Seat:
         blueprint, agenda = self.blueprint, self._agenda
         roofline, pc = blueprint.stages[index], self.pcs[index]
-        executor = SimExecutor(agenda, blueprint.shape(index), roofline, blueprint.zeros, pc)
+        requests, texts = NoRequests(), blueprint.scenario.texts
+
+        def token(request: int, position: int) -> int:
+            return texts[requests.seed(request) % len(texts)].token(position) if texts else 0
+
+        shape = blueprint.shape(index)
+        executor = SimExecutor(agenda, shape, roofline, blueprint.zeros, pc, token)
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None
-        around = Surroundings(agenda, NoRequests(), executor, self._desk, broken, link)
+        around = Surroundings(agenda, requests, executor, self._desk, broken, link)
         return build_ring(blueprint.plan(index, self._epoch), around)
 
     def _make_link(self, index: int) -> LinkSurroundings:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.errors import UsageError
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.head.policies.create import create_scheduling_policy
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, unequal_rooflines
+from molink.sim.texts import Text
 from molink.sim.workload import Workload
 from molink.wire.messages.data import MAX_MICRO_BATCHES
 
@@ -34,7 +36,10 @@ class Scenario:
     without decode rows as long as nobody who decodes waits for them (:mod:`molink.head.depth`).
     ``devices`` and ``layers`` are those of each stage, if they differ or aren't shared out evenly.
     ``links`` are those from each stage to the next, if they differ.
-    ``shape`` is the model's, if it has no profile of that name.
+    ``shape`` is the model's, if it has no profile of that name. With ``texts``, request ``i`` is
+    the ``i``-th of them, from the first again after the last, and the workload's sizes have to be
+    theirs. Without, prompts and answers have no content, and there can't be ``draft_tokens`` (of a
+    request in a pass; 0: none, -1: as many as pay).
 
     Raises:
         UsageError: a number is out of range, or there is no profile or policy of that name.
@@ -59,6 +64,8 @@ class Scenario:
     layers: tuple[int, ...] = ()
     links: tuple[LinkProfile, ...] = ()
     shape: ModelProfile | None = None
+    texts: tuple[Text, ...] = ()
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float, float]] = {
@@ -67,6 +74,11 @@ class Scenario:
             "--tensors": (self.tensors, 1, 2),
             "--chunk-tokens": (self.chunk_tokens, 0, 1 << 16),
             "--max-running": (self.max_running, 1, 1024),
+            "draft_tokens": (
+                self.draft_tokens,
+                AUTO_DRAFTS if self.texts else 0,
+                MAX_DRAFTS if self.texts else 0,
+            ),
             "--compression-ratio": (self.compression_ratio, 1, 100),
         }
         for option, (value, minimum, maximum) in bounds.items():

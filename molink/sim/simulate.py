@@ -31,7 +31,8 @@ class Outcome:
     nothing; ``link_utilisation`` that in which each link transferred (the last leads back to the
     head). ``micro_batches`` is ``K`` at the end. ``kv_peak`` is the largest share of the KV blocks
     that was in use, and ``preemptions`` how often one request had to give them up for another:
-    where there are any, or the peak is near 1, the ring was saturated.
+    where there are any, or the peak is near 1, the ring was saturated. Of ``drafted`` tokens
+    ``accepted`` were right.
     """
 
     scenario: Scenario
@@ -42,6 +43,8 @@ class Outcome:
     link_utilisation: tuple[float, ...]
     kv_peak: float
     preemptions: int
+    drafted: int = 0
+    accepted: int = 0
 
     def as_json(self) -> dict[str, object]:
         """Plain values to be dumped: those of the report, and the simulation's own."""
@@ -97,6 +100,7 @@ def simulate(scenario: Scenario, timeline: Timeline | None = None) -> Outcome:
         tuple(busy / live if live else 0.0 for busy in pipeline.transferred_s),
         pipeline.kv_peak,
         pipeline.preemptions,
+        *pipeline.drafts,
     )
 
 

@@ -1,27 +1,34 @@
 """A stage that computes nothing but takes its time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from molink.ring.stage import StageShape
 from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.sim.agenda import Agenda
 from molink.sim.pc import Pc
 from molink.sim.roofline import Roofline, StepRows
-from molink.wire.messages.data import Admit, Choice, Sampled, Volume
+from molink.wire.messages.data import Admit, Choice, Rows, Sampled, Volume
 
 #: Told of every step: begin, seconds, decode rows, prefill rows.
 OnStep = Callable[[float, float, int, int], None]
+#: The token of a request at a position.
+TokenAt = Callable[[int, int], int]
 
 
 class NoRequests:
     """Which requests live at a stage: nothing else is needed where nothing is computed."""
 
     def __init__(self) -> None:
-        self._live: set[int] = set()
+        #: With the seed of each.
+        self._live: dict[int, int] = {}
 
     def admit(self, message: Admit) -> None:
         """A request begins."""
-        self._live.add(message.request)
+        self._live[message.request] = message.sampling.seed
+
+    def seed(self, request: int) -> int:
+        """That of a request that lives."""
+        return self._live[request]
 
     def history(self, request: int, first: int, ids: memoryview) -> None:
         """Not kept."""
@@ -34,7 +41,7 @@ class NoRequests:
 
     def release(self, request: int) -> None:
         """A request is over."""
-        self._live.discard(request)
+        self._live.pop(request, None)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -52,18 +59,25 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
             else:
                 decode += count
                 decode_context += count * rows.start
-            sampled += rows.sample and is_last
+            sampled += (1 + len(rows.drafts)) * (rows.sample and is_last)
     return StepRows(decode, decode_context, prefill, prefill_context, sampled)
 
 
 class SimExecutor:
-    """Runs each step for as long as roofline and PC say; every sampled token is 0.
+    """Runs each step for as long as roofline and PC say.
 
-    Rows are views of ``zeros``, which has to be long enough for the largest volume.
+    Rows are views of ``zeros``, which has to be long enough for the largest volume. ``token`` says
+    what is sampled for a request at a position.
     """
 
     def __init__(
-        self, agenda: Agenda, stage: StageShape, roofline: Roofline, zeros: memoryview, pc: Pc
+        self,
+        agenda: Agenda,
+        stage: StageShape,
+        roofline: Roofline,
+        zeros: memoryview,
+        pc: Pc,
+        token: TokenAt = lambda request, position: 0,
     ) -> None:
         self._agenda = agenda
         self._is_last = stage.is_last
@@ -71,6 +85,7 @@ class SimExecutor:
         self._roofline = roofline
         self._zeros = zeros
         self._pc = pc
+        self._token = token
         self.on_step: OnStep | None = None
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
@@ -91,7 +106,14 @@ class SimExecutor:
         volume = segment.volume
         if not self._is_last:
             return SegmentResult(volume, self._zeros[: volume.count * self._row_bytes], None)
-        choices = tuple(
-            Choice(rows.request, rows.start + rows.count, 0) for rows in volume.rows if rows.sample
-        )
-        return SegmentResult(volume, None, Sampled(volume.tick, choices))
+        choices = [choice for rows in volume.rows if rows.sample for choice in self._sample(rows)]
+        return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices)))
+
+    def _sample(self, rows: Rows) -> Iterator[Choice]:
+        """A token after the last row; with drafts, up to the first that is another one."""
+        first = rows.start + rows.count - len(rows.drafts)
+        for position, draft in enumerate((*rows.drafts, None), first):
+            token = self._token(rows.request, position)
+            yield Choice(rows.request, position, token)
+            if token != draft:
+                return

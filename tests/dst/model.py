@@ -6,7 +6,7 @@ every later token. Which stage has which layers changes none.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from molink.ring.work import Segment, SegmentResult, StepDone
@@ -147,15 +147,23 @@ class Executor:
                 part = self._layer(layer, part, rows.start, state.blocks)
             out.extend(part)
             if rows.sample and self._last:
-                position = rows.start + rows.count
-                history = state.history if state.sampling.needs_history else None
-                token = draw(part[-1], state.sampling, position, history)
-                if history is not None:
-                    history.append(token)
-                choices.append(Choice(rows.request, position, token))
+                choices += self._sample(rows, part)
         if self._last:
             return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices)))
         return SegmentResult(volume, memoryview(out.tobytes()), None)
+
+    def _sample(self, rows: Rows, values: Sequence[int]) -> Iterator[Choice]:
+        """A token after the last row; with drafts, up to the first that is another one."""
+        state = self._requests[rows.request]
+        history = state.history if state.sampling.needs_history else None
+        before = rows.count - len(rows.drafts)
+        for at, draft in enumerate((*rows.drafts, None), before):
+            token = draw(values[at - 1], state.sampling, rows.start + at, history)
+            if history is not None:
+                history.append(token)
+            yield Choice(rows.request, rows.start + at, token)
+            if token != draft:
+                return
 
     def _input(self, segment: Segment) -> Sequence[int]:
         data = segment.data

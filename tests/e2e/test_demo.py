@@ -106,7 +106,7 @@ def test_every_figure_is_described(demo: Process, tools: type[Tools]) -> None:
                 if line.startswith("# HELP "):
                     name, _, text = line.removeprefix("# HELP molink_").partition(" ")
                     helps[name.removesuffix("_total")] = text
-    assert UNDESCRIBED not in helps.values()
+    assert [name for name, text in helps.items() if text == UNDESCRIBED] == []
     own = {name for name in helps if name.startswith("endpoint_") or name == "build_info"}
     seldom = {name for name in HELP if name.startswith("daemon_requests_")}
     assert helps.keys() - own - seldom == HELP.keys() - seldom

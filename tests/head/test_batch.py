@@ -1,5 +1,6 @@
 import msgspec
 
+from molink.facts.drafts import MAX_DRAFTS
 from molink.head.batch import VolumeBuilder
 from molink.head.job import Job
 from molink.head.prefix import Match
@@ -41,6 +42,20 @@ def test_groups_without_new_blocks_fill_a_volume() -> None:
         builder.add(job(len(builder), 1), 1, [], 0)
     assert len(builder) == MAX_GROUPS
     assert header_bytes(builder) <= MAX_HEADER
+
+
+def test_drafts_are_added_while_the_header_has_room() -> None:
+    builder = VolumeBuilder(prefill=False)
+    jobs = [job(number, 1) for number in range(60)]
+    for each in jobs:
+        builder.add(each, 1, [2**31 - 1], 0)
+    for each in jobs:
+        count = min(MAX_DRAFTS, builder.draft_room)
+        builder.add_drafts(each, [2**31 - 1] * count, [2**31 - 1] * count, 0)
+    assert builder.draft_room == 0
+    assert header_bytes(builder) <= MAX_HEADER
+    rows = builder.build(LATE).header.rows
+    assert MAX_DRAFTS <= sum(len(group.drafts) for group in rows) <= MAX_GROUPS - 60
 
 
 def test_many_blocks_fill_a_volume() -> None:

@@ -660,6 +660,8 @@ def test_stats() -> None:
         "head_prompt_tokens_total": 8.0,
         "head_prefill_rows_total": 8.0,
         "head_preemptions_total": 0.0,
+        "head_draft_tokens_total": 0.0,
+        "head_draft_tokens_accepted_total": 0.0,
         "head_prefix_hit_tokens_total": 0.0,
         "head_prefix_lookup_tokens_total": 8.0,
         "head_prefix_evictions_total": 0.0,

@@ -14,7 +14,7 @@ still on their way.
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from molink.errors import Overloaded
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.profile import Profile
 from molink.facts.ringtimes import LinkFacts, RingTimes
 from molink.head.head import Head
@@ -217,18 +218,48 @@ class Stage:
             tokens = list(self.kv[self._slot(state, end - 1)])
             for position in range(end):
                 assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
-            if state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT:
+            tokens = tokens[: end - len(group.drafts)]
+            if self._fails(state, tokens):
                 failed.append(group.request)
             elif self.last and group.sample:
-                choices.append(self._sample(state, group, tokens))
+                choices += self._sample(state, group, tokens)
         return choices, failed
 
-    def _sample(self, state: State, group: Rows, tokens: list[int]) -> Choice:
-        token = model(tokens, state.admit.sampling.seed)
-        if state.admit.sampling.needs_history:
-            assert state.history == tokens
-            state.history.append(token)
-        return Choice(group.request, len(tokens), token)
+    def _fails(self, state: State, tokens: list[int]) -> bool:
+        return state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT
+
+    def _sample(self, state: State, group: Rows, tokens: list[int]) -> Iterator[Choice]:
+        for draft in (*group.drafts, None):
+            if self._fails(state, tokens):
+                return
+            token = model(tokens, state.admit.sampling.seed)
+            if state.admit.sampling.needs_history:
+                assert state.history == tokens
+                state.history.append(token)
+            yield Choice(group.request, len(tokens), token)
+            if token != draft:
+                return
+            tokens = [*tokens, token]
+
+
+@dataclass
+class Guesses:
+    """Drafts of which now none is right, now some or all are."""
+
+    ring: "Ring"
+    rng: random.Random
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        known = next(
+            (*client.request.tokens, *client.expected)
+            for client in self.ring.clients.values()
+            if list(tokens) == [*client.request.tokens, *client.got] and not client.over
+        )
+        drafts = list(known[len(tokens) : len(tokens) + count])
+        drafts += [self.rng.randrange(VOCABULARY) for _ in range(count - len(drafts))]
+        right = self.rng.choice([0, 1, 2, 40])
+        drafts[right:] = [(draft + 1) % VOCABULARY for draft in drafts[right:]]
+        return drafts[: self.rng.randint(0, count)]
 
 
 @dataclass
@@ -248,9 +279,15 @@ class Client:
 class Ring:
     """Head, stages, and the two lanes of each hop; someone else decides what happens next."""
 
-    def __init__(self, stages: int, limits: HeadLimits, cutting: AnyPieces | None = None) -> None:
+    def __init__(
+        self,
+        stages: int,
+        limits: HeadLimits,
+        cutting: AnyPieces | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self.limits = limits
-        self.head = Head(limits, 3)
+        self.head = Head(limits, 3, source=lambda: Guesses(self, rng or random.Random(0)))
         self.cutting = cutting
         self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
         self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
@@ -301,6 +338,7 @@ class Ring:
             request = self.head._roster.of_id(group.request).request
             client = self.clients[request.key]
             tokens = (*request.tokens, *client.got)
+            tokens = (*tokens[: group.start + group.count - len(group.drafts)], *group.drafts)
             for position in range(group.start, group.start + group.count):
                 rows.append((group.request, position, tokens[: position + 1]))
         return rows
@@ -449,6 +487,7 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Head
     max_running=st.sampled_from([1, 4, 8]),
     prefix_cache=st.sampled_from([True, True, True, False]),
     cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
+    draft_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -461,9 +500,13 @@ def test_every_request_gets_its_own_tokens(
     max_running: int,
     prefix_cache: bool,
     cutting: AnyPieces | None,
+    draft_tokens: int,
     seed: int,
 ) -> None:
-    """Any order of deliveries, cancels, preemptions and credits gives the reference's text."""
+    """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
+
+    Whatever is drafted meanwhile.
+    """
     rng = random.Random(seed)
     limits = HeadLimits(
         blocks,
@@ -475,8 +518,9 @@ def test_every_request_gets_its_own_tokens(
         prefix_cache=prefix_cache,
         profiles=(STAGE,) * stages,
         stages=stages,
+        draft_tokens=draft_tokens,
     )
-    ring = Ring(stages, limits, cutting)
+    ring = Ring(stages, limits, cutting, rng)
     maximum = min(blocks * block_size, 40)
     pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
@@ -510,7 +554,7 @@ class RingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = HeadLimits(6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3)
+        limits = HeadLimits(6, 2, 2, chunk_tokens=5, max_running=3, max_waiting=3, draft_tokens=2)
         self.ring = Ring(3, limits, AnyPieces(1))
         self.count = 0
 

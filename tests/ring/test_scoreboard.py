@@ -28,8 +28,10 @@ def admit(tick: int, request: int) -> Admit:
     return Admit(tick, request, Sampling(), 4)
 
 
-def rows(request: int, after: int, start: int = 0, count: int = 1) -> Rows:
-    return Rows(request, start, count, after, (request,), True)
+def rows(
+    request: int, after: int, start: int = 0, count: int = 1, drafts: tuple[int, ...] = ()
+) -> Rows:
+    return Rows(request, start, count, after, (request,), True, drafts=drafts)
 
 
 def volume(tick: int, *groups: Rows, prefill: bool = False) -> Volume:
@@ -209,8 +211,25 @@ def test_ticks_seen_before_are_ignored() -> None:
     assert board.counts == {"duplicates": 7}
 
 
+def test_a_prompt_has_no_drafts() -> None:
+    board = Scoreboard()
+    feed(board, admit(1, 0))
+    with_drafts = rows(0, 1, count=2, drafts=(5,))
+    assert feed(board, volume(2, with_drafts, prefill=True)) == [Tombstone(2)]
+    feed(board, volume(3, with_drafts))
+    assert run(board) == ((3,), [])
+
+
 @pytest.mark.parametrize(
-    "groups", [(rows(0, after=2),), (rows(0, after=9),), (rows(0, 1), rows(0, 1, start=1))]
+    "groups",
+    [
+        (rows(0, after=2),),
+        (rows(0, after=9),),
+        (rows(0, 1), rows(0, 1, start=1)),
+        (rows(0, 1, count=2, drafts=(5, 6)),),
+        (Rows(0, 0, 2, 1, (0,), sample=False, drafts=(5,)),),
+        tuple(rows(index, 1, count=16, drafts=(5,) * 15) for index in range(9)),
+    ],
 )
 def test_a_volume_that_makes_no_sense_is_buried(groups: tuple[Rows, ...]) -> None:
     board = Scoreboard()

@@ -37,7 +37,7 @@ class Computes:
 class RingBackend:
     """Implements :class:`molinkd.api.backend.Backend`; answers come one after the other."""
 
-    def __init__(self, folder: Path, blocks: int = 256) -> None:
+    def __init__(self, folder: Path, blocks: int = 256, draft_tokens: int = 0) -> None:
         opened = ModelFolder.open(folder)
         config = opened.config
         self.folder, self.context = folder, min(config.context, blocks * BLOCK_SIZE)
@@ -46,7 +46,14 @@ class RingBackend:
         stage.allocate(blocks, BLOCK_SIZE)
         self.requests = RequestTable(Grammars(folder, config.vocab_size))
         agenda = Agenda()
-        limits = HeadLimits(blocks, BLOCK_SIZE, 1, chunk_tokens=256, max_context=self.context)
+        limits = HeadLimits(
+            blocks,
+            BLOCK_SIZE,
+            1,
+            chunk_tokens=256,
+            max_context=self.context,
+            draft_tokens=draft_tokens,
+        )
         self.ring = VirtualRing(
             limits,
             [Computes(agenda, stage, self.requests)],

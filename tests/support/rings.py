@@ -12,6 +12,8 @@ from molink.facts.profile import UNKNOWN, Profile
 from molink.head.head import Head
 from molink.head.limits import HeadLimits
 from molink.head.request import Emission, HeadRequest
+from molink.head.speculation.base import DraftSource
+from molink.head.speculation.lookup import PromptLookup
 from molink.ring.build import RingPlan, Seat, Surroundings, build_ring
 from molink.ring.pieces import Cutting
 from molink.ring.ring import Ring
@@ -55,6 +57,7 @@ class VirtualRing:
         stages: Stages | None = None,
         requests: Callable[[int], StageRequests] = lambda _: RequestTable(),
         agenda: Agenda | None = None,
+        source: Callable[[], DraftSource] = PromptLookup,
     ) -> None:
         self.agenda = agenda or Agenda()
         self.broken: list[str] = []
@@ -67,6 +70,7 @@ class VirtualRing:
         self._limits = limits
         self._common = stages or Stages()
         self._requests = requests
+        self._source = source
         self.seats = [self._seat(i, len(executors), each) for i, each in enumerate(executors)]
         self.rings = [seat.ring for seat in self.seats]
         head = self.seats[0].head
@@ -89,6 +93,7 @@ class VirtualRing:
             link_policy="fifo",
             cut_through=common.cut_through,
             cutting=common.cutting,
+            source=self._source,
         )
         requests = self._requests(index)
         return build_ring(

@@ -1,14 +1,7 @@
 """Prompt lookup played through on tokens that are known."""
 
-from tools.measure_lookup import Answer, Tally, draft, play, until_loop
-
-
-def test_a_draft_is_what_followed_the_latest_place_of_the_longest_match() -> None:
-    tokens = [1, 2, 3, 4, 9, 2, 3, 5, 7, 2, 3]
-    assert draft(tokens, 2, longest=4, shortest=2) == [5, 7]
-    assert draft([*tokens, 4], 2, longest=4, shortest=2) == [9, 2]
-    assert not draft([1, 2, 3], 2, longest=4, shortest=2)
-    assert draft([1, 2, 1], 2, longest=4, shortest=1) == [2, 1]
+from tools.measure_lookup import Answer, Tally, play
+from tools.simulate_drafts import until_loop
 
 
 def test_an_answer_that_copies_its_prompt() -> None:

@@ -231,6 +231,7 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
             chunk_tokens=settings.chunk_tokens,
             cut_through=settings.cut_through,
             unpaired_prefill=settings.unpaired,
+            draft_tokens=0,
             compression=settings.compression,
             max_running=settings.max_running,
             max_waiting=4096,

@@ -53,6 +53,8 @@ _HEAD = {
     "head_prompt_tokens": "Tokens of prompts of requests that were admitted.",
     "head_prefill_rows": "Rows of prompts issued to the stages; what the prefix cache had is none.",
     "head_preemptions": "Times that a running request gave up its KV blocks and waited again.",
+    "head_draft_tokens": "Tokens that were guessed ahead and sent to be verified.",
+    "head_draft_tokens_accepted": "Those of them that were right.",
     "head_prefix_hit_tokens": "Tokens of new requests whose KV the prefix cache had.",
     "head_prefix_lookup_tokens": "Tokens of new requests that were looked up in the prefix cache.",
     "head_prefix_evictions": "KV blocks that the prefix cache had to forget.",

@@ -15,6 +15,7 @@ import msgspec
 import platformdirs
 
 from molink.errors import UsageError
+from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
@@ -35,6 +36,12 @@ _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTA
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
 _NAMED = re.compile(r"[`']([a-z_]+)[`']")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+#: What some settings may be instead of a number.
+_WORDS = {
+    "chunk_tokens": {"auto": 0},
+    "micro_batches": {"auto": 0},
+    "draft_tokens": {"off": 0, "auto": AUTO_DRAFTS},
+}
 _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
 _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
 
@@ -343,11 +350,8 @@ def _parse(name: str, value: object, where: str) -> object:
     if name in ("advertise", "allowed_hosts", "api_keys", "cors_origins", "pause_times"):
         parts = [part.strip() for part in value.split(",") if part.strip()]
         return _named_keys(parts, where) if name == "api_keys" else parts
-    if name in ("chunk_tokens", "micro_batches"):
-        if value.strip().lower() == "auto":
-            return 0
-        if not value.strip().isdecimal():
-            raise UsageError(f"{where}: `{name}` is a number or auto, not {value!r}")
+    if name in _WORDS:
+        return _number(name, value, where)
     if name == "record" and value:
         return str(Path(value).absolute())  # workers run elsewhere
     if name == "worker_ports":
@@ -356,6 +360,13 @@ def _parse(name: str, value: object, where: str) -> object:
             raise UsageError(f"{where}: worker_ports is FIRST-LAST, not {value!r}")
         return [first.strip(), last.strip()]
     return value
+
+
+def _number(name: str, value: str, where: str) -> object:
+    words, word = _WORDS[name], value.strip().lower()
+    if word not in words and not word.isdecimal():
+        raise UsageError(f"{where}: `{name}` is a number or {' or '.join(words)}, not {value!r}")
+    return words.get(word, word)
 
 
 def _named_keys(parts: list[str], where: str) -> dict[str, str]:

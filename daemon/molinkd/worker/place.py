@@ -206,4 +206,5 @@ def _head_limits(start: Start, order: FormRing, stage: LoadedStage) -> HeadLimit
         short_context=config.short_context,
         profiles=order.profiles,
         unpaired=start.settings.unpaired_prefill,
+        draft_tokens=start.settings.draft_tokens,
     )

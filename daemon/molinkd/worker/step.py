@@ -1,14 +1,16 @@
 """One fused forward pass of a stage: what goes in, what comes out."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
 from molink.errors import MolinkError
 from molink.ring.work import Segment, SegmentResult
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.sampling.sampler import SampledToken, SampleRow, sample
+from molink.stage.sampling.drafts import accepted, sample_rows
+from molink.stage.sampling.sampler import SampledToken, sample
 from molink.stage.stage import Stage
 from molink.stage.to_device import download
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -42,8 +44,10 @@ def run_step(
         tokens=tokens,
         hidden=hidden,
         sequences=tuple(
-            SequenceRows(rows.start, rows.count, state.blocks, state.reach)
-            for rows, state in ((rows, requests[rows.request]) for rows in groups)
+            sequence
+            for segment in segments
+            for rows in segment.volume.rows
+            for sequence in _sequences(rows, requests[rows.request], segment.volume.prefill)
         ),
         logit_rows=_sampling_rows(groups),
     )
@@ -98,6 +102,13 @@ def _mark_failed(
     return hidden.masked_fill(~usable[:, None], 0)
 
 
+def _sequences(rows: Rows, state: RequestState, prefill: bool) -> Iterator[SequenceRows]:
+    """A piece of a prompt at once; drafts each as a decode row, as the token will be at last."""
+    each = rows.count if prefill else 1
+    for start in range(rows.start, rows.start + rows.count, each):
+        yield SequenceRows(start, each, state.blocks, state.reach)
+
+
 def _kept_tokens(segment: Segment) -> Sequence[int]:
     tokens: Sequence[int] = segment.data
     if segment.kept is None:
@@ -106,12 +117,12 @@ def _kept_tokens(segment: Segment) -> Sequence[int]:
 
 
 def _sampling_rows(groups: Sequence[Rows]) -> tuple[int, ...]:
-    """Flat index of the last row of each group that samples."""
-    indices, end = [], 0
+    """Flat index of the last row of each group that samples, and of its rows since its drafts."""
+    indices, end = list[int](), 0
     for rows in groups:
         end += rows.count
         if rows.sample:
-            indices.append(end - 1)
+            indices += range(end - 1 - len(rows.drafts), end)
     return tuple(indices)
 
 
@@ -138,27 +149,35 @@ def _results(
 def _sample(
     segments: Sequence[Segment], requests: RequestTable, logits: torch.Tensor
 ) -> list[SegmentResult]:
-    """Sample a token for every group that wants one; ``logits`` is ``[samples, V]``."""
+    """Sample tokens for every group that wants them; ``logits`` is ``[samples, V]``."""
     wanted = [rows for segment in segments for rows in segment.volume.rows if rows.sample]
     inputs = []
     for rows in wanted:
         state = requests[rows.request]
-        position = rows.start + rows.count
-        inputs.append(SampleRow(state.sampling, position, state.history, _allowed(state)))
+        masks = _allowed(state, rows.drafts)
+        inputs += sample_rows(rows, state.sampling, state.history, masks)
     drawn = iter(sample(logits, inputs) if inputs else [])
     results = []
     for segment in segments:
-        pairs = [(rows, next(drawn) if rows.sample else None) for rows in segment.volume.rows]
+        pairs = [
+            (rows, accepted(list(islice(drawn, 1 + len(rows.drafts))), rows.drafts))
+            if rows.sample
+            else (rows, [])
+            for rows in segment.volume.rows
+        ]
         results.append(_sampled(segment.volume, requests, pairs))
     return results
 
 
-def _allowed(state: RequestState) -> bytes | None:
-    """The tokens that its grammar allows next; ``None`` if it has none, or it fails with it."""
+def _allowed(state: RequestState, drafts: Sequence[int]) -> Sequence[bytes] | None:
+    """The tokens that its grammar allows next, and after each draft.
+
+    ``None`` if it has none, or it fails with it.
+    """
     if state.constraint is None or state.failed:
         return None
     try:
-        return state.constraint.allowed()[0]
+        return state.constraint.allowed(drafts)
     except MolinkError as error:
         log.warning("a request fails: %s", error)
         state.failed = True
@@ -166,22 +185,25 @@ def _allowed(state: RequestState) -> bytes | None:
 
 
 def _sampled(
-    volume: Volume, requests: RequestTable, pairs: list[tuple[Rows, SampledToken | None]]
+    volume: Volume,
+    requests: RequestTable,
+    pairs: Iterable[tuple[Rows, Sequence[SampledToken]]],
 ) -> SegmentResult:
     """Put a volume's tokens into messages, and into the history where penalties need it."""
-    choices, tops, failed = [], [], []
+    choices, tops, failed = list[Choice](), list[TopLogprobs](), list[int]()
     for rows, drawn in pairs:
-        state, position = requests[rows.request], rows.start + rows.count
-        if state.failed or (rows.sample and drawn is None):
+        state, first = requests[rows.request], rows.start + rows.count - len(rows.drafts)
+        if state.failed or (rows.sample and not drawn):
             failed.append(rows.request)
-        elif drawn is not None:
-            if state.sampling.needs_history:
-                state.history.add_generated((drawn.token,))
-            if state.constraint is not None:
-                state.constraint.add((drawn.token,))
-            choices.append(Choice(rows.request, position, drawn.token, drawn.logprob))
-            if drawn.top:
-                ids, logprobs = zip(*drawn.top, strict=True)
+            continue
+        if state.sampling.needs_history:
+            state.history.add_generated(token.token for token in drawn)
+        if state.constraint is not None:
+            state.constraint.add(token.token for token in drawn)
+        for position, token in enumerate(drawn, first):
+            choices.append(Choice(rows.request, position, token.token, token.logprob))
+            if token.top:
+                ids, logprobs = zip(*token.top, strict=True)
                 tops.append(TopLogprobs(rows.request, position, ids, logprobs))
     sampled = Sampled(volume.tick, tuple(choices), tuple(failed))
     return SegmentResult(volume, None, sampled, tuple(tops))

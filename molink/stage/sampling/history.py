@@ -39,6 +39,14 @@ class TokenHistory:
         places = torch.tensor([self._places[token] for token in counts])
         self._times[places] += torch.tensor(list(counts.values()), dtype=torch.float32)
 
+    def followed_by(self, token: int) -> "TokenHistory":
+        """Another one, whose answer has ``token`` once more."""
+        other = TokenHistory()
+        other._places, other._greatest = dict(self._places), self._greatest
+        other._ids, other._times = self._ids.clone(), self._times.clone()
+        other.add_generated((token,))
+        return other
+
     @property
     def counts(self) -> dict[int, int]:
         """How often the answer has each token of the request: 0 if only its prompt has it."""

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.pace import MAX_PACE
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
@@ -132,7 +133,11 @@ class Table(LeanMessage, frozen=True, tag="table"):
 
 
 class Rows(LeanMessage, frozen=True, tag=False):
-    """Consecutive rows of one request in a volume: tokens at ``start … start + count - 1``."""
+    """Consecutive rows of one request in a volume: tokens at ``start … start + count - 1``.
+
+    The last of them may be ``drafts``: tokens that nobody has sampled. The tail samples from the
+    row before them and from each of theirs, as long as what it samples is the draft that follows.
+    """
 
     request: RequestId
     start: Count
@@ -146,6 +151,8 @@ class Rows(LeanMessage, frozen=True, tag=False):
     #: Before these rows run, the positions before ``start`` in its block are copied from this one
     #: (the prefix cache has them there, followed by others); -1 if nothing is to be copied.
     source: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
+    #: Tokens of the last rows, fewer than ``count``; only of decode rows that are sampled from.
+    drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
 
 
 class Volume(LeanMessage, frozen=True, tag="volume"):
@@ -226,6 +233,8 @@ class Choice(LeanMessage, frozen=True, tag=False):
 
 class Sampled(LeanMessage, frozen=True, tag="sampled"):
     """The tail completed tick ``tick``; ``choices`` has a token per row group that samples.
+
+    Of a group with drafts it has those that were accepted, in order, and the token after them.
 
     A row group whose logits were unusable (NaN) is listed in ``failed`` instead.
     """

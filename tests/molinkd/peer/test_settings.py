@@ -158,6 +158,20 @@ def test_micro_batches_may_be_auto() -> None:
     assert load_settings(nowhere, {}, {"MOLINK_MICRO_BATCHES": "3"}).micro_batches == 3
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("auto", -1), ("off", 0), (" OFF", 0), ("4", 4), ("15", 15)]
+)
+def test_drafts(text: str, count: int) -> None:
+    settings = load_settings(Home(Path("nowhere")), {}, {"MOLINK_DRAFT_TOKENS": text})
+    assert settings.pipeline.draft_tokens == count
+
+
+@pytest.mark.parametrize("text", ["16", "-1", "many"])
+def test_drafts_of_no_number(text: str) -> None:
+    with pytest.raises(UsageError, match="`draft_tokens` is"):
+        load_settings(Home(Path("nowhere")), {}, {"MOLINK_DRAFT_TOKENS": text})
+
+
 def test_chunk_of_no_number() -> None:
     for text in ("-1", "many", "1000000"):
         with pytest.raises(UsageError, match="`chunk_tokens`"):

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.source import demo_model
 from molink.stage.sampling.sampler import SampleRow, sample
+from molink.swarm.generation import GenerationRequest
 from molink.text.grammar import check_grammar, grammar_of
 from molink.text.matcher import Grammars
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import Sampling
+from tests.support.ring_backend import RingBackend
 
 FOLDER = demo_model().path
 VOCABULARY = 2048
@@ -111,3 +113,31 @@ def test_answers_are_what_their_schemas_say(schema: dict[str, Any], seed: int) -
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_a_thousand_answers_are_what_their_schemas_say(schema: dict[str, Any], seed: int) -> None:
     check(schema, seed)
+
+
+def test_drafts_change_no_answer_that_is_held_to_a_schema() -> None:
+    item = {
+        "type": "object",
+        "properties": {"name": {"enum": ["first one", "second one"]}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    }
+    schema = {"type": "array", "items": item, "minItems": 4, "maxItems": 6}
+    found = []
+    for drafts in (0, 5):
+        backend = RingBackend(FOLDER, draft_tokens=drafts)
+        said = []
+        for seed in range(3):
+            request = GenerationRequest(
+                "tiny",
+                TOKENIZER.encode("A list of things as JSON:", special=False),
+                200,
+                Sampling(temperature=0.8, seed=seed),
+                TOKENIZER.eos_ids,
+                grammar_of("json_schema", json.dumps(schema)),
+            )
+            said.append([told.token for told in backend.tokens(backend.submit(request))])
+        found.append(said)
+    assert found[0] == found[1]
+    counters, _ = backend.ring.head.stats()
+    assert counters["head_draft_tokens_accepted_total"] > 20

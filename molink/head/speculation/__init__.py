@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens are guessed, and one pass through the ring verifies several."""

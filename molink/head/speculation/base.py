@@ -1,0 +1,16 @@
+"""What guesses how a request goes on."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class DraftSource(Protocol):
+    """Guesses for one request; it may keep what it has learnt of its tokens."""
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Up to ``count`` tokens that may follow ``tokens``; none if it has no idea.
+
+        ``tokens`` are the request's prompt and answer so far: what it was asked about before, and
+        perhaps more.
+        """
+        ...

@@ -1,0 +1,191 @@
+"""How many drafts the requests of a micro-batch get.
+
+A draft is one row more in a decode volume. Drafts pay if the tokens that they may bring, by the
+chance that each and those before it are right, are worth more than the time by which their rows
+make the turn of the ring longer: what stages compute for them and links transfer
+(:mod:`molink.facts.ringtimes`), for all tokens that the volume brings. Where a turn is mostly
+latency rows cost next to nothing; where volumes are full of rows and stages compute all the time,
+they cost their share, and none is drafted.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.head.job import Job
+from molink.head.limits import HeadLimits
+from molink.head.speculation.base import DraftSource
+from molink.head.speculation.drafting import Drafting
+
+#: What drafts promise is divided by this: profiles and chances are estimates.
+MARGIN = 1.2
+#: Turns that are remembered.
+_REMEMBERED = 4096
+#: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
+_BEFORE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the ring does: ``rows`` decode rows in a volume, ``flying`` such volumes in flight.
+
+    ``context`` tokens come before a row, on average. ``prefilling``: chunks of prompts run beside
+    the decode rows.
+    """
+
+    rows: int
+    flying: int
+    context: int
+    prefilling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """Tokens that may follow those of ``job``; ``chance`` that one is, if those before it are."""
+
+    job: Job
+    drafts: Sequence[int]
+    chance: float
+
+
+class Speculation:
+    """Decides for one head, whose requests each have a :class:`Drafting`.
+
+    As many drafts as ``limits.draft_tokens`` says, or as pay; ``source`` makes what guesses.
+    """
+
+    def __init__(self, limits: HeadLimits, source: Callable[[], DraftSource]) -> None:
+        self._limits = limits
+        self._source = source
+        self._auto = limits.draft_tokens == AUTO_DRAFTS
+        links = (LinkFacts(),) * limits.stages
+        self._times = RingTimes(limits.profiles, links, limits.row_bytes)
+        self._turns: dict[tuple[int, Load], float] = {}
+        self.drafted = 0
+        self.accepted = 0
+
+    def set_times(self, times: RingTimes) -> None:
+        """Stages have measured themselves or their links anew."""
+        self._times = times
+        self._turns.clear()
+
+    def drafts(self, jobs: Sequence[Job], load: Load, room: int) -> list[tuple[Job, Sequence[int]]]:
+        """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all."""
+        if not self._limits.draft_tokens or not jobs:
+            return []
+        load = replace(load, context=load.context - load.context % _BEFORE)
+        least = self._least_chance(load) if self._auto else 0.0
+        guesses = [
+            guess for job in jobs if (guess := self._guess(job, least, load.prefilling)) is not None
+        ]
+        chosen = [
+            (guess.job, guess.drafts[:count]) for guess, count in self._choose(guesses, load, room)
+        ]
+        drafted = {job.id for job, _ in chosen}
+        for job in jobs:
+            if job.id not in drafted:
+                self._drafting(job).rested()
+        return chosen
+
+    def verified(self, job: Job, drafts: int, right: int) -> None:
+        """Of the ``drafts`` of a job the first ``right`` were."""
+        self.drafted += drafts
+        self.accepted += right
+        self._drafting(job).verified(drafts, right)
+
+    def _drafting(self, job: Job) -> Drafting:
+        if job.drafting is None:
+            job.drafting = Drafting(self._source())
+        return job.drafting
+
+    def _guess(self, job: Job, least: float, prefilling: bool) -> _Guess | None:
+        """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
+        drafting = self._drafting(job)
+        chance = drafting.chance if self._auto else 1.0
+        if chance <= least or (self._auto and prefilling and not drafting.is_proven):
+            return None
+        # The last draft may be right, and is followed by a token.
+        most = -1 + min(
+            1 + (MAX_DRAFTS if self._auto else self._limits.draft_tokens),
+            job.request.max_tokens - job.generated,
+            job.request.window - (len(job.tokens) - job.credited),
+        )
+        drafts = drafting.source.draft(job.tokens, most) if most > 0 else ()
+        return _Guess(job, drafts, chance) if drafts else None
+
+    def _least_chance(self, load: Load) -> float:
+        """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
+        load = replace(load, prefilling=False)
+        before, after = self._turn_s(0, load), self._turn_s(1, load)
+        return MARGIN * load.rows * (after - before) / before if before else math.inf
+
+    # --- how many ------------------------------------------------------------------------------
+
+    def _choose(self, guesses: Sequence[_Guess], load: Load, room: int) -> list[tuple[_Guess, int]]:
+        """How many drafts of each, those with the best chances first."""
+        order = self._order(guesses, room)
+        count = self._best(order, load) if self._auto else len(order)
+        counts = [0] * len(guesses)
+        for index, _ in order[:count]:
+            counts[index] += 1
+        return [(guess, count) for guess, count in zip(guesses, counts, strict=True) if count]
+
+    def _order(self, guesses: Sequence[_Guess], room: int) -> list[tuple[int, float]]:
+        """Whose next draft is the best, one after another, and the tokens that it promises."""
+        heap = [(-guess.chance, index, 1) for index, guess in enumerate(guesses)]
+        heapify(heap)
+        order: list[tuple[int, float]] = []
+        while heap and len(order) < room:
+            gain, index, count = heappop(heap)
+            order.append((index, -gain))
+            guess = guesses[index]
+            if count < len(guess.drafts):
+                heappush(heap, (gain * guess.chance, index, count + 1))
+        return order
+
+    def _best(self, order: Sequence[tuple[int, float]], load: Load) -> int:
+        """With how many of these drafts the volume brings the most tokens in its time."""
+        tokens = float(load.rows)
+        best, most = 0, tokens / (self._turn_s(0, load) or 1.0)
+        for count, (_, gain) in enumerate(order, 1):
+            tokens += gain / MARGIN
+            if tokens / self._turn_s(count, load) > most:
+                best, most = count, tokens / self._turn_s(count, load)
+        return best
+
+    # --- what they cost ------------------------------------------------------------------------
+
+    def _turn_s(self, drafts: int, load: Load) -> float:
+        """What a stream waits for its next token with so many drafts in a volume; 0 if unknown."""
+        key = drafts, load
+        if key not in self._turns:
+            if len(self._turns) >= _REMEMBERED:
+                self._turns.clear()
+            self._turns[key] = self._measure(drafts, load)
+        return self._turns[key]
+
+    def _measure(self, drafts: int, load: Load) -> float:
+        times, rows = self._times, load.rows + drafts
+        if not times.profiles or not all(profile.known for profile in times.profiles):
+            return 0.0
+        steps = [_step_s(profile, drafts, load) for profile in times.profiles]
+        sends = [times.send_s(index, rows) for index in range(len(times.links))]
+        return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
+
+
+def _step_s(profile: Profile, drafts: int, load: Load) -> float:
+    """Seconds of a decode step, and by how much ``drafts`` make a chunk beside it longer.
+
+    A chunk reads the weights for all rows, so that none is for free; and with the decode rows it
+    has as many as make whole tiles (:mod:`molink.head.chunk`), so that one more is a tile more.
+    """
+    seconds = profile.decode_s(load.rows + drafts, load.context)
+    if load.prefilling and len(profile.prefill) > 1:
+        (fewer, low), (more, high) = profile.prefill[-2:]
+        tiles = -(-drafts // profile.tile)
+        seconds += tiles * profile.tile * max(0.0, high - low) / (more - fewer)
+    return seconds

@@ -1,0 +1,50 @@
+"""Which drafts are accepted: those that would have been sampled anyway.
+
+Each row of a group with drafts is sampled as it would be alone, at its own position and so with its
+own random number, after the tokens that it follows if all drafts before it are right. The tokens
+are good up to the first that is not the draft. So an answer is the one that there would be without
+drafts, to the last token, and needs no correction of probabilities (as Leviathan et al., "Fast
+Inference from Transformers via Speculative Decoding", §2.3, does for drafts that are drawn).
+"""
+
+from collections.abc import Sequence
+
+from molink.stage.sampling.history import TokenHistory
+from molink.stage.sampling.penalties import SampleRow
+from molink.stage.sampling.sampler import SampledToken
+from molink.wire.messages.data import Rows, Sampling
+
+
+def sample_rows(
+    rows: Rows,
+    sampling: Sampling,
+    history: TokenHistory,
+    allowed: Sequence[bytes] | None = None,
+) -> list[SampleRow]:
+    """How to sample a group: its last row, or the one before its drafts and each of theirs.
+
+    ``allowed`` has the tokens that may come after each of these, if not all may.
+    """
+    masks = allowed or (None,) * (1 + len(rows.drafts))
+    first = rows.start + rows.count - len(rows.drafts)
+    found = [SampleRow(sampling, first, history, masks[0])]
+    for index in range(len(rows.drafts)):
+        if sampling.needs_history:
+            history = history.followed_by(rows.drafts[index])
+        found.append(SampleRow(sampling, first + index + 1, history, masks[index + 1]))
+    return found
+
+
+def accepted(drawn: Sequence[SampledToken | None], drafts: Sequence[int]) -> list[SampledToken]:
+    """Those of ``drawn``, one for each row, that follow right drafts.
+
+    None if the first is unusable; where a later one is, the next pass will find that.
+    """
+    found = []
+    for token, draft in zip(drawn, (*drafts, -1), strict=True):
+        if token is None:
+            break
+        found.append(token)
+        if token.token != draft:
+            break
+    return found

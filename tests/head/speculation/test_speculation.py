@@ -1,0 +1,130 @@
+"""How many drafts requests get: exact decisions, without a ring."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
+from molink.facts.profile import Profile
+from molink.facts.ringtimes import LinkFacts, RingTimes
+from molink.head.job import Job
+from molink.head.limits import HeadLimits
+from molink.head.request import HeadRequest
+from molink.head.speculation.drafting import PRIOR, Drafting
+from molink.head.speculation.speculation import Load, Speculation
+from molink.wire.messages.data import Sampling
+
+#: A row takes 1 ms more at each of two stages; in a chunk, which has whole tiles of 16, 2 ms.
+STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)), tile=16)
+FAR = (LinkFacts(0.1, None),) * 2
+NEAR = (LinkFacts(0.0, None),) * 2
+ROOM = 100
+
+
+class Counts:
+    """As many drafts as it is asked for."""
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        return range(count)
+
+
+def speculation(links: Sequence[LinkFacts] = FAR, setting: int = AUTO_DRAFTS) -> Speculation:
+    made = Speculation(HeadLimits(64, 4, 0, stages=2, draft_tokens=setting), Counts)
+    made.set_times(RingTimes((STAGE, STAGE), links, 0))
+    return made
+
+
+def jobs(count: int, chance: float = PRIOR) -> list[Job]:
+    made = []
+    for index in range(count):
+        job = Job.of(HeadRequest("d", str(index), (1, 2), 2, 1000, Sampling(), window=1 << 20))
+        job.id = index
+        job.drafting = Drafting(Counts())
+        job.drafting.chance = chance
+        made.append(job)
+    return made
+
+
+def counts(of: Speculation, given: Sequence[Job], load: Load, room: int = ROOM) -> list[int]:
+    found = {job.id: len(drafts) for job, drafts in of.drafts(given, load, room)}
+    return [found.get(job.id, 0) for job in given]
+
+
+def test_a_turn_that_is_mostly_latency_has_room_for_drafts() -> None:
+    # A turn takes 220 ms and a draft 2 more: worth it down to a chance of 0.011.
+    alone = Load(1, 1, 0)
+    assert counts(speculation(), jobs(1, 0.9), alone) == [MAX_DRAFTS]
+    assert counts(speculation(), jobs(1, 0.5), alone) == [5]
+    assert counts(speculation(), jobs(1, PRIOR), alone) == [3]
+    assert counts(speculation(), jobs(1, 0.01), alone) == [0]
+
+
+def test_where_stages_compute_all_the_time_only_good_drafts_pay() -> None:
+    # A turn takes 20 ms, and a draft a tenth of it.
+    alone = Load(1, 1, 0)
+    assert counts(speculation(NEAR), jobs(1, 0.9), alone) == [9]
+    assert counts(speculation(NEAR), jobs(1, 0.1), alone) == [0]
+    # Beside 20 rows in each of two volumes: 2 ms of 58 for 20 tokens.
+    full = Load(20, 2, 0)
+    assert sum(counts(speculation(NEAR), jobs(20, 0.9), full)) > 0
+    assert sum(counts(speculation(NEAR), jobs(20, 0.8), full)) == 0
+
+
+def test_the_best_chances_come_first() -> None:
+    given = [*jobs(1, 0.2), *jobs(1, 0.9), *jobs(1, 0.6)]
+    for index, job in enumerate(given):
+        job.id = index
+    # 0.9, 0.81, 0.73, 0.66, 0.6, …
+    assert counts(speculation(), given, Load(3, 1, 0), room=5) == [0, 4, 1]
+
+
+@pytest.mark.parametrize("setting", [1, 3, MAX_DRAFTS])
+def test_a_fixed_number_asks_for_nothing(setting: int) -> None:
+    fixed = speculation(NEAR, setting)
+    assert counts(fixed, jobs(3, 0.01), Load(3, 2, 0, True)) == [setting] * 3
+
+
+def test_off() -> None:
+    assert speculation(setting=0).drafts(jobs(1, 1.0), Load(1, 1, 0), ROOM) == []
+
+
+def test_nothing_is_drafted_where_the_stages_are_unknown() -> None:
+    made = speculation()
+    made.set_times(RingTimes((STAGE, Profile()), FAR, 0))
+    assert counts(made, jobs(1, 0.9), Load(1, 1, 0)) == [0]
+    made.set_times(RingTimes((STAGE, STAGE), FAR, 0))
+    assert counts(made, jobs(1, 0.9), Load(1, 1, 0)) == [MAX_DRAFTS]
+
+
+def test_beside_chunks_a_tile_of_drafts_or_none() -> None:
+    # One draft more than a chunk has room for takes 2 * 32 ms more, 15 others nothing.
+    chunks = Load(1, 1, 0, prefilling=True)
+    assert counts(speculation(), jobs(1, 0.9), chunks) == [MAX_DRAFTS]
+    assert counts(speculation(), jobs(1, 0.36), chunks) == [4]
+    assert counts(speculation(), jobs(1, PRIOR), chunks) == [0]
+    assert counts(speculation(NEAR), jobs(1, 0.5), chunks) == [0]
+
+
+def test_drafts_that_are_wrong_end_and_come_again_later() -> None:
+    made, (job,) = speculation(NEAR), jobs(1)
+    alone, passes = Load(1, 1, 0), 0
+    while made.drafts([job], alone, ROOM):
+        made.verified(job, 1, 0)
+        passes += 1
+    assert passes == 4
+    rested = 0
+    while not made.drafts([job], alone, ROOM):
+        rested += 1
+    assert 10 < rested < 100
+    made.verified(job, 1, 1)
+    assert len(made.drafts([job], alone, ROOM)) == 1
+    assert (made.drafted, made.accepted) == (passes + 1, 1)
+
+
+def test_what_follows_a_wrong_draft_tells_nothing() -> None:
+    one, other = Drafting(Counts()), Drafting(Counts())
+    one.verified(2, 1)
+    other.verified(9, 1)
+    assert one.chance == other.chance
+    one.verified(3, 3)
+    assert one.is_proven

@@ -1,0 +1,189 @@
+"""Real stages in a ring without processes: answers are the same, whatever is drafted."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.drafts import MAX_DRAFTS
+from molink.head.limits import HeadLimits
+from molink.head.request import HeadRequest
+from molink.head.speculation.lookup import PromptLookup
+from molink.ring.ring import Ring
+from molink.ring.work import Segment, StepDone
+from molink.sim.agenda import Agenda
+from molink.stage.stage import Stage
+from molink.wire.messages.data import RingBody, Sampling, Token, Volume
+from molinkd.worker.request_table import RequestTable
+from molinkd.worker.step import run_step
+from tests.support.rings import Stages, VirtualRing
+
+STAGES, BLOCKS, BLOCK_SIZE = ((0, 1), (1, 2), (2, 3)), 64, 4
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "sampled": Sampling(temperature=0.7, seed=5),
+    "filtered": Sampling(temperature=0.9, top_k=40, top_p=0.8, min_p=0.02, seed=6),
+    "penalties": Sampling(
+        temperature=0.5, seed=7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4
+    ),
+    "logprobs": Sampling(temperature=0.4, seed=8, logprobs=3, logit_bias=((5, 3.0),)),
+}
+
+
+@dataclass
+class Executor:
+    """A stage with the requests that it knows."""
+
+    agenda: Agenda
+    stage: Stage
+    requests: RequestTable
+
+    def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
+        results = run_step(self.stage, self.requests, segments)
+        self.agenda.at(self.agenda.now + 0.01, done, StepDone(results, 0.01, None))
+
+
+@dataclass
+class Link:
+    """Everything arrives a little later, in order."""
+
+    agenda: Agenda
+    to: Any = None
+    full: bool = False
+
+    def control(self, body: RingBody, payload: Any = None) -> None:
+        self._later(body, None if payload is None else bytearray(payload))
+
+    def volume(self, header: Volume, rows: Any) -> None:
+        assert header.payload.shape[0] == header.count
+        self._later(header, bytearray(memoryview(rows).cast("B")))
+
+    def more(self, tick: int, rows: Any) -> None:
+        raise AssertionError("volumes are whole here")
+
+    def handle(self, event: Any) -> None:
+        pass
+
+    def _later(self, body: RingBody, data: bytearray | None) -> None:
+        self.agenda.at(self.agenda.now + 0.005, self._arrive, body, data)
+
+    def _arrive(self, body: RingBody, data: bytearray | None) -> None:
+        assert isinstance(self.to, Ring)
+        self.to.arrive(body, data)
+
+
+class Known:
+    """Drafts what the request was answered without drafts, with a mistake now and then."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], rng: random.Random) -> None:
+        self._texts, self._rng = texts, rng
+
+    def draft(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        text = next(each for each in self._texts if list(each[: len(tokens)]) == list(tokens))
+        drafts = list(text[len(tokens) : len(tokens) + self._rng.randint(1, count)])
+        if drafts and self._rng.random() < 0.5:
+            drafts[self._rng.randrange(len(drafts))] = self._rng.randrange(256)
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Stage]:
+    torch.set_num_threads(1)
+    folder = ModelFolder.open(make_model(tmp_path_factory.mktemp("speculation")))
+    return [Stage.load(folder, layers, "cpu", "f32") for layers in STAGES]
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Of various lengths; most repeat themselves."""
+    rng = random.Random(3)
+    part = [rng.randrange(256) for _ in range(9)]
+    return [(1, 2, 3, 4) * 4, (*part, 9, *part, 7, *part[:4]), (17,), tuple(part), (5, 6) * 11]
+
+
+def answers(
+    stages: Sequence[Stage],
+    draft_tokens: int,
+    source: Callable[[], Any] = PromptLookup,
+    samplings: Sequence[str] = tuple(SAMPLINGS),
+    count: int = 24,
+    **limits: int,
+) -> tuple[dict[str, list[Token]], dict[str, float]]:
+    """What all prompts are answered, and the head's counters."""
+    agenda, tables = Agenda(), [RequestTable() for _ in stages]
+    for stage in stages:
+        stage.allocate(limits.get("blocks", BLOCKS), BLOCK_SIZE)
+    pairs = zip(stages, tables, strict=True)
+    given = {"blocks": BLOCKS, "block_size": BLOCK_SIZE, "micro_batches": 2, "chunk_tokens": 16}
+    ring = VirtualRing(
+        HeadLimits(**{**given, **limits}, draft_tokens=draft_tokens),
+        [Executor(agenda, stage, table) for stage, table in pairs],
+        [Link(agenda) for _ in stages],
+        Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
+        lambda index: tables[index],
+        agenda,
+        source,
+    )
+    found: dict[str, list[Token]] = {}
+    ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
+        emission.message
+    )
+    for name in samplings:
+        for index, prompt in enumerate(prompts()):
+            request = HeadRequest(
+                "d", f"{name} {index}", prompt, len(prompt), count, SAMPLINGS[name], (11,), 1 << 20
+            )
+            ring.head.submit(request, 0.0)
+    ring.rings[0].pump()
+    ring.run(lambda: not ring.head.live)
+    agenda.run(agenda.now + 1.0)
+    ring.check_idle()
+    return found, ring.head.stats()[0]
+
+
+def plain(found: dict[str, list[Token]]) -> dict[str, list[Any]]:
+    """All but logprobs, which rows beside them may change in their last bits."""
+    return {
+        key: [(each.position, each.token, each.finish) for each in tokens]
+        for key, tokens in found.items()
+    }
+
+
+def test_lookups_change_no_answer(stages: Sequence[Stage]) -> None:
+    without, _ = answers(stages, 0)
+    found, counters = answers(stages, 3)
+    assert plain(found) == plain(without)
+    assert counters["head_draft_tokens_total"] > 20
+    for key, tokens in found.items():
+        for token, other in zip(tokens, without[key], strict=True):
+            assert token.logprob == pytest.approx(other.logprob, abs=1e-4, nan_ok=True)
+            assert [pair[0] for pair in token.top] == [pair[0] for pair in other.top]
+
+
+@pytest.mark.parametrize("draft_tokens", [1, MAX_DRAFTS])
+def test_drafts_that_are_often_right_change_no_answer(
+    stages: Sequence[Stage], draft_tokens: int
+) -> None:
+    without, before = answers(stages, 0)
+    texts = [
+        [*prompts()[int(key[-1])], *(token.token for token in tokens)]
+        for key, tokens in without.items()
+    ]
+    rng = random.Random(4)
+    found, counters = answers(stages, draft_tokens, lambda: Known(texts, rng))
+    assert plain(found) == plain(without)
+    drafted = counters["head_draft_tokens_total"]
+    accepted = counters["head_draft_tokens_accepted_total"]
+    assert 50 < accepted < drafted
+    assert counters["head_volumes_total"] < 0.8 * before["head_volumes_total"]
+
+
+def test_few_blocks_and_drafts(stages: Sequence[Stage]) -> None:
+    without, _ = answers(stages, 0, samplings=["penalties", "greedy"])
+    found, counters = answers(stages, 5, samplings=["penalties", "greedy"], blocks=14)
+    assert plain(found) == plain(without)
+    assert counters["head_preemptions_total"] > 0
+    assert counters["head_draft_tokens_accepted_total"] > 0

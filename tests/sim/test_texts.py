@@ -1,0 +1,41 @@
+"""Simulated requests with content: drafts are right or wrong as they would be."""
+
+from dataclasses import replace
+
+from molink.sim.scenario import Scenario
+from molink.sim.simulate import simulate
+from molink.sim.texts import Text, rows_of
+from molink.sim.workload import Workload
+
+#: Answers that repeat their prompt, and one that nothing foretells.
+COPY = tuple(range(100, 150))
+TEXTS = (Text(COPY, COPY[5:40]), Text(tuple(range(9)), tuple(range(50, 90))))
+
+
+def scenario() -> Scenario:
+    workload = Workload(1.0, 4.0, rows=rows_of(TEXTS), arrivals="trace")
+    return Scenario(workload, texts=TEXTS)
+
+
+def test_tokens_by_position() -> None:
+    text = Text((7, 8), (9,))
+    assert [text.token(position) for position in range(4)] == [7, 8, 9, 0]
+
+
+def test_right_drafts_save_turns_and_wrong_ones_change_nothing() -> None:
+    # The clients check each token that comes.
+    without = simulate(scenario())
+    found = simulate(replace(scenario(), draft_tokens=4))
+    assert found.report.failed == without.report.failed == 0
+    assert found.report.output_tokens == without.report.output_tokens == 2 * (35 + 40)
+    assert (without.drafted, without.accepted) == (0, 0)
+    assert 0 < found.accepted <= found.drafted
+    assert found.report.latency_s.mean is not None
+    assert without.report.latency_s.mean is not None
+    assert found.report.latency_s.mean < 0.7 * without.report.latency_s.mean
+
+
+def test_nothing_is_lost_by_itself() -> None:
+    auto = simulate(replace(scenario(), draft_tokens=-1))
+    assert auto.report.failed == 0
+    assert auto.accepted > 0

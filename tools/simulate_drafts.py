@@ -1,0 +1,168 @@
+"""What drafts by prompt lookup bring in a ring, in virtual time.
+
+    python -m tools.simulate_drafts                      # three RTX 4090, 100 Mbps, 30 ms one way
+    python -m tools.simulate_drafts rtx3060:1000:1 --streams 1,16 --drafts 4
+    python -m tools.simulate_drafts rtx4090:100:30 rtx4090:20:20 rtx4090:1000:1 rtx3060:1000:1 \\
+        --json > docs/results/drafts.json
+
+Requests are the prompts and greedy answers of a real small model that ``tools.measure_lookup``
+keeps (``docs/results/lookup.json``), token by token: the head's own n-grams draft them, and the
+last stage accepts what the answer goes on with. Nothing is assumed of how often drafts are right.
+Since small models go round in circles, which n-grams foretell easily, an answer counts only up to
+where eight of its tokens come a second time (``--loops``: whole). ``always wrong`` are answers made
+up so that nearly every pass has a draft, and each draft is wrong.
+
+So many streams come at once (1: eight requests, one after another). Shown are the mean time per
+output token and output tokens/s, and how many times better than without drafts each is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any
+
+from molink.facts.drafts import AUTO_DRAFTS
+from molink.head.speculation.lookup import PromptLookup
+from molink.sim.profiles import LinkProfile
+from molink.sim.scenario import Scenario
+from molink.sim.simulate import Outcome, simulate_all
+from molink.sim.texts import Text, rows_of
+from molink.sim.workload import Workload
+
+ANSWERS = Path(__file__).parents[1] / "docs" / "results" / "lookup.json"
+#: Tokens that an answer has twice if it goes round in circles.
+LOOP = 8
+#: Shorter answers tell nothing of the time per token.
+_SHORTEST = 8
+#: Requests that come one after another where there is one stream, and seconds between them.
+_ALONE, _APART = 8, 120.0
+#: Requests/s where all come at once.
+_TOGETHER = 1000.0
+
+
+def until_loop(tokens: Sequence[int]) -> Sequence[int]:
+    """An answer up to where some of its tokens come a second time."""
+    seen: set[tuple[int, ...]] = set()
+    for end in range(LOOP, len(tokens) + 1):
+        last = tuple(tokens[end - LOOP : end])
+        if last in seen:
+            return tokens[: end - LOOP]
+        seen.add(last)
+    return tokens
+
+
+def known_texts(path: Path, *, loops: bool) -> dict[str, list[Text]]:
+    """The texts of each kind."""
+    found: dict[str, list[Text]] = {}
+    for one in json.loads(path.read_text(encoding="utf-8"))["answers"]:
+        answer = one["tokens"] if loops else until_loop(one["tokens"])
+        if len(answer) >= _SHORTEST:
+            text = Text(tuple(one["prompt"]), tuple(answer))
+            found.setdefault(one["kind"], []).append(text)
+    return found
+
+
+def wrong_text(seed: int, prompt: int = 200, answer: int = 128, alphabet: int = 12) -> Text:
+    """Few different tokens, so that n-grams are found; what they foretell never comes."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(alphabet) for _ in range(prompt)]
+    lookup = PromptLookup()
+    while len(tokens) < prompt + answer:
+        drafts = lookup.draft(tokens, 1)
+        tokens.append(rng.choice([token for token in range(alphabet) if token not in drafts]))
+    return Text(tuple(tokens[:prompt]), tuple(tokens[prompt:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is compared, and what to simulate."""
+
+    ring: str
+    kind: str
+    streams: int
+    drafts: int
+    scenario: Scenario
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """The one without drafts comes before those with them."""
+    texts = known_texts(options.answers, loops=options.loops)
+    texts["always wrong"] = [wrong_text(seed) for seed in range(8)]
+    for ring, kind, streams in product(options.rings, texts, options.streams):
+        device, bandwidth, latency = ring.split(":")
+        link = LinkProfile(bandwidth_mbps=float(bandwidth), latency_ms=float(latency))
+        count, rate = (_ALONE, 1 / _APART) if streams == 1 else (streams, _TOGETHER)
+        sent = tuple(islice(cycle(texts[kind]), count))
+        workload = Workload(rate, count / rate, rows=rows_of(sent), arrivals="trace")
+        plain = Scenario(workload, options.stages, device, options.model, link, texts=sent)
+        for drafts in options.drafts:
+            yield Case(ring, kind, streams, drafts, replace(plain, draft_tokens=drafts))
+
+
+def figures(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each case."""
+    planned = list(cases(options))
+    outcomes = simulate_all([case.scenario for case in planned], options.processes)
+    without: Outcome | None = None
+    for case, outcome in zip(planned, outcomes, strict=True):
+        without = outcome if case.drafts == 0 else without
+        assert without is not None, "the first is the one without drafts"
+        report, plain = outcome.report, without.report
+        before, after = plain.tpot_s.mean, report.tpot_s.mean
+        if report.failed or not before or not after:
+            raise SystemExit(f"{case.kind}, {case.streams} streams: {report.first_error}")
+        together = case.streams > 1
+        rate = report.output_tokens_per_s
+        yield {
+            "ring": case.ring,
+            "kind": case.kind,
+            "streams": case.streams,
+            "drafts": "auto" if case.drafts == AUTO_DRAFTS else case.drafts,
+            "tpot ms": round(1000 * after, 1),
+            "tpot x": round(before / after, 3),
+            "tokens/s": round(rate, 1) if together else None,
+            "tokens/s x": round(rate / plain.output_tokens_per_s, 3) if together else None,
+            "drafted": outcome.drafted,
+            "right": outcome.accepted,
+        }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "rings", nargs="*", default=["rtx4090:100:30"], help="DEVICE:MBPS:MILLISECONDS one way"
+    )
+    parser.add_argument("--answers", type=Path, default=ANSWERS)
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--model", default="qwen-7b")
+    parser.add_argument("--streams", type=_numbers, default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--drafts", type=_numbers, default=[2, 4, 8, AUTO_DRAFTS], help="-1: as many as pay"
+    )
+    parser.add_argument("--loops", action="store_true", help="whole answers")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    options.drafts = [0, *(count for count in options.drafts if count)]
+    rows = list(figures(options))
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(" | ".join(rows[0]))
+    for row in rows:
+        print(" | ".join("" if value is None else str(value) for value in row.values()))
+
+
+if __name__ == "__main__":
+    main()
