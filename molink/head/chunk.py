@@ -36,7 +36,7 @@ NEAR_MIN = 1.1
 #: Seconds that the slowest stage would compute the prompts that wait for, from which on they count
 #: as a queue, and how much dearer than the least a row may be then.
 QUEUED_S = 2.0
-NEAR_QUEUED = 1.1
+NEAR_QUEUED = 1.05
 #: Rows of a chunk where no stage's times are known.
 UNKNOWN_ROWS = 512
 #: Chunks are compared in steps of this many rows at least, and none is smaller without need.
