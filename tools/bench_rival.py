@@ -5,7 +5,7 @@
 
 Each side has a rig of its own (:mod:`tools.wan`) with as many nodes, a namespace each, and a thread
 of compute on each: molink's daemons with the model folder, as a user starts them; molink with a
-plain link policy; llama.cpp's server on the first node, with its RPC servers on the others, and the
+plain link policy (``plain``), or with whole prompts in order of arrival (``fifo``); llama.cpp's server on the first node, with its RPC servers on the others, and the
 same weights as f16 GGUF. All are started over a fast network, which is then slowed down. The same
 requests at the same times go to each side's endpoint, from its own first node, one side after the
 other, with the order turning from repeat to repeat. No prompt comes twice to a side: each keeps
@@ -45,6 +45,8 @@ PLAIN = {
     "MOLINK_UNPAIRED_PREFILL": "false",
     "MOLINK_KEEP_WARM": "false",
 }
+#: As above, with whole prompts in order of arrival: what computes most rows a second.
+FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_CHUNK_TOKENS": "4096"}
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 
 
@@ -259,11 +261,15 @@ def main() -> None:
         raise RigError(reason)
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         root = Path(place)
-        plain = {**PLAIN, "MOLINK_MICRO_BATCHES": str(options.nodes)}
+        many = {"MOLINK_MICRO_BATCHES": str(options.nodes)}
         wanted = options.sides.split(",")
         sides = [
             stack.enter_context(molink(name, options.folder, options.nodes, settings, root))
-            for name, settings in (("molink", {}), ("plain", plain))
+            for name, settings in (
+                ("molink", {}),
+                ("plain", PLAIN | many),
+                ("fifo", FIFO | many),
+            )
             if name in wanted
         ]
         if options.llama is not None and "llama" in wanted:

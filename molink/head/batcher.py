@@ -208,7 +208,8 @@ class Batcher:
         if not paired and not self.micro_batches.may_unpair:
             return 0
         before = jobs[0].issued if jobs else 0
-        rows = self._chunk.rows(streams, left, before, context)
+        queued = left + self._roster.waiting_tokens if jobs else self._roster.waiting_tokens
+        rows = self._chunk.rows(streams, left, before, context, queued)
         if paired:
             return rows
         room = self._ledger.prefill_rows + rows <= self._limits.unpaired_rows

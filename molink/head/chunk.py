@@ -13,6 +13,8 @@ profiles, so its size is not a constant here but follows from what it does to th
   as on CPUs, a smaller chunk is taken if it is really faster.
 - While nobody decodes, a chunk is as small as is nearly as efficient as any: small chunks fill a
   ring of several stages sooner, and let newcomers in sooner.
+- Where prompts have queued up for longer than :data:`QUEUED_S`, stages are what is scarce: then no
+  chunk is so small that the slowest of them computes much fewer rows a second than it could.
 
 The paper's other rule, ``P:D = C / (B - 1)``, balances a chunk against the decodes that ride along;
 here they never wait for a prompt, so that nothing has to be balanced.
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
+from molink.facts.ringtimes import HANDLING_S
 
 #: How much longer a chunk may make an iteration. Below 2, since no step is exactly as predicted.
 STRETCH = 1.7
@@ -30,6 +33,10 @@ STRETCH = 1.7
 NEAR_BEST = 1.08
 #: Where nothing within the bound is to be had: how much dearer than the least a chunk may be.
 NEAR_MIN = 1.1
+#: Seconds that the slowest stage would compute the prompts that wait for, from which on they count
+#: as a queue, and how much dearer than the least a row may be then.
+QUEUED_S = 2.0
+NEAR_QUEUED = 1.05
 #: Rows of a chunk where no stage's times are known.
 UNKNOWN_ROWS = 512
 #: Chunks are compared in steps of this many rows at least, and none is smaller without need.
@@ -76,6 +83,11 @@ class ChunkSize:
         measured = min((each.prefill[-1][0] for each in self._profiles), default=0)
         maximum = min(MAX_CHUNK_ROWS, max(_MIN_MAX, self._tile, measured))
         self._maximum = maximum // self._step * self._step or self._step
+        sizes = self._ladder(0)
+        costs = [max(map(partial(_row_s, rows), self._profiles), default=0.0) for rows in sizes]
+        #: The smallest chunk for many prompts, and seconds that a row takes in the best one.
+        self._many = smallest_near_best(sizes, costs, NEAR_QUEUED)
+        self._row_s = min(costs)
         self._remembered.clear()
 
     def set_micro_batches(self, count: int) -> None:
@@ -84,12 +96,14 @@ class ChunkSize:
             self._micro_batches = count
             self._remembered.clear()
 
-    def rows(self, decoding: int, left: int, before: int = 0, context: int = 0) -> int:
+    def rows(
+        self, decoding: int, left: int, before: int = 0, context: int = 0, queued: int = 0
+    ) -> int:
         """Rows of the next chunk, at least 1.
 
         ``decoding`` streams are between two tokens, spread over the micro-batches, after
         ``context`` tokens each on average. ``left`` prompt rows are still to be computed, the first
-        of them after ``before`` tokens of its prompt.
+        of them after ``before`` tokens of its prompt; ``queued`` are those of all prompts.
         """
         if self._fixed:
             return self._fixed
@@ -109,7 +123,8 @@ class ChunkSize:
                 if riding
                 else self._efficient(steps * self._step, before)
             )
-        return self._remembered[key]
+        rows = self._remembered[key]
+        return max(rows, self._many - riding) if queued * self._row_s > QUEUED_S else rows
 
     # --- nobody decodes ------------------------------------------------------------------------
 
@@ -188,6 +203,11 @@ class ChunkSize:
     def _padded(self, rows: int) -> int:
         """What ``rows`` rows cost as much as: full tiles, beyond the first."""
         return rows if rows <= self._tile else -(-rows // self._tile) * self._tile
+
+
+def _row_s(rows: int, profile: Profile) -> float:
+    """Seconds that a stage is busy with each row of a chunk."""
+    return (profile.prefill_s(rows) + HANDLING_S) / rows
 
 
 def _is_coarse(count: int) -> bool:

@@ -50,6 +50,8 @@ class Roster:
         self._jobs: dict[tuple[str, str], Job] = {}
         #: Those that were preempted, the last one first, then the others as they arrived.
         self._waiting: OrderedDict[Job, None] = OrderedDict()
+        #: Tokens of them all.
+        self.waiting_tokens = 0
         #: By request id, which rises with each admission.
         self._admitted: dict[int, Job] = {}
         #: Admitted jobs with known tokens whose rows have still to be issued, oldest first.
@@ -168,11 +170,12 @@ class Roster:
         """A new job waits."""
         self._jobs[job.request.owner, job.request.key] = job
         self._waiting[job] = None
+        self.waiting_tokens += len(job.tokens)
         self._policy.arrived(job, now)
 
     def admit(self, job: Job, blocks: list[int], found: Match) -> None:
         """A waiting job gets blocks for all its tokens, the first of them found, and an id."""
-        del self._waiting[job]
+        self._no_longer_waits(job)
         job.begin(self._next_id, blocks, found)
         self._next_id += 1
         self._admitted[job.id] = self._prefilling[job.id] = job
@@ -198,12 +201,13 @@ class Roster:
         job.state = "waiting"
         self._waiting[job] = None
         self._waiting.move_to_end(job, last=False)
+        self.waiting_tokens += len(job.tokens)
 
     def remove(self, job: Job, now: float, trip: TurnCount | None = None) -> None:
         """The job is over, at whatever point it is."""
         del self._jobs[job.request.owner, job.request.key]
         if job.state == "waiting":
-            del self._waiting[job]
+            self._no_longer_waits(job)
         else:
             self._depart(job, trip)
         job.state = "gone"
@@ -213,6 +217,10 @@ class Roster:
         """The admissions whose release is to be issued now."""
         leaving, self._leaving = self._leaving, []
         return leaving
+
+    def _no_longer_waits(self, job: Job) -> None:
+        del self._waiting[job]
+        self.waiting_tokens -= len(job.tokens)
 
     def _depart(self, job: Job, trip: TurnCount | None) -> None:
         del self._admitted[job.id]
@@ -250,6 +258,8 @@ class Roster:
                 raise InvariantError(f"job {job.request.key} is {job.state} but not kept as such")
             if inside:
                 self._validate_admitted(job)
+        if self.waiting_tokens != sum(len(job.tokens) for job in self._waiting):
+            raise InvariantError(f"{self.waiting_tokens} are not the tokens of those that wait")
         if len(self._waiting) + len(self._admitted) != len(self._jobs):
             raise InvariantError("a job is kept that nobody owns")
         if not self._idle.keys() | self._prefilling.keys() <= self._admitted.keys():

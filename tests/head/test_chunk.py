@@ -165,3 +165,24 @@ def test_whatever_stages_say_there_is_progress_within_bounds(
 
 def test_the_bound_leaves_room_below_twice() -> None:
     assert 1 < STRETCH < 2
+
+
+def test_where_prompts_queue_rows_a_second_count() -> None:
+    # 12 ms for 8 rows, 1.4 ms for each beyond: with 1.5 ms of handling 32 rows are 5 % dearer than many.
+    cpu = Profile(
+        decode=((1, 0.01), (8, 0.012)),
+        prefill=((8, 0.012), (16, 0.0232), (32, 0.0456), (64, 0.0904), (512, 0.7176)),
+    )
+    chunks = ChunkSize(0, [cpu, cpu], 2)
+    assert chunks.rows(1, left=400, queued=400) < 15
+    assert chunks.rows(1, left=400, queued=1200) < 15, "1.7 s"
+    assert chunks.rows(1, left=400, queued=2000) == 31
+    assert chunks.rows(0, left=400, queued=4000) == chunks.rows(0, left=400)
+    # With a setting, that.
+    assert ChunkSize(8, [cpu], 2).rows(1, left=400, queued=4000) == 8
+
+
+def test_a_queue_changes_nothing_where_chunks_are_large_enough() -> None:
+    chunks = ChunkSize(0, [CPU], 1)
+    assert chunks.rows(1, left=400, queued=10_000) >= chunks.rows(1, left=400)
+    assert ChunkSize(0, [GPU], 1).rows(8, left=4096, queued=1 << 20) <= MAX_CHUNK_ROWS
