@@ -5,11 +5,12 @@
 
 Each side has a rig of its own (:mod:`tools.wan`) with as many nodes, a namespace each, and a thread
 of compute on each: molink's daemons with the model folder, as a user starts them; molink with a
-plain link policy (``plain``), or with whole prompts in order of arrival (``fifo``); llama.cpp's server on the first node, with its RPC servers on the others, and the
-same weights as f16 GGUF. All are started over a fast network, which is then slowed down. The same
-requests at the same times go to each side's endpoint, from its own first node, one side after the
-other, with the order turning from repeat to repeat. No prompt comes twice to a side: each keeps
-what it has computed of those before.
+plain link policy (``plain``), or with whole prompts in order of arrival too (``fifo``); llama.cpp's
+server on the first node, with its RPC servers on the others, and the same weights as f16 GGUF. All
+are started over a fast network, which is then slowed down. The same requests at the same times go
+to each side's endpoint, from its own first node, one side after the other, with the order turning
+from repeat to repeat. No prompt comes twice to a side: each keeps what it has computed of those
+before.
 """
 
 import argparse
@@ -121,6 +122,8 @@ def molink(
             verb = first if index == 0 else ["join", token]
             command = [sys.executable, "-m", "molinkd", *verb, *common]
             own = {**environment, "MOLINK_HOME": str(home), "MOLINK_COPIES": "false"}
+            # What a random model writes repeats itself, and drafts would be right more than usual.
+            own |= {"MOLINK_DRAFT_TOKENS": "off"}
             own |= {"MOLINK_SPARE_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
             process = side.run(index, command, log, own)
             if index == 0:
