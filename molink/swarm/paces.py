@@ -26,7 +26,7 @@ _SAME = 0.1
 _NEWS = 0.25
 #: How many times as fast a device may have been than it was measured to be, on a busy PC; and a
 #: stage of it, which takes longer to be measured.
-_NOISE, _STAGE_NOISE = 4.0, 1.5
+_NOISE, _STAGE_NOISE = 4.0, 2.5
 #: A decode step that is shorter than so many of what each takes whatever its weights are says
 #: nothing of how fast these are read.
 _LEAST_STEPS = 4.0
