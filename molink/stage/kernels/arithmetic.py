@@ -32,6 +32,12 @@ class Arithmetic(Protocol):
     @property
     def tile(self) -> int: ...
     @property
+    def asks_from(self) -> int | None:
+        """So many rows at a time compute for so long that the CPU's prefetcher falls behind: from
+        them on weights are asked for ahead."""
+        ...
+
+    @property
     def element(self) -> int:
         """Bytes of an element of rows and results."""
         ...
@@ -76,6 +82,7 @@ class DotBf16:
     lanes: int = 16
     vectors: int = 2
     tile: int = 12
+    asks_from: int | None = 9
     element: int = 2
     kept: torch.dtype = torch.bfloat16
     pair_bytes: int = 4
@@ -116,6 +123,7 @@ class WidenedBf16:
     lanes: int = 8
     vectors: int = 2
     tile: int = 5
+    asks_from: int | None = 2
     element: int = 4
     kept: torch.dtype = torch.bfloat16
     pair_bytes: int = 8
@@ -170,6 +178,7 @@ class Float32:
     lanes: int = 8
     vectors: int = 2
     tile: int = 6
+    asks_from: int | None = None
     element: int = 4
     kept: torch.dtype = torch.float32
     pair_bytes: int = 4

@@ -17,9 +17,8 @@ from molink.stage.kernels.emit import (
 )
 
 PAIR_BYTES = 4
-#: A tile of so many rows computes for so long that the CPU's prefetcher falls behind: weights are
-#: asked for so many bytes ahead.
-_PREFETCH_ROWS, _PREFETCH_BYTES = 9, 2048
+#: Weights are asked for so many bytes ahead.
+_PREFETCH_BYTES = 2048
 
 
 def emit_few_tiles(
@@ -77,6 +76,7 @@ def emit_dots(
     then the second's, and so on.
     """
     vector_bytes = arithmetic.lanes * PAIR_BYTES
+    asks = arithmetic.asks_from is not None and len(rows) >= arithmetic.asks_from
 
     def emit_pair(pair: ir.Value, totals: Values) -> Values:
         here = emit_offset(
@@ -85,7 +85,7 @@ def emit_dots(
         columns = []
         for vector in range(arithmetic.vectors):
             columns.append(arithmetic.load_weights(builder, here, vector))
-            if len(rows) >= _PREFETCH_ROWS:
+            if asks:
                 ahead = vector * vector_bytes + _PREFETCH_BYTES
                 emit_prefetch(builder, emit_offset(builder, here, I64(ahead)))
         offset = builder.mul(pair, I64(arithmetic.pair_bytes))
