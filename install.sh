@@ -150,7 +150,9 @@ pip_install() {
   local what=$1
   shift
   rm -f "$log"
-  .venv/bin/python -m pip install --disable-pip-version-check --no-input --log "$log" "$@" </dev/null ||
+  # The checks import a part of what they need; Python compiles that when it does.
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input --log "$log" \
+    ${checks:+--no-compile} "$@" </dev/null ||
     explain_failure "$what"
 }
 
