@@ -176,8 +176,6 @@ function Invoke-Python([string[]] $Arguments) {
 function Install-Package([string] $What, [string[]] $Arguments) {
     if (Test-Path -LiteralPath $Log) { Remove-Item -LiteralPath $Log }
     $pip = @('-m', 'pip', 'install', '--disable-pip-version-check', '--no-input', '--log', $Log)
-    # The checks import a part of what they need; Python compiles that when it does.
-    if ($options.Test) { $pip += '--no-compile' }
     Invoke-Python ($pip + $Arguments)
     if ($LASTEXITCODE -ne 0) { Stop-WithReason $What }
 }
