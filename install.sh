@@ -150,7 +150,9 @@ pip_install() {
   local what=$1
   shift
   rm -f "$log"
-  .venv/bin/python -m pip install --disable-pip-version-check --no-input --log "$log" "$@" </dev/null ||
+  # For the checks it is compiled while another one runs.
+  .venv/bin/python -m pip install --disable-pip-version-check --no-input --log "$log" \
+    ${checks:+--no-compile} "$@" </dev/null ||
     explain_failure "$what"
 }
 
@@ -276,7 +278,14 @@ run_checks() {
   check "pip check" -m pip check --disable-pip-version-check
   check "ruff check" -m ruff check .
   check "ruff format --check" -m ruff format --check .
+  # mypy takes one processor, and what was installed is compiled meanwhile on another one.
+  .venv/bin/python -m compileall -q .venv/lib </dev/null >/dev/null 2>&1 &
+  local compiling=$!
+  # shellcheck disable=SC2064
+  trap "kill $compiling 2>/dev/null || true" EXIT
   check "mypy" -m mypy
+  wait "$compiling" || true # some packages have files that aren't Python
+  trap - EXIT
   check "lint-imports" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
   check "pytest" -m pytest --color=no -n logical --maxprocesses 4 --dist loadfile
 }

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from molink.wire.sockets.loop import EventLoop
+from molinkd.imports import lasting_imports
 from tests.support.models import MakeModel
 from tests.support.net import Net
 
@@ -100,6 +101,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
             super()._assign_work_unit(node)
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays: it is no garbage, and looking for some takes long."""
+    with lasting_imports():
+        return (yield)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -1,12 +1,13 @@
 """What the repository promises of itself: dependencies, banned calls, sizes, what a wheel holds."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -57,19 +58,25 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Top-level modules that a file imports anywhere."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = [parse(path)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+        # No expression imports anything, and most of a file is expressions.
+        nodes += (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr))
+    return frozenset(found)
+
+
 def imported(paths: list[Path]) -> dict[str, Path]:
     """Top-level modules that are imported anywhere, with one place each."""
-    found: dict[str, Path] = {}
-    for path in paths:
-        for node in ast.walk(parse(path)):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for name in names:
-                found.setdefault(name.partition(".")[0], path)
-    return found
+    return {name: path for path in reversed(paths) for name in imports_of(path)}
 
 
 def normal(name: str) -> str:
@@ -80,9 +87,15 @@ def declared(requirements: list[str]) -> set[str]:
     return {normal(re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0]) for line in requirements}
 
 
+@functools.cache
+def providers() -> Mapping[str, list[str]]:
+    """The distributions that provide each module: the lists of files of all that is installed."""
+    return packages_distributions()
+
+
 def distributions(paths: list[Path], own: set[str]) -> set[str]:
     """Distributions behind the third-party imports of ``paths``."""
-    owners = packages_distributions()
+    owners = providers()
     needed = set()
     for module, path in imported(paths).items():
         if module in sys.stdlib_module_names or module in own:
@@ -139,20 +152,20 @@ def is_text_file_call(call: ast.Call, name: str) -> bool:
 
 def faults(path: Path) -> Iterator[str]:
     for node in ast.walk(parse(path)):
-        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Attribute) and node.attr.endswith("_pyobj"):
-            yield f"{where} {node.attr}"
-        if not isinstance(node, ast.Call):
+        if isinstance(node, ast.Attribute):
+            found = [node.attr] * node.attr.endswith("_pyobj")
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            found = [f"calls {name}"] * (name in BANNED_CALLS)
+            found += ["runs a shell"] * any(
+                word.arg == "shell"
+                and not (isinstance(word.value, ast.Constant) and word.value.value is False)
+                for word in node.keywords
+            )
+        else:
             continue
-        name = dotted(node.func)
-        if name in BANNED_CALLS:
-            yield f"{where} calls {name}"
-        if any(
-            word.arg == "shell"
-            and not (isinstance(word.value, ast.Constant) and word.value.value is False)
-            for word in node.keywords
-        ):
-            yield f"{where} runs a shell"
+        for fault in found:
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {fault}"
 
 
 def test_the_package_neither_unpickles_nor_evaluates_nor_forks() -> None:

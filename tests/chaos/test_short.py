@@ -18,7 +18,9 @@ KINDS = ["kill-coordinator", "kill-worker", "kill-other", "kill-leader"]
 
 async def test_streams_outlive_any_process_and_any_pc(tmp_path: Path) -> None:
     faults = [Fault(kind, 0.0) for kind in KINDS]
-    async with Swarm(tmp_path, 3) as swarm, Load(swarm, 16, tokens=60) as load:
+    # Stages as fast as they can be leave little to what has to recover.
+    paced = Swarm(tmp_path, 3, module="tests.support.paced")
+    async with paced as swarm, Load(swarm, 16, tokens=60) as load:
         verdict = await drill(swarm, load, faults, whole_s=0.0)
     verdict.troubles += swarm.left_behind
     assert verdict.good, markdown(verdict)

@@ -1,7 +1,7 @@
 """A demo that tests share, and what drives real processes."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,38 @@ HERE = Path(__file__).parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real processes take their time where other tests use the processor too."""
+#: The demo that runs, once one does.
+_DEMO = pytest.StashKey[Process]()
+#: The files with tests that share it.
+_SHARING = pytest.StashKey[set[Path]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Real processes take their time where other tests use the processor too.
+
+    Files that share a demo come one after the other: it needn't run for longer.
+    """
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
+    sharing = config.stash[_SHARING] = {
+        item.path for item in items if "demo" in getattr(item, "fixturenames", ())
+    }
+    first = next((n for n, item in enumerate(items) if item.path in sharing), 0)
+    items[first:] = sorted(items[first:], key=lambda item: item.path not in sharing)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """With the last of those tests the demo ends: even idle its ten processes want some CPU."""
+    yield
+    sharing = item.config.stash[_SHARING]
+    if item.path in sharing and (nextitem is None or nextitem.path not in sharing):
+        demo = item.config.stash.get(_DEMO, None)
+        if demo is not None:
+            demo.stop()
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +57,16 @@ def tools() -> type[Tools]:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A running ``molink demo`` with three peers, in fp32, shared by the tests of a session.
+def demo(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Process]:
+    """A running ``molink demo`` with three peers, in fp32, shared by all tests that use it.
 
     With spare workers, as it is; some tests end workers.
     """
     home = tmp_path_factory.mktemp("demo")
     process = Process(home, ["demo", "--dtype", "f32"], variables={"MOLINK_SPARE_WORKER": "true"})
+    request.config.stash[_DEMO] = process
     try:
         wait_for(lambda: local_daemon.find_daemon(Home(home)), process)
         yield process

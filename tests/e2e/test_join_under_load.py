@@ -14,6 +14,8 @@ from molink.swarm.pausing import DRAINED
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
+#: Stages that compute as fast as they can leave little to the PC that joins.
+PACED = "tests.support.paced"
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,7 +86,7 @@ class Duo:
         self.root, self._tools = root, tools
         options = [*("--dtype", "f32", "--coordinator-port", "0", "--name", "first")]
         options += ["--min-stages", "2"]
-        self.up = tools.Process(root / "up", ["up", *options, *tools.local_options()])
+        self.up = tools.Process(root / "up", ["up", *options, *tools.local_options()], PACED)
         self.started = [self.up]
         self.load: Load | None = None
 
@@ -99,7 +101,7 @@ class Duo:
         token = self._tools.run_molink(self.root / "up", "invite").stdout.strip()
         arguments = ["join", token, "--name", "second", *self._tools.local_options(*options)]
         spare = {"MOLINK_SPARE_WORKER": "true"}
-        process = self._tools.Process(self.root / "two", arguments, variables=spare)
+        process = self._tools.Process(self.root / "two", arguments, PACED, variables=spare)
         self.started.append(process)
         return process
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no namespaces here: {unavailable()}"
 )
 CPU = ["--threads", "1", "--device", "cpu"]
-#: Each look is a command of its own.
+#: Where each look is a command of its own.
 EVERY_S = 0.5
 
 
@@ -28,6 +28,7 @@ class Behind(Process):
     def __init__(self, rig: Rig, index: int, home: Path, *arguments: str) -> None:
         home.mkdir(parents=True)
         self.rig, self.index, self.home = rig, index, Home(home)
+        self._statuses: subprocess.Popen[bytes] | None = None
         self._output = (home / "terminal.log").open("ab+")
         self.process = rig.run(
             index,
@@ -51,8 +52,26 @@ class Behind(Process):
         return str(process.communicate(timeout=60)[0].decode())
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("status", "--json") or "{}")
+        if self._statuses is None:
+            self._statuses = self.rig.run(
+                self.index,
+                [sys.executable, "-m", "tests.support.statuses"],
+                env=environment(self.home.root),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        assert self._statuses.stdin is not None
+        assert self._statuses.stdout is not None
+        self._statuses.stdin.write(b"\n")
+        self._statuses.stdin.flush()
+        found: dict[str, Any] = json.loads(self._statuses.stdout.readline())
         return found
+
+    def stop(self) -> None:
+        if self._statuses is not None:
+            self._statuses.communicate(timeout=60)
+        super().stop()
 
     def wait_ready(self) -> dict[str, Any]:
         status: dict[str, Any] = {}
@@ -62,7 +81,7 @@ class Behind(Process):
             return any(one["ready"] for one in status.get("pipelines", ()))
 
         Tools.wait_for(lambda: "is ready" in self.output, self)
-        Tools.wait_for(ready, self, every=EVERY_S)
+        Tools.wait_for(ready, self)
         return status
 
 
@@ -130,7 +149,7 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         couch = house.start("couch", "join", token, "--stage", "4:8")
         found = ways(hub.wait_ready())
         assert (found["attic", "couch"], found["couch", "attic"]) == ("hub", "hub")
-        Tools.wait_for(lambda: measured(hub.status()), hub, every=EVERY_S)
+        Tools.wait_for(lambda: measured(hub.status()), hub)
         # The endpoint of each answers: the hub's by a connection that the attic has opened.
         for one in (attic, couch, hub):
             Tools.wait_for(lambda one=one: "is ready" in one.output, one)
@@ -138,8 +157,8 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         assert ways(hub.status())["hub", "attic"] == "hub"
         # A PC that is drained passes on nothing, and there is no other.
         hub.run("drain", "--timeout", "5")
-        Tools.wait_for(lambda: not hub.status()["relays"], hub, every=EVERY_S)
-        Tools.wait_for(lambda: not hub.status()["pipelines"][0]["ready"], hub, every=EVERY_S)
+        Tools.wait_for(lambda: not hub.status()["relays"], hub)
+        Tools.wait_for(lambda: not hub.status()["pipelines"][0]["ready"], hub)
         hub.run("resume")
         hub.wait_ready()
         assert couch.run("chat", "What is molink?").strip(), couch.output

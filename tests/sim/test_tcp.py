@@ -303,7 +303,7 @@ def test_what_a_pc_takes_to_hand_a_message_on_counts_once_a_hop() -> None:
 
 @CONTROLLED
 def test_a_run_repeats_itself(name: str) -> None:
-    load = Workload(rate=1.0, duration=6.0, seed=3)
+    load = Workload(rate=1.0, duration=3.0, seed=3)
     scenario = Scenario(load, policy="concurrent", link=LinkProfile(congestion=name))
     first, again = simulate(scenario), simulate(scenario)
     assert first.as_json() == again.as_json()

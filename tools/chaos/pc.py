@@ -64,12 +64,23 @@ def _is_free(host: str, port: int) -> bool:
 class Pc:
     """A home and what runs for it. Started again, it has the same home and the same ports."""
 
-    def __init__(self, name: str, home: Path, place: Place, options: Sequence[str]) -> None:
-        """``options`` are further ones of ``molink up`` and ``molink join``."""
+    def __init__(
+        self,
+        name: str,
+        home: Path,
+        place: Place,
+        options: Sequence[str],
+        module: str = "molinkd",
+    ) -> None:
+        """``options`` are further ones of ``molink up`` and ``molink join``.
+
+        ``module`` is what stands for ``molink``.
+        """
         self.name = name
         self.home = home
         self.place = place
         self._options = list(options)
+        self._module = module
         self.process: subprocess.Popen[bytes] | None = None
         #: How often its daemon was killed: a stream that it served is over then.
         self.deaths = 0
@@ -94,7 +105,7 @@ class Pc:
         arguments = [*command, *self._addresses(), *self._options]
         with (self.home / "terminal.log").open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "molinkd", *arguments],
+                [sys.executable, "-m", self._module, *arguments],
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

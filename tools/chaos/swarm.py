@@ -40,10 +40,12 @@ class Swarm:
         network: bool = False,
         absent: int = 0,
         device: str = "cpu",
+        module: str = "molinkd",
     ) -> None:
         """The first of ``count`` PCs founds the swarm, the last ``absent`` ones don't join yet.
 
-        With ``network`` it can be harmed too. All stages are on ``device``.
+        With ``network`` it can be harmed too. All stages are on ``device``. ``module`` is what
+        stands for ``molink``.
         """
         rng = random.Random(seed)
         self.root = root
@@ -54,7 +56,8 @@ class Swarm:
             host = f"127.0.0.{number}"
             advertised = f"127.0.1.{number}" if network else host
             place = Place.free(host, advertised, rng)
-            self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, ["--device", device]))
+            options = ["--device", device]
+            self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, options, module))
         self.network = Network(self.pcs) if network else None
         self._stack = ExitStack()
         #: What was not as it should be when it ended.

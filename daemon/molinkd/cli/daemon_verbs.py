@@ -301,7 +301,10 @@ def _run(
     token: str | None = None,
     swarm: str | None = None,
 ) -> None:
-    from molinkd.cli.starting import start
+    from molinkd.imports import lasting_imports
+
+    with lasting_imports():
+        from molinkd.cli.starting import start
     from molinkd.peer.home import Home
 
     options.pop("home")

@@ -14,6 +14,7 @@ from molink.errors import MolinkError, WireError
 from molink.plaintext import LOG_FORMAT
 from molink.wire.messages.pipe import Start, Warm, Warmed
 from molinkd.descriptors import raise_descriptor_limit
+from molinkd.imports import lasting_imports
 from molinkd.priority import give_way
 from molinkd.worker.daemon_pipe import DaemonPipe, leave
 
@@ -30,7 +31,8 @@ def main() -> int:
     try:
         start = _await_start(pipe)
         if start is not None:
-            from molinkd.worker.run import run_worker
+            with lasting_imports():
+                from molinkd.worker.run import run_worker
 
             run_worker(start, pipe)
     except MolinkError as error:
@@ -61,7 +63,8 @@ def _await_start(pipe: DaemonPipe) -> Start | None:
 def _warm_up(warm: Warm, pipe: DaemonPipe) -> None:
     if warm.model_dir:
         give_way()
-    from molinkd.worker.run import warm_worker
+    with lasting_imports():
+        from molinkd.worker.run import warm_worker
 
     try:
         warm_worker(warm)

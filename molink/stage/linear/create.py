@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 #: How much slower than torch's a compiled product may be for many rows (CPUs with AMX have more).
 _SLOWER = 1.1
-_TRIED, _REPEATED = 8, 5
+#: Matrices that are tried: with one row so many that no cache holds them; many rows take most of
+#: their time for products, wherever the weights are.
+_TRIED, _TRIED_MANY, _REPEATED = 8, 2, 5
 _COLUMNS, _DEPTH, _MANY = 4096, 1024, 64
 
 
@@ -115,7 +117,7 @@ def _probe_cpu(
 def _compare(one: Projections, other: Projections) -> tuple[float, float]:
     """Seconds of ``one`` by those of the ``other``, with one row and with many.
 
-    Of the fastest runs, taking turns, on weights that no cache holds.
+    Of the fastest runs, taking turns.
     """
     weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
     sides = [
@@ -126,11 +128,11 @@ def _compare(one: Projections, other: Projections) -> tuple[float, float]:
         for maker in (one, other)
     ]
     ratios = []
-    for count in (1, _MANY):
+    for count, tried in ((1, _TRIED), (_MANY, _TRIED_MANY)):
         rows = torch.ones(count, _DEPTH, dtype=one.dtype)
         fastest = [float("inf")] * 2
         for _ in range(_REPEATED):
-            for index in range(_TRIED):
+            for index in range(tried):
                 for side, projections in enumerate(sides):
                     begin = time.perf_counter()
                     projections[index](rows)

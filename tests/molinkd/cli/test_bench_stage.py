@@ -1,14 +1,19 @@
 """``molink bench stage`` on real small models, each in a process of its own."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from molinkd.cli import bench_stage
 from molinkd.cli.main import run
+from molinkd.peer.stage_bench import StageBench, StageResult
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +27,16 @@ def measure(folder: Path, *more: str) -> int:
     return run(["bench", "stage", *given, *more])
 
 
-def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure(folder, "--layers", "1:3", "--dtype", "f32", "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> str:
+    """What is printed of two layers: measured once, in seconds of compute."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert measure(folder, "--layers", "1:3", "--dtype", "f32", "--json") == 0
+    return out.getvalue()
+
+
+def test_json(measured: str) -> None:
+    printed = json.loads(measured)
     assert (printed["model"], printed["layers"], printed["threads"]) == ("tiny", [1, 3], 1)
     assert (printed["device"], printed["dtype"], printed["quantize"]) == ("cpu", "f32", "none")
     assert printed["decode"][0]["rows"] == 1
@@ -33,10 +45,23 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert printed[what]["share"] > 0
 
 
-def test_a_table_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_for_people(
+    folder: Path,
+    measured: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    orders: list[StageBench] = []
+
+    def measure_stage(order: StageBench) -> StageResult:
+        orders.append(order)
+        return msgspec.json.decode(measured, type=StageResult)
+
+    monkeypatch.setattr(bench_stage, "measure_stage", measure_stage)
     assert measure(folder) == 0
+    assert orders[0].layers == (0, 3)
     out = capsys.readouterr().out
-    for text in ("tiny, layers 0:3", "T_d", "T_p", "tokens/s", "GB/s measured", "FLOP/s measured"):
+    for text in ("tiny, layers 1:3", "T_d", "T_p", "tokens/s", "GB/s measured", "FLOP/s measured"):
         assert text in out
 
 

@@ -1,0 +1,35 @@
+"""Nothing looks for garbage while a process imports, nor later at what it has imported."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from molinkd.imports import lasting_imports
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def test_nothing_is_collected_meanwhile_nor_afterwards() -> None:
+    before, kept = gc.get_freeze_count(), [[number] for number in range(1000)]
+    with lasting_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(kept)
+
+
+def test_who_collects_nothing_goes_on_so() -> None:
+    gc.disable()
+    with lasting_imports():
+        pass
+    assert not gc.isenabled()
+
+
+def test_an_import_that_fails() -> None:
+    with pytest.raises(ImportError), lasting_imports():
+        raise ImportError
+    assert gc.isenabled()

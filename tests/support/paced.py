@@ -1,0 +1,17 @@
+"""``python -m tests.support.paced`` is ``molink`` with stages as slow as those of larger models.
+
+So streams go on for long, and leave the processors to what is tested beside them.
+"""
+
+import sys
+from functools import partial
+
+from molinkd.cli.main import main
+from molinkd.peer import assignments
+
+#: As ``-m molinkd.worker``; by the last word a worker is known to those that look for some.
+COMMAND = (sys.executable, "-P", "-c", "import tests.support.paced_worker", "molinkd.worker")
+
+if __name__ == "__main__":
+    assignments.Supervisor = partial(assignments.Supervisor, command=COMMAND)  # type: ignore[misc]
+    main()

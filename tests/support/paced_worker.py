@@ -1,0 +1,26 @@
+"""A worker that waits after each step: see :mod:`tests.support.paced`."""
+
+import runpy
+import time
+from collections.abc import Callable
+from typing import Any
+
+from molinkd.worker import executor
+
+#: Seconds: a stream gets fewer than a hundred tokens in one of them.
+STEP_S = 0.01
+
+
+class Paced(executor.Executor):
+    """Its steps take as long as ever, for who measures them; the next one begins later."""
+
+    def __init__(self, stage: Any, requests: Any, hand_over: Callable[..., object]) -> None:
+        def later(*arguments: Any) -> None:
+            time.sleep(STEP_S)
+            hand_over(*arguments)
+
+        super().__init__(stage, requests, later)
+
+
+executor.Executor = Paced
+runpy.run_module("molinkd.worker", run_name="__main__")
