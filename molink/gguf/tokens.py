@@ -49,21 +49,29 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 #: How a text is cut into words before merges: each expression cuts what the one before left.
 _CUTS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "a.x-4.0", "mellum"), (_GPT2,)
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         (r"\p{N}", _GPT2),
     ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), (_LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo"), (_QWEN2,)
+    ),
     "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
+#: A text begins with a BOS there, where a file doesn't say.
+_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
 #: A word that is a token as it stands is not cut by merges there.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+_WHOLE_WORDS = (*_WITH_BOS, "glm4")
 #: Tokens that end an answer whatever the metadata say.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
@@ -243,7 +251,7 @@ def _added(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "
 
 def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, Any]:
     named = metadata.text("tokenizer.ggml.pre", "default")
-    adds = model == "llama" or named in _WHOLE_WORDS
+    adds = model == "llama" or named in _WITH_BOS
     config: dict[str, Any] = {
         "add_bos_token": metadata.boolean("tokenizer.ggml.add_bos_token", adds)
     }

@@ -41,6 +41,7 @@ def byte_level(pre: str, *templates: str, **values: Any) -> tuple[TokenizerFiles
         ("smollm", ["I", "'", "M", " ", "1", "2", "3", "4", "5", " ok", "!!", "\n\n ", " x"]),
         ("llama-bpe", ["I", "'M", " ", "123", "45", " ok", "!!\n\n", " ", " x"]),
         ("qwen2", ["I", "'M", " ", "1", "2", "3", "4", "5", " ok", "!!\n\n", " ", " x"]),
+        ("glm4", ["I", "'M", " ", "123", "45", " ok", "!!\n\n", " ", " x"]),
         ("tekken", ["I", "'M", " ", "1", "2", "3", "4", "5", " ok", "!!\n\n", " ", " x"]),
         ("default", ["I", "'", "M", " ", "123", "45", " ok", "!!", "\n\n ", " x"]),
     ],
@@ -74,6 +75,32 @@ def test_a_word_that_is_a_token_is_one_in_llama_3() -> None:
     files, tokenizer = byte_level("llama-bpe", bos_token_id=1)
     assert tokenizer.encode("hello").ids == [260]
     assert files.config["add_bos_token"] is True
+
+
+def test_a_word_that_is_a_token_is_one_in_glm_4_but_no_bos_is_before_it() -> None:
+    files, tokenizer = byte_level("glm4", bos_token_id=1)
+    assert tokenizer.encode("hello").ids == [260]
+    assert files.config["add_bos_token"] is False
+    files, tokenizer = byte_level("chatglm-bpe", bos_token_id=1)
+    assert len(tokenizer.encode("hello").ids) > 1
+    assert files.config["add_bos_token"] is False
+
+
+#: What llama.cpp's converter writes for released models of the architectures that load.
+RELEASED = {
+    "llama": ("llama-bpe", "smaug-bpe", "tekken", "smollm", "deepseek-coder", "falcon3", "mellum"),
+    "qwen2": ("qwen2", "deepseek-r1-qwen", "a.x-4.0"),
+    "phi3": ("dbrx", "gpt-4o"),
+    "granite": ("refact",),
+    "olmo2": ("dbrx",),
+    "glm4": ("glm4", "chatglm-bpe"),
+}
+
+
+@pytest.mark.parametrize("pre", sorted({name for names in RELEASED.values() for name in names}))
+def test_words_of_released_files_are_known(pre: str) -> None:
+    _, tokenizer = byte_level(pre)
+    assert tokenizer.decode(tokenizer.encode("wörld 12 hel").ids) == "wörld 12 hel"
 
 
 def sentence_piece(**values: Any) -> tuple[TokenizerFiles, Tokenizer]:
