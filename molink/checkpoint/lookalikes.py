@@ -68,9 +68,7 @@ def no_weights(folder: Path) -> BrokenModel:
     names = sorted(path.name for path in folder.iterdir())
     other = next((name for name in names if name.endswith(_WEIGHTS[1:])), None)
     if other is None:
-        return BrokenModel(
-            f"{folder} has no weights: no *.safetensors file; fetch them where its other files are from"
-        )
+        return BrokenModel(f"{folder} has no weights: no *.safetensors file; fetch it as a whole")
     hint = ORIGINALS.partition(",")[0] + ", as safetensors"
     if other.endswith(".bin"):
         hint = (

@@ -67,7 +67,8 @@ def find_model(
     A GGUF file, or that of a folder, is laid out as a folder below ``unpack_into`` first.
     A folder wins over a repository of the same name. A repository is taken from the hub's local
     cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
-    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository.
+    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository; if that has no
+    other model, ``OWNER/NAME`` will do.
 
     Raises:
         ModelError: nothing of that name, or it can't be had; says why.
@@ -88,7 +89,12 @@ def find_model(
         return ModelSource(model_name(file.name), unpacked(file, unpack_into, counter, stop))
     if not is_repository(name_or_path):
         raise _not_found(name_or_path)
-    cached = hub.cached(name_or_path) or hub.pull(name_or_path, counter, stop)
+    cached = hub.cached(name_or_path)
+    if cached is None:
+        gguf = hub.only_gguf(name_or_path)
+        if gguf is not None and is_hub_file(f"{name_or_path}/{gguf}"):
+            return find_model(f"{name_or_path}/{gguf}", counter, stop, unpack_into=unpack_into)
+        cached = hub.pull(name_or_path, counter, stop)
     commit = cached.name if _COMMIT.fullmatch(cached.name) else ""
     place = f"{name_or_path}@{commit}" if commit else ""
     return ModelSource(short_name(name_or_path), cached, place)
