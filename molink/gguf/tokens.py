@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 2**21
 #: Characters of one; those seen have 256 at most.
 _MAX_TOKEN = 1024
+#: A merge takes its characters and so many more, as a token does; all merges at most so many times
+#: what all tokens take (Llama 2's 1.9, Aquila's 1.8).
+_OWN, _MERGES_ROOM = 16, 16
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
@@ -182,7 +185,7 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[i
     texts = _with_bytes_as_characters(tokens, kinds)
     model = models.BPE(
         {text: index for index, text in enumerate(texts)},
-        _merges(texts, kinds, scores),
+        _merges(metadata, texts, kinds, scores),
         unk_token=texts[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -211,7 +214,7 @@ def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> li
 
 
 def _merges(
-    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Merges that do what SentencePiece does with scores: the best one that a text allows first."""
     pieces = {
@@ -220,12 +223,20 @@ def _merges(
         if kind in (_NORMAL, _USER_DEFINED, _BYTE)
     }
     order = {text: index for index, text in enumerate(tokens)}
-    found = [
-        (score, text[:cut], text[cut:])
-        for text, score in pieces.items()
-        for cut in range(1, len(text))
-        if text[:cut] in pieces and text[cut:] in pieces
-    ]
+    room = _MERGES_ROOM * sum(len(text) + _OWN for text in tokens)
+    found: list[tuple[float, str, str]] = []
+    for text, score in pieces.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in pieces and right in pieces:
+                # The tokens themselves: a stranger's may have a thousand characters.
+                found.append((score, tokens[order[left]], tokens[order[right]]))
+                room -= len(text) + _OWN
+        if room < 0:
+            raise BrokenModel(
+                f"{metadata.where}: metadata tokenizer.ggml.tokens has tokens that are merged in "
+                f"too many ways (over {len(found)})"
+            )
     found.sort(key=lambda each: (-each[0], -len(each[1]), order[each[1]]))
     return [(left, right) for _, left, right in found]
 

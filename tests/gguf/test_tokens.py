@@ -144,6 +144,13 @@ def test_scores_that_are_no_numbers() -> None:
         sentence_piece(scores=array("f", [math.nan] * 268))
 
 
+def test_tokens_that_are_merged_in_more_ways_than_there_is_room() -> None:
+    tokens = ["<unk>", *("x" * length for length in range(1, 200))]
+    scores = array("f", [0.0] * len(tokens))
+    with pytest.raises(BrokenModel, match=r"tokenizer\.ggml\.tokens .* in too many ways"):
+        made(model="llama", tokens=tokens, scores=scores)
+
+
 # --- Gemma -----------------------------------------------------------------------------------
 
 PROSE = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
