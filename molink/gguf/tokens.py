@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.metadata import Metadata
+from molink.native import failing_as
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -101,22 +102,18 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> TokenizerFiles:
     tokens = _tokens(metadata, vocabulary)
     kinds = _kinds(metadata, tokens)
     model = metadata.text("tokenizer.ggml.model")
-    try:
+    where = metadata.where
+    with failing_as(lambda reason: BrokenModel(f"{where}: its tokenizer can't be made: {reason}")):
         if model == "gpt2":
             made = _byte_level(metadata, tokens)
         elif model == "llama":
             made = _sentence_piece(metadata, tokens, kinds)
         else:
             raise UnsupportedModel(
-                f"{metadata.where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and "
-                "llama are)"
+                f"{where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)"
             )
         made.add_tokens(_added(metadata, tokens, kinds))
         source = made.to_str()
-    except (BrokenModel, UnsupportedModel):
-        raise
-    except Exception as error:  # `tokenizers` raises nothing more exact
-        raise BrokenModel(f"{metadata.where}: its tokenizer can't be made: {error}") from error
     return TokenizerFiles(source, _config(metadata, tokens, model), _ends(metadata, tokens))
 
 

@@ -52,6 +52,14 @@ def test_how_words_are_cut(pre: str, words: list[str]) -> None:
     assert [TEXT[begin:end] for _, (begin, end) in cut] == words
 
 
+def test_merges_at_which_the_tokenizer_itself_fails() -> None:
+    """Of a merge that is longer than its halves say; its library ends with a panic there."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens, merges = [*letters, "he", " "], ["he l", "h e", "  "]
+    with pytest.raises(BrokenModel, match="its tokenizer can't be made"):
+        made(model="gpt2", pre="gpt-2", tokens=tokens, merges=merges)
+
+
 def test_a_template_for_tools() -> None:
     assert byte_level("qwen2", "")[0].config["chat_template"] == "of"
     assert byte_level("qwen2", "", ".tool_use")[0].config["chat_template"] == [
