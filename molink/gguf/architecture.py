@@ -166,6 +166,16 @@ def _llama(about: _About) -> dict[str, Any]:
     }
 
 
+def _mistral3(about: _About) -> dict[str, Any]:
+    """Mistral Small 3.1 and 3.2, of which older files say that they are ``llama``."""
+    key = "attention.temperature_scale"
+    if about.has(key):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key(key)} (Ministral 3) is not supported"
+        )
+    return _llama(about)
+
+
 def _granite(about: _About) -> dict[str, Any]:
     heads = about.uniform("attention.head_count", about.layers)
     head_dim = about.integer("attention.key_length", about.integer("embedding_length") // heads)
@@ -255,6 +265,7 @@ def _scalar(about: _About, largest: int) -> int:
 
 _ARCHITECTURES: dict[str, Callable[[_About], dict[str, Any]]] = {
     "llama": _llama,
+    "mistral3": _mistral3,
     "granite": _granite,
     "smollm3": _named("SmolLM3ForCausalLM"),
     "olmo2": _olmo2,
