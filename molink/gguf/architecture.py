@@ -150,8 +150,30 @@ def _rope(about: _About, context: int) -> dict[str, Any]:
         )
     scaling = {"rope_type": kind, "factor": about.number("rope.scaling.factor")}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = original
+        scaling |= {"original_max_position_embeddings": original, **_yarn(about)}
     return {**made, "rope_scaling": scaling}
+
+
+def _yarn(about: _About) -> dict[str, Any]:
+    """What is told of YaRN where it isn't as usual."""
+    extrapolated = about.number("rope.scaling.yarn_ext_factor", 1.0)
+    if extrapolated != 1.0:
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key('rope.scaling.yarn_ext_factor')} {extrapolated} "
+            "is not supported (only 1)"
+        )
+    names = {
+        "attn_factor": "attention_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "log_multiplier": "mscale_all_dim",
+    }
+    found: dict[str, Any] = {
+        ours: about.number(f"rope.scaling.yarn_{theirs}")
+        for theirs, ours in names.items()
+        if about.has(f"rope.scaling.yarn_{theirs}")
+    }
+    return {**found, "mscale": 1.0} if "mscale_all_dim" in found else found
 
 
 def _llama(about: _About) -> dict[str, Any]:
