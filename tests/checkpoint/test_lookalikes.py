@@ -79,7 +79,7 @@ def test_no_config(tmp_path: Path, names: list[str], said: str) -> None:
 def test_weights_of_other_kinds(folder: Path, name: str, hint: str) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    with pytest.raises(BrokenModel, match=r"no weights: .* fetch them"):
+    with pytest.raises(BrokenModel, match=r"no weights: .* fetch it as a whole"):
         ModelFolder.open(folder)
     (folder / name).write_bytes(b"x")
     with pytest.raises(BrokenModel, match=rf"\({name} is of a kind .*{hint}"):
