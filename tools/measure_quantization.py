@@ -1,7 +1,9 @@
-"""Quality of the bundled model with its weights quantized, on held-out conversations.
+"""Quality of a model with its weights quantized: of the bundled one on held-out conversations.
 
     python -m tools.measure_quantization
-    python -m tools.measure_quantization --json
+    python -m tools.measure_quantization --model FOLDER_OR_FILE.gguf TEXT... --tokens 220
+
+Or of any other on TEXTs (files; each is cut to ``--tokens``).
 
 For each way of keeping the weights: perplexity per token (of all tokens, and of those that the
 assistant wrote), how often the most probable next token is that of fp32, the divergence of the
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +26,12 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.source import find_model
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
+from molink.text.tokenizer import Tokenizer
 from tools.demo_model.tokenizer import answered, encode, load_tokenizer
 from tools.demo_model.train import conversations
 from tools.train_demo_model import FOLDER
@@ -97,17 +102,28 @@ def _layer_bytes(folder: ModelFolder, dtype: DTypeChoice, quantize: Quantize) ->
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=FOLDER, help="the model folder")
+    parser.add_argument("texts", type=Path, nargs="*", metavar="TEXT")
+    parser.add_argument("--model", type=Path, default=FOLDER, help="a folder or a GGUF file")
+    parser.add_argument("--tokens", type=int, default=220, help="of each text")
     parser.add_argument("--conversations", type=int, default=120, help="held-out ones")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    tokenizer = load_tokenizer(arguments.model)
-    texts = encode(tokenizer, conversations("held_out", arguments.conversations, arguments.seed))
-    masks = [answered(tokenizer, text) for text in texts]
-    rows = [asdict(row) for row in measure(ModelFolder.open(arguments.model), texts, masks)]
+    with tempfile.TemporaryDirectory() as beside:
+        folder = find_model(str(arguments.model), unpack_into=Path(beside)).path
+        if arguments.texts:
+            own = Tokenizer.open(folder)
+            read = (path.read_text(encoding="utf-8") for path in arguments.texts)
+            texts = [np.array(own.encode(text)[: arguments.tokens]) for text in read]
+            masks = [np.ones(len(text), bool) for text in texts]
+        else:
+            tokenizer = load_tokenizer(folder)
+            held_out = conversations("held_out", arguments.conversations, arguments.seed)
+            texts = encode(tokenizer, held_out)
+            masks = [answered(tokenizer, text) for text in texts]
+        rows = [asdict(row) for row in measure(ModelFolder.open(folder), texts, masks)]
     if arguments.json:
         print(json.dumps({"tokens": sum(map(len, texts)), "modes": rows}, indent=2))
         return

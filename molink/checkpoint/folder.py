@@ -9,7 +9,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan, read_header
 from molink.checkpoint.layout import stage_tensors
-from molink.checkpoint.lookalikes import refuse_lookalike, refuse_other_tensors
+from molink.checkpoint.lookalikes import no_weights, refuse_lookalike, refuse_other_tensors
 from molink.checkpoint.low_bit_contents import check_contents
 from molink.checkpoint.multimodal import text_tensors
 from molink.checkpoint.placement_facts import model_facts
@@ -98,9 +98,7 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        other = next(iter([*path.glob("*.bin"), *path.glob("*.pth")]), None)
-        found = f" ({other.name} is of a kind that molink doesn't read)" if other else ""
-        raise BrokenModel(f"{path} has no weights: no *.safetensors file{found}")
+        raise no_weights(path)
     preferred = weight_map(path)
     tensors: dict[str, TensorSpan] = {}
     for file in files:

@@ -28,7 +28,7 @@ from molink.errors import (
 )
 from molink.facts.model import LayerRange
 from molink.files import patiently
-from molink.gguf.parts import part_names
+from molink.gguf.parts import first_files
 
 #: What is fetched: weights and metadata, no pickles.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -124,6 +124,38 @@ def cached_file(repository: str, files: Sequence[str]) -> Path | None:
     return Path(str(found[0])) if all(isinstance(one, str) for one in found) else None
 
 
+def only_gguf(repository: str) -> str | None:
+    """The GGUF file (its first part) of a repository that has one model in such, no safetensors.
+
+    Raises:
+        ModelError: the hub has no such repository, or doesn't show it to us.
+        Unavailable: the hub can't be reached, and nothing of it is in the cache.
+    """
+    from huggingface_hub import HfApi, constants
+
+    try:
+        with in_words(repository):
+            info = HfApi(endpoint=constants.ENDPOINT).model_info(repository)
+            names = [one.rfilename for one in info.siblings or ()]
+    except Unavailable:
+        names = _cached_names(repository)
+        if not names:
+            raise
+    if any(fnmatch(name, "*.safetensors") for name in names):
+        return None
+    found = first_files(name for name in names if fnmatch(name, "*.gguf"))
+    return found[0] if len(found) == 1 else None
+
+
+def _cached_names(repository: str) -> list[str]:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    found = (cache / "snapshots").glob("*/**/*.*")
+    return [Path(*path.relative_to(cache).parts[2:]).as_posix() for path in found]
+
+
 def has_weights(folder: Path) -> bool:
     """Whether all shards are there; the cache may hold a part of a repository."""
     present = {file.name for file in folder.glob("*.safetensors")}
@@ -200,8 +232,7 @@ def look_up(repository: str, commit: str | None = None, files: Sequence[str] = (
 
 
 def _lack(repository: str, file: str, ggufs: list[str]) -> str:
-    firsts = dict.fromkeys(part_names(name)[0] for name in ggufs)
-    named = ", ".join(f"{repository}/{name}" for name in [*firsts][:8])
+    named = ", ".join(f"{repository}/{name}" for name in first_files(ggufs)[:8])
     hint = f". Name one of its GGUF files: {named}" if named else ""
     return f"{repository} on the hub has no {file or '*.safetensors, which molink reads'}{hint}"
 

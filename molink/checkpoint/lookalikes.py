@@ -6,7 +6,7 @@ from pathlib import Path
 from molink.checkpoint.fields import read_json
 from molink.checkpoint.header import TensorSpan
 from molink.checkpoint.low_bit_config import parse_low_bit
-from molink.errors import BrokenModel, UnsupportedModel
+from molink.errors import BrokenModel, ModelError, UnsupportedModel
 
 #: What a file begins with whose content git-lfs has not fetched, and how long such a file is.
 _POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
@@ -20,6 +20,9 @@ _QUANTIZED = {
     ".scales": "the scales of MLX's (Apple's) weights",
 }
 _VALUE_HEADS = ("v_head.", "value_head.")
+#: What the authors' own layouts have in place of a config.json.
+_AUTHORS = ("params.json", "consolidated.safetensors", "consolidated.00.pth")
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".npz", ".onnx")
 #: Tokenizers in files that molink doesn't read.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
@@ -28,16 +31,20 @@ def refuse_lookalike(folder: Path) -> None:
     """Refuse a folder whose files tell that it is none of a model, or not whole.
 
     Raises:
-        UnsupportedModel: an adapter, a model without a tokenizer that molink reads, or one that
-            AutoGPTQ has quantized.
-        BrokenModel: a file is a git-lfs pointer.
+        UnsupportedModel: an adapter, a model without a tokenizer that molink reads, one in another
+            layout, or one that AutoGPTQ has quantized.
+        BrokenModel: a file is a git-lfs pointer, or there is no config.json.
     """
     names = sorted(path.name for path in folder.iterdir())
     for name in names:
         if name.endswith((".json", ".safetensors")):
             _refuse_pointer(folder / name)
-    if "adapter_config.json" in names and "config.json" not in names:
+    weights = [name for name in names if name.endswith(_WEIGHTS)]
+    adapts = "adapter_config.json" in names
+    if adapts and not any(name for name in weights if not name.startswith("adapter_model.")):
         raise UnsupportedModel(_adapter(folder))
+    if "config.json" not in names:
+        raise _no_config(folder, names, weights)
     if "config.json" in names and "tokenizer.json" not in names:
         other = next((name for name in _OTHER_TOKENIZERS if name in names), None)
         if other is not None:
@@ -54,6 +61,25 @@ def refuse_lookalike(folder: Path) -> None:
                 'into config.json as "quantization_config", with "quant_method": "gptq", or '
                 f"{ORIGINALS}"
             )
+
+
+def no_weights(folder: Path) -> BrokenModel:
+    """What is said of a folder without safetensors; names other weights that it has."""
+    names = sorted(path.name for path in folder.iterdir())
+    other = next((name for name in names if name.endswith(_WEIGHTS[1:])), None)
+    if other is None:
+        return BrokenModel(f"{folder} has no weights: no *.safetensors file; fetch it as a whole")
+    hint = ORIGINALS.partition(",")[0] + ", as safetensors"
+    if other.endswith(".bin"):
+        hint = (
+            'have transformers write safetensors, python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained(r'{folder}', torch_dtype='auto')"
+            f".save_pretrained(r'{folder}')\""
+        )
+    return BrokenModel(
+        f"{folder} has no weights: no *.safetensors file ({other} is of a kind that molink doesn't "
+        f"read): {hint}"
+    )
 
 
 def refuse_other_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
@@ -92,6 +118,24 @@ def _refuse_pointer(file: Path) -> None:
             f"{file} is a git-lfs pointer, not the file itself: run git lfs install, then git lfs "
             f"pull, in {file.parent}"
         )
+
+
+def _no_config(folder: Path, names: list[str], weights: list[str]) -> ModelError:
+    authors = next((name for name in _AUTHORS if name in names), None)
+    tokenizer = next((name for name in _OTHER_TOKENIZERS if name in names), None)
+    wanted = "config.json, tokenizer.json and *.safetensors"
+    if authors is not None:
+        return UnsupportedModel(
+            f"{folder} is in its authors' own layout ({authors}), without a config.json: take the "
+            f"files that the Hugging Face hub has of this model, {wanted}"
+        )
+    if tokenizer is not None and not weights:
+        return BrokenModel(
+            f"{folder} has a tokenizer ({tokenizer}) alone: a model's folder has {wanted}"
+        )
+    return BrokenModel(
+        f"config.json is missing in the model folder {folder}: such a one has {wanted}"
+    )
 
 
 def _adapter(folder: Path) -> str:

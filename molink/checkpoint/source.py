@@ -67,7 +67,8 @@ def find_model(
     A GGUF file, or that of a folder, is laid out as a folder below ``unpack_into`` first.
     A folder wins over a repository of the same name. A repository is taken from the hub's local
     cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
-    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository.
+    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository; if that has no
+    other model, ``OWNER/NAME`` will do.
 
     Raises:
         ModelError: nothing of that name, or it can't be had; says why.
@@ -87,15 +88,28 @@ def find_model(
         file = hub.cached_file(*asked) or hub.pull_file(*asked, counter, stop)
         return ModelSource(model_name(file.name), unpacked(file, unpack_into, counter, stop))
     if not is_repository(name_or_path):
-        raise ModelNotFound(
-            f"no model {name_or_path!r}: it is no folder and no GGUF file, not "
-            f"{DEMO_MODEL!r}, and no repository of the Hugging Face hub (OWNER/NAME, or "
-            "OWNER/NAME/FILE.gguf)"
-        )
-    cached = hub.cached(name_or_path) or hub.pull(name_or_path, counter, stop)
+        raise _not_found(name_or_path)
+    cached = hub.cached(name_or_path)
+    if cached is None:
+        gguf = hub.only_gguf(name_or_path)
+        if gguf is not None and is_hub_file(f"{name_or_path}/{gguf}"):
+            return find_model(f"{name_or_path}/{gguf}", counter, stop, unpack_into=unpack_into)
+        cached = hub.pull(name_or_path, counter, stop)
     commit = cached.name if _COMMIT.fullmatch(cached.name) else ""
     place = f"{name_or_path}@{commit}" if commit else ""
     return ModelSource(short_name(name_or_path), cached, place)
+
+
+def _not_found(name: str) -> ModelNotFound:
+    path = Path(name).expanduser()
+    if name and path.is_file():
+        return ModelNotFound(
+            f"{name} is a file, and no GGUF file: name the model's folder, {path.resolve().parent}"
+        )
+    return ModelNotFound(
+        f"no model {name!r}: it is no folder and no GGUF file, not {DEMO_MODEL!r}, and no "
+        "repository of the Hugging Face hub (OWNER/NAME, or OWNER/NAME/FILE.gguf)"
+    )
 
 
 def local_model(name: str) -> Path | None:

@@ -24,7 +24,7 @@ from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import patiently, plain_name
 from molink.gguf.architecture import config_of, vocabulary_of
 from molink.gguf.header import GgufFile, GgufTensor
-from molink.gguf.parts import model_name, part_names, parts_of, read_parts
+from molink.gguf.parts import first_files, model_name, parts_of, read_parts
 from molink.gguf.sampling import sampling_of
 from molink.gguf.tensors import TensorPiece, pieces
 from molink.gguf.tokens import TokenizerFiles, tokenizer_files
@@ -50,12 +50,12 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")):
         return None
-    here = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
-    found = {part_names(path.name)[0] for path in here}
+    here = {path.name: path for path in folder.glob(f"*{SUFFIX}")}
+    found = first_files(here)
     if len(found) > 1:
-        names = ", ".join(sorted(found)[:4])
+        names = ", ".join(found[:4])
         raise ModelError(f"{folder} has {len(found)} GGUF files ({names}): name one of them")
-    return here[0] if here else None
+    return folder / found[0] if found else None
 
 
 def gguf_model(path: Path) -> tuple[ModelConfig, dict[str, TensorPiece]]:

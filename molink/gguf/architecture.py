@@ -150,8 +150,30 @@ def _rope(about: _About, context: int) -> dict[str, Any]:
         )
     scaling = {"rope_type": kind, "factor": about.number("rope.scaling.factor")}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = original
+        scaling |= {"original_max_position_embeddings": original, **_yarn(about)}
     return {**made, "rope_scaling": scaling}
+
+
+def _yarn(about: _About) -> dict[str, Any]:
+    """What is told of YaRN where it isn't as usual."""
+    extrapolated = about.number("rope.scaling.yarn_ext_factor", 1.0)
+    if extrapolated != 1.0:
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key('rope.scaling.yarn_ext_factor')} {extrapolated} "
+            "is not supported (only 1)"
+        )
+    names = {
+        "attn_factor": "attention_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "log_multiplier": "mscale_all_dim",
+    }
+    found: dict[str, Any] = {
+        ours: about.number(f"rope.scaling.yarn_{theirs}")
+        for theirs, ours in names.items()
+        if about.has(f"rope.scaling.yarn_{theirs}")
+    }
+    return {**found, "mscale": 1.0} if "mscale_all_dim" in found else found
 
 
 def _llama(about: _About) -> dict[str, Any]:
@@ -164,6 +186,16 @@ def _llama(about: _About) -> dict[str, Any]:
         "num_experts_per_tok": about.integer("expert_used_count"),
         "sliding_window": None,
     }
+
+
+def _mistral3(about: _About) -> dict[str, Any]:
+    """Mistral Small 3.1 and 3.2, of which older files say that they are ``llama``."""
+    key = "attention.temperature_scale"
+    if about.has(key):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.key(key)} (Ministral 3) is not supported"
+        )
+    return _llama(about)
 
 
 def _granite(about: _About) -> dict[str, Any]:
@@ -255,6 +287,7 @@ def _scalar(about: _About, largest: int) -> int:
 
 _ARCHITECTURES: dict[str, Callable[[_About], dict[str, Any]]] = {
     "llama": _llama,
+    "mistral3": _mistral3,
     "granite": _granite,
     "smollm3": _named("SmolLM3ForCausalLM"),
     "olmo2": _olmo2,

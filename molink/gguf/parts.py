@@ -5,6 +5,7 @@
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def part_names(file: str) -> tuple[str, ...]:
         return (file,)
     count = int(match[3])
     return tuple(f"{match[1]}-{i:05}-of-{count:05}{match[4]}" for i in range(1, count + 1))
+
+
+def first_files(names: Iterable[str]) -> list[str]:
+    """Of the names of a folder's GGUF files the first of each model; none for ``mmproj`` (images).
+
+    Folders may be before them.
+    """
+    models = [name for name in names if not name.rpartition("/")[2].startswith("mmproj")]
+    return [*dict.fromkeys(part_names(name)[0] for name in sorted(models))]
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.metadata import Metadata
+from molink.native import failing_as
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 2**21
 #: Characters of one; those seen have 256 at most.
 _MAX_TOKEN = 1024
+#: A merge takes its characters and so many more, as a token does; all merges at most so many times
+#: what all tokens take (Llama 2's 1.9, Aquila's 1.8).
+_OWN, _MERGES_ROOM = 16, 16
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
@@ -49,21 +53,29 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 #: How a text is cut into words before merges: each expression cuts what the one before left.
 _CUTS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "a.x-4.0", "mellum"), (_GPT2,)
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         (r"\p{N}", _GPT2),
     ),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), (_LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (_QWEN2,)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), (_LLAMA3,)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo"), (_QWEN2,)
+    ),
     "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
+#: A text begins with a BOS there, where a file doesn't say.
+_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
 #: A word that is a token as it stands is not cut by merges there.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+_WHOLE_WORDS = (*_WITH_BOS, "glm4")
 #: Tokens that end an answer whatever the metadata say.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
@@ -90,22 +102,18 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> TokenizerFiles:
     tokens = _tokens(metadata, vocabulary)
     kinds = _kinds(metadata, tokens)
     model = metadata.text("tokenizer.ggml.model")
-    try:
+    where = metadata.where
+    with failing_as(lambda reason: BrokenModel(f"{where}: its tokenizer can't be made: {reason}")):
         if model == "gpt2":
             made = _byte_level(metadata, tokens)
         elif model == "llama":
             made = _sentence_piece(metadata, tokens, kinds)
         else:
             raise UnsupportedModel(
-                f"{metadata.where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and "
-                "llama are)"
+                f"{where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)"
             )
         made.add_tokens(_added(metadata, tokens, kinds))
         source = made.to_str()
-    except (BrokenModel, UnsupportedModel):
-        raise
-    except Exception as error:  # `tokenizers` raises nothing more exact
-        raise BrokenModel(f"{metadata.where}: its tokenizer can't be made: {error}") from error
     return TokenizerFiles(source, _config(metadata, tokens, model), _ends(metadata, tokens))
 
 
@@ -174,7 +182,7 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[i
     texts = _with_bytes_as_characters(tokens, kinds)
     model = models.BPE(
         {text: index for index, text in enumerate(texts)},
-        _merges(texts, kinds, scores),
+        _merges(metadata, texts, kinds, scores),
         unk_token=texts[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -203,7 +211,7 @@ def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> li
 
 
 def _merges(
-    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+    metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Merges that do what SentencePiece does with scores: the best one that a text allows first."""
     pieces = {
@@ -212,12 +220,20 @@ def _merges(
         if kind in (_NORMAL, _USER_DEFINED, _BYTE)
     }
     order = {text: index for index, text in enumerate(tokens)}
-    found = [
-        (score, text[:cut], text[cut:])
-        for text, score in pieces.items()
-        for cut in range(1, len(text))
-        if text[:cut] in pieces and text[cut:] in pieces
-    ]
+    room = _MERGES_ROOM * sum(len(text) + _OWN for text in tokens)
+    found: list[tuple[float, str, str]] = []
+    for text, score in pieces.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in pieces and right in pieces:
+                # The tokens themselves: a stranger's may have a thousand characters.
+                found.append((score, tokens[order[left]], tokens[order[right]]))
+                room -= len(text) + _OWN
+        if room < 0:
+            raise BrokenModel(
+                f"{metadata.where}: metadata tokenizer.ggml.tokens has tokens that are merged in "
+                f"too many ways (over {len(found)})"
+            )
     found.sort(key=lambda each: (-each[0], -len(each[1]), order[each[1]]))
     return [(left, right) for _, left, right in found]
 
@@ -243,7 +259,7 @@ def _added(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[int]) -> "
 
 def _config(metadata: Metadata, tokens: Sequence[str], model: str) -> dict[str, Any]:
     named = metadata.text("tokenizer.ggml.pre", "default")
-    adds = model == "llama" or named in _WHOLE_WORDS
+    adds = model == "llama" or named in _WITH_BOS
     config: dict[str, Any] = {
         "add_bos_token": metadata.boolean("tokenizer.ggml.add_bos_token", adds)
     }

@@ -10,6 +10,7 @@ from typing import get_args
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.folder import scan_tensors
+from molink.checkpoint.lookalikes import refuse_lookalike
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
 from molink.checkpoint.source import local_model, local_name
@@ -89,6 +90,8 @@ class Described:
             config, tensors = gguf_model(file)
             facts = model_facts(config, local_name(found), tensors)
         else:
+            if found.is_dir():
+                refuse_lookalike(found)
             config = ModelConfig.load(found, "bf16")
             weights = scan_tensors(found) if any(found.glob("*.safetensors")) else {}
             facts = model_facts(config, local_name(found), weights)

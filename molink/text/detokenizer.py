@@ -6,7 +6,7 @@ from typing import Protocol
 import tokenizers
 
 from molink.errors import BrokenModel
-from molink.text.native import failing_as
+from molink.native import failing_as
 from molink.text.token_pieces import Pieces
 
 #: Tokens that a character may be spread over before its bytes count as invalid.

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from molink.errors import RequestError
-from molink.text.native import failing_as
+from molink.native import failing_as
 from molink.wire.messages.data import MAX_GRAMMAR
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from molink.errors import BrokenModel, RequestError
+from molink.native import failing_as
 from molink.text.grammar import compile_grammar, make_tokenizer
-from molink.text.native import failing_as
 from molink.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import tokenizers
 
 from molink.checkpoint.fields import read_bytes
 from molink.errors import BrokenModel, ContextTooLong, RequestError
+from molink.native import failing_as
 from molink.text.defaults import GenerationDefaults, TokenIds, as_ids
 from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowDetokenizer
 from molink.text.growth import growth_of
-from molink.text.native import failing_as
 from molink.text.template import Templates, load_templates
 from molink.text.token_pieces import create_pieces
 

@@ -75,6 +75,20 @@ def test_a_gguf_file_of_a_repository(
     assert find_model(name, unpack_into=tmp_path).path == found.path
 
 
+def test_a_repository_with_one_gguf_file(
+    served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in weights(served):
+        path.unlink()
+    for name in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "mmproj-m.gguf"):
+        (served.folder / name).write_bytes(b"GGUF")
+    monkeypatch.setattr(source, "unpacked", lambda file, *_: file)
+    found = find_model(REPOSITORY, Count(), unpack_into=tmp_path)
+    assert (found.name, found.path.name) == ("m", "m-00001-of-00002.gguf")
+    served.status = 503  # what is in the cache is enough
+    assert find_model(REPOSITORY, unpack_into=tmp_path).path == found.path
+
+
 def test_all_parts_of_a_model_are_fetched(
     served: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

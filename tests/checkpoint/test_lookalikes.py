@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from molink.checkpoint.folder import ModelFolder
-from molink.errors import BrokenModel, UnsupportedModel
+from molink.errors import BrokenModel, ModelError, UnsupportedModel
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
@@ -39,6 +39,50 @@ def test_a_tokenizer_in_another_file_alone(folder: Path, name: str) -> None:
     ModelFolder.open(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UnsupportedModel, match=rf"{name}, but no tokenizer\.json.*AutoTokenizer"):
+        ModelFolder.open(folder)
+
+
+def test_an_adapter_beside_the_config_of_its_model(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    save_file({"lora_A.weight": torch.zeros(4)}, folder / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"is an adapter, no whole model: merge"):
+        ModelFolder.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["tokenizer.model"], r"has a tokenizer \(tokenizer\.model\) alone"),
+        (["params.json", "consolidated.00.pth", "tokenizer.model"], r"own layout \(params\.json\)"),
+        (["consolidated.safetensors", "tekken.json"], r"own layout \(consolidated\.safetensors\)"),
+        (["model.onnx"], r"config\.json is missing in the model folder .*: such a one has"),
+        ([], r"config\.json is missing in the model folder"),
+    ],
+)
+def test_no_config(tmp_path: Path, names: list[str], said: str) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ModelError, match=said) as raised:
+        ModelFolder.open(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("pytorch_model.bin", r"AutoModelForCausalLM.*save_pretrained"),
+        ("weights.npz", "take the model's bf16 or fp16 files"),
+    ],
+)
+def test_weights_of_other_kinds(folder: Path, name: str, hint: str) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(BrokenModel, match=r"no weights: .* fetch it as a whole"):
+        ModelFolder.open(folder)
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(BrokenModel, match=rf"\({name} is of a kind .*{hint}"):
         ModelFolder.open(folder)
 
 

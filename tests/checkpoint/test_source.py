@@ -45,3 +45,9 @@ def test_what_is_neither_folder_nor_repository(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="no folder and no GGUF file, not 'molink-demo'"):
         find_model(name, unpack_into=tmp_path)
+
+
+def test_one_file_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelNotFound, match="is a file, and no GGUF file: name the model's folder"):
+        find_model(str(tmp_path / "model.safetensors"), unpack_into=tmp_path)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.checkpoint.folder import ModelFolder
+from molink.checkpoint.rope import RopeConfig
 from molink.checkpoint.source import ModelSource, Uncounted, find_model
 from molink.checkpoint.unpacking import gguf_model, unpacked
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
@@ -218,6 +219,39 @@ def test_llama_3_divides_the_frequencies_itself(folder: Path, tmp_path: Path) ->
     assert rope.kind == "longrope"
     assert rope.short_factor == rope.long_factor == divisors
     assert rope.attention_factor == 1.0
+
+
+def test_yarn_is_as_the_file_says(folder: Path, tmp_path: Path) -> None:
+    said = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    told = {**said, "yarn_beta_fast": 16.0, "yarn_attn_factor": 1.25, "yarn_log_multiplier": 0.5}
+
+    def rope(path: str, scaling: dict[str, Any]) -> RopeConfig:
+        metadata = {f"llama.rope.scaling.{name}": value for name, value in scaling.items()}
+        written = write_gguf(folder, tmp_path / path, metadata=metadata)
+        return ModelFolder.open(unpack(written, tmp_path / "into")).config.rope
+
+    usual = rope("usual.gguf", said)
+    assert (usual.kind, usual.factor, usual.original_context) == ("yarn", 4.0, 64)
+    assert (usual.attention_factor, usual.beta_fast, usual.mscale) == (None, 32.0, 0.0)
+    assert rope("told.gguf", told) == replace(
+        usual, attention_factor=1.25, beta_fast=16.0, mscale=1.0, mscale_all_dim=0.5
+    )
+    with pytest.raises(UnsupportedModel, match=r"yarn_ext_factor 0\.5 is not supported"):
+        rope("odd.gguf", {**said, "yarn_ext_factor": 0.5})
+
+
+def test_mistral_small_is_a_llama_but_ministral_is_none(
+    folder: Path, whole: Path, tmp_path: Path
+) -> None:
+    name = "mistral3"
+    path = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0, architecture=name)
+    made, before = unpack(path, tmp_path / "into"), unpack(whole, tmp_path)
+    for file in ("config.json", "model.safetensors"):
+        assert (made / file).read_bytes() == (before / file).read_bytes()
+    scale = {"mistral3.attention.temperature_scale": 0.1}
+    path = write_gguf(folder, tmp_path / "next.gguf", architecture=name, metadata=scale)
+    with pytest.raises(UnsupportedModel, match=r"temperature_scale \(Ministral 3\)"):
+        unpack(path, tmp_path)
 
 
 def test_config_and_tensors_alone_are_those_of_the_folder(whole: Path, tmp_path: Path) -> None:

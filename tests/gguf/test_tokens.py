@@ -41,6 +41,7 @@ def byte_level(pre: str, *templates: str, **values: Any) -> tuple[TokenizerFiles
         ("smollm", ["I", "'", "M", " ", "1", "2", "3", "4", "5", " ok", "!!", "\n\n ", " x"]),
         ("llama-bpe", ["I", "'M", " ", "123", "45", " ok", "!!\n\n", " ", " x"]),
         ("qwen2", ["I", "'M", " ", "1", "2", "3", "4", "5", " ok", "!!\n\n", " ", " x"]),
+        ("glm4", ["I", "'M", " ", "123", "45", " ok", "!!\n\n", " ", " x"]),
         ("tekken", ["I", "'M", " ", "1", "2", "3", "4", "5", " ok", "!!\n\n", " ", " x"]),
         ("default", ["I", "'", "M", " ", "123", "45", " ok", "!!", "\n\n ", " x"]),
     ],
@@ -49,6 +50,14 @@ def test_how_words_are_cut(pre: str, words: list[str]) -> None:
     _, tokenizer = byte_level(pre)
     cut = tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     assert [TEXT[begin:end] for _, (begin, end) in cut] == words
+
+
+def test_merges_at_which_the_tokenizer_itself_fails() -> None:
+    """Of a merge that is longer than its halves say; its library ends with a panic there."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens, merges = [*letters, "he", " "], ["he l", "h e", "  "]
+    with pytest.raises(BrokenModel, match="its tokenizer can't be made"):
+        made(model="gpt2", pre="gpt-2", tokens=tokens, merges=merges)
 
 
 def test_a_template_for_tools() -> None:
@@ -74,6 +83,32 @@ def test_a_word_that_is_a_token_is_one_in_llama_3() -> None:
     files, tokenizer = byte_level("llama-bpe", bos_token_id=1)
     assert tokenizer.encode("hello").ids == [260]
     assert files.config["add_bos_token"] is True
+
+
+def test_a_word_that_is_a_token_is_one_in_glm_4_but_no_bos_is_before_it() -> None:
+    files, tokenizer = byte_level("glm4", bos_token_id=1)
+    assert tokenizer.encode("hello").ids == [260]
+    assert files.config["add_bos_token"] is False
+    files, tokenizer = byte_level("chatglm-bpe", bos_token_id=1)
+    assert len(tokenizer.encode("hello").ids) > 1
+    assert files.config["add_bos_token"] is False
+
+
+#: What llama.cpp's converter writes for released models of the architectures that load.
+RELEASED = {
+    "llama": ("llama-bpe", "smaug-bpe", "tekken", "smollm", "deepseek-coder", "falcon3", "mellum"),
+    "qwen2": ("qwen2", "deepseek-r1-qwen", "a.x-4.0"),
+    "phi3": ("dbrx", "gpt-4o"),
+    "granite": ("refact",),
+    "olmo2": ("dbrx",),
+    "glm4": ("glm4", "chatglm-bpe"),
+}
+
+
+@pytest.mark.parametrize("pre", sorted({name for names in RELEASED.values() for name in names}))
+def test_words_of_released_files_are_known(pre: str) -> None:
+    _, tokenizer = byte_level(pre)
+    assert tokenizer.decode(tokenizer.encode("wörld 12 hel").ids) == "wörld 12 hel"
 
 
 def sentence_piece(**values: Any) -> tuple[TokenizerFiles, Tokenizer]:
@@ -115,6 +150,13 @@ def test_no_space_before_a_text_where_the_file_says_so() -> None:
 def test_scores_that_are_no_numbers() -> None:
     with pytest.raises(BrokenModel, match=r"scores has to be a list of 268 finite numbers"):
         sentence_piece(scores=array("f", [math.nan] * 268))
+
+
+def test_tokens_that_are_merged_in_more_ways_than_there_is_room() -> None:
+    tokens = ["<unk>", *("x" * length for length in range(1, 200))]
+    scores = array("f", [0.0] * len(tokens))
+    with pytest.raises(BrokenModel, match=r"tokenizer\.ggml\.tokens .* in too many ways"):
+        made(model="llama", tokens=tokens, scores=scores)
 
 
 # --- Gemma -----------------------------------------------------------------------------------

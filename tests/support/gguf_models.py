@@ -19,7 +19,7 @@ _NAMES = {
     "gemma3_text": "gemma3",
 }
 #: Whose converter lays rotated pairs side by side.
-_TURNED = ("llama", "granite", "smollm3")
+_TURNED = ("llama", "mistral3", "granite", "smollm3")
 Kind = gguf.GGMLQuantizationType
 #: Kinds that have no quantizer in Python: their bytes are random, with scales of a fair size.
 _RANDOM = {
@@ -43,6 +43,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     divisors: Sequence[float] = (),
     part: int = 0,
+    architecture: str = "",
 ) -> Path:
     """The model of ``folder`` (as ``write_model`` makes them) as a GGUF file at ``path``.
 
@@ -50,11 +51,12 @@ def write_gguf(
     ``exact`` becomes a copy of the folder with the values that these
     hold. ``metadata`` are set beside, or instead of, what the config says; ``divisors`` are those
     of the frequencies of rope, as Llama 3 has them. With ``part`` the model comes in several
-    files, each with that many tensors at most, and the first of them is returned.
+    files, each with that many tensors at most, and the first of them is returned. ``architecture``:
+    as GGUF calls it, where a family has several names.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
-    name = _NAMES.get(family, family)
+    name = architecture or _NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
     for key, value in _metadata(config, name).items():
         _add(writer, key, value)

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import processors
 
 from molink.errors import BrokenModel, RequestError
+from molink.native import failing_as
 from molink.text.defaults import GenerationDefaults
-from molink.text.native import failing_as
 from molink.text.tokenizer import Tokenizer
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from molink.checkpoint import hub
 from molink.checkpoint.manifest import Manifest, root_of
 from molink.checkpoint.source import demo_model, short_name
+from molink.checkpoint.unpacking import SUFFIX
 from molink.errors import ModelError, ModelNotFound, MolinkError, UsageError
 from molink.files import patiently
 from molinkd.peer.hashing import Hasher
@@ -118,9 +119,11 @@ def _cached() -> Iterator[ModelHere]:
             continue
         snapshots = _folders_in(folder / "snapshots")
         with_weights = [one for one in snapshots if any(one.glob("*.safetensors"))]
-        if not with_weights and not any((folder / "blobs").glob(f"*{hub.DRAFT}")):
+        has_gguf = any(any(one.rglob(f"*{SUFFIX}")) for one in snapshots)
+        is_under_way = any((folder / "blobs").glob(f"*{hub.DRAFT}"))
+        if not (with_weights or has_gguf or is_under_way):
             continue
-        whole = any(hub.has_weights(one) for one in with_weights)
+        whole = any(map(hub.has_weights, with_weights)) or (has_gguf and not is_under_way)
         yield ModelHere(name.replace("--", "/"), "cache", folder, _size(folder), 0, whole)
 
 

@@ -100,6 +100,17 @@ def test_half_a_download_is_shown_and_can_be_deleted(served: FakeHub, home: Home
     assert "cache" not in by_place(home)
 
 
+def test_a_gguf_file_of_the_hub(served: FakeHub, home: Home) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (served.folder / name).write_bytes(b"GGUF" + bytes(5000))
+    hub.pull_file(REPOSITORY, ("a.gguf",), Progress(), threading.Event())
+    found = by_place(home)["cache"]
+    assert (found.name, found.whole) == (REPOSITORY, True)
+    for one in choose(home, models_here(home), REPOSITORY, hf_cache=True):
+        delete(one)
+    assert "cache" not in by_place(home)
+
+
 def test_what_cannot_be_read_is_left_out(home: Home) -> None:
     (home.models / "odd-0123").mkdir()
     (home.models / "odd-0123" / "manifest.molink").write_bytes(b"nonsense")
