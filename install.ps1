@@ -11,6 +11,9 @@ $CpuIndex = 'https://download.pytorch.org/whl/cpu'
 $NeedCpu = 3000
 $NeedCuda = 8000
 $NeedUpdate = 500
+# Characters of this folder's path with which the longest one in .venv (torch's licences) has the 259
+# that Windows takes.
+$LongestRoot = 60
 
 $Usage = @'
 Usage: powershell -ExecutionPolicy Bypass -File install.ps1 [options]
@@ -135,6 +138,15 @@ function Get-FreeMegabytes {
         $root = [System.IO.Path]::GetPathRoot($PSScriptRoot)
         return [long] ((New-Object System.IO.DriveInfo $root).AvailableFreeSpace / 1mb)
     } catch { return $null }
+}
+
+function Test-PathLength {
+    if ($PSScriptRoot.Length -le $LongestRoot) { return }
+    $settings = 'HKEY_LOCAL_MACHINE\SYSTEM\CurrentControlSet\Control\FileSystem'
+    if ([Microsoft.Win32.Registry]::GetValue($settings, 'LongPathsEnabled', 0) -eq 1) { return }
+    Die "the path of this folder is too long for Windows: ${PSScriptRoot} has $($PSScriptRoot.Length) characters",
+        "move the clone to a path of at most $LongestRoot, such as C:\molink, or allow long paths (in PowerShell as administrator):",
+        'New-ItemProperty -Path HKLM:\SYSTEM\CurrentControlSet\Control\FileSystem -Name LongPathsEnabled -Value 1 -PropertyType DWORD -Force'
 }
 
 function Test-Disk([string] $Flavour) {
@@ -322,6 +334,7 @@ if ($options.Help) {
 }
 Set-Location -LiteralPath $PSScriptRoot
 $env:PYTHONUTF8 = '1'
+Test-PathLength
 $flavour = Get-Flavour $options.Flavour
 Initialize-Venv $options.Python $flavour
 if ($options.Flavour) {

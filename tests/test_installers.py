@@ -1,5 +1,6 @@
 """What ``install.sh`` and ``install.ps1`` say and choose; neither is run here."""
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -82,6 +83,14 @@ def test_the_powershell_script_calls_what_there_is() -> None:
     called = {name for name in texts("command_name") if re.fullmatch(r"[A-Z][\w-]+", name)}
     assert called <= known
     assert texts("function_name") - {"Say", "Die"} <= called
+
+
+def test_a_folder_whose_path_is_too_long_is_refused_before_torch_comes() -> None:
+    (root,) = re.findall(r"^\$LongestRoot = (\d+)$", POWER, re.M)
+    longest = max(len(str(path)) for path in importlib.metadata.files("torch") or ())
+    assert longest > 100
+    assert len("\\".join(["R" * int(root), ".venv", "Lib", "site-packages", "x" * longest])) < 260
+    assert POWER.index("\nTest-PathLength\n") < POWER.index("\nInstall-Molink ")
 
 
 def unset(source: str) -> set[str]:

@@ -4,7 +4,8 @@ Two formats are read, told apart by their first character:
 
 - Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens`` with dates such as
   ``2023-11-16 18:15:46.6805900``
-- Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``
+- Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``; which
+  prompts begin alike (``hash_ids``) is not read: here no two do
 """
 
 import csv

@@ -19,7 +19,7 @@ from molink.wire.messages.data import MAX_GROUPS
 #: Activations travel as bf16.
 DTYPE: DType = "bf16"
 BLOCK_SIZE = 16
-#: Longest prompt and answer together.
+#: Longest prompt and answer together, unless the load has longer ones.
 CONTEXT = 32_768
 _MAX_WAITING = 1 << 20
 
@@ -77,7 +77,7 @@ class Blueprint:
             "",
             self.shape(stage),
             self._limits(),
-            CONTEXT,
+            self._context,
             self.profiles[stage],
             scenario.policy,
             scenario.cut_through,
@@ -93,6 +93,12 @@ class Blueprint:
         return RingTimes(self.profiles, facts if stages > 1 else (), self._row_bytes).turn_s(1)
 
     @property
+    def _context(self) -> int:
+        load = self.scenario.workload
+        fixed = load.input_tokens + load.output_tokens
+        return max(CONTEXT, fixed, load.max_prompt + load.max_output)
+
+    @property
     def _row_bytes(self) -> int:
         return self.hidden * DTYPE_SIZES[DTYPE]
 
@@ -105,7 +111,7 @@ class Blueprint:
             chunk_tokens=scenario.chunk_tokens,
             max_running=scenario.max_running,
             max_waiting=_MAX_WAITING,
-            max_context=CONTEXT,
+            max_context=self._context,
             prefix_cache=False,
             profiles=self.profiles,
             stages=scenario.stages,

@@ -181,7 +181,7 @@ def plan_swarm(
     wide = replace(link, handling_ms=1000 * HANDLING_S)
     local = replace(wide, latency_ms=1000 * LOCAL_LATENCY, bandwidth_mbps=8 * LOCAL_RATE / 1e6)
     scenario = Scenario(
-        Workload(rate=1.0, duration=1.0),
+        Workload(1.0, 1.0, input_tokens=prompt_tokens, output_tokens=output_tokens),
         stages=len(placed.stages),
         model=model.name,
         link=wide,

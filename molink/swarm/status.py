@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from molink.facts.device import Device
-from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES
+from molink.facts.ringtimes import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
 from molink.swarm import epochs
+from molink.swarm.first_token import first_token_s
 from molink.swarm.fleet import Fleet
 from molink.swarm.formation import Formation
 from molink.swarm.holdings import missing, where_to_get, whole_holders
@@ -25,6 +26,8 @@ from molink.wire.messages.reports import PeerReport, TransferState, WorkerState
 MAX_BYTES = 192 * 1024
 #: An outlook is worked out at most once in so many seconds: nothing else is done meanwhile.
 OUTLOOK = 5.0
+#: Tokens of the prompt whose first token is foretold.
+PROMPT = 512
 #: Transitions that are shown: what fits a screen.
 _STORY = 20
 #: Pairs of peers that can't connect which are shown.
@@ -108,7 +111,7 @@ class RareOutlook:
         """By pipeline, as it is now, in seconds, or was a moment ago."""
         if now >= self._until:
             found = {
-                one.pipeline: build_outlook(one, self._fleet.clock)
+                one.pipeline: build_outlook(one, self._fleet.clock) | _first_token(one)
                 for one in self._fleet.deployments
             }
             self._last, self._until = found, now + OUTLOOK
@@ -126,6 +129,25 @@ def build_outlook(reconciler: Reconciler, now: float) -> dict[str, Any]:
     candidates = planner.candidates(registry, formation, now)
     serving = epochs.layout(formation.record.stages)
     return outlook(planner, reconciler.desired, candidates, devices, serving)
+
+
+def _first_token(reconciler: Reconciler) -> dict[str, Any]:
+    """When a request alone would have its first token; empty where no ring serves."""
+    formation, desired = reconciler.formation, reconciler.desired
+    if formation is None or not reconciler.ready:
+        return {}
+    stages, links = formation.record.stages, []
+    for stage, after in zip(stages, stages[1:] + stages[:1], strict=True):
+        latency, rate = reconciler.planner.links.between(stage.peer, after.peer)
+        links.append(LinkFacts(latency + HANDLING_S, rate))
+    times = RingTimes(
+        [stage.profile for stage in stages],
+        links if len(stages) > 1 else (),
+        row_bytes(desired.facts, desired.dtype),
+    )
+    sessions = reconciler.registry.sessions
+    paces = [_pace(sessions.get(stage.peer), formation.record.id) for stage in stages]
+    return {"prompt": PROMPT, "first_token_s": first_token_s(times, PROMPT, paces)}
 
 
 def encode_status(status: dict[str, Any]) -> bytes:

@@ -112,10 +112,10 @@ replicas = {}
 REFUSED = (
     ('molink = ""\nreplica = 2\n', 2, "replica is nothing known: there are models, molink"),
     ('[[models]]\nmodel = "alpha"\nreplicas = 2\nquantise = "int8"\n', 4, "quantise is nothing"),
-    ('[[models]]\nmodel = "alpha"\n[[models]]\nmodel = "beta"\npcs = ["attic"]\n', 3, "no PC of"),
+    ('[[models]]\nmodel = "alpha"\n[[models]]\nmodel = "beta"\npcs = ["attic"]\n', 5, "no PC of"),
     (
         "".join(f'[[models]]\nmodel = "{name}"\npcs = ["first"]\n' for name in ("alpha", "beta")),
-        4,
+        6,
         "beta: first is named for alpha too",
     ),
     (

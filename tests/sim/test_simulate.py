@@ -50,6 +50,14 @@ def test_every_token_of_every_request_comes(
     assert report.input_tokens == sum(request.input_tokens for request in planned)
 
 
+def test_a_prompt_may_be_as_long_as_there_is_memory_for() -> None:
+    load = Workload(1.0, 2.0, input_tokens=40_000, output_tokens=2)
+    long = Scenario(load, stages=1, device="rtx5090", model="llama-3-8b", chunk_tokens=8192)
+    report = simulate(long).report
+    assert report.completed > 0
+    assert (report.failed, report.first_error) == (0, None)
+
+
 def test_warm_up_is_not_counted(baseline: Scenario) -> None:
     scenario = replace(baseline, workload=replace(baseline.workload, warmup=2.5, duration=2.5))
     counted = [request for request in scenario.workload.plan() if request.at >= 2.5]

@@ -8,12 +8,13 @@ import pytest
 from molink.facts.profile import Profile
 from molink.swarm.events import Reported, Tried
 from molink.swarm.links import ASSUMED_LATENCY, ASSUMED_RATE, Links
-from molink.swarm.status import OUTLOOK, RareOutlook, build_outlook, build_status
+from molink.swarm.status import OUTLOOK, PROMPT, RareOutlook, build_outlook, build_status
 from molink.wire.messages.instructions import Assign
 from tests.support.swarm import GB, Kit, Paper
 
 #: Of three of the six layers of 1 GB.
 STEP_S = 0.3
+CHUNK_S = 0.5
 
 
 def swarm(kit: Kit, memory: int = 4, **serve: Any) -> Paper:
@@ -27,7 +28,8 @@ def swarm(kit: Kit, memory: int = 4, **serve: Any) -> Paper:
     paper.wait(1.25, *"ab")
     for peer, message in paper.take():
         if isinstance(message, Assign):
-            paper.loaded(message, peer, profile=Profile(decode=((1, STEP_S),)))
+            profile = Profile(decode=((1, STEP_S),), prefill=((64, CHUNK_S),))
+            paper.loaded(message, peer, profile=profile)
     paper.obey()
     return paper
 
@@ -86,6 +88,14 @@ def test_a_newcomers_links_are_as_those_of_the_others() -> None:
     assert joined.between("n", "a") == joined.between("b", "n") == (0.02, 1e6)
     assert joined.between("a", "b") == links.between("a", "b")
     assert not links.known("n", "a")
+
+
+def test_the_first_token_of_a_request_alone_is_foretold(kit: Kit) -> None:
+    paper = swarm(kit)
+    (found,) = RareOutlook(paper.fleet).at(100.0).values()
+    assert found["prompt"] == PROMPT
+    chunks = PROMPT / 64
+    assert chunks * CHUNK_S < found["first_token_s"] < 2 * chunks * CHUNK_S + 0.5
 
 
 def test_who_asks_again_soon_is_told_the_same(kit: Kit) -> None:

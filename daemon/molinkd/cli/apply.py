@@ -1,5 +1,6 @@
 """``molink apply``: have the swarm serve what a file names."""
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -64,9 +65,18 @@ def _carry_out(daemon: local_daemon.Found, order: ApplyFile) -> str:
 
 
 def _located(error: RequestError, file: SwarmFile, lines: Lines) -> MolinkError:
-    """The coordinator's refusal with the line of the model that it is about."""
+    """The coordinator's refusal with the line that it is about: a PC's, else the model's."""
     text = str(error)
+    if file.molink and text.startswith(f"the file wants molink {file.molink}"):
+        return lines.refusal(text, key="molink")
     for index, one in enumerate(file.models):
-        if text.startswith(f"{called(one.model)}: "):
-            return lines.refusal(text, index)
+        why = text.removeprefix(f"{called(one.model)}: ")
+        if why != text:
+            keys = [
+                key
+                for pc in (*one.layers, *one.pcs)
+                if re.search(rf"(?<![\w-]){re.escape(pc)}(?![\w-])", why)
+                for key in ((pc, "layers") if pc in one.layers else ("pcs",))
+            ]
+            return lines.refusal(text, index, lines.first(index, *keys))
     return error

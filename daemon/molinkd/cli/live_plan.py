@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.errors import Unavailable
+from molink.facts.memory_plan import size
 from molink.plaintext import printable
 from molink.swarm.outlook import RingProspect
 
@@ -16,7 +17,8 @@ from molink.swarm.outlook import RingProspect
 class LiveStage:
     """One stage: ``step_s`` of one decode row, and ``link_s`` until its row is at the next one.
 
-    ``measured`` is whether anything is known of that link; else it is assumed.
+    ``measured`` is whether anything is known of that link; else it is assumed. ``weights`` and
+    ``kv`` take that many bytes of the ``memory`` that molink may use on the device; 0: not told.
     """
 
     peer: str
@@ -25,11 +27,18 @@ class LiveStage:
     step_s: float
     link_s: float
     measured: bool
+    weights: int
+    kv: int
+    memory: int
 
 
 @dataclass(frozen=True, slots=True)
 class LivePlan:
-    """The ring in its order; ``turn_s`` is the least time per token, ``spares`` with the reason."""
+    """The ring in its order; ``spares`` with the reason.
+
+    ``turn_s`` is the least time per token: that of a request alone. Such a one, of
+    ``prompt_tokens``, has its first token after ``first_token_s``; 0 if that isn't known.
+    """
 
     model: str
     objective: str
@@ -37,6 +46,8 @@ class LivePlan:
     turn_s: float
     bottleneck: str
     spares: dict[str, str]
+    prompt_tokens: int
+    first_token_s: float
     #: As placement predicts the ring now and with one PC more, for each kind that there is.
     now: RingProspect | None = None
     more: tuple[RingProspect, ...] = ()
@@ -75,6 +86,7 @@ def _plan(
     spares: dict[str, str],
     objectives: dict[str, str],
 ) -> LivePlan:
+    peers = {peer["id"]: peer for peer in status["peers"]}
     stages = tuple(
         LiveStage(
             peer=names.get(one["peer"], one["peer"]),
@@ -83,8 +95,9 @@ def _plan(
             step_s=one["decode_s"],
             link_s=one.get("link_s", 0.0),
             measured=one.get("link_measured", False),
+            **_memory(peers.get(one["peer"], {}), pipeline["id"], number),
         )
-        for one in pipeline["stages"]
+        for number, one in enumerate(pipeline["stages"])
     )
     model = pipeline.get("model") or status["model"]
     turn = sum(one.step_s + one.link_s for one in stages)
@@ -98,9 +111,20 @@ def _plan(
         turn,
         _bottleneck(stages),
         spares,
+        outlook.get("prompt", 0),
+        outlook.get("first_token_s", 0.0),
         RingProspect(**outlook["now"]) if more else None,
         tuple(replace(one, device=printable(one.device)) for one in more),
     )
+
+
+def _memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, int]:
+    """What a stage takes of its device, as its PC has told."""
+    for worker in peer.get("workers", ()):
+        if (worker["pipeline"], worker["stage"]) == (pipeline, stage) and worker["load"]:
+            load = worker["load"]
+            return {"weights": load["weights"], "kv": load["kv"], "memory": peer["memory"]}
+    return {"weights": 0, "kv": 0, "memory": 0}
 
 
 def show(plan: LivePlan) -> None:
@@ -108,16 +132,23 @@ def show(plan: LivePlan) -> None:
     console = Console(highlight=False)
     console.print(f"{printable(plan.model)}, placed for {plan.objective}", markup=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "PC", "device", "layers", "step", "link to next"):
+    for column in ("stage", "PC", "device", "layers", "weights + KV", "step", "link to next"):
         table.add_column(column)
     for index, one in enumerate(plan.stages):
         link = f"{1e3 * one.link_s:.1f} ms{'' if one.measured else ' (assumed)'}"
         first, last = one.layers
         step = f"{1e3 * one.step_s:.1f} ms" if one.step_s else "not measured"
-        row = (str(index), one.peer, one.device, f"{first}:{last}", step, link)
+        memory = f"{size(one.weights)} + {size(one.kv)} of {size(one.memory)}"
+        memory = memory if one.memory else "not told"
+        row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
         table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
     console.print(table)
     console.print(f"Least time per token of this ring: {1e3 * plan.turn_s:.1f} ms")
+    if plan.first_token_s:
+        console.print(
+            f"One request alone, {plan.prompt_tokens} prompt tokens: first token after about"
+            f" {1e3 * plan.first_token_s:.0f} ms, then one every {1e3 * plan.turn_s:.1f} ms"
+        )
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
     if plan.now is not None:
         for line in one_more(plan.now, plan.more, plan.objective):
@@ -137,7 +168,7 @@ def one_more(now: RingProspect, more: Iterable[RingProspect], objective: str) ->
     for one in more:
         stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
         if text(one) == text(now):
-            yield f"One more {one.device} would bring nothing: {text(one)}"
+            yield f"One more {one.device} would bring nothing: {text(one)} with it and without"
         else:
             yield f"One more {one.device}: {stages}, {text(one)} instead of {text(now)}"
 

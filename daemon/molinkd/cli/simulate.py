@@ -225,6 +225,8 @@ def _show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
             f"{100 * max(0.0, idle):.0f} %",
         )
     Console().print(table)
+    for report in (outcome.report for outcome in outcomes if outcome.report.failed):
+        print(f"{report.policy}: {report.failed} failed; the first: {report.first_error}")
 
 
 def _replay(recording: Path, *, as_json: bool) -> None:

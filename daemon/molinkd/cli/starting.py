@@ -14,6 +14,7 @@ from molinkd.cli.console import DaemonConsole
 from molinkd.cli.join_verbs import is_terminal, token_for
 from molinkd.peer.addresses import is_reachable_name
 from molinkd.peer.child import how_it_ended
+from molinkd.peer.endpoint import api_settings
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
@@ -76,12 +77,14 @@ def start(
             write_options(home.options, remembered | dict(given))
         console.show(event)
 
-    if role == "join":
-        token = token_for(home, settings, token, swarm)
     launch = Launch(
         home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
     )
     try:
+        api_settings(settings)  # before anybody is asked, or a swarm made
+        if role == "join":
+            asked = token_for(home, settings, token, swarm)
+            launch = msgspec.structs.replace(launch, token=asked)
         pid = _run(launch, home, show, background=background)
     except MolinkError as error:
         error.args = (f"{error}{_how_to_forget(str(error), as_before, home)}",)

@@ -18,6 +18,7 @@ from molinkd.cli.swarm_status import (
     TransferStatus,
     WorkerStatus,
     device_name,
+    same_names,
 )
 from molinkd.cli.units import size
 
@@ -44,8 +45,8 @@ def show_status(
             say(f"{peer.name} {line}")
         for transfer in peer.transfers:
             say(f"{peer.name} {_transfer(transfer)}")
-    if status.files:
-        say(status.files, "yellow")
+    for warning in filter(None, (*same_names(status), status.files)):
+        say(warning, "yellow")
     for pipeline in status.pipelines:
         of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
         say(_pipeline(pipeline, of))

@@ -85,6 +85,10 @@ class Lines:
         begin = self._models[model] if 0 <= model < len(self._models) else 1
         return self._keys.get((model, key), self._keys.get((-1, "models"), begin))
 
+    def first(self, model: int, *keys: str) -> str:
+        """The first of ``keys`` that stands there; empty if none does."""
+        return next((key for key in keys if (model, key) in self._keys), "")
+
     def refusal(self, why: str, model: int = -1, key: str = "", line: int = 0) -> UsageError:
         """That something is wrong there."""
         return UsageError(f"{self._path}, line {line or self.at(model, key)}: {why}")

@@ -4,6 +4,8 @@ What is not told (an older daemon, a swarm without a model) has a default, and w
 version is passed over.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -228,6 +230,17 @@ class Status(msgspec.Struct, frozen=True):
         for one in self.pipelines:
             ready[one.model] = ready.get(one.model, False) or one.ready
         return bool(ready) and all(ready.values())
+
+
+def same_names(status: Status) -> Iterator[str]:
+    """What a person should know of PCs that are called alike."""
+    counts = Counter(peer.name for peer in status.peers if not peer.pc)
+    for name, count in counts.items():
+        if count > 1:
+            yield (
+                f"{count} PCs are called {name}: commands take their ids; `--name` at the next "
+                "start of one renames it"
+            )
 
 
 def percent(done: int, total: int) -> str:

@@ -14,21 +14,30 @@ from molinkd.peer.settings import Settings
 MAX_FINISH_S = 3.0 if sys.platform == "win32" else 20.0
 
 
+def api_settings(settings: Settings) -> ApiSettings:
+    """Those of the endpoint.
+
+    Raises:
+        UsageError: they would let strangers in, or can't work.
+    """
+    return ApiSettings(
+        host=settings.endpoint_host,
+        api_key=settings.api_key,
+        api_keys=settings.api_keys,
+        allowed_hosts=settings.allowed_hosts,
+        cors_origins=settings.cors_origins,
+        max_body_bytes=settings.max_body,
+        finish_s=min(settings.finish, MAX_FINISH_S),
+        answer_format=settings.answer_format,
+    )
+
+
 class Endpoint:
     """Starts and stops the endpoint without holding up the daemon's event loop."""
 
     def __init__(self, settings: Settings, backend: Backend) -> None:
         """Raises :class:`UsageError` if the settings would let strangers in."""
-        api = ApiSettings(
-            host=settings.endpoint_host,
-            api_key=settings.api_key,
-            api_keys=settings.api_keys,
-            allowed_hosts=settings.allowed_hosts,
-            cors_origins=settings.cors_origins,
-            max_body_bytes=settings.max_body,
-            finish_s=min(settings.finish, MAX_FINISH_S),
-            answer_format=settings.answer_format,
-        )
+        api = api_settings(settings)
         self._ports = settings.tries("endpoint_port")
         self._server = EndpointServer(backend, api, PromptProcesses(child_options()))
 

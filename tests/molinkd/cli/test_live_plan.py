@@ -54,10 +54,30 @@ def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
     show(plan)
     shown = " ".join(capsys.readouterr().out.split())
     assert "One more cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
-    assert "One more cpu: slow would bring nothing: 65.0 ms per token" in shown
+    assert "One more cpu: slow would bring nothing: 65.0 ms per token with it and without" in shown
     assert plan.as_json()["more"][0]["turn_s"] == 0.02
     (plan,) = explain(status(stage("a", 0.01, 0.03), outlook={}))
     assert plan.more == ()
+
+
+def test_memory_and_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    told = status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020))
+    load = {"weights": 3 * 10**9, "kv": 2 * 10**9}
+    worker = {"pipeline": "p1", "stage": 0, "load": load}
+    told["peers"][0] |= {"memory": 12 * 10**9, "workers": [{**worker, "pipeline": "p0"}, worker]}
+    told["peers"][1] |= {"memory": 1, "workers": [{**worker, "stage": 1, "load": None}]}
+    told["outlook"] = {"p1": {"prompt": 512, "first_token_s": 1.25}}
+    (plan,) = explain(told)
+    assert [(one.weights, one.kv, one.memory) for one in plan.stages] == [
+        (3 * 10**9, 2 * 10**9, 12 * 10**9),
+        (0, 0, 0),
+    ]
+    assert plan.as_json()["first_token_s"] == 1.25
+    show(plan)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "512 prompt tokens: first token after about 1250 ms, then one every 65.0 ms" in shown
+    assert "of 12.0 GB" in shown
+    assert "not told" in shown
 
 
 def test_no_ring() -> None:

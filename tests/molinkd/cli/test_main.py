@@ -67,6 +67,21 @@ def test_quantize_and_memory_reach_the_daemon(
     assert run(["up", "--quantize", "int4"]) == 2
 
 
+@pytest.mark.parametrize("verb", ["up", "join"])
+def test_an_endpoint_for_others_without_a_key_is_refused_before_anything_is_done(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError(verb)
+
+    monkeypatch.setattr("molinkd.cli.starting.run_daemon", never)
+    monkeypatch.setattr("molinkd.cli.starting.token_for", never)
+    home = tmp_path / "new"
+    assert run([verb, "--endpoint-host", "0.0.0.0", "--home", str(home)]) == 2
+    assert "set one with --api-key" in capsys.readouterr().err
+    assert not home.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

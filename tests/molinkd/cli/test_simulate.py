@@ -39,6 +39,11 @@ def test_several_policies_are_a_list(capsys: pytest.CaptureFixture[str]) -> None
         assert each["failed"] == 0
 
 
+def test_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*SHORT, "--policy", "fifo", "--input-tokens", "9000000") == 0
+    assert "failed; the first: 9000000 tokens and up to" in capsys.readouterr().out
+
+
 def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     switches = ("--no-cut-through", "--compression", "none", "--micro-batches", "3")
     more = ("--chunk-tokens", "128", "--tensors", "2", "--bandwidth", "200", "--latency", "5")

@@ -82,7 +82,8 @@ def report(findings: list[Finding]) -> str:
         fix = typed("molink doctor --fix")
         lines += ["", f"`{fix}` mends the folder of molink's state by itself."]
     counts = [sum(one.level == level for one in findings) for level in ("problem", "warning")]
-    lines += ["", f"{_count(counts[0], 'problem')}, {_count(counts[1], 'warning')}."]
+    told = f"{_count(counts[0], 'problem')}, {_count(counts[1], 'warning')}."
+    lines += ["", told[0].upper() + told[1:]]
     return "\n".join(lines)
 
 
@@ -101,7 +102,7 @@ def mend(finding: Finding, home: Home) -> Finding:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number or 'No'} {what}{'s' * (number != 1)}"
+    return f"{number or 'no'} {what}{'s' * (number != 1)}"
 
 
 def _shown(finding: Finding) -> dict[str, object]:

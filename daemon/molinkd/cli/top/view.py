@@ -15,6 +15,7 @@ from molinkd.cli.swarm_status import (
     WorkerStatus,
     device_name,
     percent,
+    same_names,
 )
 
 #: Characters of a text from elsewhere that are looked at.
@@ -193,6 +194,7 @@ def _notices(status: Status, names: dict[str, str]) -> Iterator[str]:
     for peer in status.peers:
         if peer.reason:
             yield f"{names[peer.id]} is {plain(peer.reason)}"
+    yield from map(plain, same_names(status))
     if status.files:
         yield plain(status.files)
     for one in status.cut_off:

@@ -27,7 +27,7 @@ def test_nothing_is_amiss(
     assert run(monkeypatch, facts()) == 0
     out = capsys.readouterr().out
     assert "ok       daemon     molink does not run on this PC now" in out
-    assert out.endswith("\nNo problems, No warnings.\n")
+    assert out.endswith("\nNo problems, no warnings.\n")
     assert "molink up" not in out
 
 
