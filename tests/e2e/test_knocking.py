@@ -196,14 +196,14 @@ class Seated(Process):
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}")
 def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
-    """No address, no port, no token: found by multicast, let in by a code that is typed."""
+    """No address, no port, no token: found by multicast, let in by a code that is typed. Then each
+    holds a half of the model."""
     with VethPair() as pair, ExitStack() as stack:
-        up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *CPU)
+        halves = ("--min-stages", "2")
+        up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *halves, *CPU)
         stack.callback(up.stop)
         tools.wait_for(lambda: "is let in by a code" in up.output, up)
-        join = Seated(
-            pair, 1, tmp_path / "second", "join", "--name", "second", "--stage", "none", *CPU
-        )
+        join = Seated(pair, 1, tmp_path / "second", "join", "--name", "second", *CPU)
         stack.callback(join.stop)
         code = shown_code(join, tools)
         tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
@@ -213,3 +213,6 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
         join.type("y")
         tools.wait_for(lambda: "is ready" in join.output, join)
         assert "at 10.77.0.1." in join.output
+        halves_ready = re.compile(r"stage [01] \(layers (0:4|4:8)\) ready")
+        tools.wait_for(lambda: bool(halves_ready.search(up.output)), up)
+        tools.wait_for(lambda: bool(halves_ready.search(join.output)), join)
