@@ -158,6 +158,7 @@ class Head:
         for choice in message.choices:
             choices.setdefault(choice.request, []).append(choice)
         failed = set(message.failed)
+        forced = {each.request: each.tokens for each in message.forced}
         emissions = []
         for rows in rows_back:
             job = self._roster.of_id(rows.request)
@@ -171,6 +172,8 @@ class Head:
                 emissions.append(self._fail(job, _NO_TOKEN, now))
             elif rows.sample:
                 emissions += self._take_all(job, rows, choices.get(rows.request, []), tops, now)
+                if rows.request in forced and job.state != "gone":
+                    self._speculation.offered(job, forced[rows.request])
         return emissions
 
     def tombstone(self, tick: int, now: float) -> list[Emission]:

@@ -1,6 +1,6 @@
 """The two ends of the ring: what the first stage has with the head, and the last by sampling."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -10,10 +10,21 @@ from molink.head.head import Head
 from molink.head.request import Emission
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.work import SegmentResult
-from molink.wire.messages.data import Choice, Release, Sampled, Tombstone, TopLogprobs
+from molink.wire.messages.data import (
+    MAX_GROUPS,
+    Choice,
+    Forced,
+    Release,
+    Sampled,
+    Tombstone,
+    TopLogprobs,
+)
 
 #: Tops that wait for their ``Sampled``: a bound against a tail that sends nothing but tops.
 MAX_TOPS = 4096
+#: Most bytes of a ``Sampled``'s header that choices, failed and forced tokens may take, and of each
+#: choice and failed request, each with forced tokens, and each of these.
+_SAMPLED_BYTES, _CHOICE_BYTES, _FAILED_BYTES, _FORCED_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
 
 
 class FrontDesk(Protocol):
@@ -73,10 +84,12 @@ class Front:
     def _sensible(self, sampled: Sampled) -> Sampled:
         """Without tokens that don't exist: a step with one would fail all requests in it."""
         choices = tuple(each for each in sampled.choices if each.token < self._vocabulary)
-        if len(choices) == len(sampled.choices):
+        forced = tuple(each for each in sampled.forced if max(each.tokens) < self._vocabulary)
+        strays = len(sampled.choices) - len(choices) + len(sampled.forced) - len(forced)
+        if not strays:
             return sampled
-        self.strays += len(sampled.choices) - len(choices)
-        return msgspec.structs.replace(sampled, choices=choices)
+        self.strays += strays
+        return msgspec.structs.replace(sampled, choices=choices, forced=forced)
 
 
 def _put(batch: Batch, board: Scoreboard, now: float) -> None:
@@ -96,6 +109,7 @@ class Collector:
         self._choices: dict[int, list[Choice]] = {}
         #: In order and without doubles: a request that has failed does so in every later piece.
         self._failed: dict[int, dict[int, None]] = {}
+        self._forced: dict[int, list[Forced]] = {}
 
     def add(
         self, sampled: Sampled, result: SegmentResult, *, last: bool
@@ -104,13 +118,31 @@ class Collector:
         tick = sampled.tick
         choices = self._choices.setdefault(tick, [])
         failed = self._failed.setdefault(tick, {})
+        forced = self._forced.setdefault(tick, [])
         choices += sampled.choices
         failed.update(dict.fromkeys(sampled.failed))
+        forced += sampled.forced
         if not last:
             return [*result.tops]
-        del self._choices[tick], self._failed[tick]
-        return [*result.tops, Sampled(tick, tuple(choices), tuple(failed))]
+        del self._choices[tick], self._failed[tick], self._forced[tick]
+        told = _that_fit(forced, len(choices), len(failed))
+        return [*result.tops, Sampled(tick, tuple(choices), tuple(failed), told)]
 
     def __len__(self) -> int:
         """Volumes of which more pieces are to come."""
         return len(self._choices)
+
+
+def _that_fit(forced: Sequence[Forced], choices: int, failed: int) -> tuple[Forced, ...]:
+    """As many of the first as a header has room for, beside so many choices and failed requests.
+
+    And as a volume has for them and a row before each.
+    """
+    room, rows, found = _SAMPLED_BYTES - _CHOICE_BYTES * choices - _FAILED_BYTES * failed, 0, []
+    for each in forced:
+        room -= _FORCED_BYTES + _ID_BYTES * len(each.tokens)
+        rows += 1 + len(each.tokens)
+        if room < 0 or rows > MAX_GROUPS:
+            break
+        found.append(each)
+    return tuple(found)

@@ -80,8 +80,11 @@ class SimRing:
         def token(request: int, position: int) -> int:
             return texts[requests.seed(request) % len(texts)].token(position) if texts else 0
 
+        def forced(request: int, position: int) -> Sequence[int]:
+            return texts[requests.seed(request) % len(texts)].forced(position) if texts else ()
+
         shape = blueprint.shape(index)
-        executor = SimExecutor(agenda, shape, roofline, blueprint.zeros, pc, token)
+        executor = SimExecutor(agenda, shape, roofline, blueprint.zeros, pc, token, forced)
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.stage import StageShape
 from molink.ring.work import Segment, SegmentResult, StepDone
 from molink.sim.agenda import Agenda
 from molink.sim.pc import Pc
 from molink.sim.roofline import Roofline, StepRows
-from molink.wire.messages.data import Admit, Choice, Rows, Sampled, Volume
+from molink.wire.messages.data import Admit, Choice, Forced, Rows, Sampled, Volume
 
 #: Told of every step: begin, seconds, decode rows, prefill rows.
 OnStep = Callable[[float, float, int, int], None]
 #: The token of a request at a position.
 TokenAt = Callable[[int, int], int]
+#: The tokens of a request that have to come from a position on.
+ForcedAt = Callable[[int, int], Sequence[int]]
 
 
 class NoRequests:
@@ -67,7 +70,7 @@ class SimExecutor:
     """Runs each step for as long as roofline and PC say.
 
     Rows are views of ``zeros``, which has to be long enough for the largest volume. ``token`` says
-    what is sampled for a request at a position.
+    what is sampled for a request at a position, ``forced`` what has to be.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class SimExecutor:
         zeros: memoryview,
         pc: Pc,
         token: TokenAt = lambda request, position: 0,
+        forced: ForcedAt = lambda request, position: (),
     ) -> None:
         self._agenda = agenda
         self._is_last = stage.is_last
@@ -86,6 +90,7 @@ class SimExecutor:
         self._zeros = zeros
         self._pc = pc
         self._token = token
+        self._forced = forced
         self.on_step: OnStep | None = None
 
     def submit(self, segments: Sequence[Segment], done: Callable[[StepDone], None]) -> None:
@@ -107,7 +112,8 @@ class SimExecutor:
         if not self._is_last:
             return SegmentResult(volume, self._zeros[: volume.count * self._row_bytes], None)
         choices = [choice for rows in volume.rows if rows.sample for choice in self._sample(rows)]
-        return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices)))
+        forced = tuple(self._follow(choices))
+        return SegmentResult(volume, None, Sampled(volume.tick, tuple(choices), (), forced))
 
     def _sample(self, rows: Rows) -> Iterator[Choice]:
         """A token after the last row; with drafts, up to the first that is another one."""
@@ -117,3 +123,10 @@ class SimExecutor:
             yield Choice(rows.request, position, token)
             if token != draft:
                 return
+
+    def _follow(self, choices: Sequence[Choice]) -> Iterator[Forced]:
+        """What has to follow the last choice of each request."""
+        for request, position in {each.request: each.position for each in choices}.items():
+            tokens = self._forced(request, position + 1)[:MAX_DRAFTS]
+            if tokens:
+                yield Forced(request, tuple(tokens))

@@ -8,10 +8,15 @@ from molink.bench.trace import TraceRow
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens of a prompt and of its answer."""
+    """Tokens of a prompt and of its answer.
+
+    ``runs`` has, for each token of the answer, how many from it on a grammar forces; ``()``: it is
+    held to none.
+    """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    runs: tuple[int, ...] = ()
 
     def token(self, position: int) -> int:
         """The one at a position of both; what comes after them is 0."""
@@ -19,6 +24,11 @@ class Text:
         if at < 0:
             return self.prompt[position]
         return self.answer[at] if at < len(self.answer) else 0
+
+    def forced(self, position: int) -> tuple[int, ...]:
+        """Those that a grammar forces from a position on."""
+        at = position - len(self.prompt)
+        return self.answer[at : at + self.runs[at]] if 0 <= at < len(self.runs) else ()
 
 
 def rows_of(texts: Sequence[Text]) -> tuple[TraceRow, ...]:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import llguidance
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+#: How JSON is laid out: on one line as most programs write it, without any white space, or as the
+#: model likes.
+Layout = Literal["line", "compact", "free"]
 
 #: What a compilation and a step may take: half a second and tens of megabytes at worst. The
 #: library's own limits leave a regular expression 1.5 s and 200 MB.
@@ -24,15 +27,20 @@ LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
 #: White space between JSON's tokens: none, a space, or a new line and its indentation. Without a
 #: bound a model could write white space for ever.
 _WHITE_SPACE = r"( ?|\n {0,40})"
+_LAYOUTS: dict[Layout, dict[str, Any]] = {
+    "line": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "free": {"whitespace_pattern": _WHITE_SPACE},
+}
 _END = 256
 #: Bytes of an answer that a check goes through.
 _TRIED = 64
 
 
-def grammar_of(kind: GrammarKind, source: str | Sequence[str]) -> bytes:
+def grammar_of(kind: GrammarKind, source: str | Sequence[str], layout: Layout = "free") -> bytes:
     """The grammar of a JSON schema (JSON), a regular expression, texts to choose from, or Lark.
 
-    A grammar may be in GBNF too.
+    A grammar may be in GBNF too. ``layout`` is that of answers to a JSON schema.
 
     Raises:
         RequestError: it is none, or too long.
@@ -50,7 +58,7 @@ def grammar_of(kind: GrammarKind, source: str | Sequence[str]) -> bytes:
     with failing_as(refused):
         if kind == "json_schema":
             assert isinstance(source, str)
-            options: Any = {"whitespace_pattern": _WHITE_SPACE}
+            options: Any = _LAYOUTS[layout]
             text = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
         else:
             # Its type says that choices are a text, too; it takes a list as well.

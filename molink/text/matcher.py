@@ -82,12 +82,7 @@ class Constraint:
             RequestError: the grammar is no good, is too complex, or doesn't allow what was added.
         """
         with failing_as(RequestError):
-            if self._matcher is None:
-                self._matcher = _result(self._compiled)
-            ahead, self._ahead = self._ahead, []
-            matcher = self._matcher
-            if ahead and not matcher.consume_tokens(ahead):
-                raise RequestError(f"the answer isn't what its grammar allows: {_error(matcher)}")
+            matcher = self._advanced()
             masks = [_mask(matcher)]
             for draft in drafts:
                 if not matcher.try_consume_tokens([draft]):
@@ -96,6 +91,29 @@ class Constraint:
             if len(masks) > 1:
                 matcher.rollback(len(masks) - 1)
             return masks + [b""] * (1 + len(drafts) - len(masks))
+
+    def forced(self, most: int) -> list[int]:
+        """Up to ``most`` tokens that have to come next, as the model's tokenizer writes them.
+
+        None before :meth:`allowed` was asked once.
+
+        Raises:
+            RequestError: as :meth:`allowed`.
+        """
+        if self._matcher is None:
+            return []
+        with failing_as(RequestError):
+            return self._advanced().compute_ff_tokens()[:most]
+
+    def _advanced(self) -> "llguidance.LLMatcher":
+        """The matcher, after all tokens that were added."""
+        if self._matcher is None:
+            self._matcher = _result(self._compiled)
+        ahead, self._ahead = self._ahead, []
+        if ahead and not self._matcher.consume_tokens(ahead):
+            reason = _error(self._matcher)
+            raise RequestError(f"the answer isn't what its grammar allows: {reason}")
+        return self._matcher
 
 
 def load_vocabulary(folder: Path, size: int) -> "llguidance.LLTokenizer":

@@ -12,6 +12,7 @@ from molink.head.request import Emission, HeadRequest
 from molink.wire.messages.data import (
     MAX_GROUPS,
     Choice,
+    Forced,
     Rejected,
     Release,
     Rows,
@@ -126,6 +127,52 @@ def test_alternatives_come_with_each_token() -> None:
         ((at, -0.5),) for at in (11, 12)
     ]
     assert [getattr(message, "logprob", None) for message in messages] == [-0.5, -0.25]
+
+
+# --- tokens that a grammar forces -----------------------------------------------------------------
+
+
+def say_forced(to: Head, volume: Volume, token: int, *forced: Forced) -> None:
+    """The volume's only group is sampled with one token; the last stage says what has to follow."""
+    (rows,) = volume.rows
+    choice = Choice(rows.request, rows.start + rows.count - len(rows.drafts), token)
+    to.sampled(Sampled(volume.tick, (choice,), (), forced), {}, 0.0)
+    to.validate()
+
+
+def test_forced_tokens_are_the_next_drafts_and_no_later_ones() -> None:
+    made = prefilled()
+    say_forced(made, sent(made.next(0.0)), 7, Forced(0, (60, 61)))
+    batch = made.next(0.0)
+    assert sent(batch).rows[0].drafts == (60, 61)
+    assert batch is not None
+    assert batch.volumes[0].tokens == [7, 60, 61]
+    say(made, batch.volumes[0].header, 60, 61, 8)
+    assert sent(made.next(0.0)).rows[0].drafts == (104, 105, 106)
+
+
+def test_no_more_forced_tokens_than_drafts_may_be() -> None:
+    made = prefilled()
+    say_forced(made, sent(made.next(0.0)), 7, Forced(0, tuple(range(60, 70))))
+    assert sent(made.next(0.0)).rows[0].drafts == (60, 61, 62)
+
+
+@pytest.mark.parametrize("request_id", [0, 9])
+def test_forced_tokens_of_none_or_of_one_that_is_over_are_nothing(request_id: int) -> None:
+    made = prefilled()
+    volume = sent(made.next(0.0))
+    if request_id == 0:
+        made.cancel("d", "a", 0.0)
+    say_forced(made, volume, 7, Forced(request_id, (60,)))
+    assert request_id == 0 or sent(made.next(0.0)).rows[0].drafts == (102, 103, 104)
+
+
+def test_forced_tokens_that_are_wrong_cost_their_rows_only() -> None:
+    made = prefilled()
+    say_forced(made, sent(made.next(0.0)), 7, Forced(0, (60, 61)))
+    emissions = say(made, sent(made.next(0.0)), 9)
+    assert told(emissions) == [(12, 9, None)]
+    assert sent(made.next(0.0)).rows[0].start == 12
 
 
 # --- the end within drafts ------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from molink.ring.work import SegmentResult, Work
 from molink.wire.messages.data import (
     Admit,
     Choice,
+    Forced,
     History,
     Rejected,
     Release,
@@ -174,7 +175,8 @@ class Stage:
             volume = part.volume
             choices, failed = self._read(volume)
             if self.last:
-                sampled = Sampled(volume.tick, tuple(choices), tuple(failed))
+                forced = tuple(self._forced(choices))
+                sampled = Sampled(volume.tick, tuple(choices), tuple(failed), forced)
                 result = SegmentResult(volume, None, sampled)
                 bodies = self.collector.add(sampled, result, last=part.last)
                 out += [(0, body, None) for body in bodies]
@@ -224,6 +226,18 @@ class Stage:
             elif self.last and group.sample:
                 choices += self._sample(state, group, tokens)
         return choices, failed
+
+    def _forced(self, choices: list[Choice]) -> Iterator[Forced]:
+        """What is said to have to follow the last choice of a request; now and then wrongly."""
+        for choice in {each.request: each for each in choices}.values():
+            if choice.position % 3 == 0:
+                state = self.requests[choice.request]
+                tokens = [*self.kv[self._slot(state, choice.position - 1)], choice.token]
+                for _ in range(choice.position % 4 + 1):
+                    tokens.append(model(tokens, state.admit.sampling.seed))
+                wrong = choice.position % 5 == 0
+                tokens[-1] = (tokens[-1] + wrong) % VOCABULARY
+                yield Forced(choice.request, tuple(tokens[choice.position + 1 :]))
 
     def _fails(self, state: State, tokens: list[int]) -> bool:
         return state.admit.sampling.seed == FAILING and len(tokens) >= FAILS_AT

@@ -35,6 +35,24 @@ def test_right_drafts_save_turns_and_wrong_ones_change_nothing() -> None:
     assert found.report.latency_s.mean < 0.7 * without.report.latency_s.mean
 
 
+def test_forced_tokens_are_drafted_once_they_are_known() -> None:
+    # Of each ten tokens five are forced, and nothing foretells them else.
+    answer = tuple(range(200, 250))
+    runs = tuple(5 - at % 10 if at % 10 < 5 else 0 for at in range(50))
+    text = Text(tuple(range(9)), answer, runs)
+    assert text.forced(9 + 12) == answer[12:15]
+    assert text.forced(9 + 7) == text.forced(4) == text.forced(99) == ()
+    workload = Workload(1.0, 1.0, rows=rows_of([text]), arrivals="trace")
+    given = Scenario(workload, texts=(text,))
+    found = simulate(replace(given, draft_tokens=-1))
+    plain = replace(given, texts=(replace(text, runs=()),), draft_tokens=-1)
+    assert (found.drafted, found.accepted) == (20, 20)
+    before, after = simulate(plain).report.latency_s.mean, found.report.latency_s.mean
+    assert before is not None
+    assert after is not None
+    assert after < 0.75 * before
+
+
 def test_nothing_is_lost_by_itself() -> None:
     auto = simulate(replace(scenario(), draft_tokens=-1))
     assert auto.report.failed == 0

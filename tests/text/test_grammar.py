@@ -4,14 +4,14 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from molink.checkpoint.source import demo_model
 from molink.errors import MolinkError, RequestError
 from molink.text import matcher
-from molink.text.grammar import check_grammar, grammar_of
+from molink.text.grammar import Layout, check_grammar, grammar_of
 from molink.text.matcher import Constraint, Grammars
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import MAX_GRAMMAR, Admit, Sampling
@@ -228,3 +228,40 @@ def test_what_nobody_waits_for_is_not_compiled(
     with pytest.raises(RequestError):
         constraint.allowed()
     assert compiled == [b"0", b"2"]
+
+
+def test_forced_tokens_are_those_that_masks_leave(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    fields = {"long_name_of_a_key": {"enum": ["x"]}, "another_one": {"type": "boolean"}}
+    shape = {"type": "object", "properties": fields, "required": list(fields)}
+    shape["additionalProperties"] = False
+    grammar = grammar_of("json_schema", json.dumps(shape), "compact")
+    constraint, stepwise = grammars.begin(grammar), grammars.begin(grammar)
+    assert constraint.forced(100) == []
+    constraint.allowed()
+    forced = constraint.forced(100)
+    assert tokenizer.decode(forced).startswith('{"long_name_of_a_key":"x","another_on')
+    assert constraint.forced(3) == forced[:3]
+    for token in forced:
+        assert tokens_of(stepwise.allowed()[0]) == {token}
+        stepwise.add([token])
+    said = tokenizer.encode('{"long_name_of_a_key":"x","another_one":true}', special=False)
+    constraint.add(said)
+    constraint.allowed()
+    assert constraint.forced(5) == list(tokenizer.eos_ids)[: len(tokenizer.eos_ids) == 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [("line", '{"a": 1, "c": ["x"]}'), ("compact", '{"a":1,"c":["x"]}')],
+)
+def test_layouts(tokenizer: Tokenizer, grammars: Grammars, layout: Layout, text: str) -> None:
+    shape = {"properties": {"a": {"type": "integer"}, "c": {"items": {"enum": ["x"]}}}}
+    said = tokenizer.encode(text, special=False)
+    for each in get_args(Layout):
+        grammar = grammar_of("json_schema", json.dumps(shape), each)
+        assert allows(grammars.begin(grammar), said) == (each in (layout, "free"))
+    hinted = {**shape, "x-guidance": {"whitespace_pattern": "_*"}}
+    grammar = grammar_of("json_schema", json.dumps(hinted), layout)
+    assert allows(grammars.begin(grammar), said)
+    other = tokenizer.encode(text.replace("1", "_1"), special=False)
+    assert not allows(grammars.begin(grammar), other)

@@ -19,10 +19,12 @@ from prometheus_client.registry import Collector
 
 import molink
 from molinkd.api.backend import Backend, StageName
+from molinkd.api.loop_delay import LoopDelay
 from molinkd.api.metric_help import describe
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_DELAY_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_:]")
 
@@ -86,6 +88,8 @@ class RequestRecorder:
         self.first_token = Histogram(_FIRST_TOKEN_S)
         self.between_tokens = Histogram(_BETWEEN_TOKENS_S)
         self.whole = Histogram(_WHOLE_S)
+        self.loop_delay = Histogram(_DELAY_S)
+        self._watch = LoopDelay(self.loop_delay.observe, lambda: self.running > 0)
         self.running = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -94,6 +98,7 @@ class RequestRecorder:
     def generation(self, prompt_tokens: int) -> GenerationTimer:
         """Begin to measure an answer."""
         self.running += 1
+        self._watch.watch()
         self.prompt_tokens += prompt_tokens
         return GenerationTimer(self)
 
@@ -131,6 +136,11 @@ class RequestRecorder:
         )
         yield self.whole.family(
             "molink_endpoint_answer_seconds", "Seconds from the start of a generation to its end."
+        )
+        yield self.loop_delay.family(
+            "molink_endpoint_loop_delay_seconds",
+            "Seconds by which the endpoint's event loop was late, 50 times a second while answers"
+            " are generated.",
         )
 
 

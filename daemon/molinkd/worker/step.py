@@ -7,6 +7,7 @@ from itertools import islice
 import torch
 
 from molink.errors import MolinkError
+from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.work import Segment, SegmentResult
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.sampling.drafts import accepted, sample_rows
@@ -14,7 +15,7 @@ from molink.stage.sampling.sampler import SampledToken, sample
 from molink.stage.stage import Stage
 from molink.stage.to_device import download
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from molink.wire.messages.data import Choice, Rows, Sampled, TopLogprobs, Volume
+from molink.wire.messages.data import Choice, Forced, Rows, Sampled, TopLogprobs, Volume
 from molinkd.worker.request_table import RequestState, RequestTable
 
 log = logging.getLogger(__name__)
@@ -184,13 +185,22 @@ def _allowed(state: RequestState, drafts: Sequence[int]) -> Sequence[bytes] | No
         return None
 
 
+def _forced(state: RequestState) -> Sequence[int]:
+    """Tokens that its grammar leaves no choice about."""
+    assert state.constraint is not None
+    try:
+        return state.constraint.forced(MAX_DRAFTS)
+    except MolinkError:
+        return ()  # the next step of it says why
+
+
 def _sampled(
     volume: Volume,
     requests: RequestTable,
     pairs: Iterable[tuple[Rows, Sequence[SampledToken]]],
 ) -> SegmentResult:
     """Put a volume's tokens into messages, and into the history where penalties need it."""
-    choices, tops, failed = list[Choice](), list[TopLogprobs](), list[int]()
+    choices, tops, failed, forced = list[Choice](), list[TopLogprobs](), list[int](), list[Forced]()
     for rows, drawn in pairs:
         state, first = requests[rows.request], rows.start + rows.count - len(rows.drafts)
         if state.failed or (rows.sample and not drawn):
@@ -200,10 +210,12 @@ def _sampled(
             state.history.add_generated(token.token for token in drawn)
         if state.constraint is not None:
             state.constraint.add(token.token for token in drawn)
+            if tokens := _forced(state) if drawn else ():
+                forced.append(Forced(rows.request, tuple(tokens)))
         for position, token in enumerate(drawn, first):
             choices.append(Choice(rows.request, position, token.token, token.logprob))
             if token.top:
                 ids, logprobs = zip(*token.top, strict=True)
                 tops.append(TopLogprobs(rows.request, position, ids, logprobs))
-    sampled = Sampled(volume.tick, tuple(choices), tuple(failed))
+    sampled = Sampled(volume.tick, tuple(choices), tuple(failed), tuple(forced))
     return SegmentResult(volume, None, sampled, tuple(tops))

@@ -6,6 +6,9 @@ make the turn of the ring longer: what stages compute for them and links transfe
 (:mod:`molink.facts.ringtimes`), for all tokens that the volume brings. Where a turn is mostly
 latency rows cost next to nothing; where volumes are full of rows and stages compute all the time,
 they cost their share, and none is drafted.
+
+Tokens that a grammar forces are drafts that are sure to be right: their rows have to be computed
+anyway, now or in a later pass.
 """
 
 import math
@@ -45,11 +48,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Tokens that may follow those of ``job``; ``chance`` that one is, if those before it are."""
+    """Tokens that may follow those of ``job``; ``chance`` that one is, if those before it are.
+
+    What is promised has to be ``margin`` times what it costs.
+    """
 
     job: Job
     drafts: Sequence[int]
     chance: float
+    margin: float = MARGIN
 
 
 class Speculation:
@@ -95,7 +102,11 @@ class Speculation:
         """Of the ``drafts`` of a job the first ``right`` were."""
         self.drafted += drafts
         self.accepted += right
-        self._drafting(job).verified(drafts, right)
+        self._drafting(job).verified(len(job.tokens), drafts, right)
+
+    def offered(self, job: Job, tokens: Sequence[int]) -> None:
+        """The last stage says that ``tokens`` have to follow those of ``job``."""
+        self._drafting(job).offered(len(job.tokens), tokens)
 
     def _drafting(self, job: Job) -> Drafting:
         if job.drafting is None:
@@ -105,15 +116,18 @@ class Speculation:
     def _guess(self, job: Job, least: float, prefilling: bool) -> _Guess | None:
         """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
         drafting = self._drafting(job)
-        chance = drafting.chance if self._auto else 1.0
-        if chance <= least or (self._auto and prefilling and not drafting.is_proven):
-            return None
         # The last draft may be right, and is followed by a token.
         most = -1 + min(
             1 + (MAX_DRAFTS if self._auto else self._limits.draft_tokens),
             job.request.max_tokens - job.generated,
             job.request.window - (len(job.tokens) - job.credited),
         )
+        forced = drafting.forced(len(job.tokens))
+        if forced and most > 0:
+            return _Guess(job, forced[:most], drafting.trust if self._auto else 1.0, 1.0)
+        chance = drafting.chance if self._auto else 1.0
+        if chance <= least or (self._auto and prefilling and not drafting.is_proven):
+            return None
         drafts = drafting.source.draft(job.tokens, most) if most > 0 else ()
         return _Guess(job, drafts, chance) if drafts else None
 
@@ -135,14 +149,14 @@ class Speculation:
         return [(guess, count) for guess, count in zip(guesses, counts, strict=True) if count]
 
     def _order(self, guesses: Sequence[_Guess], room: int) -> list[tuple[int, float]]:
-        """Whose next draft is the best, one after another, and the tokens that it promises."""
+        """Whose next draft is the best, one after another, and the tokens that count for it."""
         heap = [(-guess.chance, index, 1) for index, guess in enumerate(guesses)]
         heapify(heap)
         order: list[tuple[int, float]] = []
         while heap and len(order) < room:
             gain, index, count = heappop(heap)
-            order.append((index, -gain))
             guess = guesses[index]
+            order.append((index, -gain / guess.margin))
             if count < len(guess.drafts):
                 heappush(heap, (gain * guess.chance, index, count + 1))
         return order
@@ -152,7 +166,7 @@ class Speculation:
         tokens = float(load.rows)
         best, most = 0, tokens / (self._turn_s(0, load) or 1.0)
         for count, (_, gain) in enumerate(order, 1):
-            tokens += gain / MARGIN
+            tokens += gain
             if tokens / self._turn_s(count, load) > most:
                 best, most = count, tokens / self._turn_s(count, load)
         return best

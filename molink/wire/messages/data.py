@@ -231,17 +231,26 @@ class Choice(LeanMessage, frozen=True, tag=False):
     logprob: float = float("nan")
 
 
+class Forced(LeanMessage, frozen=True, tag=False):
+    """Tokens that have to follow the last ``Choice`` of a request: its grammar allows no others."""
+
+    request: RequestId
+    tokens: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=MAX_DRAFTS)]
+
+
 class Sampled(LeanMessage, frozen=True, tag="sampled"):
     """The tail completed tick ``tick``; ``choices`` has a token per row group that samples.
 
     Of a group with drafts it has those that were accepted, in order, and the token after them.
 
-    A row group whose logits were unusable (NaN) is listed in ``failed`` instead.
+    A row group whose logits were unusable (NaN) is listed in ``failed`` instead. ``forced`` is
+    advice: which drafts are sure to be right.
     """
 
     tick: Tick
     choices: Annotated[tuple[Choice, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     failed: Annotated[tuple[RequestId, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    forced: Annotated[tuple[Forced, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
 class LinkReport(LeanMessage, frozen=True, tag="link"):

@@ -123,8 +123,49 @@ def test_drafts_that_are_wrong_end_and_come_again_later() -> None:
 
 def test_what_follows_a_wrong_draft_tells_nothing() -> None:
     one, other = Drafting(Counts()), Drafting(Counts())
-    one.verified(2, 1)
-    other.verified(9, 1)
+    one.verified(0, 2, 1)
+    other.verified(0, 9, 1)
     assert one.chance == other.chance
-    one.verified(3, 3)
+    one.verified(0, 3, 3)
     assert one.is_proven
+
+
+FORCED = [7, 8, 9]
+
+
+def test_forced_tokens_pay_where_guesses_do_not() -> None:
+    # Beside 20 rows in each of two volumes, a row more is worth a token and costs less than one.
+    full = Load(20, 2, 0)
+    given = jobs(20)
+    made = speculation(NEAR)
+    assert sum(counts(made, given, full)) == 0
+    made.offered(given[3], FORCED)
+    assert made.drafts(given, full, ROOM) == [(given[3], FORCED)]
+    assert made.drafts(given, full, 2) == [(given[3], FORCED[:2])]
+
+
+def test_forced_tokens_teach_nothing_of_guesses() -> None:
+    made, (job,) = speculation(), jobs(1, 0.1)
+    for _ in range(20):
+        made.offered(job, FORCED)
+        made.verified(job, 3, 3)
+    assert job.drafting is not None
+    assert job.drafting.chance == 0.1
+    job.tokens.append(5)
+    assert made.drafts([job], Load(1, 1, 0), ROOM) == [(job, range(1))]
+
+
+def test_a_last_stage_that_is_wrong_is_trusted_less() -> None:
+    made, (job,) = speculation(NEAR), jobs(1)
+    alone, passes = Load(1, 1, 0), 0
+    made.offered(job, FORCED)
+    while made.drafts([job], alone, ROOM):
+        made.verified(job, 3, 0)
+        passes += 1
+        assert passes < 30
+
+
+def test_drafts_that_are_off_are_off_for_forced_tokens_too() -> None:
+    made, (job,) = speculation(setting=0), jobs(1)
+    made.offered(job, FORCED)
+    assert made.drafts([job], Load(1, 1, 0), ROOM) == []
