@@ -28,8 +28,18 @@ LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
 #: bound a model could write white space for ever.
 _WHITE_SPACE = r"( ?|\n {0,40})"
 _LAYOUTS: dict[Layout, dict[str, Any]] = {
-    "line": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "line": {
+        "whitespace_pattern": None,
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    },
+    "compact": {
+        "whitespace_pattern": None,
+        "whitespace_flexible": False,
+        "item_separator": ",",
+        "key_separator": ":",
+    },
     "free": {"whitespace_pattern": _WHITE_SPACE},
 }
 _END = 256

@@ -1,5 +1,6 @@
 """Which tokens may come next in an answer that is held to a grammar, at the stage that samples."""
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
@@ -63,6 +64,8 @@ class Constraint:
         self._matcher: llguidance.LLMatcher | None = None
         #: Tokens of the answer that the matcher hasn't seen.
         self._ahead: list[int] = []
+        #: What :meth:`prepare` has found out.
+        self._ready: tuple[Sequence[int], list[bytes]] | None = None
 
     def close(self) -> None:
         """Nobody wants it any more: it isn't compiled if that hasn't begun."""
@@ -71,6 +74,7 @@ class Constraint:
     def add(self, tokens: Iterable[int]) -> None:
         """Learn the answer's next tokens."""
         self._ahead += tokens
+        self._ready = None
 
     def allowed(self, drafts: Sequence[int] = ()) -> list[bytes]:
         """Which tokens may come next, and which after each of ``drafts``, if these come next.
@@ -81,6 +85,10 @@ class Constraint:
         Raises:
             RequestError: the grammar is no good, is too complex, or doesn't allow what was added.
         """
+        if self._ready is not None:
+            foreseen, masks = self._ready
+            if tuple(foreseen[: len(drafts)]) == tuple(drafts):
+                return masks[: 1 + len(drafts)]
         with failing_as(RequestError):
             matcher = self._advanced()
             masks = [_mask(matcher)]
@@ -91,6 +99,12 @@ class Constraint:
             if len(masks) > 1:
                 matcher.rollback(len(masks) - 1)
             return masks + [b""] * (1 + len(drafts) - len(masks))
+
+    def prepare(self, drafts: Sequence[int]) -> None:
+        """Find out what :meth:`allowed` will be asked for, if ``drafts`` are guessed, or fewer."""
+        if self._matcher is not None:
+            with contextlib.suppress(RequestError):  # then it is asked again, and says why
+                self._ready = drafts, self.allowed(drafts)
 
     def forced(self, most: int) -> list[int]:
         """Up to ``most`` tokens that have to come next, as the model's tokenizer writes them.

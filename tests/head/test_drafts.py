@@ -148,7 +148,7 @@ def test_forced_tokens_are_the_next_drafts_and_no_later_ones() -> None:
     assert batch is not None
     assert batch.volumes[0].tokens == [7, 60, 61]
     say(made, batch.volumes[0].header, 60, 61, 8)
-    assert sent(made.next(0.0)).rows[0].drafts == (104, 105, 106)
+    assert sent(made.next(0.0)).rows[0].drafts == (105, 106, 107)
 
 
 def test_no_more_forced_tokens_than_drafts_may_be() -> None:

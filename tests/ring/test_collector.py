@@ -48,7 +48,7 @@ def test_forced_tokens_of_all_pieces_come_with_the_last() -> None:
 @pytest.mark.parametrize("groups", [1, 20, 60, MAX_GROUPS])
 def test_as_many_forced_tokens_as_a_header_and_the_next_volume_have_room_for(groups: int) -> None:
     large = 2**31 - 1
-    choices = tuple(Choice(large - index, large, large) for index in range(groups))
+    choices = tuple(Choice(large - index, large, large, -0.5) for index in range(groups))
     forced = tuple(Forced(each.request, (large,) * MAX_DRAFTS) for each in choices)
     sampled = Sampled(large, choices, (), forced)
     (found,) = Collector().add(sampled, SegmentResult(VOLUME, None, sampled), last=True)

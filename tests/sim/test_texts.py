@@ -42,11 +42,11 @@ def test_forced_tokens_are_drafted_once_they_are_known() -> None:
     text = Text(tuple(range(9)), answer, runs)
     assert text.forced(9 + 12) == answer[12:15]
     assert text.forced(9 + 7) == text.forced(4) == text.forced(99) == ()
-    workload = Workload(1.0, 1.0, rows=rows_of([text]), arrivals="trace")
-    given = Scenario(workload, texts=(text,))
+    workload = Workload(1.0, 2.0, rows=rows_of([text, text]), arrivals="trace")
+    given = Scenario(workload, texts=(text, text))
     found = simulate(replace(given, draft_tokens=-1))
-    plain = replace(given, texts=(replace(text, runs=()),), draft_tokens=-1)
-    assert (found.drafted, found.accepted) == (20, 20)
+    plain = replace(given, texts=(replace(text, runs=()),) * 2, draft_tokens=-1)
+    assert (found.drafted, found.accepted) == (48, 48)
     before, after = simulate(plain).report.latency_s.mean, found.report.latency_s.mean
     assert before is not None
     assert after is not None

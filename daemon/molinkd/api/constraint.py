@@ -7,7 +7,7 @@ import msgspec
 
 from molink.errors import RequestError
 from molink.text.calls.grammar import call_grammar
-from molink.text.grammar import GrammarKind, check_grammar, grammar_of
+from molink.text.grammar import GrammarKind, Layout, check_grammar, grammar_of
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.offer import Offer
 from molinkd.api.offered_tools import answer_form, enforced_tools
@@ -37,7 +37,7 @@ def read_constraint(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
     try:
         if kind == "json_schema" and not isinstance(source, str):
             source = msgspec.json.encode(source).decode()
-        grammar = grammar_of(kind, source)
+        grammar = grammar_of(kind, source, _layout(body))
         check_grammar(grammar)
     except RequestError as error:
         raise RequestError(f"`{field}`: {error}", field) from None
@@ -71,6 +71,14 @@ def call_constraint(body: ChatBody, offer: Offer, tail: str) -> bytes:
         return grammar_of("grammar", text)
     except RequestError as error:
         raise RequestError(f"`tools`: {error}", "tools") from None
+
+
+def _layout(body: GenerationBody) -> Layout:
+    """How JSON is laid out. Where it is known, much of it is forced, and comes many at a time."""
+    wanted = body.structured_outputs
+    if wanted is None or wanted.disable_any_whitespace is None:
+        return "line"
+    return "compact" if wanted.disable_any_whitespace else "free"
 
 
 def _check_end(body: GenerationBody, tokenizer: Tokenizer, field: str) -> None:

@@ -54,13 +54,17 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct):
-    """``structured_outputs``, as newer versions of vLLM call what were ``guided_…`` fields."""
+    """``structured_outputs``, as newer versions of vLLM call what were ``guided_…`` fields.
+
+    ``disable_any_whitespace`` goes with ``response_format`` too.
+    """
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class Unsupported(msgspec.Struct, kw_only=True):

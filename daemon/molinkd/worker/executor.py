@@ -12,6 +12,7 @@ from molink.stage.out_of_memory import is_out_of_memory, release_cached
 from molink.stage.stage import Stage
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import failed_step, run_step
+from molinkd.worker.tail import prepare
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Executor:
             results, error, out_of_memory = self._step(job)
             seconds = time.perf_counter() - began
             self._hand_over(job.done, StepDone(results, seconds, error, out_of_memory))
+            prepare(self._requests, results)
 
     def _next(self) -> _Step | None:
         """The next job; while there is none for a while, the stage prepares."""

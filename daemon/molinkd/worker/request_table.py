@@ -83,6 +83,10 @@ class RequestTable:
         if state is not None and state.constraint is not None:
             state.constraint.close()
 
+    def get(self, request: int) -> RequestState | None:
+        """One that lives."""
+        return self._states.get(request)
+
     def __getitem__(self, request: int) -> RequestState:
         return self._states[request]
 

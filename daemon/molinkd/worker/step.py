@@ -1,22 +1,18 @@
 """One fused forward pass of a stage: what goes in, what comes out."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from molink.errors import MolinkError
-from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.work import Segment, SegmentResult
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.sampling.drafts import accepted, sample_rows
-from molink.stage.sampling.sampler import SampledToken, sample
 from molink.stage.stage import Stage
 from molink.stage.to_device import download
 from molink.stage.torch_dtypes import TORCH_DTYPES
-from molink.wire.messages.data import Choice, Forced, Rows, Sampled, TopLogprobs, Volume
+from molink.wire.messages.data import Rows
 from molinkd.worker.request_table import RequestState, RequestTable
+from molinkd.worker.tail import plan_sampling, sample_step
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +37,7 @@ def run_step(
     tokens, hidden = _gather_input(stage, segments)
     if hidden is not None:
         hidden = _mark_failed(requests, groups, hidden)
+    wanted = plan_sampling(segments, requests, stage.config.vocab_size) if stage.is_last else []
     batch = StageInput(
         tokens=tokens,
         hidden=hidden,
@@ -50,9 +47,12 @@ def run_step(
             for rows in segment.volume.rows
             for sequence in _sequences(rows, requests[rows.request], segment.volume.prefill)
         ),
-        logit_rows=_sampling_rows(groups),
+        logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
-    return _results(stage, requests, segments, stage.forward(batch))
+    output = stage.forward(batch)
+    if stage.is_last:
+        return sample_step(segments, requests, wanted, output)
+    return _cut(requests, segments, output)
 
 
 @torch.inference_mode()
@@ -64,11 +64,10 @@ def failed_step(
     for rows in groups:
         requests[rows.request].failed = True
     if stage.is_last:
-        shape = (len(_sampling_rows(groups)), stage.config.vocab_size)
-        return _results(stage, requests, segments, torch.empty(shape))
+        return sample_step(segments, requests, [], torch.empty(0, stage.config.vocab_size))
     shape = (sum(rows.count for rows in groups), stage.config.hidden_size)
     output = torch.empty(shape, dtype=TORCH_DTYPES[stage.travel_dtype])
-    return _results(stage, requests, segments, output)
+    return _cut(requests, segments, output)
 
 
 def _gather_input(
@@ -117,22 +116,10 @@ def _kept_tokens(segment: Segment) -> Sequence[int]:
     return [tokens[index] for index in segment.kept]
 
 
-def _sampling_rows(groups: Sequence[Rows]) -> tuple[int, ...]:
-    """Flat index of the last row of each group that samples, and of its rows since its drafts."""
-    indices, end = list[int](), 0
-    for rows in groups:
-        end += rows.count
-        if rows.sample:
-            indices += range(end - 1 - len(rows.drafts), end)
-    return tuple(indices)
-
-
-def _results(
-    stage: Stage, requests: RequestTable, segments: Sequence[Segment], output: torch.Tensor
+def _cut(
+    requests: RequestTable, segments: Sequence[Segment], output: torch.Tensor
 ) -> list[SegmentResult]:
-    """Cut the fused output, rows ``[T, H]`` or logits ``[samples, V]``, into its volumes."""
-    if stage.is_last:
-        return _sample(segments, requests, output)
+    """Cut the fused output, rows ``[T, H]``, into its volumes."""
     parts, first = [], 0
     for segment in segments:
         begin = first
@@ -145,77 +132,3 @@ def _results(
         SegmentResult(segment.volume, data, None)
         for segment, data in zip(segments, download(parts), strict=True)
     ]
-
-
-def _sample(
-    segments: Sequence[Segment], requests: RequestTable, logits: torch.Tensor
-) -> list[SegmentResult]:
-    """Sample tokens for every group that wants them; ``logits`` is ``[samples, V]``."""
-    wanted = [rows for segment in segments for rows in segment.volume.rows if rows.sample]
-    inputs = []
-    for rows in wanted:
-        state = requests[rows.request]
-        masks = _allowed(state, rows.drafts)
-        inputs += sample_rows(rows, state.sampling, state.history, masks)
-    drawn = iter(sample(logits, inputs) if inputs else [])
-    results = []
-    for segment in segments:
-        pairs = [
-            (rows, accepted(list(islice(drawn, 1 + len(rows.drafts))), rows.drafts))
-            if rows.sample
-            else (rows, [])
-            for rows in segment.volume.rows
-        ]
-        results.append(_sampled(segment.volume, requests, pairs))
-    return results
-
-
-def _allowed(state: RequestState, drafts: Sequence[int]) -> Sequence[bytes] | None:
-    """The tokens that its grammar allows next, and after each draft.
-
-    ``None`` if it has none, or it fails with it.
-    """
-    if state.constraint is None or state.failed:
-        return None
-    try:
-        return state.constraint.allowed(drafts)
-    except MolinkError as error:
-        log.warning("a request fails: %s", error)
-        state.failed = True
-        return None
-
-
-def _forced(state: RequestState) -> Sequence[int]:
-    """Tokens that its grammar leaves no choice about."""
-    assert state.constraint is not None
-    try:
-        return state.constraint.forced(MAX_DRAFTS)
-    except MolinkError:
-        return ()  # the next step of it says why
-
-
-def _sampled(
-    volume: Volume,
-    requests: RequestTable,
-    pairs: Iterable[tuple[Rows, Sequence[SampledToken]]],
-) -> SegmentResult:
-    """Put a volume's tokens into messages, and into the history where penalties need it."""
-    choices, tops, failed, forced = list[Choice](), list[TopLogprobs](), list[int](), list[Forced]()
-    for rows, drawn in pairs:
-        state, first = requests[rows.request], rows.start + rows.count - len(rows.drafts)
-        if state.failed or (rows.sample and not drawn):
-            failed.append(rows.request)
-            continue
-        if state.sampling.needs_history:
-            state.history.add_generated(token.token for token in drawn)
-        if state.constraint is not None:
-            state.constraint.add(token.token for token in drawn)
-            if tokens := _forced(state) if drawn else ():
-                forced.append(Forced(rows.request, tuple(tokens)))
-        for position, token in enumerate(drawn, first):
-            choices.append(Choice(rows.request, position, token.token, token.logprob))
-            if token.top:
-                ids, logprobs = zip(*token.top, strict=True)
-                tops.append(TopLogprobs(rows.request, position, ids, logprobs))
-    sampled = Sampled(volume.tick, tuple(choices), tuple(failed), tuple(forced))
-    return SegmentResult(volume, None, sampled, tuple(tops))

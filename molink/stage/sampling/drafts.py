@@ -35,6 +35,13 @@ def sample_rows(
     return found
 
 
+def certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
+    """The only token of each mask; -1 where it has several, none, or one beyond the vocabulary."""
+    wholes = (int.from_bytes(mask, "little") for mask in masks)
+    found = [whole.bit_length() - 1 if whole.bit_count() == 1 else -1 for whole in wholes]
+    return [token if token < vocabulary else -1 for token in found]
+
+
 def accepted(drawn: Sequence[SampledToken | None], drafts: Sequence[int]) -> list[SampledToken]:
     """Those of ``drawn``, one for each row, that follow right drafts.
 

@@ -45,6 +45,7 @@ async def test_metrics(client: TestClient, backend: Any) -> None:
     assert samples["molink_endpoint_time_to_first_token_seconds_count",] == 1
     assert samples["molink_endpoint_inter_token_seconds_count",] == 4
     assert samples["molink_endpoint_answer_seconds_count",] == 1
+    assert ("molink_endpoint_loop_delay_seconds_count",) in samples
     assert samples["molink_endpoint_running",] == 0
     assert samples["molink_recoveries_total",] == 3
     assert samples["molink_link_sent_bytes_total", "1-0", "p1", "3:6"] == 5

@@ -74,7 +74,7 @@ class Colour(pydantic.BaseModel):
     """As people write it for the official client."""
 
     kind: Literal["red", "green"]
-    share: int
+    share: int = pydantic.Field(ge=0, le=100)
 
 
 class Palette(pydantic.BaseModel):

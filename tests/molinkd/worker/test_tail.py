@@ -1,0 +1,136 @@
+"""What a grammar forces is told to the head, and verified without logits."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.folder import ModelFolder
+from molink.facts.drafts import MAX_DRAFTS
+from molink.ring.work import Segment, SegmentResult
+from molink.stage.batch import StageInput
+from molink.stage.stage import Stage
+from molink.text import matcher
+from molink.text.grammar import grammar_of
+from molink.text.matcher import Grammars
+from molink.wire.messages.base import Payload
+from molink.wire.messages.data import Admit, Forced, Rows, Sampled, Sampling, Volume
+from molinkd.worker.request_table import RequestTable
+from molinkd.worker.step import run_step
+from molinkd.worker.tail import prepare
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a_long_name": {"enum": [12, 345]}, "b": {"const": "x"}},
+    "required": ["a_long_name", "b"],
+    "additionalProperties": False,
+}
+PROMPT = [5, 6]
+
+
+@pytest.fixture(scope="module")
+def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    torch.set_num_threads(1)
+    return ModelFolder.open(make_model(tmp_path_factory.mktemp("tail")))
+
+
+class Tail:
+    """A whole model, asked for one answer."""
+
+    def __init__(self, folder: ModelFolder, sampling: Sampling) -> None:
+        self.stage = Stage.load(folder, (0, folder.config.layers), "cpu", "f32")
+        self.stage.allocate(16, 8)
+        self.requests = RequestTable(Grammars(folder.path, folder.config.vocab_size))
+        self.requests.admit(Admit(1, 0, sampling, len(PROMPT)))
+        self.requests.grammar(0, grammar_of("json_schema", json.dumps(SCHEMA), "compact"))
+        self.logits: list[int] = []
+        self._forward = self.stage.forward
+        self.stage.forward = self.spy  # type: ignore[method-assign]
+        self.tick = 1
+        self.last: Sequence[SegmentResult] = ()
+
+    def spy(self, batch: StageInput) -> torch.Tensor:
+        self.logits.append(len(batch.logit_rows))
+        return self._forward(batch)
+
+    def step(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> Sampled:
+        self.tick += 1
+        blocks = () if start else tuple(range(16))
+        count = len(tokens) + len(drafts)
+        rows = Rows(0, start, count, self.tick - 1, blocks, True, -1, tuple(drafts))
+        header = Volume(self.tick, start == 0, (rows,), Payload("i32", (count,)))
+        self.last = run_step(self.stage, self.requests, [Segment(header, [*tokens, *drafts])])
+        (result,) = self.last
+        assert result.sampled is not None
+        assert not result.sampled.failed
+        return result.sampled
+
+    def answer(self, ends: Sequence[int], *, drafted: bool, prepared: bool) -> list[int]:
+        """Tokens, with what is forced as drafts or alone."""
+        found = [*PROMPT]
+        sampled = self.step(PROMPT, 0)
+        while True:
+            found += [choice.token for choice in sampled.choices]
+            if found[-1] in ends:
+                return found
+            if prepared:
+                prepare(self.requests, self.last)
+            (drafts,) = (each.tokens for each in sampled.forced or (Forced(0, ()),))
+            drafts = tuple(token for token in drafts if token not in ends) if drafted else ()
+            sampled = self.step(found[-1:], len(found) - 1, drafts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_forced_tokens_come_many_at_a_time_and_take_no_logits(
+    folder: ModelFolder, temperature: float, prepared: bool
+) -> None:
+    ends = matcher.Tokenizer.open(folder.path).eos_ids
+    sampling = Sampling(temperature=temperature, seed=4)
+    plain, ahead = Tail(folder, sampling), Tail(folder, sampling)
+    expected = plain.answer(ends, drafted=False, prepared=False)
+    assert ahead.answer(ends, drafted=True, prepared=prepared) == expected
+    assert len(ahead.logits) < 0.5 * len(plain.logits)
+    assert max(ahead.logits) == 1
+
+
+def test_logprobs_of_forced_tokens_are_the_models(folder: ModelFolder) -> None:
+    tail = Tail(folder, Sampling(temperature=0.0, logprobs=0))
+    first = tail.step(PROMPT, 0)
+    ((forced,),) = ((each.tokens for each in first.forced),)
+    assert 3 < len(forced) <= MAX_DRAFTS
+    drafted = tail.step([first.choices[0].token], 2, forced)
+    assert [choice.token for choice in drafted.choices][:-1] == list(forced)
+    assert tail.logits[1] == 1 + len(forced)
+    assert all(choice.logprob < 0 for choice in drafted.choices)
+
+
+def test_what_was_prepared_is_not_asked_again(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tail = Tail(folder, Sampling(temperature=0.0))
+    sampled = tail.step(PROMPT, 0)
+    prepare(tail.requests, tail.last)
+    asked = []
+    real = matcher._mask
+    monkeypatch.setattr(matcher, "_mask", lambda it: asked.append(it) or real(it))
+    constraint = tail.requests[0].constraint
+    assert constraint is not None
+    forced = sampled.forced[0].tokens
+    masks = constraint.allowed(forced)
+    assert constraint.allowed(forced[:2]) == masks[:3]
+    assert not asked
+    wrong = (forced[0], forced[0])
+    assert constraint.allowed(wrong)[:2] == masks[:2]
+    assert asked
+    constraint.add(forced[:1])
+    assert constraint.allowed() == masks[1:2]
+
+
+def test_a_request_that_is_over_is_not_prepared_for(folder: ModelFolder) -> None:
+    tail = Tail(folder, Sampling(temperature=0.0))
+    tail.step(PROMPT, 0)
+    tail.requests.release(0)
+    prepare(tail.requests, tail.last)
