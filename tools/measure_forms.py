@@ -282,7 +282,8 @@ def replay(answers: Sequence[Filled], options: argparse.Namespace) -> Iterator[d
         if report.failed or report.latency_s.mean is None:
             raise SystemExit(f"{row}: {report.first_error}")
         row[f"{named} s"] = round(report.latency_s.mean, 2)
-        row[f"{named} tokens/s"] = round(report.output_tokens_per_s, 1)
+        if row["streams"] > 1:
+            row[f"{named} tokens/s"] = round(report.output_tokens_per_s, 1)
         if named == "forced":
             row["x lookup"] = round(row["lookup s"] / row["forced s"], 2)
             yield row
