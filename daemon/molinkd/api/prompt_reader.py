@@ -33,8 +33,9 @@ _LOG = logging.getLogger(__name__)
 SHORT_BODY = 32 * 1024
 #: Seconds that a short body, a long one, and the loading of a tokenizer may take.
 SHORT_S, LONG_S, OPEN_S = 2.0, 20.0, 60.0
-#: Requests that may wait, of either kind.
-MAX_WAITING = 128
+#: Requests that may wait: short ones as many as there may be connections, and of long ones what
+#: memory has room for.
+MAX_SHORT, MAX_LONG = 512, 128
 #: Seconds without work after which a process ends that others can stand in for: each has its own
 #: copy of the tokenizers.
 IDLE_S = 60.0
@@ -72,8 +73,9 @@ class PromptProcesses:
     def __init__(self, options: Mapping[str, Any]) -> None:
         """``options`` are further ones of ``Popen``."""
         # The first stays, so that no prompt waits for a start.
-        self._short = _Lane([_Process(options, SHORT_S, None), _Process(options, SHORT_S, IDLE_S)])
-        self._long = _Lane([_Process(options, LONG_S, IDLE_S)])
+        short = [_Process(options, SHORT_S, None), _Process(options, SHORT_S, IDLE_S)]
+        self._short = _Lane(short, MAX_SHORT)
+        self._long = _Lane([_Process(options, LONG_S, IDLE_S)], MAX_LONG)
 
     async def read(self, owner: str, offer: Offer, body: bytes, *, chat: bool) -> Prompts:
         """See :class:`PromptReader`."""
@@ -107,9 +109,9 @@ class _Work:
 class _Lane:
     """Some processes, and what waits for them; the first one that is free takes the next."""
 
-    def __init__(self, processes: "Sequence[_Process]") -> None:
+    def __init__(self, processes: "Sequence[_Process]", most: int) -> None:
         self._processes = processes
-        self._queue: FairQueue[_Work] = FairQueue(MAX_WAITING)
+        self._queue: FairQueue[_Work] = FairQueue(most)
         #: What each process is doing now.
         self._tasks: dict[_Process, asyncio.Task[None]] = {}
         self._idle: dict[_Process, asyncio.TimerHandle] = {}

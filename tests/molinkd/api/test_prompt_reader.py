@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_is_not_waited_for(
 async def test_only_so_many_wait(
     offer: Offer, reader: PromptProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "MAX_WAITING", 2)
+    monkeypatch.setattr(prompt_reader, "MAX_SHORT", 2)
     narrow = PromptProcesses({})
     reads = [narrow.read("", offer, chat("x"), chat=True) for _ in range(5)]
     found = await asyncio.gather(*reads, return_exceptions=True)
