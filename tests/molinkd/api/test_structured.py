@@ -15,9 +15,12 @@ import torch
 from molink.checkpoint.source import demo_model
 from molink.swarm.generation import GenerationRequest
 from molink.text.grammar import grammar_of
+from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data import Rejected, Sampling
+from molinkd.api.constraint import read_constraint
 from molinkd.api.endpoint_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
+from molinkd.api.schema import ChatBody, decode_body
 from tests.support.direct_reader import DirectReader
 from tests.support.ring_backend import RingBackend
 
@@ -120,6 +123,37 @@ def test_other_kinds_in_chats_and_completions(
         text = said.text
     assert said.finish_reason == "stop"
     assert re.fullmatch(pattern, text or "")
+
+
+@pytest.mark.parametrize(("compact", "separators"), [(None, (", ", ": ")), (True, (",", ":"))])
+def test_json_is_on_one_line(
+    ask: openai.OpenAI, compact: bool | None, separators: tuple[str, str]
+) -> None:
+    digits = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+    fields = {"a": {"enum": ["x", "y"]}, "b": digits}
+    shape = {"properties": fields, "required": ["a", "b"], "additionalProperties": False}
+    answer = ask.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        response_format=schema({"type": "object", **shape}),
+        extra_body={"structured_outputs": {"disable_any_whitespace": compact}},
+        temperature=1.5,
+        seed=3,
+        max_tokens=100,
+    )
+    text = answer.choices[0].message.content
+    assert text is not None
+    assert text == json.dumps(json.loads(text), separators=separators)
+
+
+def test_white_space_is_free_if_asked_for() -> None:
+    body = decode_body(
+        b'{"messages": [{"role": "user", "content": ""}], "guided_json": {},'
+        b' "structured_outputs": {"disable_any_whitespace": false}}',
+        ChatBody,
+    )
+    found = read_constraint(body, Tokenizer.open(demo_model().path))
+    assert found == grammar_of("json_schema", "{}", "free")
 
 
 def test_any_object(ask: openai.OpenAI) -> None:
