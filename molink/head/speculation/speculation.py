@@ -123,7 +123,7 @@ class Speculation:
             job.request.window - (len(job.tokens) - job.credited),
         )
         forced = drafting.forced(len(job.tokens))
-        if forced and most > 0:
+        if forced and most > 0 and least < math.inf:
             return _Guess(job, forced[:most], drafting.trust if self._auto else 1.0, 1.0)
         chance = drafting.chance if self._auto else 1.0
         if chance <= least or (self._auto and prefilling and not drafting.is_proven):

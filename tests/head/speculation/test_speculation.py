@@ -92,6 +92,9 @@ def test_nothing_is_drafted_where_the_stages_are_unknown() -> None:
     made = speculation()
     made.set_times(RingTimes((STAGE, Profile()), FAR, 0))
     assert counts(made, jobs(1, 0.9), Load(1, 1, 0)) == [0]
+    (job,) = jobs(1)
+    made.offered(job, [7])
+    assert counts(made, [job], Load(1, 1, 0)) == [0]
     made.set_times(RingTimes((STAGE, STAGE), FAR, 0))
     assert counts(made, jobs(1, 0.9), Load(1, 1, 0)) == [MAX_DRAFTS]
 
