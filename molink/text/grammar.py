@@ -6,7 +6,7 @@ by the length of the text, and by limits beyond which the library gives up.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from molink.errors import RequestError
@@ -45,6 +45,8 @@ _LAYOUTS: dict[Layout, dict[str, Any]] = {
 _END = 256
 #: Bytes of an answer that a check goes through.
 _TRIED = 64
+#: Checked grammars that are remembered, of up to :data:`MAX_GRAMMAR` bytes each.
+_REMEMBERED = 32
 
 
 def grammar_of(kind: GrammarKind, source: str | Sequence[str], layout: Layout = "free") -> bytes:
@@ -79,10 +81,12 @@ def grammar_of(kind: GrammarKind, source: str | Sequence[str], layout: Layout = 
     return grammar
 
 
+@lru_cache(_REMEMBERED)
 def check_grammar(grammar: bytes) -> None:
     """Compile ``grammar`` for a vocabulary of bytes, and see that an answer can begin.
 
-    Some that are too complex are found so only once they are used: a few bytes are tried.
+    Some that are too complex are found so only once they are used: a few bytes are tried. Programs
+    ask for the same form again and again, so the last good ones are remembered.
 
     Raises:
         RequestError: it is invalid, too complex, has what isn't supported, or allows no answer.

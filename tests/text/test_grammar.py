@@ -1,5 +1,6 @@
 """Grammars: what is made of them, what is refused, and which tokens they let come next."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import pytest
 
 from molink.checkpoint.source import demo_model
 from molink.errors import MolinkError, RequestError
+from molink.text import grammar as text_grammar
 from molink.text import matcher
 from molink.text.grammar import Layout, check_grammar, grammar_of
 from molink.text.matcher import Constraint, Grammars
@@ -265,3 +267,20 @@ def test_layouts(tokenizer: Tokenizer, grammars: Grammars, layout: Layout, text:
     assert allows(grammars.begin(grammar), said)
     other = tokenizer.encode(text.replace("1", "_1"), special=False)
     assert not allows(grammars.begin(grammar), other)
+
+
+def test_a_good_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[bytes] = []
+    real = text_grammar.compile_grammar
+
+    def compile_grammar(tokenizer: Any, grammar: bytes) -> Any:
+        compiled.append(grammar)
+        return real(tokenizer, grammar)
+
+    monkeypatch.setattr(text_grammar, "compile_grammar", compile_grammar)
+    good, bad = grammar_of("regex", "good[0-9]"), b"start: nothing"
+    check_grammar.cache_clear()
+    for grammar in (good, bad, good, bad):
+        with contextlib.suppress(RequestError):
+            check_grammar(grammar)
+    assert compiled == [good, bad, bad]
