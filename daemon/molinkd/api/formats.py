@@ -13,8 +13,9 @@ from msgspec import json
 
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.answer import Usage
+from molinkd.api.blocks import blocks_of, parts_of
 from molinkd.api.choice import MIN_LOGPROB, TextPiece, TokenLogprob
-from molinkd.api.message_parts import delta_json, parts_of, whole_message
+from molinkd.api.message_parts import delta_json, whole_message
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import Plan
 
@@ -132,7 +133,7 @@ class ChatFormat(_EventParts):
         """A ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
-            message = whole_message(part for piece in pieces for part in parts_of(piece))
+            message = whole_message(blocks_of(pieces))
             logprobs = self._logprobs(logprobs_of(pieces)) if self._top >= 0 else None
             choices.append(
                 {

@@ -18,6 +18,17 @@ def answer_form(offer: Offer, *, tools: bool) -> AnswerFormat:
     return detect_format(source, tokenizer.added, offer.answer_format)
 
 
+def abilities(offer: Offer) -> list[str]:
+    """What the model can do beside completing text, by Ollama's names."""
+    template = offer.tokenizer.templates.choose(tools=True)
+    if template is None:
+        return []
+    form = answer_form(offer, tools=True)
+    calls = template.takes_tools and form.calls is not None
+    thinks = form.tags is not None or form.calls == "harmony"
+    return [name for name, can in (("tools", calls), ("thinking", thinks)) if can]
+
+
 def check_model(offer: Offer, template: ChatTemplate) -> None:
     """See that the model can be told of tools, and that its calls can be told from text.
 

@@ -56,9 +56,7 @@ class OpenAIRoutes:
         def form_of(plan: Plan) -> Format:
             return form(plan, stream and body.includes_usage)
 
-        return await self._generator.answer(
-            request, Ask(body, form_of, stream, data, parts=kind is ChatBody)
-        )
+        return await self._generator.answer(request, Ask(body, form_of, stream, data))
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:
