@@ -200,12 +200,10 @@ class CompletionFormat(_EventParts):
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens; two ids with the same text count as the likelier one."""
-        if self._top <= 0:
-            return None
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+        """The most likely tokens, and the one that came; of two with one text the likelier one."""
         found: dict[str, float] = {}
-        for token, logprob in entry.top[: self._top]:
+        for token, logprob in (*entry.top[: self._top], (entry.token, entry.logprob)):
             found.setdefault(self._text(token), max(logprob, MIN_LOGPROB))
         return found
 

@@ -91,11 +91,16 @@ def tools_in_prompt(body: ChatBody) -> list[dict[str, Any]]:
             "function": {
                 "name": tool.function.name,
                 "description": tool.function.description or "",
-                "parameters": tool.function.parameters or {"type": "object", "properties": {}},
+                "parameters": _whole_parameters(tool.function.parameters or {}),
             },
         }
         for tool in tools
     ]
+
+
+def _whole_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with what templates take for granted."""
+    return {**schema, **{"type": "object", "properties": {}, **schema}}
 
 
 def _check_choice(body: ChatBody, names: set[str]) -> None:

@@ -102,17 +102,15 @@ class ResponseFormat:
 
     def _ended(self, block: Block) -> bytes:
         kind, place = f"{_EVENTS[block.kind]}.done", self._place(block)
-        item = self._items.item(block, self._status(block, self._blocks.blocks, self._finish))
-        done = self._event("response.output_item.done", output_index=block.index, item=item)
         if block.kind == "call":
-            return self._event(kind, **place, name=block.name, arguments=block.text) + done
-        part = self._items.part(block)
-        more = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
-        return (
-            self._event(kind, **place, text=block.text, **more)
-            + self._event("response.content_part.done", **place, part=part)
-            + done
-        )
+            done = self._event(kind, **place, name=block.name, arguments=block.text)
+        else:
+            part = self._items.part(block)
+            more = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
+            done = self._event(kind, **place, text=block.text, **more)
+            done += self._event("response.content_part.done", **place, part=part)
+        item = self._items.item(block, self._status(block, self._blocks.blocks, self._finish))
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": self._items.id_of(block), "output_index": block.index}
