@@ -100,7 +100,8 @@ def tools_in_prompt(body: ChatBody) -> list[dict[str, Any]]:
 
 def _whole_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """``schema`` with what templates take for granted."""
-    return {**schema, **{"type": "object", "properties": {}, **schema}}
+    taken = {"type": "object", "properties": {}}
+    return schema | {name: value for name, value in taken.items() if name not in schema}
 
 
 def _check_choice(body: ChatBody, names: set[str]) -> None:

@@ -24,7 +24,9 @@ const models = {
 };
 
 for (const [kind, model] of Object.entries(models)) {
-  const common = { model, prompt, maxOutputTokens: 400, maxRetries: 0 };
+  // Nothing is kept, so that items can't be sent by their ids.
+  const providerOptions = { openai: { store: false } };
+  const common = { model, prompt, maxOutputTokens: 400, maxRetries: 0, providerOptions };
   const ran = [];
   const tools = {
     get_weather: tool({

@@ -144,8 +144,10 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
         if self.tools:
             body.tools = [offered(one.name, one.description, one.parameters) for one in self.tools]
         choice = self.tool_choice
-        named = isinstance(choice, FunctionChoice)
-        body.tool_choice = named_choice(choice.name) if named else choice
+        if isinstance(choice, FunctionChoice):
+            body.tool_choice = named_choice(choice.name)
+        else:
+            body.tool_choice = choice
         self._set_form(body)
         return body
 
@@ -183,13 +185,21 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
                 case "function_call_output":
                     messages.append(_result(item, where))
                 case _:
-                    text = f"`{where}.type`: {item.type[:32]!r} is not supported, only 'message'"
-                    raise RequestError(text, f"{where}.type")
+                    raise _unknown(item, f"{where}.type")
             if messages[-1].role == "assistant" and thoughts:
                 before = messages[-1].reasoning_content
                 messages[-1].reasoning_content = "\n".join(filter(None, (before, thoughts)))
             thoughts = ""
         return messages
+
+
+def _unknown(item: InputItem, where: str) -> RequestError:
+    text = f"`{where}`: {item.type[:32]!r} is not supported, only 'message', 'function_call', …"
+    if item.type == "item_reference":
+        text = (
+            f"`{where}`: answers are not kept here; have your client send items, by `store` false"
+        )
+    return RequestError(text, where)
 
 
 def _thoughts(item: InputItem, where: str) -> str:
