@@ -25,8 +25,9 @@ LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
 #: bound a model could write white space for ever.
 _WHITE_SPACE = r"( ?|\n {0,40})"
 _END = 256
-#: Bytes of an answer that a check goes through.
+#: Bytes of an answer that a check goes through; white space, as bits, only where it has to be.
 _TRIED = 64
+_SPACES = sum(1 << byte for byte in b" \t\r\n")
 
 
 def grammar_of(kind: GrammarKind, source: str | Sequence[str]) -> bytes:
@@ -72,6 +73,7 @@ def check_grammar(grammar: bytes) -> None:
     matcher = compile_grammar(_bytewise(), grammar)
     for _ in range(_TRIED):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        mask = mask & ~_SPACES or mask  # which would hide what comes behind it
         if mask:
             matcher.consume_token((mask & -mask).bit_length() - 1)
         if matcher.is_error():

@@ -16,7 +16,7 @@ FOLDER = Path(os.environ.get("MOLINK_CLIENTS", Path(tempfile.gettempdir()) / "mo
 _PROGRAMS = FOLDER / "venv" / ("Scripts" if sys.platform == "win32" else "bin")
 PYTHON = (
     f"{Path(sys.executable).name} -m venv {FOLDER / 'venv'} && "
-    f"{_PROGRAMS / 'pip'} install langchain-openai litellm schemathesis"
+    f"{_PROGRAMS / 'pip'} install langchain-openai litellm mcp schemathesis"
 )
 NPM = f"npm install --prefix {FOLDER} openai ai @ai-sdk/openai @ai-sdk/openai-compatible zod"
 _TIME_S = 200

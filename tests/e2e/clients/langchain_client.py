@@ -7,17 +7,20 @@ from importlib.metadata import version
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Weather(BaseModel):
     """What the weather is like."""
 
+    # Else the toy adds properties without end.
+    model_config = ConfigDict(extra="forbid")
+
     city: str = Field(max_length=9)
     days: int = Field(ge=1, le=9)
 
 
-@tool
+@tool(args_schema=Weather)
 def get_weather(city: str, days: int) -> str:
     """Look up the weather of some days."""
     return f"{days} warm days in {city}"

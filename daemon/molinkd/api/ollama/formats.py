@@ -114,12 +114,12 @@ class OllamaFormat:
 
     def _common(self, said: dict[str, Any]) -> dict[str, Any]:
         """``said`` is a message; to a prompt its content is the ``response``."""
+        shown: dict[str, Any] = {"message": said}
         if not self._chat:
-            said = {"response": said["content"], **said}
-            del said["role"], said["content"]
-        else:
-            said = {"message": said}
-        return {"model": self._plan.offer.model.name, "created_at": now(), **said}
+            shown = {"response": said["content"]}
+            if "thinking" in said:
+                shown["thinking"] = said["thinking"]
+        return {"model": self._plan.offer.model.name, "created_at": now(), **shown}
 
     def _object(self, said: dict[str, Any], finish: str | None, usage: Usage) -> dict[str, Any]:
         return {
