@@ -95,9 +95,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "of no type": {"type": "object", "properties": {"a": {"type": "text"}}, "required": ["a"]},
     "exploding": {
         "type": "object",
-        "properties": {
-            "a": {"type": "string", "pattern": "^((((a{100}){100}){100}){100}){100}$"}
-        },
+        "properties": {"a": {"type": "string", "pattern": "^((((a{100}){100}){100}){100}){100}$"}},
         "required": ["a"],
     },
     "of many keys": {"type": "object", "properties": {f"p{n}": {} for n in range(3000)}},
