@@ -5,7 +5,6 @@ import sys
 from importlib.metadata import version
 
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,12 +17,6 @@ class Weather(BaseModel):
 
     city: str = Field(max_length=9)
     days: int = Field(ge=1, le=9)
-
-
-@tool(args_schema=Weather)
-def get_weather(city: str, days: int) -> str:
-    """Look up the weather of some days."""
-    return f"{days} warm days in {city}"
 
 
 def main(url: str, name: str) -> None:
@@ -46,18 +39,18 @@ def main(url: str, name: str) -> None:
     logprobs = model.bind(logprobs=True, top_logprobs=2).invoke("Hello!").response_metadata
     assert len(logprobs["logprobs"]["content"][0]["top_logprobs"]) == 2
 
-    bound = model.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
+    bound = model.bind_tools([Weather], tool_choice="any", parallel_tool_calls=False)
     asked = HumanMessage("Weather?")
     answer = bound.invoke([asked])
     (call,) = answer.tool_calls
-    assert call["name"] == "get_weather"
+    assert call["name"] == "Weather"
     assert set(call["args"]) == {"city", "days"}
-    result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
-    assert model.bind_tools([get_weather]).invoke([asked, answer, result]).content is not None
+    result = ToolMessage("warm", tool_call_id=call["id"])
+    assert model.bind_tools([Weather]).invoke([asked, answer, result]).content is not None
     streamed = None
     for chunk in bound.stream([asked]):
         streamed = chunk if streamed is None else streamed + chunk
-    assert [one["name"] for one in streamed.tool_calls] == ["get_weather"]
+    assert [one["name"] for one in streamed.tool_calls] == ["Weather"]
 
     for method in ("json_schema", "function_calling"):
         found = model.with_structured_output(Weather, method=method).invoke("Weather?")
@@ -67,8 +60,8 @@ def main(url: str, name: str) -> None:
         base_url=url, api_key="-", model=name, max_tokens=400, use_responses_api=True
     )
     assert responses.invoke("What is molink?").text
-    answer = responses.bind_tools([get_weather], tool_choice="any").invoke([asked])
-    assert answer.tool_calls[0]["name"] == "get_weather"
+    answer = responses.bind_tools([Weather], tool_choice="any").invoke([asked])
+    assert answer.tool_calls[0]["name"] == "Weather"
     assert isinstance(responses.with_structured_output(Weather).invoke("Weather?"), Weather)
     parts = list(responses.stream("What is molink?"))
     assert "".join(part.text for part in parts)
