@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 #: A `POST` that isn't JSON gets a 415 before anybody looks where it goes: no check of methods.
 CHECKS = "not_a_server_error,content_type_conformance,status_code_conformance"
 #: What it may take; making bodies up is most of it.
-SECONDS = "300"
+SECONDS = "150"
 
 
 @pytest.fixture
